@@ -1,0 +1,1 @@
+"""Listeners that show a campaign's events to people and machines."""

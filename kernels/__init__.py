@@ -1,0 +1,1 @@
+"""The subjects under test, and the one contract they all fulfil."""

@@ -1,0 +1,173 @@
+"""A Problem: one attention problem without its data, checked so that an impossible one cannot be built."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = ["BadArgument", "Causal", "Dtype", "Layout", "Needs", "OutputName", "OUTPUT_NAMES", "Problem", "reject"]
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+Causal = Literal["bottom_right", "top_left"]
+Packing = Literal["ragged", "dense"]
+OutputName = Literal["o", "lse", "dq", "dk", "dv"]
+
+OUTPUT_NAMES: tuple[OutputName, ...] = ("o", "lse", "dq", "dk", "dv")
+_INT32_MAX = 2**31 - 1
+
+
+class BadArgument(ValueError):
+    """A value from outside that cannot be used; its text names the argument, the value, the reason and the remedy."""
+
+
+def reject(argument: str, value: object, reason: str, remedy: str) -> BadArgument:
+    """The error for `argument` having `value`: what, value, why, and what to do instead."""
+    return BadArgument(f"{argument}={value!r}: {reason}; {remedy}")
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How one tensor lies in memory. The default is contiguous in the packing's own order."""
+
+    order: Literal["bshd", "bhsd", "thd"] | None = None
+    offset: int = 0
+    """Elements between the start of the allocation and the tensor."""
+    pitch: int = 0
+    """Elements of padding after each row of `heads * dim` elements."""
+    expanded_heads: bool = False
+    """One stored head, shown to every head with stride 0."""
+    packed: bool = False
+    """A slice of one packed q, k, v allocation."""
+
+    def __post_init__(self) -> None:
+        for name in ("offset", "pitch"):
+            if getattr(self, name) < 0:
+                raise reject(f"layout.{name}", getattr(self, name), "elements cannot be negative", "give 0 or more")
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Which outputs are asked for, and whether a gradient of LSE flows in."""
+
+    outputs: tuple[OutputName, ...] = OUTPUT_NAMES
+    dlse: bool = False
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One attention problem: lengths, heads, dims, dtype, masks and scale, but no values.
+
+    Ragged tensors are `q (total_q + slack_q, heads, dim_qk)`, `k (total_k + slack_k, kv_heads, dim_qk)`,
+    `v (total_k + slack_k, kv_heads, dim_v)`; dense ones have `(batch, seqlen)` in place of the first dimension.
+    With `visible(i, j)` = j < seqlen_k and causal and window and mask_mod,
+
+        s_ij = score_mod(softcap(softmax_scale * q_i . k_j))
+        LSE_i = log sum_{visible j} exp(s_ij)          O_i = sum_j exp(s_ij - LSE_i) v_j
+
+    A row that sees no key has O = 0, LSE = -inf and no gradient. `causal="bottom_right"` is
+    `j <= i + seqlen_k - seqlen_q`, `"top_left"` is `j <= i`.
+
+    Raises:
+        BadArgument: an impossible problem, with argument, value, reason and remedy.
+    """
+
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    dim_qk: int
+    dim_v: int
+    heads: int = 1
+    kv_heads: int = 1
+    dtype: Dtype = "float16"
+    packing: Packing = "ragged"
+    slack_q: int = 0
+    slack_k: int = 0
+    causal: Causal | None = None
+    window: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    score_mod: tuple[Any, ...] | None = None
+    mask_mod: tuple[Any, ...] | None = None
+    layout_q: Layout = Layout()
+    layout_k: Layout = Layout()
+    layout_v: Layout = Layout()
+    layout_do: Layout = Layout()
+    needs: Needs = Needs()
+
+    def __post_init__(self) -> None:
+        for name in ("seqlens_q", "seqlens_k", "score_mod", "mask_mod"):
+            msgspec.structs.force_setattr(self, name, _frozen(getattr(self, name)))
+        self._check_lengths()
+        self._check_heads()
+        self._check_scores()
+
+    def _check_lengths(self) -> None:
+        if not self.seqlens_q:
+            raise reject("seqlens_q", self.seqlens_q, "a batch has at least one sequence", "give one length per sequence")
+        if len(self.seqlens_q) != len(self.seqlens_k):
+            raise reject(
+                "seqlens_k",
+                self.seqlens_k,
+                f"it has {len(self.seqlens_k)} lengths and seqlens_q has {len(self.seqlens_q)}",
+                "give both one length per sequence",
+            )
+        for name in ("seqlens_q", "seqlens_k"):
+            lengths: tuple[int, ...] = getattr(self, name)
+            if min(lengths) < 0:
+                raise reject(name, lengths, "a length cannot be negative", "use 0 for an empty sequence")
+            if sum(lengths) > _INT32_MAX:
+                raise reject(name, lengths, "the total does not fit cu_seqlens, which is int32", "use shorter sequences")
+            if self.packing == "dense" and len(set(lengths)) > 1:
+                raise reject(name, lengths, "a dense batch has one length for all sequences", "use packing='ragged'")
+        for name in ("slack_q", "slack_k"):
+            if getattr(self, name) < 0:
+                raise reject(name, getattr(self, name), "rows cannot be negative", "give 0 or more")
+
+    def _check_heads(self) -> None:
+        for name in ("heads", "kv_heads", "dim_qk", "dim_v"):
+            if getattr(self, name) < 1:
+                raise reject(name, getattr(self, name), "it must be positive", "give 1 or more")
+        if self.heads % self.kv_heads:
+            raise reject(
+                "kv_heads",
+                self.kv_heads,
+                f"it does not divide heads={self.heads}",
+                "every group has the same number of query heads: give a divisor of heads",
+            )
+
+    def _check_scores(self) -> None:
+        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
+            raise reject("softmax_scale", self.softmax_scale, "it must be finite", "give a number, or null for dim_qk ** -0.5")
+        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise reject("softcap", self.softcap, "it must be finite and not negative", "use 0 for no softcap")
+        for side in self.window or ():
+            if side is not None and side < 0:
+                raise reject("window", self.window, "a side counts keys from the diagonal", "give 0 or more, or null for no limit")
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return len(self.seqlens_q)
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        """The factor on q . k: `softmax_scale`, or `dim_qk ** -0.5` where none is given."""
+        return self.dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def total_q(self) -> int:
+        """Query tokens in all sequences, slack rows not counted."""
+        return sum(self.seqlens_q)
+
+    @property
+    def total_k(self) -> int:
+        """Key tokens in all sequences, slack rows not counted."""
+        return sum(self.seqlens_k)
+
+
+def _frozen(value: Any) -> Any:
+    """Nested lists as nested tuples, so that a Problem read from JSON is hashable."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,83 @@
+"""Names to kernels. Third parties join by the entry-point group `attnfuzz.kernels`, or at run time by `register`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib import metadata
+
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.problem import BadArgument
+
+__all__ = ["ENTRY_POINT_GROUP", "UnknownKernel", "get", "names", "register", "unregister"]
+
+ENTRY_POINT_GROUP = "attnfuzz.kernels"
+
+_BUILT_IN = {
+    "tilelang.varlen": "attnfuzz.kernels.tilelang.varlen:KERNEL",
+    "triton.varlen": "attnfuzz.kernels.triton.varlen:KERNEL",
+    "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",
+}
+_HIDDEN = {"demo.varlen": "attnfuzz.kernels.planted:demo_kernel"}
+"""Found by name, never listed: kernels that are wrong on purpose."""
+
+_registered: dict[str, Kernel] = {}
+_loaded: dict[str, Kernel] = {}
+
+
+class UnknownKernel(BadArgument):
+    """No kernel of that name is installed."""
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Make `kernel` known under its name in this process; returns it."""
+    missing = [name for name in ("name", "backend", "capabilities", "configs", "supports", "build") if not hasattr(kernel, name)]
+    if missing:
+        raise BadArgument(f"kernel={kernel!r}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
+    _registered[kernel.name] = kernel
+    return kernel
+
+
+def unregister(name: str) -> None:
+    """Forget a kernel that `register` made known."""
+    _registered.pop(name, None)
+
+
+def names() -> tuple[str, ...]:
+    """Every listed kernel: built in, from entry points, registered."""
+    found = {point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    return tuple(sorted({*_BUILT_IN, *found, *_registered}))
+
+
+def get(name: str) -> Kernel:
+    """The kernel called `name`.
+
+    Raises:
+        UnknownKernel: none has that name; the text lists the nearest names.
+    """
+    if known := _registered.get(name) or _loaded.get(name):
+        return known
+    if target := {**_BUILT_IN, **_HIDDEN}.get(name):
+        _loaded[name] = _load(target)
+        return _loaded[name]
+    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            _loaded[name] = _made(point.load())
+            return _loaded[name]
+    close = difflib.get_close_matches(name, names(), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
+    raise UnknownKernel(f"kernel={name!r}: no kernel of that name is installed; {hint}")
+
+
+def _load(target: str) -> Kernel:
+    module, _, attribute = target.partition(":")
+    return _made(getattr(importlib.import_module(module), attribute))
+
+
+def _made(found: Kernel | type[Kernel] | Callable[[], Kernel]) -> Kernel:
+    """An entry point may name a kernel, or a function or class that makes one."""
+    if inspect.isclass(found) or inspect.isfunction(found) or not isinstance(found, Kernel):
+        return found()
+    return found

@@ -1,0 +1,1 @@
+"""Kernels written in TileLang, on CUDA and on the CPU."""

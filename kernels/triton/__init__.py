@@ -1,0 +1,1 @@
+"""Kernels written in Triton, compiled on CUDA and interpreted on the CPU."""

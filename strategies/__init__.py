@@ -1,0 +1,1 @@
+"""What to try: Cases by construction, within a kernel's capabilities."""
