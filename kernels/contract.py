@@ -133,6 +133,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     devices: tuple[Device, ...] = ("cuda",)
     architectures: tuple[str, ...] | None = None
     """CUDA architectures ("sm_90"); None = any."""
+    compiles_on: tuple[Device, ...] = ("cuda",)
+    """Devices where a build takes seconds: a campaign there draws from few variants and compiles them first, in parallel."""
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES
     dlse: bool = False
     deterministic: tuple[OutputName, ...] = ()

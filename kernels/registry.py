@@ -11,7 +11,7 @@ from importlib import metadata
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["ENTRY_POINT_GROUP", "UnknownKernel", "get", "names", "register", "unregister"]
+__all__ = ["ENTRY_POINT_GROUP", "UnknownKernel", "get", "is_local", "names", "register", "unregister"]
 
 ENTRY_POINT_GROUP = "attnfuzz.kernels"
 
@@ -43,6 +43,11 @@ def register(kernel: Kernel) -> Kernel:
 def unregister(name: str) -> None:
     """Forget a kernel that `register` made known."""
     _registered.pop(name, None)
+
+
+def is_local(name: str) -> bool:
+    """Whether only this process knows the kernel, so that a child process could not find it by name."""
+    return name in _registered
 
 
 def names() -> tuple[str, ...]:

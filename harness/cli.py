@@ -1,0 +1,225 @@
+"""The command line. Exit codes: 0 clean, 1 failures, 2 wrong use or a broken environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+
+from attnfuzz.harness.environment import has_cuda, resolve_device, versions
+from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.report import machine
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import BadArgument
+
+__all__ = ["main"]
+
+CLEAN, FAILURES, WRONG_USE = 0, 1, 2
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+_device = click.option(
+    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda", help="Where the kernels run; auto takes CUDA if there is one."
+)
+_out = click.option("--out", default=".attnfuzz", show_default=True, metavar="DIR", help="Folder of case files.")
+_seed = click.option("--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order.")
+
+
+class _Commands(click.Group):
+    """Every command ends with a clear message and exit code 2 on wrong use or a broken environment."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BadArgument as error:
+            _end_with(str(error))
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            _end_with(f"{error.strerror or error}{where}; check that the path exists and can be written")
+        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if os.environ.get("ATTNFUZZ_DEBUG"):
+                raise
+            text = f"{type(error).__name__}: {error}".strip()
+            _end_with(f"internal error: {text}\nThis is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where.")
+
+
+def _end_with(message: str) -> None:
+    if "--json" in sys.argv:
+        click.echo(dumps({"error": message}))
+    click.echo(f"error: {message}", err=True)
+    raise click.exceptions.Exit(WRONG_USE)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """The terminal's own width; wide enough for every table where the output is a file or a pipe."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120
+    return console
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(versions().get("attnfuzz", "unknown"), prog_name="attnfuzz")
+def main() -> None:
+    """Differential correctness and fuzz testing of attention kernels against float64 oracles."""
+
+
+@main.command("list")
+@_json
+def list_command(as_json: bool) -> None:
+    """List the kernels, and where each can run on this machine."""
+    rows = [_list_row(registry.get(name)) for name in registry.names()]
+    if as_json:
+        click.echo(dumps({"kernels": rows}))
+        return
+    from attnfuzz.harness.report.terminal import kernel_table
+
+    _console().print(kernel_table(rows))
+
+
+def _list_row(kernel: Kernel) -> dict[str, Any]:
+    can = kernel.capabilities
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    here = {device: kernel.unavailable(device) if device in can.devices else "not declared" for device in devices}
+    return {
+        "kernel": kernel.name,
+        "backend": kernel.backend,
+        "packings": list(can.packings),
+        "dtypes": list(can.dtypes),
+        "dims": [list(pair) for pair in can.dims],
+        "causal": list(can.causal),
+        "outputs": list(can.outputs),
+        "runs_on": [device for device, reason in here.items() if reason is None],
+        "reasons": {device: reason for device, reason in here.items() if reason is not None},
+    }
+
+
+@main.command("run")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@_device
+@click.option("--budget", metavar="60s", help="Time for trials, compiles and shrinking not counted [default: the profile's].")
+@click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, instead of or besides a budget.")
+@_seed
+@click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How much is tried.")
+@_out
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
+@_json
+def run_command(
+    kernels: tuple[str, ...],
+    device: str,
+    budget: str | None,
+    max_examples: int | None,
+    seed: int,
+    profile: str,
+    out: str,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
+    from attnfuzz.harness import settings as options
+
+    settings = options.Settings(
+        device=resolve_device(device),
+        profile=options.profile(profile).name,
+        budget=None if budget is None else options.duration(budget),
+        max_examples=max_examples,
+        seed=seed,
+        out=out,
+        jobs=jobs,
+    )
+    chosen = [registry.get(name) for name in kernels or registry.names()]
+    click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
+
+
+def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
+    from attnfuzz.harness.campaign import campaign
+    from attnfuzz.harness.report.terminal import Terminal
+
+    if as_json:
+        finished = campaign(kernels, settings, Terminal(_console(stderr=True), live=False))
+        click.echo(dumps(machine.campaign_object(finished)))
+    else:
+        finished = campaign(kernels, settings, Terminal(_console()))
+    return FAILURES if finished.found or finished.lost else CLEAN
+
+
+@main.command("show")
+@click.argument("case", metavar="CASE")
+@_json
+def show_command(case: str, as_json: bool) -> None:
+    """Show a case file: the Problem, the values, the Config, and what was found with it."""
+    from attnfuzz.harness.corpus import read_case
+    from attnfuzz.harness.report.terminal import show_stored
+
+    stored = read_case(case)
+    if as_json:
+        click.echo(dumps({"case": stored.case.to_object(), "found": stored.found, "path": str(stored.path)}))
+    else:
+        show_stored(_console(), stored)
+
+
+@main.command("repro")
+@click.argument("case", metavar="CASE")
+@_device
+@_json
+def repro_command(case: str, device: str, as_json: bool) -> None:
+    """Run a case file again: FIXED (exit 0), FAILED (1) or ERROR (2)."""
+    from attnfuzz.harness.corpus import read_case
+    from attnfuzz.harness.report.terminal import show_reproduction
+    from attnfuzz.harness.reproduce import reproduce
+
+    stored = read_case(case)
+    try:
+        done = reproduce(stored.case, device)
+    except BadArgument as error:
+        raise BadArgument(f"ERROR {case}: {error}") from None
+    if as_json:
+        found = {"outcome": done.outcome, "device": done.device, "verdict": machine.verdict_object(done.verdict)}
+        click.echo(dumps({**found, "case": stored.case.to_object()}))
+    else:
+        show_reproduction(_console(), stored, done)
+    click.get_current_context().exit(CLEAN if done.outcome == "FIXED" else FAILURES)
+
+
+@main.command("demo")
+@_out
+@_seed
+@_json
+def demo_command(out: str, seed: int, as_json: bool) -> None:
+    """Find, shrink, show and reproduce a real bug planted in a copy of triton.varlen; exit 0 if all of that worked."""
+    from attnfuzz.harness.campaign import campaign
+    from attnfuzz.harness.report.terminal import Terminal
+    from attnfuzz.harness.settings import Settings
+
+    device: Device = "cuda" if has_cuda() else "cpu"
+    settings = Settings(device=device, max_examples=200, seed=seed, out=f"{out}/demo", replay=False)
+    console = _console(stderr=as_json)
+    if not as_json:
+        console.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
+    finished = campaign([registry.get("demo.varlen")], settings, Terminal(console))
+    reproduced = [_again(each.path, device, console) for each in finished.found if each.path]
+    worked = bool(reproduced) and all(reproduced)
+    if as_json:
+        click.echo(dumps({**machine.campaign_object(finished), "reproduced": worked}))
+    else:
+        console.print("found, shrunk and reproduced" if worked else "[red]the planted bug was not found and reproduced[/]")
+    click.get_current_context().exit(CLEAN if worked else FAILURES)
+
+
+def _again(path: str, device: Device, console: Console) -> bool:
+    """Whether the case file fails again in a fresh process."""
+    command = [sys.executable, "-m", "attnfuzz.harness.cli", "repro", path, "--device", device]
+    console.print(f"\n$ attnfuzz repro {path}", highlight=False, soft_wrap=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    console.print(done.stdout.rstrip() or done.stderr.rstrip(), highlight=False, markup=False, soft_wrap=True)
+    return done.returncode == FAILURES
+
+
+if __name__ == "__main__":
+    main()

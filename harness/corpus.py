@@ -1,0 +1,104 @@
+"""Failing Cases on disk: one JSON file each, versioned, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attnfuzz.harness.failure import Identity
+from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.verdict import Verdict
+from attnfuzz.strategies.case import BadCase, Case, case_from_object
+
+__all__ = ["CaseFile", "Corpus", "read_case"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseFile:
+    """A Case read from disk, and what was found with it (identity, message, device, versions), where that is told."""
+
+    case: Case
+    found: dict[str, Any]
+    path: Path
+
+
+def read_case(path: Path | str) -> CaseFile:
+    """Read a case file, or a bare Case.
+
+    Raises:
+        BadCase: the file is missing, broken, or of another version.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadCase(f"case={str(path)!r}: it cannot be read ({error.strerror}); give the path of a case file") from None
+    try:
+        found = msgspec.json.decode(content)
+        case = case_from_object(found)
+    except msgspec.DecodeError as error:
+        raise BadCase(f"case={str(path)!r}: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
+    except BadCase as error:
+        raise BadCase(f"case={str(path)!r}: {error}") from None
+    more = found.get("found", {})
+    return CaseFile(case=case, found=more if isinstance(more, dict) else {}, path=path)
+
+
+class Corpus:
+    """The case files of one folder, `DIR/cases`."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder) / "cases"
+
+    def write(self, case: Case, verdict: Verdict, identity: Identity, *, minimal: bool, seed: int) -> Path:
+        """Write a failing Case with what was found; returns its path. A crash leaves the old file or the new one, never half."""
+        failure = verdict.failure
+        found = {
+            "identity": msgspec.to_builtins(identity),
+            "message": failure.message if failure else "",
+            "place": msgspec.to_builtins(failure.place) if failure else None,
+            "minimal": minimal,
+            "seed": seed,
+            "device": verdict.device,
+            "versions": verdict.versions,
+        }
+        path = self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"
+        text = dumps({**case.to_object(), "found": found})
+        _write_whole(path, text + "\n")
+        return path
+
+    def remove(self, path: Path) -> None:
+        """Drop a case file that a smaller one replaces."""
+        path.unlink(missing_ok=True)
+
+    def of(self, kernel: str) -> Iterator[CaseFile]:
+        """The stored Cases of `kernel`, by file name. A file that cannot be read is an error with its path, never passed over."""
+        for path in sorted(self.folder.glob(f"{_slug(kernel)}-*.json")):
+            stored = read_case(path)
+            if stored.case.kernel == kernel:
+                yield stored
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", text)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

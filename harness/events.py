@@ -1,0 +1,183 @@
+"""What a campaign says. Every output (terminal, JSON, files) listens to these; the run itself never prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from attnfuzz.harness.failure import Identity
+from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels.problem import OutputName
+from attnfuzz.strategies.case import Case
+
+__all__ = [
+    "CampaignFinished",
+    "CampaignStarted",
+    "CompileFinished",
+    "Event",
+    "FailureFound",
+    "Found",
+    "KernelFinished",
+    "KernelSkipped",
+    "KernelStarted",
+    "KernelSummary",
+    "Listener",
+    "Shrunk",
+    "TrialFinished",
+    "Worst",
+]
+
+Phase = Literal["replay", "generate", "shrink"]
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignStarted:
+    """The run's header: what differs from the default settings, what it runs on, which kernels."""
+
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    kernels: tuple[str, ...]
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSkipped:
+    """A kernel that cannot run here, and why."""
+
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStarted:
+    """A kernel's turn begins: variants in its pool, how many of them need a compile first."""
+
+    kernel: str
+    variants: int
+    compiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompileFinished:
+    """One compile is done."""
+
+    kernel: str
+    key: str
+    seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFinished:
+    """One distinct Case was tried."""
+
+    kernel: str
+    phase: Phase
+    case: Case
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFound:
+    """A Failure of a new identity, not yet shrunk; the Case is on disk at `path`."""
+
+    identity: Identity
+    case: Case
+    verdict: Verdict
+    cases_before: int
+    seconds: float
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """The minimal Case of a Failure. `partly`: the budget for shrinking ran out first."""
+
+    identity: Identity
+    case: Case
+    verdict: Verdict
+    partly: bool
+    trials: int
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """One output's record over a kernel's Cases: how many judged it, the worst error over its budget, how many failed."""
+
+    cases: int = 0
+    worst: float = 0.0
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One Failure of the run, with its minimal Case."""
+
+    identity: Identity
+    case: Case
+    verdict: Verdict
+    partly: bool
+    path: str | None
+    cases_to_find: int
+    seconds_to_find: float
+    shrink_trials: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSummary:
+    """One kernel's row: distinct Cases tried (those of shrinking apart), rates, compiles, outputs, failures."""
+
+    kernel: str
+    cases: int
+    shrink_cases: int
+    seconds: float
+    compiles: int
+    compile_seconds: float
+    outputs: dict[OutputName, Worst]
+    found: tuple[Found, ...]
+    features: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Cases per second of trial time."""
+        return self.cases / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFinished:
+    """A kernel's turn is over."""
+
+    summary: KernelSummary
+
+
+@dataclass(frozen=True, slots=True)
+class CampaignFinished:
+    """The run is over. `interrupted`: by the user; what was found until then is reported."""
+
+    summaries: tuple[KernelSummary, ...]
+    skipped: tuple[KernelSkipped, ...]
+    seconds: float
+    interrupted: bool = False
+    lost: str | None = None
+    """Why the run ended early, where a kernel broke the device for this process."""
+
+    @property
+    def found(self) -> tuple[Found, ...]:
+        """All failures of all kernels."""
+        return tuple(each for summary in self.summaries for each in summary.found)
+
+
+Event = (
+    CampaignStarted
+    | KernelSkipped
+    | KernelStarted
+    | CompileFinished
+    | TrialFinished
+    | FailureFound
+    | Shrunk
+    | KernelFinished
+    | CampaignFinished
+)
+Listener = Callable[[Event], None]

@@ -1,0 +1,95 @@
+"""A Failure: what went wrong in a Trial, with an identity that shrinking keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Literal, get_args
+
+import msgspec
+
+from attnfuzz.kernels.problem import OutputName
+
+__all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place"]
+
+Kind = Literal[
+    "mismatch",
+    "aggregate",
+    "nonfinite",
+    "contract",
+    "guard",
+    "unwritten",
+    "nondeterministic",
+    "relation",
+    "exception",
+    "compile-error",
+    "crash",
+    "illegal-access",
+    "hang",
+    "out-of-memory",
+    "memory",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Two failures with equal identities are the same bug: kernel, kind, output, check and message without digits."""
+
+    kernel: str
+    kind: Kind
+    output: OutputName | None
+    check: str
+    message: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """First 8 hex digits of the identity's SHA-256."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:8]
+
+    def __str__(self) -> str:
+        output = OUTPUT_TITLES[self.output] if self.output else self.check
+        return f"{self.kernel}: {self.kind} in {output}" + (f" ({self.message})" if self.message else "")
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The worst element: which sequence and position in it, head, dim; what was got, expected and allowed."""
+
+    sequence: int
+    position: int
+    head: int
+    dim: int | None
+    got: float
+    expected: float
+    allowed: float
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What went wrong: kind, output, check (the rule that was broken), message for people, and the worst place."""
+
+    kernel: str
+    kind: Kind
+    check: str
+    message: str
+    output: OutputName | None = None
+    place: Place | None = None
+    detail: str = ""
+    """A traceback or a compiler's text."""
+
+    @property
+    def identity(self) -> Identity:
+        """What shrinking keeps: exceptions are told apart by their message without digits, numbers by output and check alone."""
+        numeric = self.kind in ("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "guard")
+        return Identity(
+            kernel=self.kernel,
+            kind=self.kind,
+            output=self.output,
+            check=self.check,
+            message="" if numeric else normalised(self.message),
+        )
+
+
+def normalised(message: str) -> str:
+    """First line of a message, addresses and numbers replaced by #."""
+    first = message.strip().splitlines()[0] if message.strip() else ""
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", first)[:120]

@@ -1,0 +1,292 @@
+"""The hunt for one kernel's failures: rounds of Hypothesis until the budget is spent, each round past what is already known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
+
+from attnfuzz.harness import events
+from attnfuzz.harness.corpus import Corpus
+from attnfuzz.harness.events import FailureFound, Found, KernelSummary, Listener, Shrunk, TrialFinished, Worst
+from attnfuzz.harness.failure import Identity
+from attnfuzz.harness.trial import DeviceLost
+from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import OutputName
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.shapes import Variant
+
+__all__ = ["Hunt"]
+
+_ROUND = 100
+"""Examples a round: Hypothesis stops soon after a round's first bug, and the clock is looked at between examples."""
+_BARREN_ROUNDS = 3
+"""Rounds without a new Case after which a small space counts as exhausted."""
+
+
+class CaseFailed(AssertionError):
+    """Raised to Hypothesis; one subclass per identity, so that Hypothesis shrinks each on its own."""
+
+    def __init__(self, case: Case, identity: Identity) -> None:
+        super().__init__(f"{identity} with {case.canonical()}")
+        self.case, self.identity = case, identity
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """A Failure while it is being shrunk."""
+
+    case: Case
+    verdict: Verdict
+    cases_before: int
+    seconds: float
+    path: str | None
+    trials: int = 0
+    partly: bool = False
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts over the Cases tried."""
+
+    cases: int = 0
+    shrink_cases: int = 0
+    outputs: dict[OutputName, Worst] = field(default_factory=dict)
+    features: dict[str, int] = field(default_factory=dict)
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        self.cases += 1
+        for name, figures in verdict.figures.items():
+            old = self.outputs.get(name, Worst())
+            self.outputs[name] = Worst(
+                cases=old.cases + (0 if figures.unjudged else 1), worst=max(old.worst, figures.worst), failures=old.failures
+            )
+        for failure in verdict.failures:
+            if failure.output:
+                old = self.outputs.get(failure.output, Worst())
+                self.outputs[failure.output] = replace(old, failures=old.failures + 1)
+        for feature in _features(case):
+            self.features[feature] = self.features.get(feature, 0) + 1
+
+
+class Hunt:
+    """Draw Cases, try each once, keep what fails, shrink it, and go on until `seconds` or `most` Cases are spent."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        device: Device,
+        *,
+        limits: Limits,
+        execute: Callable[[Case, Device], Verdict],
+        listener: Listener,
+        corpus: Corpus | None,
+        replay: bool,
+        seed: int,
+        seconds: float | None,
+        most: int | None,
+        shrink_seconds: float,
+    ) -> None:
+        self.kernel, self.device, self.limits = kernel, device, limits
+        self.execute, self.listener, self.corpus, self.seed = execute, listener, corpus, seed
+        self.replay = replay
+        self.seconds, self.most, self.shrink_seconds = seconds, most, shrink_seconds
+        self.found: dict[Identity, Found] = {}
+        self.tally = _Tally()
+        self._memo: dict[Case, Verdict] = {}
+        self._classes: dict[Identity, type[CaseFailed]] = {}
+        self._sighted: dict[Identity, _Sighting] = {}
+        self._started: float | None = None
+        self._ended: float | None = None
+        self._shrinking_since: float | None = None
+        self._shrink_total = 0.0
+
+    def run(self, variants: Sequence[Variant]) -> None:
+        """Replay the corpus, then hunt. Time is counted from here, shrinking apart."""
+        self._started = time.monotonic()
+        try:
+            if self.replay:
+                self._replay()
+            barren = number = 0
+            while variants and not self._spent() and barren < _BARREN_ROUNDS:
+                before = self.tally.cases
+                self._round(number, variants)
+                number += 1
+                barren = barren + 1 if self.tally.cases == before else 0
+        except DeviceLost as lost:
+            self.record(lost.case, Verdict(status="fail", failures=(lost.failure,)))
+            raise
+        finally:
+            self._ended = time.monotonic()
+
+    def record(self, case: Case, verdict: Verdict) -> None:
+        """Keep a Failure as it is, unshrunk."""
+        self._sight(case, verdict)
+        self._settle()
+
+    def summary(self, compiles: int, compile_seconds: float) -> KernelSummary:
+        """What was tried and found so far."""
+        self._settle()
+        now = self._ended or time.monotonic()
+        seconds = 0.0 if self._started is None else now - self._started - self._shrink_total
+        return KernelSummary(
+            kernel=self.kernel.name,
+            cases=self.tally.cases,
+            shrink_cases=self.tally.shrink_cases,
+            seconds=seconds,
+            compiles=compiles,
+            compile_seconds=compile_seconds,
+            outputs=dict(self.tally.outputs),
+            found=tuple(self.found.values()),
+            features=dict(self.tally.features),
+        )
+
+    def _replay(self) -> None:
+        for stored in self.corpus.of(self.kernel.name) if self.corpus else ():
+            if self.kernel.supports(stored.case.problem, stored.case.config, self.device) is not None:
+                continue
+            verdict = self._try(stored.case, "replay")
+            if verdict.failure is not None and verdict.failure.identity not in self.found:
+                self._sight(stored.case, verdict, path=str(stored.path))
+                self._settle()
+
+    def _round(self, number: int, variants: Sequence[Variant]) -> None:
+        @seed(self.seed * 7919 + number)
+        @settings(
+            max_examples=_ROUND,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+        )
+        @given(case=cases(self.kernel, device=self.device, limits=self.limits, variants=variants))
+        def one_round(case: Case) -> None:
+            failed = self._failed(case)
+            if failed is not None:
+                raise failed
+
+        self._sighted.clear()
+        try:
+            one_round()
+        except (CaseFailed, BaseExceptionGroup, Flaky) as error:
+            for each in _leaves(error):
+                sighting = self._sighted[each.identity]
+                sighting.case, sighting.verdict = each.case, self._memo[each.case]
+        except BaseException:
+            for sighting in self._sighted.values():
+                sighting.partly = True
+            raise
+        finally:
+            if self._shrinking_since is not None:
+                self._shrink_total += time.monotonic() - self._shrinking_since
+                self._shrinking_since = None
+            self._settle()
+
+    def _failed(self, case: Case) -> CaseFailed | None:
+        """What to raise for a Case: None where it passes, is known already, or there is no time left to try it."""
+        verdict = self._memo.get(case)
+        if verdict is None:
+            if self._out_of_time():
+                return None
+            verdict = self._try(case, "generate" if self._shrinking_since is None else "shrink")
+        if verdict.failure is None or verdict.failure.identity in self.found:
+            return None
+        identity = verdict.failure.identity
+        if identity not in self._sighted:
+            self._sight(case, verdict)
+            self._shrinking_since = self._shrinking_since or time.monotonic()
+        elif len(case.canonical()) < len(self._sighted[identity].case.canonical()):
+            self._sighted[identity].case, self._sighted[identity].verdict = case, verdict
+        made = self._classes.get(identity)
+        if made is None:
+            made = self._classes[identity] = type(f"CaseFailed_{identity.fingerprint}", (CaseFailed,), {})
+        return made(case, identity)
+
+    def _out_of_time(self) -> bool:
+        if self._shrinking_since is None:
+            return self._spent()
+        if time.monotonic() - self._shrinking_since <= self.shrink_seconds:
+            return False
+        for sighting in self._sighted.values():
+            sighting.partly = True
+        return True
+
+    def _spent(self) -> bool:
+        assert self._started is not None
+        if self.most is not None and self.tally.cases >= self.most:
+            return True
+        return self.seconds is not None and time.monotonic() - self._started - self._shrink_total >= self.seconds
+
+    def _try(self, case: Case, phase: events.Phase) -> Verdict:
+        verdict = self._memo[case] = self.execute(case, self.device)
+        if phase == "shrink":
+            self.tally.shrink_cases += 1
+            for sighting in self._sighted.values():
+                sighting.trials += 1
+        else:
+            self.tally.add(case, verdict)
+        self.listener(TrialFinished(self.kernel.name, phase, case, verdict))
+        return verdict
+
+    def _sight(self, case: Case, verdict: Verdict, path: str | None = None) -> None:
+        """A new identity: on disk at once, so that nothing that happens later can lose it."""
+        assert verdict.failure is not None
+        identity = verdict.failure.identity
+        if path is None and self.corpus:
+            path = str(self.corpus.write(case, verdict, identity, minimal=False, seed=self.seed))
+        seconds = 0.0 if self._started is None else time.monotonic() - self._started - self._shrink_total
+        self._sighted[identity] = _Sighting(case, verdict, self.tally.cases, seconds, path)
+        self.listener(FailureFound(identity, case, verdict, self.tally.cases, seconds, path))
+
+    def _settle(self) -> None:
+        """Each sighting becomes a finding, its file replaced by the minimal Case's."""
+        for identity, seen in self._sighted.items():
+            path = seen.path
+            if self.corpus:
+                path = str(self.corpus.write(seen.case, seen.verdict, identity, minimal=not seen.partly, seed=self.seed))
+                if seen.path is not None and seen.path != path:
+                    self.corpus.remove(Path(seen.path))
+            self.found[identity] = Found(
+                identity, seen.case, seen.verdict, seen.partly, path, seen.cases_before, seen.seconds, seen.trials
+            )
+            self.listener(Shrunk(identity, seen.case, seen.verdict, seen.partly, seen.trials, path))
+        self._sighted.clear()
+
+
+def _leaves(error: BaseException) -> list[CaseFailed]:
+    """The failures of a round; anything else that Hypothesis raises is the harness's own and goes on up."""
+    if isinstance(error, CaseFailed):
+        return [error]
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    raise error
+
+
+def _features(case: Case) -> list[str]:
+    """What a Case exercises, for the counts of a summary."""
+    p = case.problem
+    pairs = list(zip(p.seqlens_q, p.seqlens_k, strict=True))
+    checks = {
+        "ragged, several sequences": p.packing == "ragged" and p.batch > 1,
+        "zero-length queries": 0 in p.seqlens_q,
+        "zero-length keys": 0 in p.seqlens_k,
+        "q shorter than k": any(0 < n_q < n_k for n_q, n_k in pairs),
+        "q longer than k": any(n_q > n_k > 0 for n_q, n_k in pairs),
+        "groups > 1": p.groups > 1,
+        "groups no power of two": p.groups & (p.groups - 1) != 0,
+        "odd totals": bool(p.total_q % 2 or p.total_k % 2),
+        "slack rows": bool(p.slack_q or p.slack_k),
+        "dim_qk != dim_v": p.dim_qk != p.dim_v,
+        "rows without keys": bool(p.causal == "bottom_right" and any(n_q > n_k for n_q, n_k in pairs)) or 0 in p.seqlens_k,
+        f"dtype {p.dtype}": True,
+        f"causal {p.causal}": True,
+        f"pattern {case.recipe.pattern}": True,
+    }
+    return [name for name, holds in checks.items() if holds]

@@ -1,0 +1,173 @@
+"""The pytest plugin: options, one GPU per xdist worker, and differential tests of kernels, sharded over workers.
+
+A kernel team gates its kernel with a test file of five lines:
+
+    from attnfuzz.harness.plugin import fuzz
+    from mypackage.attention import KERNEL
+
+    test_kernel = fuzz(KERNEL)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.settings import Settings
+    from attnfuzz.kernels.contract import Kernel
+
+__all__ = ["fuzz"]
+
+_SHARDS = 2
+_PER_GPU = 4
+"""Workers that share a GPU: small cases leave it idle most of the time, and every worker takes about a GiB of it."""
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process may use, asked of the driver's tool so that torch is not imported before the choice is made."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [each for each in chosen.split(",") if each.strip() not in ("", "-1")]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(index) for index, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))]
+
+
+def _pin_worker(worker: str | None) -> None:
+    """Give xdist worker "gwN" GPU number N mod the number of GPUs; must run before torch is imported."""
+    if worker is None or not worker.startswith("gw"):
+        return
+    gpus = _gpus()
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[2:]) % len(gpus)]
+
+
+_pin_worker(os.environ.get("PYTEST_XDIST_WORKER"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The CLI's options, as --attnfuzz-..."""
+    group = parser.getgroup("attnfuzz", "fuzz testing of attention kernels")
+    group.addoption("--attnfuzz-kernel", action="append", default=[], metavar="NAME", help="only these kernels (may be repeated)")
+    group.addoption("--attnfuzz-device", default="auto", metavar="auto|cpu|cuda", help="where kernels run")
+    group.addoption("--attnfuzz-profile", default="quick", metavar="quick|gate|nightly", help="how large Cases may be")
+    group.addoption("--attnfuzz-budget", default=None, metavar="60s", help="time for trials of each kernel, over all its shards")
+    group.addoption("--attnfuzz-max-examples", default=None, type=int, metavar="N", help="Cases of each kernel, over all its shards")
+    group.addoption("--attnfuzz-seed", default=0, type=int, metavar="N", help="same seed, same Cases")
+    group.addoption("--attnfuzz-out", default=".attnfuzz", metavar="DIR", help="folder of case files")
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto` on a GPU node: a few workers per GPU, not one per core. None (xdist's own choice) without a GPU."""
+    if config.getoption("--attnfuzz-device") == "cpu":
+        return None
+    gpus = len(_gpus())
+    return gpus * max(1, min(_PER_GPU, len(os.sched_getaffinity(0)) // gpus)) if gpus else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse wrong options before anything runs."""
+    from attnfuzz.harness import settings as options
+    from attnfuzz.kernels.problem import BadArgument
+
+    try:
+        options.profile(config.getoption("--attnfuzz-profile"))
+        budget = config.getoption("--attnfuzz-budget")
+        if budget is not None:
+            options.duration(budget)
+        if config.getoption("--attnfuzz-device") not in ("auto", "cpu", "cuda"):
+            raise BadArgument(f"--attnfuzz-device={config.getoption('--attnfuzz-device')!r}: no such device; use auto, cpu or cuda")
+    except BadArgument as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """The options that differ from their defaults."""
+    defaults = {"kernel": [], "device": "auto", "profile": "quick", "budget": None, "max-examples": None, "seed": 0, "out": ".attnfuzz"}
+    values = {name: config.getoption(f"--attnfuzz-{name}") for name in defaults}
+    changed = " ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
+    return f"attnfuzz: {changed}" if changed else None
+
+
+
+def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS) -> Callable[..., None]:
+    """A test function that fuzzes `kernel` (an object, or the name of an installed one).
+
+    Args:
+        kernel: anything that fulfils `attnfuzz.kernels.contract.Kernel`.
+        max_examples: distinct Cases over all shards, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
+        shards: how many tests it becomes, so that xdist's workers share the work.
+
+    Returns:
+        A function to assign to a name that starts with `test_`.
+    """
+
+    @pytest.mark.parametrize("shard", range(shards))
+    def test(shard: int, request: pytest.FixtureRequest) -> None:
+        _run_shard(kernel, shard, shards, max_examples, request.config)
+
+    return test
+
+
+def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, config: pytest.Config) -> None:
+    from attnfuzz.harness.campaign import campaign
+    from attnfuzz.kernels import registry
+
+    subject = registry.get(kernel) if isinstance(kernel, str) else registry.register(kernel)
+    only = config.getoption("--attnfuzz-kernel")
+    if only and subject.name not in only:
+        pytest.skip(f"--attnfuzz-kernel names {', '.join(only)}")
+    settings = _settings(config, shard, shards, most)
+    if settings.device not in subject.capabilities.devices:
+        pytest.skip(f"{subject.name} declares no {settings.device}")
+    if reason := subject.unavailable(settings.device):
+        pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
+    finished = campaign([subject], settings, lambda event: None)
+    if finished.found or finished.lost:
+        pytest.fail(_message(finished), pytrace=False)
+
+
+def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Settings:
+    from attnfuzz.harness import settings as options
+    from attnfuzz.harness.environment import resolve_device
+
+    budget, asked = config.getoption("--attnfuzz-budget"), config.getoption("--attnfuzz-max-examples")
+    if asked is not None or budget is None:
+        most = max(1, -(-(asked or most) // shards))
+    return options.Settings(
+        device=resolve_device(config.getoption("--attnfuzz-device")),
+        profile=options.profile(config.getoption("--attnfuzz-profile")).name,
+        budget=None if budget is None else options.duration(budget),
+        max_examples=None if budget is not None and asked is None else most,
+        seed=config.getoption("--attnfuzz-seed"),
+        shard=shard,
+        shards=shards,
+        out=config.getoption("--attnfuzz-out"),
+    )
+
+
+def _message(finished: Any) -> str:
+    """Each failure: identity, minimal Case, what was seen, and the line that runs it again."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from attnfuzz.harness.report.terminal import show_found
+
+    text = StringIO()
+    console = Console(file=text, width=160)
+    for number, found in enumerate(finished.found, 1):
+        show_found(console, number, found)
+    return text.getvalue().strip() or str(finished.lost)

@@ -1,0 +1,53 @@
+"""Cases and verdicts in words, for people."""
+
+from __future__ import annotations
+
+from attnfuzz.harness.failure import OUTPUT_TITLES
+from attnfuzz.harness.verdict import Verdict
+from attnfuzz.strategies.case import Case, Recipe
+
+__all__ = ["describe_case", "describe_verdict", "lengths"]
+
+
+def lengths(case: Case) -> str:
+    """"3x7 + 0x5": seqlen_q x seqlen_k of each sequence."""
+    p = case.problem
+    return " + ".join(f"{n_q}x{n_k}" for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True))
+
+
+def describe_case(case: Case) -> list[tuple[str, str]]:
+    """(name, value) rows: what differs from the plainest Case, most telling first."""
+    p = case.problem
+    rows = [("kernel", case.kernel), ("seqlen_q x seqlen_k", f"{lengths(case)} ({p.packing})")]
+    rows.append(("heads", f"{p.heads} query, {p.kv_heads} key/value (groups of {p.groups})"))
+    rows.append(("dims", f"dim_qk {p.dim_qk}, dim_v {p.dim_v}"))
+    rows.append(("dtype", p.dtype))
+    rows.append(("causal", p.causal or "no"))
+    if p.softmax_scale is not None:
+        rows.append(("softmax_scale", f"{p.softmax_scale:g}"))
+    if p.window is not None:
+        rows.append(("window", str(p.window)))
+    if p.slack_q or p.slack_k:
+        rows.append(("slack rows", f"{p.slack_q} query, {p.slack_k} key"))
+    plain, recipe = Recipe(), case.recipe
+    scales = [
+        f"{name}={getattr(recipe, name):g}"
+        for name in ("q_scale", "k_scale", "v_scale", "do_scale")
+        if getattr(recipe, name) != getattr(plain, name)
+    ]
+    rows.append(("values", " ".join([recipe.pattern, *scales, f"seed={recipe.seed}"])))
+    if case.config:
+        rows.append(("config", str(case.config)))
+    return rows
+
+
+def describe_verdict(verdict: Verdict) -> list[str]:
+    """Each failure's message; or the worst error over its budget of every output."""
+    if verdict.failures:
+        return [f"{each.kind}: {each.message}" for each in verdict.failures]
+    return [
+        f"{OUTPUT_TITLES[name]}: not judged ({figures.unjudged})"
+        if figures.unjudged
+        else f"{OUTPUT_TITLES[name]}: worst error {figures.worst:.3g} of its budget over {figures.elements} elements"
+        for name, figures in verdict.figures.items()
+    ]

@@ -1,0 +1,194 @@
+"""The campaign on a terminal: a header, live progress, failures as they come, a table at the end."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from attnfuzz.harness import events
+from attnfuzz.harness.corpus import CaseFile
+from attnfuzz.harness.events import Event, Found, KernelSummary
+from attnfuzz.harness.failure import OUTPUT_TITLES
+from attnfuzz.harness.report.describe import describe_case, describe_verdict
+from attnfuzz.harness.reproduce import Reproduction, repro_line
+from attnfuzz.kernels.problem import OUTPUT_NAMES
+
+__all__ = ["Terminal", "kernel_table", "show_found", "show_reproduction", "show_stored", "summary_table"]
+
+
+class Terminal:
+    """Listens to a campaign and shows it on `console`."""
+
+    def __init__(self, console: Console, *, live: bool | None = None) -> None:
+        self.console = console
+        live = console.is_terminal if live is None else live
+        self.progress = Progress(
+            TextColumn("{task.description:<22}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not live,
+            transient=True,
+        )
+        self.task: TaskID | None = None
+        self.cases = self.failures = self.compiled = self.to_compile = 0
+        self.share: float | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        handler = getattr(self, f"_on_{type(event).__name__}", None)
+        if handler is not None:
+            handler(event)
+
+    def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
+        described: dict[str, Any] = event.environment
+        found = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
+        changed = " ".join(f"{name}={value}" for name, value in event.settings.items()) or "all default"
+        self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {found}", highlight=False)
+        budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {len(event.kernels)} kernels"
+        self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True)
+        self.share = None if event.seconds is None else event.seconds / len(event.kernels)
+        self.progress.start()
+
+    def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
+        self._say(f"[yellow]{event.kernel}: not run here: {event.reason}[/]")
+
+    def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
+        self.cases = self.failures = self.compiled = 0
+        self.to_compile = event.compiles
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task(event.kernel, total=max(1, event.compiles), note="")
+        if event.compiles:
+            self.progress.update(self.task, note=f"compiling {event.compiles} variants")
+
+    def _on_CompileFinished(self, event: events.CompileFinished) -> None:  # noqa: N802
+        self.compiled += 1
+        if self.task is not None:
+            self.progress.update(self.task, advance=1, note=f"compiled {self.compiled} of {self.to_compile} variants")
+
+    def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
+        self.cases += 1
+        if self.task is not None:
+            step = "shrinking" if event.phase == "shrink" else "trying"
+            self.progress.update(
+                self.task, total=None, note=f"{step}: {self.cases} cases, {self.failures} failures"
+            )
+
+    def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
+        self.failures += 1
+        self._say(f"[red]found[/] {event.identity} after {event.cases_before} cases; shrinking ...")
+
+    def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
+        row = event.summary
+        compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
+        self._say(f"{row.kernel}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}")
+
+    def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
+        self.progress.stop()
+        self.console.print(summary_table(event.summaries))
+        for number, each in enumerate(event.found, 1):
+            show_found(self.console, number, each)
+        if event.interrupted:
+            self.console.print("[yellow]interrupted: what was found until then is above[/]")
+        if event.lost:
+            self.console.print(f"[red]stopped early: {event.lost}[/]", highlight=False, soft_wrap=True)
+        cases = sum(row.cases for row in event.summaries)
+        verdict = f"[red]{len(event.found)} failures[/]" if event.found else "[green]no failures[/]"
+        self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s", highlight=False)
+
+    def _say(self, text: str) -> None:
+        self.progress.console.print(text, highlight=False, soft_wrap=True)
+
+
+def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
+    """Kernels x outputs: Cases judged, worst error over budget, failures."""
+    table = Table(title="worst error / budget (1 is the limit)", title_justify="left")
+    table.add_column("kernel")
+    table.add_column("cases", justify="right")
+    table.add_column("cases/s", justify="right")
+    for name in OUTPUT_NAMES:
+        table.add_column(OUTPUT_TITLES[name], justify="right")
+    table.add_column("failures", justify="right")
+    for row in summaries:
+        cells = []
+        for name in OUTPUT_NAMES:
+            figures = row.outputs.get(name)
+            bad = figures is not None and figures.failures
+            cells.append(Text("-" if figures is None else _ratio(figures.worst), style="red" if bad else ""))
+        failures = Text(str(len(row.found)), style="red" if row.found else "green")
+        table.add_row(row.kernel, str(row.cases), f"{row.rate:.1f}", *cells, failures)
+    return table
+
+
+def show_found(console: Console, number: int, found: Found) -> None:
+    """One failure: identity, minimal Case, message, and how to run it again."""
+    partly = ", partly shrunk" if found.partly else ""
+    console.print(
+        f"\n[bold red]{number}. {found.identity}[/] (found after {found.cases_to_find} cases, "
+        f"shrunk in {found.shrink_trials} trials{partly})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for name, value in describe_case(found.case)[1:]:
+        console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
+    for line in describe_verdict(found.verdict):
+        console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
+    if found.path:
+        console.print(f"   run it again:        {repro_line(found.path)}", highlight=False, soft_wrap=True, markup=False)
+
+
+def show_stored(console: Console, stored: CaseFile) -> None:
+    """A case file: the Case, what was found, and its canonical JSON."""
+    console.print(f"[bold]{stored.path}[/] (case {stored.case.id})", highlight=False, soft_wrap=True)
+    for name, value in describe_case(stored.case):
+        console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
+    if message := stored.found.get("message"):
+        console.print(f"   {'found':<20} {message}", highlight=False, soft_wrap=True, markup=False)
+    if device := stored.found.get("device"):
+        versions = ", ".join(f"{name} {version}" for name, version in stored.found.get("versions", {}).items())
+        console.print(f"   {'on':<20} {device}; {versions}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"   {'run it again':<20} {repro_line(str(stored.path))}", highlight=False, soft_wrap=True, markup=False)
+    console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
+
+
+def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) -> None:
+    """FIXED or FAILED, the Case, and what was seen this time."""
+    style = "bold green" if done.outcome == "FIXED" else "bold red"
+    console.print(f"[{style}]{done.outcome}[/] {stored.path} on {done.device}", highlight=False, soft_wrap=True)
+    for name, value in describe_case(stored.case):
+        console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
+    for line in describe_verdict(done.verdict):
+        console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
+    if done.verdict.failure is not None and done.verdict.failure.detail:
+        console.print(done.verdict.failure.detail, highlight=False, markup=False)
+
+
+def kernel_table(rows: list[dict[str, Any]]) -> Table:
+    """`attnfuzz list`: each kernel, what it does, and where it can run here or why not."""
+    table = Table()
+    for column in ("kernel", "packings", "dtypes", "causal", "dim_qk/dim_v", "runs here on", "else"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(
+            row["kernel"],
+            ", ".join(row["packings"]),
+            ", ".join(row["dtypes"]),
+            ", ".join(each or "no" for each in row["causal"]),
+            " ".join(f"{qk}/{v}" for qk, v in row["dims"]),
+            ", ".join(row["runs_on"]) or "-",
+            "; ".join(f"{device}: {reason}" for device, reason in row["reasons"].items()),
+        )
+    return table
+
+
+def _ratio(value: float) -> str:
+    if math.isinf(value):
+        return "inf"
+    return f"{value:.2f}" if value < 100 else f"{value:.1e}"

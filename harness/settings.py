@@ -1,0 +1,106 @@
+"""Settings of a run: profiles, durations, and the header line that shows what differs from the defaults."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import reject
+from attnfuzz.strategies.cases import Limits
+
+__all__ = ["PROFILES", "Profile", "ProfileName", "Settings", "duration", "profile"]
+
+ProfileName = Literal["quick", "gate", "nightly"]
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How much a run tries: time for all kernels together, variants a kernel compiles, and how large a Case may be."""
+
+    name: ProfileName
+    budget: float
+    """Seconds of trials, compiles not counted, shared evenly by the kernels."""
+    shrink: float
+    """Seconds that shrinking one failure may take."""
+    variants: dict[Device, int]
+    limits: dict[Device, Limits]
+
+
+_CPU = Limits(batch=4, heads=4, length=160, tiles=8)
+_CUDA = Limits(batch=8, heads=8, length=4096, tiles=4096)
+
+PROFILES: dict[ProfileName, Profile] = {
+    "quick": Profile("quick", 60.0, 60.0, {"cpu": 4, "cuda": 10}, {"cpu": _CPU, "cuda": _CUDA}),
+    "gate": Profile("gate", 300.0, 120.0, {"cpu": 8, "cuda": 24}, {"cpu": _CPU, "cuda": _CUDA}),
+    "nightly": Profile(
+        "nightly",
+        3600.0,
+        300.0,
+        {"cpu": 24, "cuda": 96},
+        {"cpu": Limits(batch=6, heads=7, length=400, tiles=24), "cuda": Limits(batch=16, heads=16, length=8192, tiles=16384)},
+    ),
+}
+
+
+def profile(name: str) -> Profile:
+    """The profile called `name`.
+
+    Raises:
+        BadArgument: there is none.
+    """
+    for known, found in PROFILES.items():
+        if known == name:
+            return found
+    raise reject("profile", name, "no such profile", f"use one of {', '.join(PROFILES)}")
+
+
+def duration(text: str) -> float:
+    """Seconds of "60s", "5m", "1.5h", "500ms" or "2m30s".
+
+    Raises:
+        BadArgument: no duration, or none that is positive.
+    """
+    parts = re.findall(r"(\d+(?:\.\d*)?)(ms|s|min|m|h)", text.strip())
+    if not parts or "".join(n + unit for n, unit in parts) != text.strip():
+        raise reject("budget", text, "it is no duration", "give a number and a unit, such as 60s, 5m or 1h")
+    seconds = sum(float(n) * _UNITS[unit] for n, unit in parts)
+    if seconds <= 0:
+        raise reject("budget", text, "nothing can be tried in no time", "give a positive duration, such as 60s")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run's settings. `budget` or `max_examples` (distinct Cases per kernel) ends it, whichever comes first."""
+
+    device: Device = "cpu"
+    profile: ProfileName = "quick"
+    budget: float | None = None
+    max_examples: int | None = None
+    seed: int = 0
+    shard: int = 0
+    shards: int = 1
+    out: str | None = ".attnfuzz"
+    jobs: int | None = None
+    replay: bool = True
+    """Try the stored Cases of a kernel first."""
+
+    def __post_init__(self) -> None:
+        if self.max_examples is not None and self.max_examples < 1:
+            raise reject("max_examples", self.max_examples, "nothing would be tried", "give 1 or more")
+        if self.seed < 0:
+            raise reject("seed", self.seed, "it cannot be negative", "give 0 or more")
+
+    def changed(self) -> dict[str, Any]:
+        """What differs from the defaults: the run's header shows just that."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of trials for all kernels together; None where only `max_examples` ends the run."""
+        if self.budget is None and self.max_examples is not None:
+            return None
+        return (self.budget or PROFILES[self.profile].budget) / self.shards

@@ -1,0 +1,116 @@
+"""One Trial: a Case from start to Verdict, in this process."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.harness import environment
+from attnfuzz.harness.builds import built
+from attnfuzz.harness.failure import Failure
+from attnfuzz.harness.inputs import materialise
+from attnfuzz.harness.poison import PoisonEmpty
+from attnfuzz.harness.verdict import Verdict, judge, truth
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
+from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.strategies.case import Case
+
+__all__ = ["DeviceLost", "check_runnable", "run_trial"]
+
+
+class DeviceLost(Exception):
+    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record."""
+
+    def __init__(self, case: Case, failure: Failure) -> None:
+        super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
+        self.case, self.failure = case, failure
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds spent in each stage."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def check_runnable(case: Case, device: Device) -> Kernel:
+    """The Case's kernel, if it is installed, can run on `device` and supports the Problem.
+
+    Raises:
+        BadArgument: it is not, cannot or does not; the text says why and what to do.
+    """
+    kernel = registry.get(case.kernel)
+    if reason := kernel.unavailable(device):
+        raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
+    if reason := kernel.supports(case.problem, case.config, device):
+        raise reject("case", case.canonical(), f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities")
+    return kernel
+
+
+def run_trial(case: Case, device: Device) -> Verdict:
+    """Make inputs, run the kernel forward and backward, run the oracle, judge.
+
+    Whatever the kernel raises is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
+
+    Raises:
+        BadArgument: the Case cannot run here.
+        DeviceLost: the kernel broke the device for this process.
+    """
+    kernel, clock = check_runnable(case, device), _Clock()
+    where = {"device": environment.device_name(device), "versions": environment.versions()}
+    try:
+        with clock.stage("compile"):
+            ready = built(kernel, case.problem, case.config, device)
+    except BuildError as error:
+        failure = Failure(kernel=case.kernel, kind="compile-error", check="build", message=str(error)[:2000])
+        return Verdict(status="fail", failures=(failure,), seconds=clock.seconds, **where)
+    with clock.stage("inputs"):
+        inputs = materialise(case.problem, case.recipe, device)
+    with clock.stage("kernel"):
+        outcome = _run(case, ready, inputs, device)
+    if isinstance(outcome, Failure):
+        return Verdict(status="fail", failures=(outcome,), seconds=clock.seconds, **where)
+    with clock.stage("oracle"):
+        expected = truth(inputs, kernel.capabilities.deviations, device)
+    with clock.stage("judge"):
+        verdict = judge(case.kernel, inputs, outcome, expected)
+    return replace(verdict, seconds=clock.seconds, **where)
+
+
+def _run(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
+    needs, step = case.problem.needs.outputs, "forward"
+    d_q = d_k = d_v = None
+    try:
+        with torch.no_grad(), PoisonEmpty():
+            o, lse = ready.forward(inputs)
+            if {"dq", "dk", "dv"} & set(needs):
+                step = "backward"
+                d_q, d_k, d_v = ready.backward(inputs, o, lse)
+            environment.synchronise(device)
+    except Exception as error:  # a kernel may raise anything: that is the finding
+        failure = Failure(
+            kernel=case.kernel,
+            kind="exception",
+            check=step,
+            message=f"{step} raised {type(error).__name__}: {error}"[:2000],
+            detail="".join(traceback.format_exception(error))[-6000:],
+        )
+        if not environment.alive(device):
+            raise DeviceLost(case, replace(failure, kind="illegal-access")) from error
+        return failure
+    return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v)

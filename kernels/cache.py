@@ -1,0 +1,16 @@
+"""Where attnfuzz keeps generated source and locks: one folder per user, safe to delete."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["folder"]
+
+
+def folder(name: str) -> Path:
+    """`$XDG_CACHE_HOME/attnfuzz/<name>` (default ~/.cache), made if it is not there."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    path = Path(base) / "attnfuzz" / name
+    path.mkdir(parents=True, exist_ok=True)
+    return path

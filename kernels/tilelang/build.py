@@ -1,0 +1,139 @@
+"""Compile TileLang PrimFuncs: for CUDA by TileLang's own target, for the CPU through `cpu.to_cpu` and a C++ compiler.
+
+Every compile happens once per process; across processes TileLang's own cache on disk (`TILELANG_CACHE_DIR`), which is keyed
+by the PrimFunc itself, saves the compiler's time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnfuzz.kernels.contract import BuildError, Device
+
+__all__ = ["Launch", "compile_counts", "compiled"]
+
+Launch = Callable[..., None]
+"""A compiled PrimFunc: takes its parameters in order, tensors and numbers, and writes its output tensors."""
+
+CPU_FLAGS = ("-O2", "-ffp-contract=off")
+"""No contraction: `s - m` must be exactly 0 where s is the maximum m. No -ffast-math: it breaks -inf."""
+CPU_FEATURES = ("avx2", "f16c")
+"""Used where the machine has them: without F16C every fp16 conversion is a software routine. The results are the same."""
+CUDA_FLAGS = ("-fmad=true",)
+
+_compiled: dict[tuple[ModuleType, str, str, Device], Launch] = {}
+_counts: dict[str, int] = {}
+_lock = threading.RLock()
+
+
+def compile_counts() -> dict[str, int]:
+    """How often each function was compiled in this process (or taken from TileLang's cache on disk).
+
+    The names are `"<device module>.<factory> <compile key> on <device>"`.
+    """
+    with _lock:
+        return dict(_counts)
+
+
+def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: Device) -> Launch:
+    """`module.<factory>(**options)` compiled for `device`, from this process's cache where it is there.
+
+    The cache tells modules apart by identity, so that an edited copy of a module is a source of its own.
+
+    Raises:
+        BuildError: the kernel could not be traced, lowered or compiled; the text is the compiler's.
+    """
+    options_text = " ".join(f"{name}={value}" for name, value in sorted(options.items()))
+    key = (module, factory, options_text, device)
+    with _lock:
+        if key not in _compiled:
+            name = f"{module.__name__}.{factory} {options_text} on {device}"
+            _counts[name] = _counts.get(name, 0) + 1
+            _compiled[key] = _compile(getattr(module, factory), options, device, name)
+        return _compiled[key]
+
+
+def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Device, name: str) -> Launch:
+    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+    with _captured() as log:
+        try:
+            func = factory(**options)
+            return _for_cpu(func) if device == "cpu" else _for_cuda(func)
+        except Exception as error:
+            text = log.read_text(errors="replace").strip()
+            said = f"{error}\n{text}" if text else str(error)
+            raise BuildError(f"{name}: {type(error).__name__}: {said}") from error
+
+
+def _for_cuda(func: Any) -> Launch:
+    import tilelang
+
+    launch: Launch = tilelang.compile(func, target="cuda")
+    return launch
+
+
+def _for_cpu(func: Any) -> Launch:
+    import tilelang
+    from attnfuzz.kernels.tilelang.cpu import to_cpu
+    from tvm.target import Target
+
+    rewritten = to_cpu(func)
+    with Target("c"):
+        kernel: Launch = tilelang.compile(
+            rewritten.func,
+            target="c",
+            target_host="c",
+            execution_backend="cython",
+            pass_configs={"tirx.disable_vectorize": True},
+            compile_flags=[*CPU_FLAGS, *(f"-m{feature}" for feature in CPU_FEATURES if feature in _cpu_features())],
+        )
+    return _Widened(kernel, rewritten.widened, rewritten.written) if rewritten.widened else kernel
+
+
+class _Widened:
+    """A kernel whose bfloat16 parameters became float32, called with bfloat16 tensors."""
+
+    def __init__(self, kernel: Launch, widened: frozenset[int], written: frozenset[int]) -> None:
+        self._kernel = kernel
+        self._widened = widened
+        self._written = widened & written
+
+    def __call__(self, *arguments: Any) -> None:
+        wide = [argument.float() if i in self._widened else argument for i, argument in enumerate(arguments)]
+        self._kernel(*wide)
+        for i in self._written:
+            arguments[i].copy_(wide[i])
+
+
+def _cpu_features() -> frozenset[str]:
+    """The x86 instruction sets of this machine, as /proc/cpuinfo names them; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+@contextmanager
+def _captured() -> Iterator[Path]:
+    """Send what compilers write to this process's stdout and stderr to a file for a while; yields the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "compiler.log"
+        saved = [(fd, os.dup(fd)) for fd in (1, 2)]
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            for fd, _ in saved:
+                os.dup2(target, fd)
+            yield log
+        finally:
+            for fd, copy in saved:
+                os.dup2(copy, fd)
+                os.close(copy)
+            os.close(target)

@@ -1,0 +1,355 @@
+"""Rewrite a built TileLang PrimFunc, written for a GPU, into one that TileLang's C target takes.
+
+The source of the kernel stays as it is: on-chip buffers become plain local arrays, parallel loops become serial ones, tile
+operations lose their GPU annotations, and synchronisation, which one thread does not need, disappears. The C target has no
+bfloat16: such buffers are stored as float32 and every value stored is rounded to bfloat16 (to nearest, ties to even). An
+operation that is on none of the lists below is refused, never dropped.
+
+What this cannot show: races, missing synchronisation, pipeline phases, layouts, shared-memory capacity.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang  # noqa: F401  (makes its own tvm importable)
+from attnfuzz.kernels.contract import BuildError
+from tvm import ir, tirx
+
+__all__ = ["NO_OPS", "CpuFunc", "UnsupportedOnCpu", "to_cpu"]
+
+KEPT_SCOPES = frozenset({"", "global", "local", "local.var"})
+
+RENAMED = {
+    "tl.tileop.async_copy": "tl.tileop.copy",
+    "tl.tileop.tcgen05_gemm": "tl.tileop.gemm",
+    "tl.tileop.tma_copy": "tl.tileop.copy",
+    "tl.tileop.wgmma_gemm": "tl.tileop.gemm",
+}
+GEMM_ARGUMENTS = 13
+"""The arguments that a plain gemm has; the asynchronous forms append a barrier."""
+
+TILE_OPS = frozenset({"tl.tileop.copy", "tl.tileop.fill", "tl.tileop.gemm", "tl.tileop.reduce"})
+
+NO_OPS = frozenset(
+    {
+        "tirx.ptx_arrive_barrier",
+        "tirx.ptx_arrive_barrier_expect_tx",
+        "tirx.ptx_commit_group",
+        "tirx.ptx_init_barrier_thread_count",
+        "tirx.ptx_wait_barrier",
+        "tirx.ptx_wait_group",
+        "tirx.tvm_storage_sync",
+        "tl.annotate_consumer_reg_alloc",
+        "tl.annotate_producer_reg_dealloc",
+        "tl.deallocate_tmem",
+        "tl.fence_proxy_async",
+        "tl.mbarrier_expect_tx",
+        "tl.mbarrier_wait_parity",
+        "tl.named_barrier_arrive",
+        "tl.no_set_max_nreg",
+        "tl.pdl_sync",
+        "tl.pdl_trigger",
+        "tl.ptx_fence_barrier_init",
+        "tl.set_max_nreg",
+        "tl.sync_warp",
+        "tl.tcgen05_after_thread_sync",
+        "tl.tcgen05_before_thread_sync",
+        "tl.tcgen05_mma_arrive",
+        "tl.tma_store_arrive",
+        "tl.tma_store_wait",
+        "tl.wait_wgmma",
+        "tl.warpgroup_arrive",
+        "tl.warpgroup_commit_batch",
+        "tl.warpgroup_fence_operand",
+        "tl.warpgroup_wait",
+    }
+)
+"""Statements without effect where one thread runs everything in order."""
+
+_MATH = (
+    "acos asin atan bitwise_and bitwise_not bitwise_or bitwise_xor ceil copysign cos cosh erf exp exp2 floor hypot if_then_else "
+    "isnan log log10 log1p log2 nearbyint round rsqrt sigmoid sin sinh sqrt tan tanh trunc"
+)
+KEPT = frozenset(f"tirx.{name}" for name in _MATH.split()) | {
+    "tl.access_ptr",
+    "tl.atomic_add_elem_op",
+    "tl.infinity",
+    "tl.launch_thread_idx",
+    "tl.region",
+}
+"""Calls that the C target takes as they are."""
+
+_BF16 = "bfloat16"
+_WRITES = 2
+"""The bit of tl.region's access mask that says 'written'."""
+
+
+class UnsupportedOnCpu(BuildError):
+    """The PrimFunc uses something that has no counterpart on the C target."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFunc:
+    """A rewritten PrimFunc and what its caller must know of the parameters."""
+
+    func: Any
+    widened: frozenset[int]
+    """Parameters that were bfloat16 and are now float32."""
+    written: frozenset[int]
+    """Parameters that the function stores to."""
+
+
+def to_cpu(func: Any) -> CpuFunc:
+    """`func` for the C target.
+
+    Raises:
+        UnsupportedOnCpu: an operation, or a use of bfloat16, that has no counterpart there.
+    """
+    rewrite = _ToCpu()
+    buffers = {parameter: rewrite.parameter(buffer) for parameter, buffer in func.buffer_map.items()}
+    body = rewrite.visit_stmt(func.body)
+    data = {parameter: buffer.data for parameter, buffer in func.buffer_map.items()}
+    index = {position: data.get(parameter) for position, parameter in enumerate(func.params)}
+    return CpuFunc(
+        func=tirx.PrimFunc(func.params, body, func.ret_type, buffers, func.attrs, func.span),
+        widened=frozenset(i for i, var in index.items() if var is not None and var in rewrite.widened),
+        written=frozenset(i for i, var in index.items() if var is not None and var in rewrite.written),
+    )
+
+
+def rounded_to_bfloat16(value: Any) -> Any:
+    """The float32 expression `value` rounded to the nearest bfloat16, ties to even, as float32; inf and NaN stay.
+
+    In float64, `2^45 x + x` keeps exactly the leading 8 bits of the 24-bit x, and as 2^45 x ends in zeros the tie goes to the
+    even one. Below 2^-126 (2e-38 lies in the next binade, where both ways agree) bfloat16 values are multiples of 2^-133.
+    """
+    x = tirx.Cast("float64", value)
+    big = x
+    for _ in range(3):
+        big = tirx.Mul(big, tirx.FloatImm("float64", 2.0**15))
+    normal = tirx.Sub(_opaque(tirx.Add(big, x)), big)
+    subnormal = _math("ldexp", _math("nearbyint", _math("ldexp", x, tirx.const(133, "int32"))), tirx.const(-133, "int32"))
+    small, infinity = tirx.const(2e-38, "float32"), tirx.const(float("inf"), "float32")
+    rounded = tirx.if_then_else(tirx.And(value < small, value > -small), subnormal, normal)
+    return tirx.if_then_else(tirx.And(value < infinity, value > -infinity), tirx.Cast("float32", rounded), value)
+
+
+def _math(name: str, *arguments: Any) -> Any:
+    return tirx.Call(arguments[0].dtype, ir.Op.get(f"tirx.{name}"), list(arguments))
+
+
+def _opaque(value: Any) -> Any:
+    """`value`, which TVM, that takes float sums apart as if they were exact, cannot see through."""
+    return _math("copysign", value, value)
+
+
+def _survives_printing(value: float) -> bool:
+    """Whether the C target, which prints float32 constants with seven digits, prints this one exactly."""
+    return value != value or value in (float("inf"), float("-inf")) or _float32(float(f"{value:.6e}")) == _float32(value)
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+@tirx.functor.mutator
+class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: dict[Any, Any] = {}
+        self.variables: dict[Any, Any] = {}
+        self.widened: set[Any] = set()
+        self.written: set[Any] = set()
+        self.to_round: list[Any] = []
+        """Buffers that the tile operation under the cursor writes and that must be rounded afterwards."""
+
+    # buffers
+
+    def parameter(self, buffer: Any) -> Any:
+        """The buffer that stands for a parameter's."""
+        return self._moved(buffer, buffer.scope()) if buffer.dtype == _BF16 else buffer
+
+    def _allocated(self, buffer: Any) -> Any:
+        if buffer.scope() in KEPT_SCOPES and buffer.dtype != _BF16:
+            return buffer
+        return self._moved(buffer, buffer.scope() if buffer.scope() in KEPT_SCOPES else "local")
+
+    def _moved(self, buffer: Any, scope: str) -> Any:
+        if buffer.dtype == _BF16:
+            self.widened.add(buffer.data)
+        dtype = "float32" if buffer.dtype == _BF16 else str(buffer.dtype)
+        self.variables[buffer.data] = tirx.Var(buffer.data.name, ir.PointerType(ir.PrimType(dtype), scope))
+        return self._buffer(buffer)
+
+    def _buffer(self, buffer: Any) -> Any:
+        if buffer not in self.buffers:
+            data = self.variables.get(buffer.data)
+            self.buffers[buffer] = buffer if data is None else _redeclared(buffer, data)
+        return self.buffers[buffer]
+
+    def _region(self, region: Any) -> Any:
+        ranges = [ir.Range.from_min_extent(self.visit_expr(r.min), self.visit_expr(r.extent)) for r in region.region]
+        return tirx.BufferRegion(self._buffer(region.buffer), ranges)
+
+    # statements
+
+    def visit_sblock_(self, op: Any) -> Any:
+        allocated = [self._allocated(buffer) for buffer in op.alloc_buffers]
+        return tirx.SBlock(
+            op.iter_vars,
+            [self._region(region) for region in op.reads],
+            [self._region(region) for region in op.writes],
+            op.name_hint,
+            self.visit_stmt(op.body),
+            None if op.init is None else self.visit_stmt(op.init),
+            allocated,
+            [tirx.MatchBufferRegion(self._buffer(m.buffer), self._region(m.source)) for m in op.match_buffers],
+            {},
+        )
+
+    def visit_alloc_buffer_(self, op: Any) -> Any:
+        return tirx.AllocBuffer(self._allocated(op.buffer), op.annotations)
+
+    def visit_for_(self, op: Any) -> Any:
+        kind = op.kind if op.kind == tirx.ForKind.THREAD_BINDING else tirx.ForKind.SERIAL
+        low, extent = self.visit_expr(op.min), self.visit_expr(op.extent)
+        return tirx.For(op.loop_var, low, extent, kind, self.visit_stmt(op.body), op.thread_binding, {}, op.step)
+
+    def visit_bind_(self, op: Any) -> Any:
+        value = self.visit_expr(op.value)
+        if op.var.dtype == _BF16:
+            self.variables[op.var] = tirx.Var(op.var.name, "float32")
+        return tirx.Bind(self.variables.get(op.var, op.var), value)
+
+    def visit_buffer_store_(self, op: Any) -> Any:
+        self.written.add(op.buffer.data)
+        buffer, indices = self._buffer(op.buffer), [self.visit_expr(i) for i in op.indices]
+        if not (op.value.dtype == _BF16 and isinstance(op.value, tirx.Cast)):
+            return tirx.BufferStore(buffer, self.visit_expr(op.value), indices, op.predicate)
+        # in two steps: rounding names its operand several times, which a large expression would not bear
+        raw = tirx.BufferStore(buffer, _as_float32(self.visit_expr(op.value.value)), indices, op.predicate)
+        rounded = rounded_to_bfloat16(tirx.BufferLoad(buffer, indices))
+        return tirx.SeqStmt([raw, tirx.BufferStore(buffer, rounded, indices, op.predicate)])
+
+    def visit_evaluate_(self, op: Any) -> Any:
+        call = op.value
+        if not isinstance(call, tirx.Call):
+            return tirx.Evaluate(self.visit_expr(call))
+        name = _name(call)
+        if name in NO_OPS:
+            return tirx.Evaluate(0)
+        target = RENAMED.get(name, name)
+        if target not in TILE_OPS:
+            return tirx.Evaluate(self.visit_expr(call))
+        arguments = call.args[:GEMM_ARGUMENTS] if target == "tl.tileop.gemm" else call.args
+        # annotations (use_tma, coalesced_width, memory order) are a GPU's
+        plain = tirx.Call(call.dtype, ir.Op.get(target), [self._argument(argument) for argument in arguments])
+        return self._then_round(tirx.Evaluate(plain))
+
+    def _then_round(self, statement: Any) -> Any:
+        buffers, self.to_round = self.to_round, []
+        return tirx.SeqStmt([statement, *map(_round_all, buffers)]) if buffers else statement
+
+    # expressions
+
+    def _argument(self, argument: Any) -> Any:
+        return self.visit_expr(argument) if isinstance(argument, tirx.PrimExpr) else argument
+
+    def visit_call_(self, op: Any) -> Any:
+        name = _name(op)
+        if name not in KEPT:
+            raise UnsupportedOnCpu(f"{name}: this operation has no counterpart on the C target; known are {_known()}")
+        if name == "tl.region":
+            return self._region_call(op)
+        if name == "tl.access_ptr":
+            self._note_access(op)
+        arguments = [self._argument(argument) for argument in op.args]
+        if op.dtype != _BF16:
+            return tirx.Call(op.dtype, op.op, arguments, op.annotations)
+        wide = tirx.Call("float32", op.op, arguments, op.annotations)
+        return wide if name == "tirx.if_then_else" else rounded_to_bfloat16(wide)
+
+    def _region_call(self, op: Any) -> Any:
+        load, mask = op.args[0], int(op.args[1])
+        if mask & _WRITES:
+            self.written.add(load.buffer.data)
+            if load.buffer.data in self.widened:
+                if load.buffer.scope() in KEPT_SCOPES:
+                    raise UnsupportedOnCpu(
+                        f"{load.buffer.name}: a tile operation writes this bfloat16 tensor; store its elements"
+                    )
+                self.to_round.append(self._buffer(load.buffer))
+        return tirx.Call(op.dtype, op.op, [self._argument(argument) for argument in op.args])
+
+    def _note_access(self, op: Any) -> None:
+        buffer = op.args[0].buffer
+        self.written.add(buffer.data)
+        if buffer.data in self.widened:
+            raise UnsupportedOnCpu(f"{buffer.name}: a bfloat16 tensor is accessed through a pointer")
+
+    def visit_buffer_load_(self, op: Any) -> Any:
+        return tirx.BufferLoad(self._buffer(op.buffer), [self.visit_expr(i) for i in op.indices], op.predicate)
+
+    def visit_cast_(self, op: Any) -> Any:
+        value = self.visit_expr(op.value)
+        if op.dtype == _BF16:
+            return rounded_to_bfloat16(_as_float32(value))
+        return value if op.dtype == value.dtype else tirx.Cast(op.dtype, value)
+
+    def visit_float_imm_(self, op: Any) -> Any:
+        if op.dtype not in ("float32", _BF16) or _survives_printing(op.value):
+            return tirx.FloatImm("float32", op.value) if op.dtype == _BF16 else op
+        return _exactly(op.value)
+
+    def _arithmetic(self, op: Any) -> Any:
+        wide = type(op)(self.visit_expr(op.a), self.visit_expr(op.b))
+        return rounded_to_bfloat16(wide) if op.dtype == _BF16 else wide
+
+    visit_add_ = visit_sub_ = visit_mul_ = visit_div_ = _arithmetic
+
+    def visit_var_(self, op: Any) -> Any:
+        return self.variables.get(op, op)
+
+
+def _as_float32(value: Any) -> Any:
+    return value if value.dtype == "float32" else tirx.Cast("float32", value)
+
+
+def _redeclared(buffer: Any, data: Any) -> Any:
+    return tirx.decl_buffer(
+        buffer.shape,
+        "float32" if buffer.dtype == _BF16 else buffer.dtype,
+        buffer.name,
+        data=data,
+        strides=buffer.strides,
+        elem_offset=buffer.elem_offset,
+        scope=data.type_annotation.storage_scope,
+        data_alignment=buffer.data_alignment,
+        offset_factor=buffer.offset_factor,
+    )
+
+
+def _round_all(buffer: Any) -> Any:
+    """Round every element of `buffer`, which leaves those that are bfloat16 values already as they are."""
+    indices = [tirx.Var(f"r{axis}", "int32") for axis in range(len(buffer.shape))]
+    body = tirx.BufferStore(buffer, rounded_to_bfloat16(tirx.BufferLoad(buffer, indices)), indices)
+    for index, extent in reversed(list(zip(indices, buffer.shape, strict=True))):
+        body = tirx.For(index, 0, extent, tirx.ForKind.SERIAL, body)
+    return body
+
+
+def _exactly(value: float) -> Any:
+    """A float32 constant as the sum of what the C target prints of it and the rest."""
+    printed = _float32(float(f"{value:.6e}"))
+    return tirx.Add(_opaque(tirx.FloatImm("float32", printed)), tirx.FloatImm("float32", _float32(value) - printed))
+
+
+def _name(call: Any) -> str:
+    return str(getattr(call.op, "name", call.op))
+
+
+def _known() -> str:
+    return ", ".join(sorted(KEPT | TILE_OPS | RENAMED.keys()))

@@ -1,0 +1,101 @@
+"""Triton in one of its two modes: compiled on CUDA, or interpreted on the CPU. A process has one mode for its life.
+
+Triton chooses while it is first imported, from TRITON_INTERPRET; `load` sets that variable before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+from attnfuzz.kernels.contract import BuildError, Device
+from attnfuzz.kernels.problem import reject
+
+__all__ = ["compile_counts", "load", "mode", "unavailable"]
+
+_NEEDED: dict[Device, tuple[str, ...]] = {"cpu": ("torch", "triton", "numpy"), "cuda": ("torch", "triton")}
+_VARIABLE = "TRITON_INTERPRET"
+
+_compiles: Counter[str] = Counter()
+_ready: set[Device] = set()
+
+
+def mode() -> Device | None:
+    """The mode in which Triton was imported; None before its import."""
+    jit = sys.modules.get("triton.runtime.jit")
+    standard = sys.modules.get("triton.language.standard")
+    if jit is None or standard is None:
+        return None
+    # The variable may have changed since: Triton's own library shows what it was then.
+    return "cuda" if isinstance(standard.cdiv, jit.JITFunction) else "cpu"
+
+
+def load(device: Device) -> ModuleType:
+    """The module `triton` in the mode that `device` needs; later calls are cheap.
+
+    On the CPU this also repairs the interpreter (`attnfuzz.kernels.triton.interpreter`).
+
+    Raises:
+        BadArgument: this process has imported Triton in the other mode.
+        BuildError: Triton cannot be imported.
+    """
+    if device in _ready:
+        return sys.modules["triton"]
+    current = mode()
+    if current not in (None, device):
+        now, remedy = ("compiled", f"{_VARIABLE}=1") if current == "cuda" else ("interpreted", f"no {_VARIABLE}")
+        raise reject(
+            "device",
+            device,
+            f"Triton was imported in its {now} mode, and a process has one mode",
+            f"use a process of its own for {device!r}, started with {remedy}",
+        )
+    if device == "cpu":
+        os.environ[_VARIABLE] = "1"
+    else:
+        os.environ.pop(_VARIABLE, None)
+    try:
+        triton = importlib.import_module("triton")
+        importlib.import_module("triton.language")
+    except ImportError as error:
+        raise BuildError(f"triton cannot be imported: {error}") from error
+    if device == "cpu":
+        importlib.import_module("attnfuzz.kernels.triton.interpreter").install()
+    else:
+        _count_compiles(triton)
+    _ready.add(device)
+    return triton
+
+
+def unavailable(device: Device) -> str | None:
+    """Why Triton cannot run on `device` of this machine, or None."""
+    for package in _NEEDED[device]:
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: pip install {package}"
+    if device == "cuda":
+        torch = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            return "no CUDA device: torch.cuda.is_available() is False"
+    return None
+
+
+def compile_counts() -> dict[str, int]:
+    """Compiles in this process (disk-cache hits included) per device function; always empty in the interpreter."""
+    return dict(_compiles)
+
+
+def _count_compiles(triton: Any) -> None:
+    """Count through Triton's hook, passing every call on to a hook that is already there."""
+    before = triton.knobs.runtime.jit_post_compile_hook
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        function = kwargs["fn"]
+        _compiles[f"{function.module}.{function.name}"] += 1
+        return before(*args, **kwargs) if before is not None else None
+
+    triton.knobs.runtime.jit_post_compile_hook = count

@@ -1,0 +1,257 @@
+"""`triton.varlen`: ragged attention with grouped heads, forward and backward, for CUDA and for the interpreter."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from attnfuzz.kernels.contract import BuildError, Capabilities, Config, Device, Inputs, why_unsupported
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.triton import runtime
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KERNEL", "BuiltVarlen", "TritonVarlen"]
+
+_CAPABILITIES: Final = Capabilities(
+    dtypes=("float16", "bfloat16", "float32"),
+    dims=((64, 64), (32, 32), (16, 16), (128, 128), (64, 48), (40, 72), (192, 128), (96, 96), (1, 1)),
+    dim_multiple=1,
+    dim_max=256,
+    groups=None,
+    causal=(None, "bottom_right"),
+    zero_q=True,
+    zero_k=True,
+    unequal=True,
+    slack=True,
+    scale_any=True,
+    devices=("cpu", "cuda"),
+    deterministic=OUTPUT_NAMES,
+)
+
+
+def _config(tile_m: int, tile_n: int, num_warps: int, num_stages: int) -> Config:
+    return Config(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages)
+
+
+_HALF_CONFIGS: Final = (
+    _config(32, 32, 4, 2),
+    _config(64, 64, 4, 2),
+    _config(16, 16, 4, 1),
+    _config(64, 32, 4, 2),
+    _config(32, 64, 4, 1),
+)
+_HALF_CONFIGS_TO_128: Final = (_config(128, 64, 8, 3), _config(64, 128, 8, 2))
+_SINGLE_CONFIGS: Final = (_config(32, 32, 4, 1), _config(16, 16, 4, 1))
+
+# Rows per program of the Delta kernel: no Config changes it.
+_PREPROCESS_ROWS: Final = 64
+# On CUDA, p = 2^(s - m) must not contract with the product inside s: the largest p would no longer be exactly 1.
+_COMPILE_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False}
+
+
+class TritonVarlen:
+    """The adapter of one device module.
+
+    Args:
+        name: the kernel's name.
+        device_code: returns the module with `forward`, `preprocess` and `backward`; called once, after Triton is loaded.
+        files: the source files of that module; None: this package's own.
+    """
+
+    backend = "triton"
+    capabilities = _CAPABILITIES
+
+    def __init__(
+        self,
+        *,
+        name: str = "triton.varlen",
+        device_code: Callable[[], ModuleType] | None = None,
+        files: tuple[str, ...] | None = None,
+    ) -> None:
+        here = Path(__file__).parent
+        self.name = name
+        self.files = files or tuple(str(here / file) for file in ("varlen.py", "varlen_device.py"))
+        self._device_code = device_code or (lambda: importlib.import_module("attnfuzz.kernels.triton.varlen_device"))
+        self._module: ModuleType | None = None
+        self._built: dict[tuple[str, Device], BuiltVarlen] = {}
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        """Tiles that fit shared memory on sm_90; few for float32, whose exact products compile slowly."""
+        if problem.dtype == "float32":
+            return _SINGLE_CONFIGS
+        if max(problem.dim_qk, problem.dim_v) <= 128:
+            return _HALF_CONFIGS + _HALF_CONFIGS_TO_128
+        return _HALF_CONFIGS
+
+    def unavailable(self, device: Device) -> str | None:
+        """A missing package or CUDA device, or None."""
+        return runtime.unavailable(device)
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        """Why not, or None."""
+        reason = why_unsupported(self.capabilities, problem, device)
+        if reason is None and config not in self.configs(problem):
+            reason = f"config={config!r}: not among configs(problem)"
+        return reason
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        """Dims, causal, dtype and Config; lengths, heads and scale are run-time values."""
+        return f"{self.name} {problem.dim_qk} {problem.dim_v} {problem.causal} {problem.dtype} {config.canonical()}"
+
+    def build(self, problem: Problem, config: Config, device: Device) -> BuiltVarlen:
+        """Compile all three device functions at once on CUDA; nothing to compile on the CPU.
+
+        Raises:
+            BuildError: Triton is missing, or its compiler refused.
+            BadArgument: `problem` is not supported, or this process uses Triton in the other mode.
+        """
+        if reason := self.supports(problem, config, device):
+            raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
+        key = (self.compile_key(problem, config), device)
+        if key not in self._built:
+            runtime.load(device)
+            if self._module is None:
+                self._module = self._device_code()
+            built = BuiltVarlen(self._module, problem, config)
+            if device == "cuda":
+                built.compile()
+            self._built[key] = built
+        return self._built[key]
+
+
+class BuiltVarlen:
+    """The three device functions with the constants of one compile key.
+
+    Args:
+        module: the device module.
+        problem: any problem of the compile key.
+        config: tile sizes, warps and stages.
+    """
+
+    def __init__(self, module: ModuleType, problem: Problem, config: Config) -> None:
+        self._module = module
+        self._dtype = problem.dtype
+        self._tile_m, self._tile_n = config.integer("tile_m"), config.integer("tile_n")
+        options = {**_COMPILE_OPTIONS, "num_warps": config.integer("num_warps")}
+        self._attention: dict[str, Any] = {
+            "DIM_QK": problem.dim_qk,
+            "DIM_V": problem.dim_v,
+            "PAD_QK": _padded(problem.dim_qk),
+            "PAD_V": _padded(problem.dim_v),
+            "CAUSAL": problem.causal == "bottom_right",
+            "TILE_M": self._tile_m,
+            "TILE_N": self._tile_n,
+            "num_stages": config.integer("num_stages"),
+            **options,
+        }
+        self._preprocess: dict[str, Any] = {
+            "DIM_V": problem.dim_v,
+            "PAD_V": _padded(problem.dim_v),
+            "TILE_M": _PREPROCESS_ROWS,
+            **options,
+        }
+
+    def compile(self) -> None:
+        """Compile for CUDA now, for 16-byte aligned tensors as torch allocates them.
+
+        Raises:
+            BuildError: with the compiler's text.
+        """
+        import torch
+
+        x, f32, i32 = getattr(torch, self._dtype), torch.float32, torch.int32
+        scale, heads, kv_heads, stride, tiles = 1.0, 2, 2, 2, 2
+        try:
+            self._module.forward.warmup(
+                x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride, grid=(1,), **self._attention
+            )
+            self._module.preprocess.warmup(x, x, f32, stride, grid=(1,), **self._preprocess)
+            self._module.backward.warmup(
+                *(x, x, x, x, f32, f32, x, x, x, i32, i32, scale, heads, kv_heads, stride, tiles, tiles),
+                grid=(1,),
+                **self._attention,
+            )
+        except Exception as error:  # Triton raises a dozen unrelated types
+            raise BuildError(f"{type(error).__name__}: {error}") from error
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """`o (total_q + slack_q, heads, dim_v)` and `lse (heads, total_q + slack_q)`, slack rows unwritten."""
+        import torch
+
+        problem = inputs.problem
+        rows = inputs.q.shape[0]
+        o = torch.empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=inputs.q.device)
+        lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=inputs.q.device)
+        grid = (_tiles(inputs.max_seqlen_q, self._tile_m), problem.heads, problem.batch)
+        if grid[0]:
+            self._module.forward[grid](
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                o,
+                lse,
+                inputs.cu_seqlens_q,
+                inputs.cu_seqlens_k,
+                float(problem.scale),
+                problem.heads,
+                problem.kv_heads,
+                rows,
+                **self._attention,
+            )
+        return o, lse
+
+    def backward(
+        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`dq, dk, dv`, shaped like `q, k, v`, slack rows unwritten. `lse` is required."""
+        import torch
+
+        problem = inputs.problem
+        dq, dk, dv = torch.empty_like(inputs.q), torch.empty_like(inputs.k), torch.empty_like(inputs.v)
+        rows_total = problem.total_q * problem.heads
+        delta = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)
+        if rows_total:
+            self._module.preprocess[(_tiles(rows_total, _PREPROCESS_ROWS),)](
+                o, inputs.d_o, delta, rows_total, **self._preprocess
+            )
+        q_tiles, k_tiles = _tiles(inputs.max_seqlen_q, self._tile_m), _tiles(inputs.max_seqlen_k, self._tile_n)
+        grid = (k_tiles * problem.kv_heads + q_tiles * problem.heads, problem.batch)
+        if grid[0]:
+            self._module.backward[grid](
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                inputs.d_o,
+                lse,
+                delta,
+                dq,
+                dk,
+                dv,
+                inputs.cu_seqlens_q,
+                inputs.cu_seqlens_k,
+                float(problem.scale),
+                problem.heads,
+                problem.kv_heads,
+                inputs.q.shape[0],
+                q_tiles,
+                k_tiles,
+                **self._attention,
+            )
+        return dq, dk, dv
+
+
+def _padded(dim: int) -> int:
+    """The next power of two, at least 16: what the dot products take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+KERNEL: Final = TritonVarlen()

@@ -1,0 +1,342 @@
+"""Device code of ragged attention with grouped heads: forward, Delta, and a backward without atomics.
+
+Token tensors are contiguous `(tokens, heads, dim)`; `lse` is `(heads, lse_stride)` fp32, natural log; `delta` is
+`(total_q, heads)` fp32. Sequence b owns the rows `cu_seqlens[b] <= row < cu_seqlens[b + 1]`: nothing outside them is
+read or written. With c = scale * log2(e), per query row i and key j,
+
+    s_ij = c * q_i . k_j   (-inf where j is hidden)      m_i = max_j s_ij      l_i = sum_j 2^(s_ij - m_i)
+    o_i = sum_j 2^(s_ij - m_i) v_j / l_i                 lse_i = (m_i + log2 l_i) * ln 2
+    p_ij = 2^(s_ij - lse_i * log2(e))                    delta_i = o_i . do_i
+    ds_ij = p_ij * (do_i . v_j - delta_i)
+    dq_i = scale * sum_j ds_ij k_j      dk_j = scale * sum_i ds_ij q_i      dv_j = sum_i p_ij do_i
+
+Scores, sums and accumulators are fp32; P and dS are rounded once, to the input dtype. Scores are scaled before their
+maximum is taken, so that a negative scale is right and the largest p is exactly 1. A row that sees no key has o = 0,
+lse = -inf and no gradient.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    from attnfuzz.kernels.triton.absent import tl, triton
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _sequence(cu_seqlens, seq):
+    """First row and length of sequence `seq`."""
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    return begin, end - begin
+
+
+@triton.jit
+def _diagonal(seqlen_q, seqlen_k):
+    """Bottom-right alignment: query i sees the keys up to i + this."""
+    return seqlen_k - seqlen_q
+
+
+@triton.jit
+def _last_key(rows, seqlen_q, seqlen_k, CAUSAL: tl.constexpr):
+    """The last key that each row sees, negative where it sees none; rows beyond the sequence see none."""
+    if CAUSAL:
+        last = rows + _diagonal(seqlen_q, seqlen_k)
+    else:
+        last = seqlen_k - 1
+    return tl.where(rows < seqlen_q, last, -1)
+
+
+@triton.jit
+def _inside(rows, length, dims, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Which elements of a tile belong to the sequence and to the head: (rows, PAD), or (rows, 1) without padding."""
+    inside = rows[:, None] < length
+    if DIM != PAD:
+        inside = inside & (dims[None, :] < DIM)
+    return inside
+
+
+@triton.jit
+def _offsets(begin, rows, dims, head, heads, DIM: tl.constexpr):
+    """Element offsets (rows, dims) of a head's rows in a (tokens, heads, dim) tensor, in int64."""
+    tokens = (begin + rows).to(tl.int64)
+    return ((tokens * heads + head) * DIM)[:, None] + dims[None, :]
+
+
+@triton.jit
+def _scores(q, k, last, cols, scale):
+    """Masked scores in base 2: (rows, cols) fp32."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+    return tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride"])
+def forward(
+    q,
+    k,
+    v,
+    o,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    scale,
+    heads,
+    kv_heads,
+    lse_stride,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PAD_QK: tl.constexpr,
+    PAD_V: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """O and LSE of one tile of queries. Grid (query tiles, heads, sequences)."""
+    seq = tl.program_id(2)
+    begin_q, seqlen_q = _sequence(cu_seqlens_q, seq)
+    start_m = tl.program_id(0) * TILE_M
+    if start_m >= seqlen_q:
+        return
+    begin_k, seqlen_k = _sequence(cu_seqlens_k, seq)
+    head = tl.program_id(1)
+    kv_head = head // (heads // kv_heads)
+
+    dims_qk = tl.arange(0, PAD_QK)
+    dims_v = tl.arange(0, PAD_V)
+    rows = start_m + tl.arange(0, TILE_M)
+    last = _last_key(rows, seqlen_q, seqlen_k, CAUSAL)
+    q_offsets = _offsets(begin_q, rows, dims_qk, head, heads, DIM_QK)
+    q_tile = tl.load(q + q_offsets, mask=_inside(rows, seqlen_q, dims_qk, DIM_QK, PAD_QK), other=0.0)
+
+    acc = tl.zeros([TILE_M, PAD_V], tl.float32)
+    l = tl.zeros([TILE_M], tl.float32)
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    end_n = seqlen_k
+    if CAUSAL:
+        end_n = tl.minimum(seqlen_k, start_m + TILE_M + _diagonal(seqlen_q, seqlen_k))
+    for start_n in range(0, end_n, TILE_N):
+        cols = start_n + tl.arange(0, TILE_N)
+        k_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
+        k_tile = tl.load(k + k_offsets, mask=_inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK), other=0.0)
+        s = _scores(q_tile, k_tile, last, cols, scale)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.math.exp2(m - m_safe)
+        p = tl.math.exp2(s - m_safe[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+        v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
+        v_tile = tl.load(v + v_offsets, mask=_inside(cols, seqlen_k, dims_v, DIM_V, PAD_V), other=0.0)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+
+    l = tl.where(l == 0.0, 1.0, l)
+    acc = acc / l[:, None]
+    row_lse = (m + tl.math.log2(l)) * LN_2
+    o_inside = _inside(rows, seqlen_q, dims_v, DIM_V, PAD_V)
+    tl.store(o + _offsets(begin_q, rows, dims_v, head, heads, DIM_V), acc.to(o.dtype.element_ty), mask=o_inside)
+    lse_offsets = head.to(tl.int64) * lse_stride + begin_q + rows
+    tl.store(lse + lse_offsets, row_lse, mask=rows < seqlen_q)
+
+
+@triton.jit(do_not_specialize=["rows_total"])
+def preprocess(o, do, delta, rows_total, DIM_V: tl.constexpr, PAD_V: tl.constexpr, TILE_M: tl.constexpr):
+    """Delta of `rows_total` = total_q * heads rows. Grid (row tiles,)."""
+    rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    dims = tl.arange(0, PAD_V)
+    offsets = rows[:, None] * DIM_V + dims[None, :]
+    inside = _inside(rows, rows_total, dims, DIM_V, PAD_V)
+    o_tile = tl.load(o + offsets, mask=inside, other=0.0).to(tl.float32)
+    do_tile = tl.load(do + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta + rows, tl.sum(o_tile * do_tile, 1), mask=rows < rows_total)
+
+
+@triton.jit
+def _row_statistics(lse, delta, begin_q, rows, seqlen_q, head, heads, lse_stride):
+    """LSE in base 2 and Delta of a tile of queries; LSE is 0 for rows without keys, whose scores are all -inf."""
+    inside = rows < seqlen_q
+    row_lse = tl.load(lse + head.to(tl.int64) * lse_stride + begin_q + rows, mask=inside, other=0.0)
+    row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse * LOG2_E)
+    row_delta = tl.load(delta + (begin_q + rows).to(tl.int64) * heads + head, mask=inside, other=0.0)
+    return row_lse, row_delta
+
+
+@triton.jit
+def _p_ds(q, k, v, do, row_lse, row_delta, last, cols, scale):
+    """P and dS of one tile: (rows, cols) fp32."""
+    p = tl.math.exp2(_scores(q, k, last, cols, scale) - row_lse[:, None])
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    ds = p * (dp - row_delta[:, None])
+    return p, ds
+
+
+@triton.jit
+def _backward_queries(
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    dq,
+    begin_q,
+    seqlen_q,
+    begin_k,
+    seqlen_k,
+    start_m,
+    head,
+    scale,
+    heads,
+    kv_heads,
+    lse_stride,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PAD_QK: tl.constexpr,
+    PAD_V: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """dQ of one tile of queries of one head."""
+    kv_head = head // (heads // kv_heads)
+    dims_qk = tl.arange(0, PAD_QK)
+    dims_v = tl.arange(0, PAD_V)
+    rows = start_m + tl.arange(0, TILE_M)
+    last = _last_key(rows, seqlen_q, seqlen_k, CAUSAL)
+    q_offsets = _offsets(begin_q, rows, dims_qk, head, heads, DIM_QK)
+    q_inside = _inside(rows, seqlen_q, dims_qk, DIM_QK, PAD_QK)
+    q_tile = tl.load(q + q_offsets, mask=q_inside, other=0.0)
+    do_offsets = _offsets(begin_q, rows, dims_v, head, heads, DIM_V)
+    do_tile = tl.load(do + do_offsets, mask=_inside(rows, seqlen_q, dims_v, DIM_V, PAD_V), other=0.0)
+    row_lse, row_delta = _row_statistics(lse, delta, begin_q, rows, seqlen_q, head, heads, lse_stride)
+
+    acc = tl.zeros([TILE_M, PAD_QK], tl.float32)
+    end_n = seqlen_k
+    if CAUSAL:
+        end_n = tl.minimum(seqlen_k, start_m + TILE_M + _diagonal(seqlen_q, seqlen_k))
+    for start_n in range(0, end_n, TILE_N):
+        cols = start_n + tl.arange(0, TILE_N)
+        k_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
+        k_tile = tl.load(k + k_offsets, mask=_inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK), other=0.0)
+        v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
+        v_tile = tl.load(v + v_offsets, mask=_inside(cols, seqlen_k, dims_v, DIM_V, PAD_V), other=0.0)
+        p, ds = _p_ds(q_tile, k_tile, v_tile, do_tile, row_lse, row_delta, last, cols, scale)
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+    tl.store(dq + q_offsets, (acc * scale).to(dq.dtype.element_ty), mask=q_inside)
+
+
+@triton.jit
+def _backward_keys(
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    dk,
+    dv,
+    begin_q,
+    seqlen_q,
+    begin_k,
+    seqlen_k,
+    start_n,
+    kv_head,
+    scale,
+    heads,
+    kv_heads,
+    lse_stride,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PAD_QK: tl.constexpr,
+    PAD_V: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """dK and dV of one tile of keys of one head, summed over the query heads of its group."""
+    dims_qk = tl.arange(0, PAD_QK)
+    dims_v = tl.arange(0, PAD_V)
+    cols = start_n + tl.arange(0, TILE_N)
+    k_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
+    k_inside = _inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK)
+    k_tile = tl.load(k + k_offsets, mask=k_inside, other=0.0)
+    v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
+    v_inside = _inside(cols, seqlen_k, dims_v, DIM_V, PAD_V)
+    v_tile = tl.load(v + v_offsets, mask=v_inside, other=0.0)
+
+    acc_dk = tl.zeros([TILE_N, PAD_QK], tl.float32)
+    acc_dv = tl.zeros([TILE_N, PAD_V], tl.float32)
+    begin_m = 0
+    if CAUSAL:
+        # The first query that sees key start_n, down to a whole tile.
+        begin_m = tl.maximum(0, start_n - _diagonal(seqlen_q, seqlen_k)) // TILE_M * TILE_M
+    groups = heads // kv_heads
+    for member in range(0, groups):
+        head = kv_head * groups + member
+        for start_m in range(begin_m, seqlen_q, TILE_M):
+            rows = start_m + tl.arange(0, TILE_M)
+            last = _last_key(rows, seqlen_q, seqlen_k, CAUSAL)
+            q_offsets = _offsets(begin_q, rows, dims_qk, head, heads, DIM_QK)
+            q_tile = tl.load(q + q_offsets, mask=_inside(rows, seqlen_q, dims_qk, DIM_QK, PAD_QK), other=0.0)
+            do_offsets = _offsets(begin_q, rows, dims_v, head, heads, DIM_V)
+            do_tile = tl.load(do + do_offsets, mask=_inside(rows, seqlen_q, dims_v, DIM_V, PAD_V), other=0.0)
+            row_lse, row_delta = _row_statistics(lse, delta, begin_q, rows, seqlen_q, head, heads, lse_stride)
+            p, ds = _p_ds(q_tile, k_tile, v_tile, do_tile, row_lse, row_delta, last, cols, scale)
+            acc_dv = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, acc_dv, input_precision="ieee")
+            acc_dk = tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, acc_dk, input_precision="ieee")
+    tl.store(dk + k_offsets, (acc_dk * scale).to(dk.dtype.element_ty), mask=k_inside)
+    tl.store(dv + v_offsets, acc_dv.to(dv.dtype.element_ty), mask=v_inside)
+
+
+@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride", "q_tiles", "k_tiles"])
+def backward(
+    q,
+    k,
+    v,
+    do,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    scale,
+    heads,
+    kv_heads,
+    lse_stride,
+    q_tiles,
+    k_tiles,
+    DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr,
+    PAD_QK: tl.constexpr,
+    PAD_V: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """dQ, dK and dV. Grid (k_tiles * kv_heads + q_tiles * heads, sequences): key tiles first, then query tiles."""
+    program = tl.program_id(0)
+    seq = tl.program_id(1)
+    begin_q, seqlen_q = _sequence(cu_seqlens_q, seq)
+    begin_k, seqlen_k = _sequence(cu_seqlens_k, seq)
+    key_programs = k_tiles * kv_heads
+    if program < key_programs:
+        start_n = program % k_tiles * TILE_N
+        if start_n < seqlen_k:
+            _backward_keys(
+                q, k, v, do, lse, delta, dk, dv, begin_q, seqlen_q, begin_k, seqlen_k,
+                start_n, program // k_tiles, scale, heads, kv_heads, lse_stride,
+                DIM_QK, DIM_V, PAD_QK, PAD_V, CAUSAL, TILE_M, TILE_N,
+            )  # fmt: skip
+    else:
+        start_m = (program - key_programs) % q_tiles * TILE_M
+        if start_m < seqlen_q:
+            _backward_queries(
+                q, k, v, do, lse, delta, dq, begin_q, seqlen_q, begin_k, seqlen_k,
+                start_m, (program - key_programs) // q_tiles, scale, heads, kv_heads, lse_stride,
+                DIM_QK, DIM_V, PAD_QK, PAD_V, CAUSAL, TILE_M, TILE_N,
+            )  # fmt: skip

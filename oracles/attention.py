@@ -1,0 +1,127 @@
+"""The specification: plain float64 attention, gradients by torch.autograd. Slow, obvious, and the only truth here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.kernels.contract import Inputs
+from attnfuzz.kernels.problem import Problem, reject
+
+__all__ = ["Reference", "SequenceData", "attention", "reference", "sequences", "visible"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceData:
+    """The tensors of one sequence, heads first, in the kernel's dtype, slack left out.
+
+    `q (heads, seqlen_q, dim_qk)`, `k (kv_heads, seqlen_k, dim_qk)`, `v (kv_heads, seqlen_k, dim_v)`, `d_o (heads, seqlen_q, dim_v)`,
+    `d_lse (heads, seqlen_q)` or None.
+    """
+
+    index: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_o: torch.Tensor
+    d_lse: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """float64 results of one sequence, heads first: o, dq like q; dk, dv like k, v; lse `(heads, seqlen_q)`, natural log."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def sequences(inputs: Inputs) -> Iterator[SequenceData]:
+    """Each sequence of a ragged or dense batch."""
+    problem = inputs.problem
+    at_q = at_k = 0
+    for index, (n_q, n_k) in enumerate(zip(problem.seqlens_q, problem.seqlens_k, strict=True)):
+        if problem.packing == "dense":
+            q, d_o = inputs.q[index, :n_q], inputs.d_o[index, :n_q]
+            k, v = inputs.k[index, :n_k], inputs.v[index, :n_k]
+            d_lse = None if inputs.d_lse is None else inputs.d_lse[index, :, :n_q]
+        else:
+            q, d_o = inputs.q[at_q : at_q + n_q], inputs.d_o[at_q : at_q + n_q]
+            k, v = inputs.k[at_k : at_k + n_k], inputs.v[at_k : at_k + n_k]
+            d_lse = None if inputs.d_lse is None else inputs.d_lse[:, at_q : at_q + n_q]
+        q, k, v, d_o = (x.transpose(0, 1) for x in (q, k, v, d_o))
+        yield SequenceData(index=index, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse)
+        at_q, at_k = at_q + n_q, at_k + n_k
+
+
+def visible(problem: Problem, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Which keys each query of sequence `index` sees: bool `(seqlen_q, seqlen_k)`.
+
+    Bottom-right causal is `j <= i + seqlen_k - seqlen_q`, top-left `j <= i`. The window counts keys left and right of that
+    diagonal (the bottom-right one where there is no causal mask).
+    """
+    n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
+    diagonal = torch.arange(n_q, device=device)[:, None] + (0 if problem.causal == "top_left" else n_k - n_q)
+    j = torch.arange(n_k, device=device)[None, :]
+    seen = torch.ones(n_q, n_k, dtype=torch.bool, device=device)
+    if problem.causal is not None:
+        seen &= j <= diagonal
+    if problem.window is not None:
+        left, right = problem.window
+        if left is not None:
+            seen &= j >= diagonal - left
+        if right is not None:
+            seen &= j <= diagonal + right
+    return seen
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) of one sequence by the definition, differentiable.
+
+    Args:
+        q: `(heads, seqlen_q, dim_qk)`; k `(kv_heads, seqlen_k, dim_qk)`; v `(kv_heads, seqlen_k, dim_v)`, float64.
+        seen: bool `(seqlen_q, seqlen_k)`.
+        scale: factor on q . k.
+        softcap: c of `c * tanh(s / c)`, 0 for none.
+
+    Returns:
+        o `(heads, seqlen_q, dim_v)` and lse `(heads, seqlen_q)`; rows that see no key are 0 and -inf.
+    """
+    groups = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    s = scale * (q @ k.transpose(-1, -2))
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    blind = ~seen.any(-1)
+    # A row of -inf alone has no gradient that autograd could take: it is computed as if it saw all keys, then set exactly.
+    s = s.masked_fill(~(seen | blind[:, None]), -torch.inf)
+    if s.shape[-1] == 0:
+        o, lse = s @ v, s.sum(-1)
+    else:
+        o, lse = torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+    return o.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
+
+
+def reference(problem: Problem, data: SequenceData) -> Reference:
+    """float64 O, LSE, dQ, dK, dV of one sequence: gradients of `sum(dO * O) + sum(dLSE * LSE)` by torch.autograd.
+
+    Raises:
+        BadArgument: the problem has a modifier that this oracle does not know.
+    """
+    for name in ("score_mod", "mask_mod"):
+        if getattr(problem, name) is not None:
+            raise reject(f"problem.{name}", getattr(problem, name), "the oracle knows no modifiers yet", "leave it out")
+    seen = visible(problem, data.index, data.q.device)
+    q, k, v = (x.detach().double().requires_grad_() for x in (data.q, data.k, data.v))
+    o, lse = attention(q, k, v, seen, problem.scale, problem.softcap)
+    loss = (o * data.d_o.double()).sum()
+    if data.d_lse is not None:
+        loss = loss + (lse.masked_fill(~seen.any(-1), 0.0) * data.d_lse.double()).sum()
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
+    return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)

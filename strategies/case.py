@@ -1,0 +1,134 @@
+"""Case and Recipe: everything needed to do one trial again, as data. No Hypothesis here, so that any process can read a Case."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import BadArgument, Problem, reject
+
+__all__ = ["FORMAT", "PATTERNS", "BadCase", "Case", "Pattern", "Recipe", "case_from_json", "case_from_object"]
+
+FORMAT = 1
+"""Version of the Case's JSON. A Case of another version is refused, never guessed at."""
+
+Pattern = Literal[
+    "normal",
+    "zeros",
+    "constant_v",
+    "ties",
+    "needle",
+    "large_logits",
+    "falling",
+    "rising",
+    "negative",
+    "outlier",
+    "do_orthogonal",
+    "do_parallel",
+    "tiny",
+    "subnormal",
+]
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+_SCALE_LIMIT = 2.0**40
+
+
+class BadCase(BadArgument):
+    """A Case that cannot be read: broken JSON, another version, or an impossible Problem."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How the values of q, k, v and dO are made; never the values themselves.
+
+    Each tensor is `pattern` applied to hashed noise of (seed, tensor name, element index), times its scale, a power of
+    two so that scaling is exact.
+    """
+
+    pattern: Pattern = "normal"
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    do_scale: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("q_scale", "k_scale", "v_scale", "do_scale"):
+            value = float(getattr(self, name))
+            if not (1 / _SCALE_LIMIT <= value <= _SCALE_LIMIT) or math.frexp(value)[0] != 0.5:
+                raise reject(f"recipe.{name}", value, "only a power of two scales exactly", "use a power of two, 2**-40 to 2**40")
+        if not 0 <= self.seed < 2**63:
+            raise reject("recipe.seed", self.seed, "it is hashed as a 64-bit integer", "use 0 to 2**63 - 1")
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernel name, Problem, Recipe and Config: frozen, hashable, JSON both ways. Canonical JSON is its identity."""
+
+    kernel: str
+    problem: Problem
+    recipe: Recipe = Recipe()
+    config: Config = Config()
+
+    def to_object(self) -> dict[str, Any]:
+        """The Case as plain JSON values, defaults left out."""
+        return {
+            "format": FORMAT,
+            "kernel": self.kernel,
+            "problem": _without_defaults(self.problem),
+            "recipe": _without_defaults(self.recipe),
+            "config": dict(self.config),
+        }
+
+    def canonical(self) -> str:
+        """Sorted JSON without spaces or defaults: equal exactly for equal Cases."""
+        return msgspec.json.encode(self.to_object(), order="sorted").decode()
+
+    @property
+    def id(self) -> str:
+        """First 10 hex digits of the canonical JSON's SHA-256."""
+        return hashlib.sha256(self.canonical().encode()).hexdigest()[:10]
+
+
+def _without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
+    """Fields that differ from their default by value: msgspec's own omission compares some types by identity."""
+    fields = msgspec.structs.fields(struct)
+    values = {field.name: getattr(struct, field.name) for field in fields if getattr(struct, field.name) != field.default}
+    return {name: msgspec.to_builtins(value) for name, value in values.items()}
+
+
+def case_from_json(text: str | bytes) -> Case:
+    """Read a Case from JSON.
+
+    Raises:
+        BadCase: what is wrong, where in the file, and the remedy.
+    """
+    try:
+        found = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise BadCase(f"case: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
+    return case_from_object(found)
+
+
+def case_from_object(found: object) -> Case:
+    """Read a Case from decoded JSON; keys other than the Case's own are ignored (a case file also holds what was found)."""
+    if not isinstance(found, dict):
+        raise BadCase(f"case: a JSON {type(found).__name__} where an object is expected; give a file that `attnfuzz run` wrote")
+    if found.get("format") != FORMAT:
+        raise BadCase(
+            f"case.format={found.get('format')!r}: this attnfuzz reads format {FORMAT}; "
+            "reproduce it with the version that wrote it, or find it again"
+        )
+    for name in ("kernel", "problem"):
+        if name not in found:
+            raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe and config")
+    try:
+        return Case(
+            kernel=msgspec.convert(found["kernel"], str),
+            problem=msgspec.convert(found["problem"], Problem),
+            recipe=msgspec.convert(found.get("recipe", {}), Recipe),
+            config=Config(msgspec.convert(found.get("config", {}), dict[str, int | str | bool])),
+        )
+    except msgspec.ValidationError as error:
+        raise BadCase(f"case: {error}") from None

@@ -1,0 +1,76 @@
+"""The strategy of whole Cases for one kernel: by construction within its capabilities, simplest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from attnfuzz.kernels.contract import Capabilities, Device, Kernel
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.lengths import Room, batches
+from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
+from attnfuzz.strategies.values import recipes
+
+__all__ = ["Limits", "cases"]
+
+_DEFAULT_TILE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large a drawn Case may be: what one trial may cost on the device at hand."""
+
+    batch: int = 5
+    heads: int = 6
+    length: int = 200
+    tiles: int = 16
+    """Sum over heads and sequences of (query tiles x key tiles)."""
+
+
+def cases(
+    kernel: Kernel, *, device: Device, limits: Limits | None = None, variants: Sequence[Variant] | None = None
+) -> st.SearchStrategy[Case]:
+    """Cases of `kernel` on `device`, drawn from `variants` (default: all it declares), no larger than `limits`.
+
+    Raises:
+        BadArgument: the kernel declares nothing that could be drawn.
+    """
+    chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
+    return _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen)
+
+
+@st.composite
+def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, variants: tuple[Variant, ...]) -> Case:
+    variant = draw(drawn_variant(variants))
+    heads_q, kv_heads = draw(heads(can, min(limits.heads, limits.tiles)))
+    room = Room(
+        batch=limits.batch,
+        length=limits.length,
+        tiles=limits.tiles,
+        heads=heads_q,
+        tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
+        tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
+    )
+    pairs = draw(batches(can, room))
+    packing = draw(st.sampled_from(can.packings))
+    if packing == "dense":
+        pairs = (pairs[0],) * len(pairs) if room.heads * len(pairs) <= room.tiles else pairs[:1]
+    slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
+    problem = Problem(
+        seqlens_q=tuple(pair[0] for pair in pairs),
+        seqlens_k=tuple(pair[1] for pair in pairs),
+        packing=packing,
+        heads=heads_q,
+        kv_heads=kv_heads,
+        dim_qk=variant.dims[0],
+        dim_v=variant.dims[1],
+        dtype=variant.dtype,
+        causal=variant.causal,
+        softmax_scale=draw(scales(can)),
+        slack_q=draw(slack),
+        slack_k=draw(slack),
+    )
+    return Case(kernel=name, problem=problem, recipe=draw(recipes(variant.dtype)), config=variant.config)

@@ -1,0 +1,87 @@
+"""Sequence lengths, drawn around the Config's own tiles, and the relation of query to key lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from attnfuzz.kernels.contract import Capabilities
+
+__all__ = ["Room", "batches", "edges", "fitted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How large a batch may be, for one drawn number of heads and one Config.
+
+    A sequence costs `heads * ceil(seqlen_q / tile_m) * ceil(seqlen_k / tile_n)` tiles; `tiles` bounds the batch's sum.
+    """
+
+    batch: int
+    length: int
+    tiles: int
+    heads: int
+    tile_m: int
+    tile_n: int
+
+
+def edges(tile: int, longest: int) -> tuple[int, ...]:
+    """The lengths where kernels break, plainest first: around multiples of the tile, and every residue class that matters."""
+    near = [n * tile + d for n in (1, 2, 3) for d in (0, 1, -1)]
+    residues = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
+    far = [tile * n + r for n in (4, 8) for r in (0, 1, -1, 4, 12)]
+    ordered = [1, 2, *near, *residues, *far, longest, longest - 1]
+    return tuple(dict.fromkeys(n for n in ordered if 1 <= n <= longest))
+
+
+def batches(can: Capabilities, room: Room) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """A ragged batch: 1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`, zero lengths at any place."""
+    longest = min(room.length, can.length_max or room.length)
+    pair = _pairs(can, room, longest)
+    lists = st.lists(pair, min_size=1, max_size=room.batch)
+    return lists.map(lambda found: fitted(found, room, equal=not can.unequal))
+
+
+def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
+    return st.one_of(st.sampled_from(edges(tile, longest)), st.integers(1, longest))
+
+
+def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[tuple[int, int]]:
+    """(seqlen_q, seqlen_k) by relation first, simplest first: equal, k longer, q longer, unrelated, and the empty ones."""
+    q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
+    by = st.one_of(st.sampled_from((1, 2, 3, 8, room.tile_m, room.tile_n + 1)), st.integers(1, longest))
+    choices: list[st.SearchStrategy[tuple[int, int]]] = [st.one_of(q, k).map(lambda n: (n, n))]
+    if can.unequal:
+        choices.append(st.tuples(q, by).map(lambda pair: (pair[0], min(sum(pair), longest))))
+        choices.append(st.tuples(k, by).map(lambda pair: (min(sum(pair), longest), pair[0])))
+        choices.append(st.tuples(q, k))
+    if can.zero_k and can.unequal:
+        choices.append(q.map(lambda n: (n, 0)))
+    if can.zero_q and can.unequal:
+        choices.append(k.map(lambda n: (0, n)))
+    if can.zero_q and can.zero_k:
+        choices.append(st.just((0, 0)))
+    return st.one_of(choices)
+
+
+def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False) -> tuple[tuple[int, int], ...]:
+    """The same batch cut to `room.tiles`: sequences keep their length while they fit, then lose whole tiles of keys, then of queries."""
+    left, out = room.tiles, []
+    for index, (n_q, n_k) in enumerate(pairs):
+        # Each later sequence may still need one tile per head.
+        spare = max(room.heads, left - room.heads * (len(pairs) - index - 1))
+        rows = _tiles(n_q, room.tile_m)
+        if room.heads * rows * _tiles(n_k, room.tile_n) > spare:
+            n_q = min(n_q, room.tile_m * max(1, spare // room.heads))
+            n_k = min(n_k, room.tile_n * max(1, spare // (room.heads * _tiles(n_q, room.tile_m))))
+        if equal:
+            n_q = n_k = min(n_q, n_k)
+        left -= room.heads * _tiles(n_q, room.tile_m) * _tiles(n_k, room.tile_n)
+        out.append((n_q, n_k))
+    return tuple(out)
+
+
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)

@@ -1,0 +1,111 @@
+"""Heads, groups, dims, dtypes, masks and Configs: everything of a Problem but its lengths and values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
+from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem
+
+__all__ = ["Variant", "all_variants", "drawn_variant", "heads", "pool", "scales"]
+
+_DTYPE_ORDER: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
+_CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
+_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The part of a Case that compiled code usually depends on."""
+
+    dtype: Dtype
+    causal: Causal | None
+    dims: tuple[int, int]
+    config: Config
+
+    def problem(self) -> Problem:
+        """The smallest Problem of this variant: what a compile needs."""
+        dim_qk, dim_v = self.dims
+        return Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=dim_qk, dim_v=dim_v, dtype=self.dtype, causal=self.causal)
+
+
+def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
+    """Every variant that `kernel` declares for `device`, simplest first.
+
+    Raises:
+        BadArgument: the capabilities leave nothing to draw; the text says why.
+    """
+    can = kernel.capabilities
+    found: list[Variant] = []
+    reason: str | None = "capabilities declare no dtype, mask or dims"
+    for dtype in sorted(can.dtypes_for(device), key=_DTYPE_ORDER.index):
+        for causal in sorted(can.causal, key=_CAUSAL_ORDER.index):
+            for dims in can.dims:
+                probe = Variant(dtype, causal, dims, Config()).problem()
+                probe = _as_packed(can, probe)
+                for config in kernel.configs(probe):
+                    refusal = kernel.supports(probe, config, device)
+                    if refusal is None:
+                        found.append(Variant(dtype, causal, dims, config))
+                    reason = refusal or reason
+    if not found:
+        raise BadArgument(f"kernel={kernel.name!r}: nothing to draw on {device}: {reason}; correct its capabilities or configs")
+    return tuple(found)
+
+
+def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:
+    """`count` variants chosen by `seed`, simplest first: the simplest one, then whatever shows most values not yet shown."""
+    if count >= len(variants):
+        return tuple(variants)
+    rng = random.Random(f"pool:{seed}")
+    shuffled = rng.sample(list(variants), len(variants))
+    chosen = {variants[0]}
+    shown = set(_values(variants[0]))
+    while len(chosen) < count:
+        best = max((each for each in shuffled if each not in chosen), key=lambda each: len(set(_values(each)) - shown))
+        chosen.add(best)
+        shown |= set(_values(best))
+    return tuple(each for each in variants if each in chosen)
+
+
+def _values(variant: Variant) -> Iterable[tuple[str, object]]:
+    yield "dtype", variant.dtype
+    yield "causal", variant.causal
+    yield "dims", variant.dims
+    yield "config", variant.config
+    yield "dtype and causal", (variant.dtype, variant.causal)
+
+
+@st.composite
+def drawn_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
+    """One of `variants`, drawn value by value so that each shrinks on its own as far as the pool allows."""
+    left = list(variants)
+    for name in ("dtype", "causal", "dims", "config"):
+        values = list(dict.fromkeys(getattr(each, name) for each in left))
+        value = draw(st.sampled_from(values))
+        left = [each for each in left if getattr(each, name) == value]
+    return left[0]
+
+
+def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
+    """(heads, kv_heads) with at most `most` query heads, groups that are no powers of two among them, fewest first."""
+    groups = [g for g in (can.groups or _GROUPS) if g <= most] or [1]
+    pairs = [(g * kv, kv) for g in groups for kv in range(1, most // g + 1)]
+    return st.sampled_from(sorted(pairs, key=lambda pair: (pair[0], pair[0] // pair[1])))
+
+
+def scales(can: Capabilities) -> st.SearchStrategy[float | None]:
+    """softmax_scale: mostly the default, then 1, small and odd ones, negative and zero where the kernel takes them."""
+    values: list[float | None] = [None, None, None, 1.0, 0.25, 0.1, 0.0078125]
+    if can.scale_any:
+        values += [-0.125, 0.0]
+    return st.sampled_from(values)
+
+
+def _as_packed(can: Capabilities, problem: Problem) -> Problem:
+    return problem if "ragged" in can.packings else replace(problem, packing="dense")
