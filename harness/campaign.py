@@ -33,9 +33,7 @@ __all__ = ["Execute", "campaign"]
 Execute = Callable[[Case, Device], Verdict]
 
 
-def campaign(
-    kernels: Sequence[Kernel], settings: Settings, listener: Listener, execute: Execute = run_trial
-) -> CampaignFinished:
+def campaign(kernels: Sequence[Kernel], settings: Settings, listener: Listener, execute: Execute = run_trial) -> CampaignFinished:
     """Try `kernels` one after the other, each with an even share of the budget.
 
     A kernel that cannot run here is skipped with its reason. Ctrl-C ends the run with what was found until then.
@@ -80,7 +78,9 @@ def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel]
             skipped.append(KernelSkipped(kernel.name, reason))
     if not able:
         reasons = "; ".join(f"{each.kernel}: {each.reason}" for each in skipped) or "no kernel was named"
-        raise BadArgument(f"device={device!r}: no kernel can run here ({reasons}); install what is missing, or choose another device")
+        raise BadArgument(
+            f"device={device!r}: no kernel can run here ({reasons}); install what is missing, or choose another device"
+        )
     return able, skipped
 
 

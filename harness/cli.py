@@ -23,10 +23,16 @@ CLEAN, FAILURES, WRONG_USE = 0, 1, 2
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 _device = click.option(
-    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda", help="Where the kernels run; auto takes CUDA if there is one."
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda",
+    help="Where the kernels run; auto takes CUDA if there is one.",
 )
 _out = click.option("--out", default=".attnfuzz", show_default=True, metavar="DIR", help="Folder of case files.")
-_seed = click.option("--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order.")
+_seed = click.option(
+    "--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order."
+)
 
 
 class _Commands(click.Group):
@@ -198,7 +204,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     from attnfuzz.harness.settings import Settings
 
     device: Device = "cuda" if has_cuda() else "cpu"
-    settings = Settings(device=device, max_examples=200, seed=seed, out=f"{out}/demo", replay=False)
+    settings = Settings(device=device, max_examples=60, seed=seed, out=f"{out}/demo", replay=False)
     console = _console(stderr=as_json)
     if not as_json:
         console.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")

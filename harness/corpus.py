@@ -69,7 +69,9 @@ class Corpus:
             "device": verdict.device,
             "versions": verdict.versions,
         }
-        path = self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"
+        path = (
+            self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"
+        )
         text = dumps({**case.to_object(), "found": found})
         _write_whole(path, text + "\n")
         return path

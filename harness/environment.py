@@ -12,13 +12,13 @@ from typing import Any
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
 
-__all__ = ["alive", "describe", "device_name", "resolve_device", "synchronise", "versions"]
+__all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_device", "synchronise", "versions"]
 
 _PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy")
 
 
 def resolve_device(asked: str) -> Device:
-    """"auto" -> "cuda" where there is a CUDA device, else "cpu".
+    """ "auto" -> "cuda" where there is a CUDA device, else "cpu".
 
     Raises:
         BadArgument: an unknown device, or CUDA where there is none.
@@ -30,7 +30,9 @@ def resolve_device(asked: str) -> Device:
     if has_cuda():
         return "cuda"
     if asked == "cuda":
-        raise reject("device", asked, "torch sees no CUDA device", "use --device cpu, or a machine with a GPU and a CUDA build of torch")
+        raise reject(
+            "device", asked, "torch sees no CUDA device", "use --device cpu, or a machine with a GPU and a CUDA build of torch"
+        )
     return "cpu"
 
 
@@ -44,7 +46,7 @@ def has_cuda() -> bool:
         import torch
     except ImportError:
         raise BadArgument("torch: it is not installed; install it, for a CPU by `pip install 'attnfuzz[cpu]'`") from None
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 @functools.cache
@@ -71,7 +73,21 @@ def versions() -> dict[str, str]:
 
 def describe(device: Device) -> dict[str, Any]:
     """The run header's facts."""
-    return {"device": device_name(device), "versions": versions(), "cores": len(os.sched_getaffinity(0)), "executable": sys.executable}
+    return {
+        "device": device_name(device),
+        "versions": versions(),
+        "cores": len(os.sched_getaffinity(0)),
+        "executable": sys.executable,
+    }
+
+
+@functools.cache
+def prepare(device: Device) -> None:
+    """What a process needs before its first trial: on the CPU one thread, since cases are small and processes many."""
+    if device == "cpu":
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def synchronise(device: Device) -> None:

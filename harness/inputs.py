@@ -55,7 +55,9 @@ def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
 
 
 def noise(seed: int, name: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
-    """Hashed noise of `shape`: float32, near normal, mean 0, deviation 0.816, within 4 (a sum of 8 uniforms; exact multiples of 2**-12).
+    """Hashed noise of `shape`: float32, near normal, mean 0, deviation 0.816, within 4.
+
+    It is a sum of 8 uniforms, exact multiples of 2**-12.
 
     Element i depends on (seed, name, i) alone.
     """
@@ -183,7 +185,7 @@ class _Maker:
         return (15 - level if self.pattern == "falling" else level) * 0.25
 
     def _needle(self, v: torch.Tensor) -> torch.Tensor:
-        """Key j of a sequence is 1 in dim j % dim_v and its own position, as a fraction, in the dim after: O tells which keys took part."""
+        """Key j is 1 in dim j % dim_v and its own position, as a fraction, in the dim after: O tells which keys took part."""
         place = self._positions()
         dims = torch.arange(self.problem.dim_v, dtype=torch.float32, device=self.device)
         hit = (dims == place % self.problem.dim_v).to(torch.float32)
@@ -204,7 +206,7 @@ def _subnormal(problem: Problem) -> float:
 
 
 def _packed(problem: Problem, values: torch.Tensor, lengths: tuple[int, ...], slack: int, dtype: torch.dtype) -> torch.Tensor:
-    """float32 (tokens, heads, dim) -> the Problem's packing in `dtype`, NaN in slack rows; values are clamped to the finite range."""
+    """float32 (tokens, heads, dim) -> the packing in `dtype`, clamped to its finite range, NaN in slack rows."""
     finite = torch.finfo(dtype).max
     values = values.clamp(-finite, finite).to(dtype)
     if problem.packing == "dense":

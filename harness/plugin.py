@@ -63,7 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--attnfuzz-device", default="auto", metavar="auto|cpu|cuda", help="where kernels run")
     group.addoption("--attnfuzz-profile", default="quick", metavar="quick|gate|nightly", help="how large Cases may be")
     group.addoption("--attnfuzz-budget", default=None, metavar="60s", help="time for trials of each kernel, over all its shards")
-    group.addoption("--attnfuzz-max-examples", default=None, type=int, metavar="N", help="Cases of each kernel, over all its shards")
+    group.addoption(
+        "--attnfuzz-max-examples", default=None, type=int, metavar="N", help="Cases of each kernel, over all its shards"
+    )
     group.addoption("--attnfuzz-seed", default=0, type=int, metavar="N", help="same seed, same Cases")
     group.addoption("--attnfuzz-out", default=".attnfuzz", metavar="DIR", help="folder of case files")
 
@@ -88,18 +90,27 @@ def pytest_configure(config: pytest.Config) -> None:
         if budget is not None:
             options.duration(budget)
         if config.getoption("--attnfuzz-device") not in ("auto", "cpu", "cuda"):
-            raise BadArgument(f"--attnfuzz-device={config.getoption('--attnfuzz-device')!r}: no such device; use auto, cpu or cuda")
+            raise BadArgument(
+                f"--attnfuzz-device={config.getoption('--attnfuzz-device')!r}: no such device; use auto, cpu or cuda"
+            )
     except BadArgument as error:
         raise pytest.UsageError(str(error)) from None
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """The options that differ from their defaults."""
-    defaults = {"kernel": [], "device": "auto", "profile": "quick", "budget": None, "max-examples": None, "seed": 0, "out": ".attnfuzz"}
+    defaults: dict[str, Any] = {
+        "kernel": [],
+        "device": "auto",
+        "profile": "quick",
+        "budget": None,
+        "max-examples": None,
+        "seed": 0,
+        "out": ".attnfuzz",
+    }
     values = {name: config.getoption(f"--attnfuzz-{name}") for name in defaults}
     changed = " ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
     return f"attnfuzz: {changed}" if changed else None
-
 
 
 def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS) -> Callable[..., None]:
@@ -134,7 +145,7 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, config:
         pytest.skip(f"{subject.name} declares no {settings.device}")
     if reason := subject.unavailable(settings.device):
         pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
-    finished = campaign([subject], settings, lambda event: None)
+    finished = campaign([subject], settings, lambda _: None)
     if finished.found or finished.lost:
         pytest.fail(_message(finished), pytrace=False)
 

@@ -31,7 +31,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self,
         func: Any,
-        types: object,  # noqa: ARG002
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:

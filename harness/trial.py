@@ -58,7 +58,9 @@ def check_runnable(case: Case, device: Device) -> Kernel:
     if reason := kernel.unavailable(device):
         raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
     if reason := kernel.supports(case.problem, case.config, device):
-        raise reject("case", case.canonical(), f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities")
+        raise reject(
+            "case", case.canonical(), f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities"
+        )
     return kernel
 
 
@@ -71,25 +73,26 @@ def run_trial(case: Case, device: Device) -> Verdict:
         BadArgument: the Case cannot run here.
         DeviceLost: the kernel broke the device for this process.
     """
+    environment.prepare(device)
     kernel, clock = check_runnable(case, device), _Clock()
-    where = {"device": environment.device_name(device), "versions": environment.versions()}
+    device_name, versions = environment.device_name(device), environment.versions()
     try:
         with clock.stage("compile"):
             ready = built(kernel, case.problem, case.config, device)
     except BuildError as error:
         failure = Failure(kernel=case.kernel, kind="compile-error", check="build", message=str(error)[:2000])
-        return Verdict(status="fail", failures=(failure,), seconds=clock.seconds, **where)
+        return Verdict(status="fail", failures=(failure,), seconds=clock.seconds, device=device_name, versions=versions)
     with clock.stage("inputs"):
         inputs = materialise(case.problem, case.recipe, device)
     with clock.stage("kernel"):
         outcome = _run(case, ready, inputs, device)
     if isinstance(outcome, Failure):
-        return Verdict(status="fail", failures=(outcome,), seconds=clock.seconds, **where)
+        return Verdict(status="fail", failures=(outcome,), seconds=clock.seconds, device=device_name, versions=versions)
     with clock.stage("oracle"):
         expected = truth(inputs, kernel.capabilities.deviations, device)
     with clock.stage("judge"):
         verdict = judge(case.kernel, inputs, outcome, expected)
-    return replace(verdict, seconds=clock.seconds, **where)
+    return replace(verdict, seconds=clock.seconds, device=device_name, versions=versions)
 
 
 def _run(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:

@@ -110,9 +110,7 @@ def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
     return (heads, rows) if name == "lse" else (rows, heads, dim)
 
 
-def _contract(
-    kernel: str, problem: Problem, name: OutputName, got: torch.Tensor | None, device: torch.device
-) -> Failure | None:
+def _contract(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor | None, device: torch.device) -> Failure | None:
     title, dtype = OUTPUT_TITLES[name], torch.float32 if name == "lse" else _DTYPES[problem.dtype]
 
     def broken(check: str, expected: object, found: object) -> Failure:
@@ -141,9 +139,7 @@ def _heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch
     return got[:, : sum(lengths)].double()
 
 
-def _elements(
-    kernel: str, problem: Problem, name: OutputName, got: torch.Tensor, true: Truth
-) -> tuple[Figures, Failure | None]:
+def _elements(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor, true: Truth) -> tuple[Figures, Failure | None]:
     """Figures of one output, and its Failure where an element is outside its interval."""
     form = bounds.Format.of("float32" if name == "lse" else problem.dtype)
     expected, allowed = true.expected, true.allowed

@@ -20,8 +20,8 @@ __all__ = [
     "Capabilities",
     "Config",
     "ConfigValue",
-    "Device",
     "Deviations",
+    "Device",
     "Inputs",
     "Kernel",
     "Outputs",
@@ -207,7 +207,7 @@ class Kernel(Protocol):
 
     @property
     def backend(self) -> str:
-        """"tilelang", "triton", "torch", ..."""
+        """ "tilelang", "triton", "torch", ..."""
 
     @property
     def files(self) -> tuple[str, ...]:

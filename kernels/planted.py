@@ -48,7 +48,9 @@ def planted_copy(module: str, edits: Sequence[Edit]) -> ModuleType:
     for edit in edits:
         found = source.count(edit.old)
         if found != edit.times:
-            raise reject("edit.old", edit.old, f"it occurs {found} times in {module}, not {edit.times}", "adapt the fault to the source")
+            raise reject(
+                "edit.old", edit.old, f"it occurs {found} times in {module}, not {edit.times}", "adapt the fault to the source"
+            )
         source = source.replace(edit.old, edit.new)
     name = f"attnfuzz_planted_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     if name in sys.modules:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["BadArgument", "Causal", "Dtype", "Layout", "Needs", "OutputName", "OUTPUT_NAMES", "Problem", "reject"]
+__all__ = ["OUTPUT_NAMES", "BadArgument", "Causal", "Dtype", "Layout", "Needs", "OutputName", "Problem", "reject"]
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 Causal = Literal["bottom_right", "top_left"]
@@ -140,7 +140,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             raise reject("softcap", self.softcap, "it must be finite and not negative", "use 0 for no softcap")
         for side in self.window or ():
             if side is not None and side < 0:
-                raise reject("window", self.window, "a side counts keys from the diagonal", "give 0 or more, or null for no limit")
+                raise reject(
+                    "window", self.window, "a side counts keys from the diagonal", "give 0 or more, or null for no limit"
+                )
 
     @property
     def batch(self) -> int:

@@ -83,6 +83,6 @@ def _load(target: str) -> Kernel:
 
 def _made(found: Kernel | type[Kernel] | Callable[[], Kernel]) -> Kernel:
     """An entry point may name a kernel, or a function or class that makes one."""
-    if inspect.isclass(found) or inspect.isfunction(found) or not isinstance(found, Kernel):
-        return found()
-    return found
+    if isinstance(found, Kernel) and not inspect.isclass(found):
+        return found
+    return found()

@@ -17,8 +17,8 @@ __all__ = ["Reference", "SequenceData", "attention", "reference", "sequences", "
 class SequenceData:
     """The tensors of one sequence, heads first, in the kernel's dtype, slack left out.
 
-    `q (heads, seqlen_q, dim_qk)`, `k (kv_heads, seqlen_k, dim_qk)`, `v (kv_heads, seqlen_k, dim_v)`, `d_o (heads, seqlen_q, dim_v)`,
-    `d_lse (heads, seqlen_q)` or None.
+    `q (heads, seqlen_q, dim_qk)`, `k (kv_heads, seqlen_k, dim_qk)`, `v (kv_heads, seqlen_k, dim_v)`,
+    `d_o (heads, seqlen_q, dim_v)`, `d_lse (heads, seqlen_q)` or None.
     """
 
     index: int

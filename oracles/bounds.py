@@ -96,10 +96,9 @@ def budgets(problem: Problem, data: SequenceData, deviations: Deviations, device
         _one(problem, data, deviations, device, slice(start, start + heads_at_once))
         for start in range(0, problem.kv_heads, heads_at_once)
     ]
-    return Budget(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in ("o", "lse", "dq", "dk", "dv")),
-        ds_overflows=torch.stack([part.ds_overflows for part in parts]).any(),
-    )
+    overflows = torch.stack([part.ds_overflows for part in parts]).any()
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("o", "lse", "dq", "dk", "dv")}
+    return Budget(**joined, ds_overflows=overflows)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +208,9 @@ def _forward(t: _Terms, deviations: Deviations) -> tuple[torch.Tensor, torch.Ten
     if deviations.l_from_rounded_p:
         c_f = c_f + t.form.u * t.p
     size = t.p @ t.v.abs()
-    spread = torch.sqrt((t.p * e_f * e_f).sum(-1).clamp(max=1e60))[..., None] * torch.sqrt((t.p @ (t.v * t.v) - t.o * t.o).clamp(min=0))
+    spread = torch.sqrt((t.p * e_f * e_f).sum(-1).clamp(max=1e60))[..., None] * torch.sqrt(
+        (t.p @ (t.v * t.v) - t.o * t.o).clamp(min=0)
+    )
     largest = t.v.abs().amax(2, keepdim=True) if keys else t.v.new_zeros(*t.v.shape[:2], 1, t.v.shape[3])
     b_o = torch.minimum(spread, largest + t.o.abs())
     b_o = b_o + _accumulated(-(-keys // 16) + 2, t.o, size) + flushed @ t.v.abs() + TINY

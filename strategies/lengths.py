@@ -67,7 +67,7 @@ def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[tup
 
 
 def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False) -> tuple[tuple[int, int], ...]:
-    """The same batch cut to `room.tiles`: sequences keep their length while they fit, then lose whole tiles of keys, then of queries."""
+    """The batch cut to `room.tiles`: sequences keep their length while they fit, then lose tiles of keys, then of queries."""
     left, out = room.tiles, []
     for index, (n_q, n_k) in enumerate(pairs):
         # Each later sequence may still need one tile per head.

@@ -10,7 +10,7 @@ __all__ = ["describe_case", "describe_verdict", "lengths"]
 
 
 def lengths(case: Case) -> str:
-    """"3x7 + 0x5": seqlen_q x seqlen_k of each sequence."""
+    """ "3x7 + 0x5": seqlen_q x seqlen_k of each sequence."""
     p = case.problem
     return " + ".join(f"{n_q}x{n_k}" for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True))
 

@@ -61,4 +61,3 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "failures": len(row.found),
         "features": row.features,
     }
-

@@ -68,7 +68,7 @@ class Terminal:
         if event.compiles:
             self.progress.update(self.task, note=f"compiling {event.compiles} variants")
 
-    def _on_CompileFinished(self, event: events.CompileFinished) -> None:  # noqa: N802
+    def _on_CompileFinished(self, _: events.CompileFinished) -> None:  # noqa: N802
         self.compiled += 1
         if self.task is not None:
             self.progress.update(self.task, advance=1, note=f"compiled {self.compiled} of {self.to_compile} variants")
@@ -77,9 +77,7 @@ class Terminal:
         self.cases += 1
         if self.task is not None:
             step = "shrinking" if event.phase == "shrink" else "trying"
-            self.progress.update(
-                self.task, total=None, note=f"{step}: {self.cases} cases, {self.failures} failures"
-            )
+            self.progress.update(self.task, total=None, note=f"{step}: {self.cases} cases, {self.failures} failures")
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
         self.failures += 1

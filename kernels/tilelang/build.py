@@ -26,7 +26,8 @@ CPU_FLAGS = ("-O2", "-ffp-contract=off")
 """No contraction: `s - m` must be exactly 0 where s is the maximum m. No -ffast-math: it breaks -inf."""
 CPU_FEATURES = ("avx2", "f16c")
 """Used where the machine has them: without F16C every fp16 conversion is a software routine. The results are the same."""
-CUDA_FLAGS = ("-fmad=true",)
+TEXT_MAX = 4000
+"""Characters of an error, and of what the compiler printed, that a BuildError carries: TileLang appends whole sources."""
 
 _compiled: dict[tuple[ModuleType, str, str, Device], Launch] = {}
 _counts: dict[str, int] = {}
@@ -67,9 +68,8 @@ def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Devic
             func = factory(**options)
             return _for_cpu(func) if device == "cpu" else _for_cuda(func)
         except Exception as error:
-            text = log.read_text(errors="replace").strip()
-            said = f"{error}\n{text}" if text else str(error)
-            raise BuildError(f"{name}: {type(error).__name__}: {said}") from error
+            said = (f"{type(error).__name__}: {error}"[:TEXT_MAX], log.read_text(errors="replace").strip()[-TEXT_MAX:])
+            raise BuildError("\n".join((name, *filter(None, said)))) from error
 
 
 def _for_cuda(func: Any) -> Launch:
@@ -81,8 +81,9 @@ def _for_cuda(func: Any) -> Launch:
 
 def _for_cpu(func: Any) -> Launch:
     import tilelang
-    from attnfuzz.kernels.tilelang.cpu import to_cpu
     from tvm.target import Target
+
+    from attnfuzz.kernels.tilelang.cpu import to_cpu
 
     rewritten = to_cpu(func)
     with Target("c"):

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import tilelang  # noqa: F401  (makes its own tvm importable)
-from attnfuzz.kernels.contract import BuildError
 from tvm import ir, tirx
 
-__all__ = ["NO_OPS", "CpuFunc", "UnsupportedOnCpu", "to_cpu"]
+from attnfuzz.kernels.contract import BuildError
+
+__all__ = ["NO_OPS", "CpuFunc", "UnsupportedOnCpuError", "to_cpu"]
 
 KEPT_SCOPES = frozenset({"", "global", "local", "local.var"})
 
@@ -87,7 +88,7 @@ _WRITES = 2
 """The bit of tl.region's access mask that says 'written'."""
 
 
-class UnsupportedOnCpu(BuildError):
+class UnsupportedOnCpuError(BuildError):
     """The PrimFunc uses something that has no counterpart on the C target."""
 
 
@@ -106,7 +107,7 @@ def to_cpu(func: Any) -> CpuFunc:
     """`func` for the C target.
 
     Raises:
-        UnsupportedOnCpu: an operation, or a use of bfloat16, that has no counterpart there.
+        UnsupportedOnCpuError: an operation, or a use of bfloat16, that has no counterpart there.
     """
     rewrite = _ToCpu()
     buffers = {parameter: rewrite.parameter(buffer) for parameter, buffer in func.buffer_map.items()}
@@ -261,7 +262,7 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
     def visit_call_(self, op: Any) -> Any:
         name = _name(op)
         if name not in KEPT:
-            raise UnsupportedOnCpu(f"{name}: this operation has no counterpart on the C target; known are {_known()}")
+            raise UnsupportedOnCpuError(f"{name}: this operation has no counterpart on the C target; known are {_known()}")
         if name == "tl.region":
             return self._region_call(op)
         if name == "tl.access_ptr":
@@ -278,7 +279,7 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
             self.written.add(load.buffer.data)
             if load.buffer.data in self.widened:
                 if load.buffer.scope() in KEPT_SCOPES:
-                    raise UnsupportedOnCpu(
+                    raise UnsupportedOnCpuError(
                         f"{load.buffer.name}: a tile operation writes this bfloat16 tensor; store its elements"
                     )
                 self.to_round.append(self._buffer(load.buffer))
@@ -288,7 +289,7 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         buffer = op.args[0].buffer
         self.written.add(buffer.data)
         if buffer.data in self.widened:
-            raise UnsupportedOnCpu(f"{buffer.name}: a bfloat16 tensor is accessed through a pointer")
+            raise UnsupportedOnCpuError(f"{buffer.name}: a bfloat16 tensor is accessed through a pointer")
 
     def visit_buffer_load_(self, op: Any) -> Any:
         return tirx.BufferLoad(self._buffer(op.buffer), [self.visit_expr(i) for i in op.indices], op.predicate)

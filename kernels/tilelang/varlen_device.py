@@ -9,7 +9,8 @@ j <= i + n_k - n_q,
     O_i = sum_j P_ij v_j            Delta_i = sum_d O_id dO_id                  dS_ij = P_ij (dO_i . v_j - Delta_i)
     dQ_i = scale sum_j dS_ij k_j    dK_j = scale sum_{group, i} dS_ij q_i       dV_j = sum_{group, i} P_ij dO_i
 
-A row that sees no key has O = 0 and LSE = -inf. Rows beyond a sequence's end are read as zeros and never written.
+A row that sees no key has O = 0 and LSE = -inf. Rows beyond a sequence's end are read as zeros and never written. A warp
+takes at least 16 rows of a tile, so that `threads` is a limit.
 """
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
@@ -30,6 +31,8 @@ ACC = "float32"
 
 def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, tile_n: int, threads: int, stages: int) -> Any:
     """PrimFunc (Q, K, V, cu_q, cu_k, max_q, groups, scale, O, LSE): one block per query tile, head and sequence."""
+    # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
+    alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch_1, total_q, total_k, heads, kv_heads = (T.dynamic(n) for n in ("batch_1", "total_q", "total_k", "heads", "kv_heads"))
 
     @T.prim_func
@@ -42,22 +45,22 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
         max_q: T.int32,
         groups: T.int32,
         scale: T.float32,
-        O: T.Tensor((total_q, heads, dim_v), dtype),
+        O: T.Tensor((total_q, heads, dim_v), dtype),  # noqa: E741
         LSE: T.Tensor((heads, total_q), ACC),
     ):
-        with T.Kernel(T.ceildiv(max_q, tile_m), heads, batch_1 - 1, threads=threads) as (block, head, seq):
+        with T.Kernel(T.ceildiv(max_q, tile_m), heads, batch_1 - 1, threads=min(threads, 2 * tile_m)) as (block, head, seq):
             q_tile = T.alloc_shared((tile_m, dim_qk), dtype)
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
             v_tile = T.alloc_shared((tile_n, dim_v), dtype)
             s = T.alloc_fragment((tile_m, tile_n), ACC)
-            p = T.alloc_fragment((tile_m, tile_n), dtype)
+            p = alloc_operand((tile_m, tile_n), dtype)
             acc = T.alloc_fragment((tile_m, dim_v), ACC)
             m = T.alloc_fragment((tile_m,), ACC)
             m_old = T.alloc_fragment((tile_m,), ACC)
             m_safe = T.alloc_fragment((tile_m,), ACC)
             rescale = T.alloc_fragment((tile_m,), ACC)
             row_sum = T.alloc_fragment((tile_m,), ACC)
-            l = T.alloc_fragment((tile_m,), ACC)
+            total = T.alloc_fragment((tile_m,), ACC)
             q_start = cu_q[seq]
             k_start = cu_k[seq]
             n_q = cu_q[seq + 1] - q_start
@@ -72,7 +75,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                 for i, d in T.Parallel(tile_m, dim_qk):
                     q_tile[i, d] = T.if_then_else(row_0 + i < n_q, Q[q_start + row_0 + i, head, d], T.cast(0, dtype))
                 T.fill(acc, 0)
-                T.fill(l, 0)
+                T.fill(total, 0)
                 T.fill(m, -T.infinity(ACC))
                 end = T.max(0, T.min(n_k, row_0 + tile_m + offset)) if causal else n_k
                 for step in T.Pipelined(T.ceildiv(end, tile_n), num_stages=stages):
@@ -100,17 +103,19 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                         s[i, j] = T.exp2(s[i, j] - m_safe[i])
                     T.reduce_sum(s, row_sum, dim=1)
                     for i in T.Parallel(tile_m):
-                        l[i] = l[i] * rescale[i] + row_sum[i]
+                        total[i] = total[i] * rescale[i] + row_sum[i]
                     for i, d in T.Parallel(tile_m, dim_v):
                         acc[i, d] = acc[i, d] * rescale[i]
                     T.copy(s, p)
                     T.gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
                 for i, d in T.Parallel(tile_m, dim_v):
                     if row_0 + i < n_q:
-                        O[q_start + row_0 + i, head, d] = T.if_then_else(l[i] > 0, acc[i, d] / l[i], 0.0)
+                        O[q_start + row_0 + i, head, d] = T.if_then_else(total[i] > 0, acc[i, d] / total[i], 0.0)
                 for i in T.Parallel(tile_m):
                     if row_0 + i < n_q:
-                        LSE[head, q_start + row_0 + i] = T.if_then_else(l[i] > 0, m[i] * LN_2 + T.log(l[i]), -T.infinity(ACC))
+                        LSE[head, q_start + row_0 + i] = T.if_then_else(
+                            total[i] > 0, m[i] * LN_2 + T.log(total[i]), -T.infinity(ACC)
+                        )
 
     return varlen_forward
 
@@ -121,7 +126,7 @@ def preprocess(*, dim_v: int, dtype: str, tile_m: int, threads: int) -> Any:
 
     @T.prim_func
     def varlen_preprocess(
-        O: T.Tensor((total_q, heads, dim_v), dtype),
+        O: T.Tensor((total_q, heads, dim_v), dtype),  # noqa: E741
         dO: T.Tensor((total_q, heads, dim_v), dtype),
         cu_q: T.Tensor((batch_1,), "int32"),
         max_q: T.int32,
@@ -151,6 +156,8 @@ def backward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, 
     """PrimFunc (Q, K, V, dO, LSE, Delta, cu_q, cu_k, max_k, groups, scale, dQ, dK, dV): one block per key tile, query head
     and sequence, which adds its share to dQ, dK, dV; these are fp32 and start as zeros.
     """
+    # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
+    alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch_1, total_q, total_k, heads, kv_heads = (T.dynamic(n) for n in ("batch_1", "total_q", "total_k", "heads", "kv_heads"))
 
     @T.prim_func
@@ -170,7 +177,7 @@ def backward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, 
         dK: T.Tensor((total_k, kv_heads, dim_qk), ACC),
         dV: T.Tensor((total_k, kv_heads, dim_v), ACC),
     ):
-        with T.Kernel(heads, T.ceildiv(max_k, tile_n), batch_1 - 1, threads=threads) as (head, block, seq):
+        with T.Kernel(heads, T.ceildiv(max_k, tile_n), batch_1 - 1, threads=min(threads, 2 * tile_n)) as (head, block, seq):
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
             v_tile = T.alloc_shared((tile_n, dim_v), dtype)
             q_tile = T.alloc_shared((tile_m, dim_qk), dtype)
@@ -180,9 +187,9 @@ def backward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, 
             ds_tile = T.alloc_shared((tile_n, tile_m), dtype)
             # transposed: keys are rows, so that P and dS feed the dV and dK products from registers
             p = T.alloc_fragment((tile_n, tile_m), ACC)
-            p_half = T.alloc_fragment((tile_n, tile_m), dtype)
+            p_half = alloc_operand((tile_n, tile_m), dtype)
             ds = T.alloc_fragment((tile_n, tile_m), ACC)
-            ds_half = T.alloc_fragment((tile_n, tile_m), dtype)
+            ds_half = alloc_operand((tile_n, tile_m), dtype)
             dq_acc = T.alloc_fragment((tile_m, dim_qk), ACC)
             dk_acc = T.alloc_fragment((tile_n, dim_qk), ACC)
             dv_acc = T.alloc_fragment((tile_n, dim_v), ACC)

@@ -1,8 +1,8 @@
 """Short ways around Triton's type checker for the commonest operations of an interpreted kernel.
 
 Triton checks, promotes and broadcasts both operands before each operation, which costs far more than the operation
-itself. Where two operands have the same element type there is nothing to promote, and NumPy broadcasts as Triton does:
-here such operations go to NumPy at once. Everything else takes Triton's own way.
+itself. Where NumPy promotes and broadcasts as Triton does, such operations go to NumPy at once; everything else takes
+Triton's own way. Loads and casts still go through the interpreter's builder.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["install"]
 _Handle: Any = shipped.TensorHandle
 _tensor: Any = tl.tensor
 
-_ARITHMETIC = {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
-_COMPARISONS = {
+_ARITHMETIC: dict[str, Callable[..., Any]] = {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
     "__lt__": np.less,
     "__le__": np.less_equal,
     "__gt__": np.greater,
@@ -29,14 +29,14 @@ _COMPARISONS = {
     "__eq__": np.equal,
     "__ne__": np.not_equal,
 }
-_LOGIC = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
+_LOGIC: dict[str, Callable[..., Any]] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
 
 # NumPy computes these exactly as Triton does, wrap-around included.
 _NUMBERS = {"fp32": float, "int32": int, "int64": int}
 
 
 def install() -> None:
-    """Shorten operators, indexing, `where` and `exp2`, once the language is in its interpreted form."""
+    """Shorten operators, indexing, casts, `where` and `load`, once the language is in its interpreted form."""
     for name, function in _ARITHMETIC.items():
         setattr(_tensor, name, _operator(name, function))
     for name, function in _COMPARISONS.items():
@@ -86,7 +86,7 @@ def _literal(other: Any, kind: str) -> Any:
 
 
 def _operator(name: str, function: Callable[..., Any], result: Any = None) -> Callable[[Any, Any], Any]:
-    """The operator `name` on fp32, on int32 and int64, and pointer + integer; `result` is its element type if not the operands'."""
+    """The operator `name` on fp32, on int32 and int64, and pointer + integer; `result` is its own element type, if it has one."""
     shipped_operator = getattr(_tensor, name)
 
     def operator(self: Any, other: Any) -> Any:

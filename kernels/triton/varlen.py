@@ -45,7 +45,7 @@ _HALF_CONFIGS: Final = (
     _config(64, 32, 4, 2),
     _config(32, 64, 4, 1),
 )
-_HALF_CONFIGS_TO_128: Final = (_config(128, 64, 8, 3), _config(64, 128, 8, 2))
+_HALF_CONFIGS_TO_128: Final = (_config(128, 64, 8, 2), _config(64, 128, 8, 2))
 _SINGLE_CONFIGS: Final = (_config(32, 32, 4, 1), _config(16, 16, 4, 1))
 
 # Rows per program of the Delta kernel: no Config changes it.
@@ -167,9 +167,7 @@ class BuiltVarlen:
         x, f32, i32 = getattr(torch, self._dtype), torch.float32, torch.int32
         scale, heads, kv_heads, stride, tiles = 1.0, 2, 2, 2, 2
         try:
-            self._module.forward.warmup(
-                x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride, grid=(1,), **self._attention
-            )
+            self._module.forward.warmup(x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride, grid=(1,), **self._attention)
             self._module.preprocess.warmup(x, x, f32, stride, grid=(1,), **self._preprocess)
             self._module.backward.warmup(
                 *(x, x, x, x, f32, f32, x, x, x, i32, i32, scale, heads, kv_heads, stride, tiles, tiles),
@@ -211,14 +209,14 @@ class BuiltVarlen:
         """`dq, dk, dv`, shaped like `q, k, v`, slack rows unwritten. `lse` is required."""
         import torch
 
+        if lse is None:
+            raise BadArgument("lse=None: the backward reads it; pass what forward returned")
         problem = inputs.problem
         dq, dk, dv = torch.empty_like(inputs.q), torch.empty_like(inputs.k), torch.empty_like(inputs.v)
         rows_total = problem.total_q * problem.heads
         delta = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)
         if rows_total:
-            self._module.preprocess[(_tiles(rows_total, _PREPROCESS_ROWS),)](
-                o, inputs.d_o, delta, rows_total, **self._preprocess
-            )
+            self._module.preprocess[(_tiles(rows_total, _PREPROCESS_ROWS),)](o, inputs.d_o, delta, rows_total, **self._preprocess)
         q_tiles, k_tiles = _tiles(inputs.max_seqlen_q, self._tile_m), _tiles(inputs.max_seqlen_k, self._tile_n)
         grid = (k_tiles * problem.kv_heads + q_tiles * problem.heads, problem.batch)
         if grid[0]:

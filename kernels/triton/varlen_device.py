@@ -34,6 +34,12 @@ def _sequence(cu_seqlens, seq):
 
 
 @triton.jit
+def _kv_head(head, heads, kv_heads):
+    """The key/value head that query head `head` reads: consecutive query heads form a group."""
+    return head // (heads // kv_heads)
+
+
+@triton.jit
 def _diagonal(seqlen_q, seqlen_k):
     """Bottom-right alignment: query i sees the keys up to i + this."""
     return seqlen_k - seqlen_q
@@ -42,10 +48,9 @@ def _diagonal(seqlen_q, seqlen_k):
 @triton.jit
 def _last_key(rows, seqlen_q, seqlen_k, CAUSAL: tl.constexpr):
     """The last key that each row sees, negative where it sees none; rows beyond the sequence see none."""
+    last = seqlen_k - 1
     if CAUSAL:
         last = rows + _diagonal(seqlen_q, seqlen_k)
-    else:
-        last = seqlen_k - 1
     return tl.where(rows < seqlen_q, last, -1)
 
 
@@ -101,7 +106,7 @@ def forward(
         return
     begin_k, seqlen_k = _sequence(cu_seqlens_k, seq)
     head = tl.program_id(1)
-    kv_head = head // (heads // kv_heads)
+    kv_head = _kv_head(head, heads, kv_heads)
 
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
@@ -111,8 +116,8 @@ def forward(
     q_tile = tl.load(q + q_offsets, mask=_inside(rows, seqlen_q, dims_qk, DIM_QK, PAD_QK), other=0.0)
 
     acc = tl.zeros([TILE_M, PAD_V], tl.float32)
-    l = tl.zeros([TILE_M], tl.float32)
-    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     end_n = seqlen_k
     if CAUSAL:
         end_n = tl.minimum(seqlen_k, start_m + TILE_M + _diagonal(seqlen_q, seqlen_k))
@@ -121,21 +126,21 @@ def forward(
         k_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
         k_tile = tl.load(k + k_offsets, mask=_inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK), other=0.0)
         s = _scores(q_tile, k_tile, last, cols, scale)
-        m_new = tl.maximum(m, tl.max(s, 1))
+        new_max = tl.maximum(row_max, tl.max(s, 1))
         # A row that has seen no key yet: -inf - -inf would be NaN.
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.math.exp2(m - m_safe)
-        p = tl.math.exp2(s - m_safe[:, None])
-        l = l * alpha + tl.sum(p, 1)
-        m = m_new
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.math.exp2(row_max - shift)
+        p = tl.math.exp2(s - shift[:, None])
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
         v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
         v_tile = tl.load(v + v_offsets, mask=_inside(cols, seqlen_k, dims_v, DIM_V, PAD_V), other=0.0)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
 
-    l = tl.where(l == 0.0, 1.0, l)
-    acc = acc / l[:, None]
-    row_lse = (m + tl.math.log2(l)) * LN_2
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc / row_sum[:, None]
+    row_lse = (row_max + tl.math.log2(row_sum)) * LN_2
     o_inside = _inside(rows, seqlen_q, dims_v, DIM_V, PAD_V)
     tl.store(o + _offsets(begin_q, rows, dims_v, head, heads, DIM_V), acc.to(o.dtype.element_ty), mask=o_inside)
     lse_offsets = head.to(tl.int64) * lse_stride + begin_q + rows
@@ -201,7 +206,7 @@ def _backward_queries(
     TILE_N: tl.constexpr,
 ):
     """dQ of one tile of queries of one head."""
-    kv_head = head // (heads // kv_heads)
+    kv_head = _kv_head(head, heads, kv_heads)
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     rows = start_m + tl.arange(0, TILE_M)
@@ -223,7 +228,7 @@ def _backward_queries(
         k_tile = tl.load(k + k_offsets, mask=_inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK), other=0.0)
         v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
         v_tile = tl.load(v + v_offsets, mask=_inside(cols, seqlen_k, dims_v, DIM_V, PAD_V), other=0.0)
-        p, ds = _p_ds(q_tile, k_tile, v_tile, do_tile, row_lse, row_delta, last, cols, scale)
+        _p, ds = _p_ds(q_tile, k_tile, v_tile, do_tile, row_lse, row_delta, last, cols, scale)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
     tl.store(dq + q_offsets, (acc * scale).to(dq.dtype.element_ty), mask=q_inside)
 
@@ -274,7 +279,7 @@ def _backward_keys(
         # The first query that sees key start_n, down to a whole tile.
         begin_m = tl.maximum(0, start_n - _diagonal(seqlen_q, seqlen_k)) // TILE_M * TILE_M
     groups = heads // kv_heads
-    for member in range(0, groups):
+    for member in range(groups):
         head = kv_head * groups + member
         for start_m in range(begin_m, seqlen_q, TILE_M):
             rows = start_m + tl.arange(0, TILE_M)

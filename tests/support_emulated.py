@@ -1,0 +1,176 @@
+"""An emulated kernel in plain torch float32: what a correct half-precision kernel does, with hooks that plant numeric faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Inputs, why_unsupported
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.attention import sequences, visible
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+WIDE = Capabilities(
+    packings=("ragged", "dense"),
+    dtypes=("float16", "bfloat16", "float32"),
+    dims=((64, 64), (32, 32), (64, 48), (16, 40), (128, 128)),
+    groups=None,
+    causal=(None, "bottom_right", "top_left"),
+    zero_q=True,
+    zero_k=True,
+    unequal=True,
+    slack=True,
+    scale_any=True,
+    devices=("cpu",),
+    compiles_on=(),
+    dlse=True,
+)
+
+
+@dataclass
+class Emulated:
+    """A Kernel that computes each sequence whole; `faults` change one step each (see `_Sequence`)."""
+
+    name: str = "test.emulated"
+    faults: frozenset[str] = frozenset()
+    capabilities: Capabilities = WIDE
+    backend: str = "test"
+    files: tuple[str, ...] = ()
+    before: Callable[[Inputs], None] = field(default=lambda inputs: None)
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        return (Config(tile_m=32, tile_n=32), Config(tile_m=16, tile_n=32))
+
+    def unavailable(self, device: Device) -> str | None:
+        return None if device == "cpu" else "an emulation on the CPU"
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        return why_unsupported(self.capabilities, problem, device)
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        return "none"
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Emulated:
+        return self
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        self.before(inputs)
+        p = inputs.problem
+        o = torch.empty(*inputs.q.shape[:-1], p.dim_v, dtype=inputs.q.dtype)
+        lse = torch.empty((p.batch, p.heads, inputs.q.shape[1]) if p.packing == "dense" else (p.heads, inputs.q.shape[0]))
+        for one in self._each(inputs):
+            o_s, lse_s = one.forward()
+            one.put(o, o_s, one.problem.seqlens_q)
+            one.put_lse(lse, lse_s)
+        return o, lse
+
+    def backward(
+        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = (torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
+        for one in self._each(inputs):
+            dq_s, dk_s, dv_s = one.backward()
+            one.put(dq, dq_s, one.problem.seqlens_q)
+            one.put(dk, dk_s, one.problem.seqlens_k)
+            one.put(dv, dv_s, one.problem.seqlens_k)
+        return dq, dk, dv
+
+    def _each(self, inputs: Inputs) -> list[_Sequence]:
+        return [_Sequence(inputs.problem, data, self.faults) for data in sequences(inputs)]
+
+
+class _Sequence:
+    """One sequence, heads first, float32 with one rounding of P, dS and each output to the dtype."""
+
+    def __init__(self, problem: Problem, data, faults: frozenset[str]) -> None:
+        self.problem, self.data, self.faults = problem, data, faults
+        self.dtype = DTYPES[problem.dtype]
+        self.p_dtype = torch.bfloat16 if "p in bf16" in faults else self.dtype
+        self.q, self.d_o = data.q.float(), data.d_o.float()
+        self.k, self.v = (x.float().repeat_interleave(problem.groups, 0) for x in (data.k, data.v))
+        self.seen = visible(problem, data.index)
+        if "mask off by one" in faults and problem.causal:
+            self.seen = self.seen.roll(1, 1)
+        if "last key dropped" in faults and self.seen.shape[1] > 1:
+            self.seen = self.seen.clone()
+            self.seen[:, -1] = False
+        self.live = self.seen.any(-1)
+        scale = problem.scale * (1.01 if "scale 1 %" in faults else 1.0)
+        log2_e = 1.4424 if "log2e with four digits" in faults else LOG2_E
+        s = (self.q @ self.k.mT) * (scale * log2_e)
+        if "scores in half" in faults:
+            s = s.to(self.dtype).float()
+        self.s = s.masked_fill(~self.seen, -math.inf)
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        m = self.s.amax(-1) if self.s.shape[-1] else self.s.new_zeros(self.s.shape[:-1])
+        m = m.masked_fill(~self.live, 0.0)
+        p = torch.exp2(self.s - m[..., None])
+        total = p.sum(-1)
+        half = p.to(self.p_dtype).float()
+        if "p truncated" in self.faults:
+            half = _truncated(p, self.dtype)
+        o = (half @ self.v) / total.masked_fill(~self.live, 1.0)[..., None]
+        o = o.masked_fill(~self.live[:, None], 0.0)
+        lse = (torch.log2(total) + m) * (1.0 if "lse in base 2" in self.faults else LN_2)
+        if "lse in half" in self.faults:
+            lse = lse.to(self.dtype).float()
+        self.o = _truncated(o, self.dtype).to(self.dtype) if "o truncated" in self.faults else o.to(self.dtype)
+        self.true_lse = ((torch.log2(total) + m) * LN_2).masked_fill(~self.live, -math.inf)
+        return self.o, lse.masked_fill(~self.live, -math.inf)
+
+    def backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.forward()
+        p = torch.where(self.seen, torch.exp2(self.s - self.true_lse[..., None] * LOG2_E), 0.0)
+        delta = (self.o.float() * self.d_o).sum(-1)
+        if "delta missing" in self.faults:
+            delta = torch.zeros_like(delta)
+        if "delta in half" in self.faults:
+            delta = delta.to(self.dtype).float()
+        if self.data.d_lse is not None:
+            delta = delta - self.data.d_lse
+        ds = (
+            (p * (self.d_o @ self.v.mT - delta[..., None]))
+            .to(torch.bfloat16 if "ds in bf16" in self.faults else self.dtype)
+            .float()
+        )
+        dq = ds @ self.k * self.problem.scale * (1.01 if "dq scale 1 %" in self.faults else 1.0)
+        dk = self._grouped(ds.mT @ self.q * self.problem.scale)
+        dv = self._grouped(p.to(self.p_dtype).float().mT @ self.d_o)
+        return dq.to(self.dtype), dk, dv
+
+    def _grouped(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.unflatten(0, (self.problem.kv_heads, self.problem.groups))
+        if "group not summed" in self.faults:
+            return parts[:, -1].to(self.dtype)
+        if "partials in half" in self.faults:
+            parts = parts.to(self.dtype).float()
+        return parts.sum(1).to(self.dtype)
+
+    def put(self, out: torch.Tensor, part: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        """Store (heads, tokens, dim) as this sequence's rows."""
+        index, n = self.data.index, lengths[self.data.index]
+        if self.problem.packing == "dense":
+            out[index, :n] = part.transpose(0, 1)
+        else:
+            start = sum(lengths[:index])
+            out[start : start + n] = part.transpose(0, 1)
+
+    def put_lse(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        index, lengths = self.data.index, self.problem.seqlens_q
+        if self.problem.packing == "dense":
+            out[index, :, : lengths[index]] = part
+        else:
+            start = sum(lengths[:index])
+            out[:, start : start + lengths[index]] = part
+
+
+def _truncated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 rounded toward zero to `dtype`, as float32."""
+    y = x.to(dtype)
+    over = y.float().abs() > x.abs()
+    return torch.where(over, torch.nextafter(y, torch.zeros_like(y)), y).float()

@@ -1,0 +1,107 @@
+"""The house: the package list matches the folders, imports run downwards only, and every module imports without backends."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ("harness", "kernels", "oracles", "strategies")
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "oracles": {"oracles", "kernels"},
+    "strategies": {"strategies", "kernels"},
+    "harness": {"harness", "strategies", "oracles", "kernels"},
+}
+FROM_KERNELS = {"attnfuzz.kernels.contract", "attnfuzz.kernels.problem"}
+"""All that oracles and strategies may know of the kernels: data, never a subject."""
+
+
+def sources() -> list[Path]:
+    return sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("attnfuzz", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of this project that `path` imports, at the top or inside functions, as dotted names."""
+    found = set()
+    known = {module_name(each) for each in sources()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("attnfuzz")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attnfuzz"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else str(node.module))
+    return found
+
+
+def test_package_list_matches_the_folders() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {module_name(path) for path in sources() if path.name == "__init__.py"}
+    assert sorted(listed) == sorted(folders)
+    holding_code = {".".join(("attnfuzz", *path.parent.relative_to(ROOT).parts)) for path in sources()}
+    assert holding_code == folders, "every folder with code is a package"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_downwards(path: Path) -> None:
+    floor = path.relative_to(ROOT).parts[0]
+    reached = {name.split(".")[1] for name in imports(path) if "." in name}
+    assert reached <= MAY_IMPORT[floor]
+    if floor in ("oracles", "strategies"):
+        assert {name for name in imports(path) if name.startswith("attnfuzz.kernels")} <= FROM_KERNELS
+
+
+def test_no_two_modules_import_each_other() -> None:
+    edges = {module_name(path): imports(path) for path in sources()}
+    cycles = {tuple(sorted((a, b))) for a, targets in edges.items() for b in targets if a in edges.get(b, set()) and a != b}
+    assert not cycles
+
+
+def test_every_module_imports_without_backends() -> None:
+    """On a machine without CUDA, triton and tilelang: each module by itself, in a process where those cannot be imported."""
+    names = [module_name(path) for path in sources()]
+    program = f"""
+import importlib, sys
+for absent in ("triton", "tilelang", "tvm"):
+    sys.modules[absent] = None
+for name in {names!r}:
+    importlib.import_module(name)
+import torch
+assert not torch.cuda.is_initialized()
+from attnfuzz.kernels import registry
+for name in registry.names():
+    kernel = registry.get(name)
+    for device in ("cpu", "cuda"):
+        if kernel.backend in ("triton", "tilelang"):
+            assert kernel.backend in kernel.unavailable(device).lower(), kernel.unavailable(device)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_harness_imports_no_backend() -> None:
+    program = (
+        "import sys, attnfuzz.harness.cli, attnfuzz.harness.plugin, attnfuzz.kernels.registry as registry\n"
+        "[registry.get(name) for name in registry.names()]\n"
+        "print([name for name in ('torch', 'triton', 'tilelang') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_run_never_prints() -> None:
+    for path in sources():
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        printing = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+        assert not printing, f"{path}: the run speaks through events"
