@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from attnfuzz.harness import environment
 from attnfuzz.kernels import cache, registry
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Compiled", "built", "compile_pool"]
@@ -44,7 +45,7 @@ def built(kernel: Kernel, problem: Problem, config: Config, device: Device) -> B
             return kernel.build(problem, config, device)
         with _locked(key):
             found = kernel.build(problem, config, device)
-    except BuildError:
+    except (BuildError, BadArgument):
         raise
     except Exception as error:  # a compiler's Python side may raise anything: that is the finding
         raise BuildError(f"{type(error).__name__}: {error}") from error
@@ -72,6 +73,7 @@ def compile_pool(kernel: Kernel, variants: Sequence[Variant], device: Device, jo
 
 def _compile(name: str, problem: Problem, config: dict[str, int | str | bool], device: Device) -> tuple[float, str | None]:
     start = time.perf_counter()
+    environment.prepare(device)
     try:
         built(registry.get(name), problem, Config(config), device)
     except BuildError as error:

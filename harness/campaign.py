@@ -42,6 +42,7 @@ def campaign(kernels: Sequence[Kernel], settings: Settings, listener: Listener, 
         BadArgument: none of the kernels can run here.
     """
     start = time.monotonic()
+    environment.prepare(settings.device)
     able, skipped = _sorted_out(kernels, settings.device)
     described = environment.describe(settings.device)
     listener(CampaignStarted(settings.changed(), described, tuple(kernel.name for kernel in able), settings.seconds))
@@ -106,6 +107,7 @@ class _Turn:
             seed=settings.seed * 1000003 + settings.shard,
             seconds=None if settings.seconds is None else settings.seconds / shares,
             most=settings.max_examples,
+            most_failures=settings.max_failures,
             shrink_seconds=profile.shrink,
         )
 

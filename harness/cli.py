@@ -111,6 +111,7 @@ def _list_row(kernel: Kernel) -> dict[str, Any]:
 @_device
 @click.option("--budget", metavar="60s", help="Time for trials, compiles and shrinking not counted [default: the profile's].")
 @click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, instead of or besides a budget.")
+@click.option("--max-failures", type=int, metavar="N", help="Failures after which a kernel's turn ends.")
 @_seed
 @click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How much is tried.")
 @_out
@@ -121,6 +122,7 @@ def run_command(
     device: str,
     budget: str | None,
     max_examples: int | None,
+    max_failures: int | None,
     seed: int,
     profile: str,
     out: str,
@@ -135,6 +137,7 @@ def run_command(
         profile=options.profile(profile).name,
         budget=None if budget is None else options.duration(budget),
         max_examples=max_examples,
+        max_failures=max_failures,
         seed=seed,
         out=out,
         jobs=jobs,
@@ -204,7 +207,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     from attnfuzz.harness.settings import Settings
 
     device: Device = "cuda" if has_cuda() else "cpu"
-    settings = Settings(device=device, max_examples=60, seed=seed, out=f"{out}/demo", replay=False)
+    settings = Settings(device=device, max_examples=60, max_failures=1, seed=seed, out=f"{out}/demo", replay=False)
     console = _console(stderr=as_json)
     if not as_json:
         console.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")

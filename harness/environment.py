@@ -83,8 +83,14 @@ def describe(device: Device) -> dict[str, Any]:
 
 @functools.cache
 def prepare(device: Device) -> None:
-    """What a process needs before its first trial: on the CPU one thread, since cases are small and processes many."""
+    """What a process needs before its first kernel is imported.
+
+    On the CPU, one thread (cases are small, processes many), and Triton's interpreter: Triton has one mode per process,
+    fixed at its first import, and TileLang imports it too.
+    """
     if device == "cpu":
+        if "triton" not in sys.modules:
+            os.environ["TRITON_INTERPRET"] = "1"
         import torch
 
         torch.set_num_threads(1)

@@ -91,11 +91,12 @@ class Hunt:
         seed: int,
         seconds: float | None,
         most: int | None,
+        most_failures: int | None = None,
         shrink_seconds: float,
     ) -> None:
         self.kernel, self.device, self.limits = kernel, device, limits
         self.execute, self.listener, self.corpus, self.seed = execute, listener, corpus, seed
-        self.replay = replay
+        self.replay, self.most_failures = replay, most_failures
         self.seconds, self.most, self.shrink_seconds = seconds, most, shrink_seconds
         self.found: dict[Identity, Found] = {}
         self.tally = _Tally()
@@ -221,6 +222,8 @@ class Hunt:
     def _spent(self) -> bool:
         assert self._started is not None
         if self.most is not None and self.tally.cases >= self.most:
+            return True
+        if self.most_failures is not None and len(self.found) >= self.most_failures:
             return True
         return self.seconds is not None and time.monotonic() - self._started - self._shrink_total >= self.seconds
 

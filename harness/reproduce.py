@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from attnfuzz.harness.environment import resolve_device
+from attnfuzz.harness import environment
 from attnfuzz.harness.trial import run_trial
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
@@ -30,9 +30,10 @@ def reproduce(case: Case, asked: str) -> Reproduction:
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem.
     """
-    device = resolve_device(asked)
+    device = environment.resolve_device(asked)
     if asked == "auto" and device == "cuda" and "cuda" not in registry.get(case.kernel).capabilities.devices:
         device = "cpu"
+    environment.prepare(device)
     verdict = run_trial(case, device)
     return Reproduction("FIXED" if verdict.failure is None else "FAILED", device, verdict)
 

@@ -80,6 +80,8 @@ class Settings:
     profile: ProfileName = "quick"
     budget: float | None = None
     max_examples: int | None = None
+    max_failures: int | None = None
+    """Failures after which a kernel's turn ends."""
     seed: int = 0
     shard: int = 0
     shards: int = 1
@@ -89,8 +91,9 @@ class Settings:
     """Try the stored Cases of a kernel first."""
 
     def __post_init__(self) -> None:
-        if self.max_examples is not None and self.max_examples < 1:
-            raise reject("max_examples", self.max_examples, "nothing would be tried", "give 1 or more")
+        for name in ("max_examples", "max_failures"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise reject(name, getattr(self, name), "nothing would be tried", "give 1 or more")
         if self.seed < 0:
             raise reject("seed", self.seed, "it cannot be negative", "give 0 or more")
 

@@ -103,7 +103,7 @@ def budgets(problem: Problem, data: SequenceData, deviations: Deviations, device
 
 @dataclass(slots=True, eq=False)
 class _Terms:
-    """float64 quantities shared by forward and backward: `[kv_heads, groups, seqlen_q, ...]`, keys `[kv_heads, 1, seqlen_k, ...]`."""
+    """float64 quantities of forward and backward: `[kv_heads, groups, seqlen_q, ...]`, keys `[kv_heads, 1, seqlen_k, ...]`."""
 
     form: Format
     half: bool
@@ -159,8 +159,8 @@ def _terms(problem: Problem, data: SequenceData, deviations: Deviations, device:
         spread = 2.12 * form.u * abs(scale) * torch.sqrt((q * q) @ (k * k).mT)
         delta = delta + torch.minimum(form.u * size, spread + form.u * s.abs()) + 0.7 * form.eta * k.abs().sum(-1)[:, :, None, :]
     return _Terms(
-        form=form, half=problem.dtype != "float32", tf32=tf32, scale=scale, q=q, k=k, v=v, d_o=d_o, seen=seen, live=live, s=s, m=m,
-        l=total, lse=m + torch.log(total), p=p, o=p @ v, delta_s=torch.where(seen, delta, 0.0).clamp(max=80.0),
+        form=form, half=problem.dtype != "float32", tf32=tf32, scale=scale, q=q, k=k, v=v, d_o=d_o, seen=seen, live=live,
+        s=s, m=m, l=total, lse=m + torch.log(total), p=p, o=p @ v, delta_s=torch.where(seen, delta, 0.0).clamp(max=80),
     )  # fmt: skip
 
 
@@ -188,7 +188,8 @@ def _forward(t: _Terms, deviations: Deviations) -> tuple[torch.Tensor, torch.Ten
 
     Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     e_f = (e^delta - 1) e^Lambda;  H_O = c_f @ |v| with c_f the rounding of the unnormalised P (exact at the row's maximum)
-    B_O = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + tiny
+    B_O = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| )
+          + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + tiny
     """
     keys = t.k.shape[2]
     shift = torch.log((t.p * torch.exp(t.delta_s)).sum(-1).clamp(min=1.0))
@@ -289,7 +290,8 @@ def _delta(
     """(H_D, B_D), the two parts of the error of D = rowsum(dO * O), whether it is taken from the rounded O or an fp32 one.
 
     H_D = sum_d |dO| r + sum_j c_f |dP|, r = min(half ulp of O, |rd(O) - O| + M_O)
-    B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O) + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP| + tiny sum|dO|
+    B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O)
+          + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP| + tiny sum|dO|
     """
     d_size, keys, dim_v = t.d_o.abs(), t.k.shape[2], t.v.shape[3]
     half = half_ulp(t.o, t.form)

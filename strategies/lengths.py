@@ -28,12 +28,13 @@ class Room:
 
 
 def edges(tile: int, longest: int) -> tuple[int, ...]:
-    """The lengths where kernels break, plainest first: around multiples of the tile, and every residue class that matters."""
+    """The lengths where kernels break, in order: around multiples of the tile, and every residue class that matters."""
     near = [n * tile + d for n in (1, 2, 3) for d in (0, 1, -1)]
     residues = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
     far = [tile * n + r for n in (4, 8) for r in (0, 1, -1, 4, 12)]
-    ordered = [1, 2, *near, *residues, *far, longest, longest - 1]
-    return tuple(dict.fromkeys(n for n in ordered if 1 <= n <= longest))
+    found = {*near, *residues, *far, longest, longest - 1}
+    # Ascending: a failure that needs some length then shrinks to the smallest edge that has it.
+    return tuple(sorted(n for n in found if 1 <= n <= longest))
 
 
 def batches(can: Capabilities, room: Room) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:

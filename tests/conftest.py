@@ -16,3 +16,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and "slow" not in asked:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """A table of the planted faults: cases to find each, time, minimal Case."""
+    reports = [each for key in ("passed", "failed") for each in terminalreporter.getreports(key)]
+    rows = [value for each in reports for name, value in getattr(each, "user_properties", ()) if name == "fault"]
+    if rows:
+        terminalreporter.section("planted faults")
+        terminalreporter.write_line(f"{'kernel':<9} {'fault':<41} {'in':<4} {'cases':>5} {'s':>6}  minimal case")
+        for row in sorted(rows, key=lambda row: (row["kernel"], row["fault"])):
+            terminalreporter.write_line(
+                f"{row['kernel']:<9} {row['fault']:<41} {row['shows in']:<4} {row['cases']:>5} {row['seconds']:>6}  {row['minimal']}"
+            )

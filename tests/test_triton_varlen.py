@@ -103,6 +103,7 @@ def run(kernel: Kernel, inputs: Inputs, config: Config | None = None) -> tuple[t
     problem = inputs.problem
     built = kernel.build(problem, config or kernel.configs(problem)[0], "cpu")
     o, lse = built.forward(inputs)
+    assert lse is not None
     dq, dk, dv = built.backward(inputs, o, lse)
     total_q, total_k = problem.total_q, problem.total_k
     return o[:total_q], lse[:, :total_q], dq[:total_q], dk[:total_k], dv[:total_k]
@@ -220,6 +221,23 @@ def test_a_fault_in_a_copy_shows_and_stays_there(tmp_path: Path) -> None:
     inputs = inputs_of(changed(RAGGED, causal="bottom_right"))
     assert max(errors(faulty, inputs).values()) > 0.1
     assert_right(KERNEL, inputs)
+
+
+@interpreted
+def test_a_poisoned_sequence_stays_alone_and_quiet(recwarn: pytest.WarningsRecorder) -> None:
+    inputs = inputs_of(changed(RAGGED, seqlens_q=(17, 20), seqlens_k=(30, 20)))
+    right = run(KERNEL, inputs)
+    for tensor in (inputs.q, inputs.k, inputs.v, inputs.d_o):
+        tensor[int(inputs.cu_seqlens_k[1] if tensor.shape[1] == 2 else inputs.cu_seqlens_q[1]) :] = math.nan
+    poisoned = run(KERNEL, inputs)
+    assert not recwarn.list
+    for name, expected, got in zip(OUTPUT_NAMES, right, poisoned, strict=True):
+        rows = 30 if name in ("dk", "dv") else 17
+        if name == "lse":
+            expected, got = expected.T, got.T
+        assert torch.equal(expected[:rows], got[:rows]), name
+        if name != "lse":
+            assert got[rows:].isnan().all(), name
 
 
 def test_fulfils_the_contract() -> None:

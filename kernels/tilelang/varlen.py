@@ -36,6 +36,7 @@ CAPABILITIES = Capabilities(
     slack=True,
     scale_any=True,
     devices=("cpu", "cuda"),
+    compiles_on=("cpu", "cuda"),
     deterministic=("o", "lse"),
     deviations=Deviations(tf32_on=("cuda",)),
 )

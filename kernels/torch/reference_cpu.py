@@ -31,6 +31,7 @@ _CAPABILITIES: Final = Capabilities(
     # It masks before it scales: with causal and a scale of 0 or less, NaN.
     scale_any=False,
     devices=("cpu",),
+    compiles_on=(),
     deterministic=OUTPUT_NAMES,
 )
 

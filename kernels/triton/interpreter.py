@@ -40,6 +40,7 @@ def install() -> None:
         return
     _installed = True
     _install_bfloat16()
+    _install_min_max()
     _install_language()
     _install_launch()
     shortcuts.install()
@@ -136,6 +137,17 @@ def _dot_operand(handle: Any) -> Any:
     if handle.dtype.scalar == tl.float16:
         return _Handle(handle.data.astype(np.float32), tl.float32)
     return _widened(handle)
+
+
+def _install_min_max() -> None:
+    """Reductions that drop NaN, as the language says, but without NumPy's warning where there is nothing else."""
+    shipped_min_max = shipped.ReduceOps.min_max
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+
+    def min_max(self: Any, operand: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        return shipped_min_max(self, operand, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+    shipped.ReduceOps.min_max = min_max
 
 
 def _install_language() -> None:

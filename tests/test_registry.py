@@ -1,0 +1,186 @@
+"""The registry: names to kernels, from the package, from entry points, and at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Kernel
+from attnfuzz.kernels.problem import BadArgument, Problem
+
+
+PLAIN = Capabilities()
+
+
+@dataclass(frozen=True)
+class Dummy:
+    name: str = "acme.flash"
+    backend: str = "acme"
+    files: tuple[str, ...] = ()
+    capabilities: Capabilities = PLAIN
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        return (Config(),)
+
+    def unavailable(self, device: Device) -> str | None:
+        return None
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        return None
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        return ""
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        raise NotImplementedError
+
+
+def made() -> Dummy:
+    return Dummy()
+
+
+@dataclass(frozen=True)
+class Point:
+    """What importlib.metadata gives for an entry point, as far as the registry looks."""
+
+    name: str
+    found: Any
+
+    def load(self) -> Any:
+        return self.found
+
+
+@pytest.fixture(autouse=True)
+def _own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_loaded", {})
+
+
+@pytest.fixture
+def points(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
+    listed: list[Point] = []
+    asked: list[str] = []
+
+    def entry_points(*, group: str) -> list[Point]:
+        asked.append(group)
+        return listed
+
+    monkeypatch.setattr(registry.metadata, "entry_points", entry_points)
+    yield listed
+    assert set(asked) <= {"attnfuzz.kernels"}
+
+
+def test_the_kernels_of_the_package_are_listed_in_order() -> None:
+    names = registry.names()
+    assert list(names) == sorted(names)
+    assert {"tilelang.varlen", "triton.varlen"} <= set(names)
+
+
+@pytest.mark.parametrize("wrong", ["triton.varlan", "triton-varlen", "Triton.varlen", "triton.varlen "])
+def test_an_unknown_name_suggests_the_nearest(wrong: str) -> None:
+    with pytest.raises(registry.UnknownKernel) as caught:
+        registry.get(wrong)
+    assert str(caught.value) == f"kernel={wrong!r}: no kernel of that name is installed; did you mean 'triton.varlen'?"
+    assert isinstance(caught.value, BadArgument)
+
+
+@pytest.mark.parametrize("wrong", ["", "zzz", "0"])
+def test_a_name_like_no_other_lists_all(wrong: str) -> None:
+    with pytest.raises(registry.UnknownKernel) as caught:
+        registry.get(wrong)
+    assert str(caught.value) == (
+        f"kernel={wrong!r}: no kernel of that name is installed; known kernels: {', '.join(registry.names())}"
+    )
+
+
+def test_a_registered_kernel_is_found_listed_and_suggested() -> None:
+    kernel = registry.register(Dummy())
+    assert registry.get("acme.flash") is kernel
+    assert "acme.flash" in registry.names()
+    assert registry.is_local("acme.flash")
+    with pytest.raises(registry.UnknownKernel, match=r"did you mean 'acme\.flash'"):
+        registry.get("acme.flush")
+
+
+def test_registering_again_replaces() -> None:
+    registry.register(Dummy())
+    mended = Dummy(backend="mended")
+    registry.register(mended)
+    assert registry.get("acme.flash") is mended
+
+
+def test_unregister_forgets_and_may_be_repeated() -> None:
+    registry.register(Dummy())
+    registry.unregister("acme.flash")
+    registry.unregister("acme.flash")
+    assert "acme.flash" not in registry.names()
+    assert not registry.is_local("acme.flash")
+    with pytest.raises(registry.UnknownKernel):
+        registry.get("acme.flash")
+
+
+def test_what_is_no_kernel_cannot_be_registered() -> None:
+    class Half:
+        name, backend = "x.half", "x"
+
+        def __repr__(self) -> str:
+            return "Half()"
+
+    with pytest.raises(BadArgument) as caught:
+        registry.register(Half())  # type: ignore[arg-type]
+    assert str(caught.value).startswith("kernel=Half(): it lacks capabilities, configs, supports, ")
+    assert str(caught.value).endswith("; fulfil attnfuzz.kernels.contract.Kernel")
+
+
+@pytest.mark.parametrize("target", [Dummy(), Dummy, made, lambda: Dummy()], ids=["object", "class", "function", "lambda"])
+def test_an_entry_point_names_an_object_a_class_or_a_function(points: list[Point], target: Any) -> None:
+    points.append(Point("acme.flash", target))
+    kernel = registry.get("acme.flash")
+    assert isinstance(kernel, Kernel)
+    assert kernel.name == "acme.flash"
+    assert "acme.flash" in registry.names()
+    assert not registry.is_local("acme.flash")
+
+
+def test_an_entry_point_is_loaded_once(points: list[Point]) -> None:
+    calls: list[int] = []
+
+    def make() -> Dummy:
+        calls.append(1)
+        return Dummy()
+
+    points.append(Point("acme.flash", make))
+    assert registry.get("acme.flash") is registry.get("acme.flash")
+    assert calls == [1]
+
+
+def test_an_entry_point_that_is_not_asked_for_is_not_loaded(points: list[Point]) -> None:
+    def make() -> Dummy:
+        raise AssertionError("loaded")
+
+    points += [Point("acme.broken", make), Point("acme.flash", Dummy())]
+    assert registry.get("acme.flash").backend == "acme"
+    assert "acme.broken" in registry.names()
+
+
+def test_a_registered_kernel_goes_before_an_entry_point(points: list[Point]) -> None:
+    points.append(Point("acme.flash", Dummy()))
+    here = registry.register(Dummy(backend="here"))
+    assert registry.get("acme.flash") is here
+
+
+def test_the_demo_kernel_is_found_but_never_listed() -> None:
+    assert "demo.varlen" not in registry.names()
+    assert registry.get("demo.varlen").name == "demo.varlen"
+    assert "demo.varlen" not in registry.names()
+
+
+def test_every_listed_kernel_fulfils_the_contract() -> None:
+    for name in registry.names():
+        kernel = registry.get(name)
+        assert isinstance(kernel, Kernel)
+        assert kernel.name == name
