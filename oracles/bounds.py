@@ -23,6 +23,7 @@ __all__ = ["Budget", "Format", "budgets", "half_ulp", "rounded"]
 
 EPS = 2.0**-24
 TINY = 2.0**-126
+"""The smallest normal float32: hardware may flush what is below it, operand, product or sum, to zero."""
 _TF32 = 2.01 * 2.0**-10
 """Relative error of a product of two operands truncated to tf32's 10 mantissa bits."""
 _CHUNK = 1 << 23
@@ -169,6 +170,14 @@ def _accumulated(steps: float, result: torch.Tensor, size: torch.Tensor) -> torc
     return EPS * (4 * steps * result.abs() + 6 * math.sqrt(steps) * size)
 
 
+def _lost(x: torch.Tensor, y: torch.Tensor, terms: int) -> torch.Tensor:
+    """What flushing of float32 may take from a product x @ y: operands below TINY times their partners, and each term.
+
+    x are the sums of |x| over the inner dimension, y those of |y|, broadcast against each other.
+    """
+    return TINY * (x + y + terms)
+
+
 def _rounding(t: _Terms, x: torch.Tensor, eta: float) -> torch.Tensor:
     """Worst case of what happens to a factor x >= 0 on its way into a product: one rounding to the dtype, or tf32 truncation."""
     if t.half:
@@ -189,7 +198,7 @@ def _forward(t: _Terms, deviations: Deviations) -> tuple[torch.Tensor, torch.Ten
     Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     e_f = (e^delta - 1) e^Lambda;  H_O = c_f @ |v| with c_f the rounding of the unnormalised P (exact at the row's maximum)
     B_O = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| )
-          + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + tiny
+          + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost
     """
     keys = t.k.shape[2]
     shift = torch.log((t.p * torch.exp(t.delta_s)).sum(-1).clamp(min=1.0))
@@ -214,7 +223,8 @@ def _forward(t: _Terms, deviations: Deviations) -> tuple[torch.Tensor, torch.Ten
     )
     largest = t.v.abs().amax(2, keepdim=True) if keys else t.v.new_zeros(*t.v.shape[:2], 1, t.v.shape[3])
     b_o = torch.minimum(spread, largest + t.o.abs())
-    b_o = b_o + _accumulated(-(-keys // 16) + 2, t.o, size) + flushed @ t.v.abs() + TINY
+    b_o = b_o + _accumulated(-(-keys // 16) + 2, t.o, size) + flushed @ t.v.abs()
+    b_o = b_o + _lost(torch.ones_like(t.o), t.v.abs().sum(2, keepdim=True), keys)
     m_o = c_f @ t.v.abs() + b_o
     return m_lse, torch.where(t.live[:, None], m_o, 0.0), e_f
 
@@ -223,11 +233,11 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
     """The budgets of dV, dQ, dK, with D = rowsum(dO * O) (- dLSE) and dS = P (dP - D).
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
-    dV: H = (c_b (1 + e))^T |dO|, B = (P e + flushed)^T |dO| + acc + tiny, summed over the group
-    E  = P ((1 + e) eps (4 (c' |dP| + sqrt(c') C) + 4 |dP - D|) + e |dP - D|) + tiny,  C = |dO| |v|^T, c' = max(1, Dv / 16)
+    dV: H = (c_b (1 + e))^T |dO|, B = (P e + flushed)^T |dO| + acc + lost, summed over the group
+    E  = P ((1 + e) eps (4 (c' |dP| + sqrt(c') C) + 4 |dP - D|) + e |dP - D|) + flushed P,  C = |dO| |v|^T, c' = max(1, Dv / 16)
     p  = E + (1 + e) P (B_D + H_D), the error of dS;  c_S = its rounding, of |dS| + p
-    dQ: H = |scale| (c_S @ |k| + H_D |P @ k|),  B = |scale| ((E + flushed) @ |k| + B_D (|P @ k| + (P e) @ |k|)) + acc + tiny
-    dK: H = |scale| (c_S^T |q| + P^T (H_D |q|)), B = |scale| (E + flushed + (1 + e) P B_D)^T |q| + acc + tiny, over the group
+    dQ: H = |scale| (c_S @ |k| + H_D |P @ k|),  B = |scale| ((E + flushed) @ |k| + B_D (|P @ k| + (P e) @ |k|)) + acc + lost
+    dK: H = |scale| (c_S^T |q| + P^T (H_D |q|)), B = |scale| (E + flushed + (1 + e) P B_D)^T |q| + acc + lost, over the group
     """
     rows, keys, dim_v = t.q.shape[2], t.k.shape[2], t.v.shape[3]
     groups, scale = t.q.shape[1], abs(t.scale)
@@ -246,8 +256,9 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
     flushed_p = torch.where(one, (1 - t.p) if t.half else 0.0, _flushed(t, t.p, t.p * e, t.form.eta))
     dv = by_key(t.p, t.d_o)
     key_steps = groups * (-(-rows // 16) + 2)
-    touched = torch.where(t.seen.any(0), TINY, 0.0)[:, None]
-    m_dv = by_key(c_b * (1 + e) + t.p * e + flushed_p, d_size) + _accumulated(key_steps, dv, by_key(t.p, d_size)) + touched
+    touched, terms = t.seen.any(0)[:, None], groups * rows
+    m_dv = by_key(c_b * (1 + e) + t.p * e + flushed_p, d_size) + _accumulated(key_steps, dv, by_key(t.p, d_size))
+    m_dv = m_dv + _lost(t.p.sum((1, 2))[..., None], d_size.sum((1, 2))[:, None], terms)
 
     d_p = t.d_o @ t.v.mT
     d = (t.d_o * t.o).sum(-1)
@@ -258,7 +269,8 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
     steps = max(1.0, dim_v / 16)
     c_size = d_size @ v_size.mT
     inner = 4 * EPS * (steps * d_p.abs() + math.sqrt(steps) * c_size + gap) + (_TF32 * c_size if t.tf32 else 0.0)
-    e_s = t.p * ((1 + e) * inner + e * gap) + torch.where(alive, TINY, 0.0)
+    inner = inner + _lost(d_size.sum(-1, keepdim=True), v_size.sum(-1)[:, :, None], dim_v)
+    e_s = t.p * ((1 + e) * inner + e * gap) + torch.where(alive, TINY * (1 + gap), 0.0)
     slack = e_s + (1 + e) * t.p * (b_d + h_d)[..., None]
     d_s = t.p * (d_p - d[..., None])
     # A kernel may scale dS before its rounding, so that what is flushed of dS itself grows by 1 / scale.
@@ -270,16 +282,18 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
     size = d_s.abs() + slack
     dq = t.scale * (d_s @ t.k)
     m_dq = scale * ((c_s + e_s + flushed_s) @ k_size + (h_d + b_d)[..., None] * pk + b_d[..., None] * ((t.p * e) @ k_size))
-    m_dq = m_dq + _accumulated(-(-keys // 16) + -(-keys // 32) + 2, dq, scale * (size @ k_size)) + TINY
+    m_dq = m_dq + _accumulated(-(-keys // 16) + -(-keys // 32) + 2, dq, scale * (size @ k_size))
+    m_dq = m_dq + (1 + scale) * _lost(size.sum(-1, keepdim=True), k_size.sum(2, keepdim=True), keys)
     dk = t.scale * by_key(d_s, t.q)
     m_dk = scale * by_key(c_s + e_s + flushed_s + t.p * (h_d + b_d)[..., None] * (1 + e), q_size)
-    m_dk = m_dk + _accumulated(key_steps, dk, scale * by_key(size, q_size)) + touched
+    m_dk = m_dk + _accumulated(key_steps, dk, scale * by_key(size, q_size))
+    m_dk = m_dk + (1 + scale) * _lost(size.sum((1, 2))[..., None], q_size.sum((1, 2))[:, None], terms)
     return Budget(
         o=m_o.flatten(0, 1),
         lse=m_lse.flatten(0, 1),
         dq=torch.where(t.live[:, None], m_dq, 0.0).flatten(0, 1),
-        dk=m_dk,
-        dv=m_dv,
+        dk=torch.where(touched, m_dk, 0.0),
+        dv=torch.where(touched, m_dv, 0.0),
         ds_overflows=(size >= 0.999 * t.form.largest).any(),
     )
 
@@ -291,7 +305,7 @@ def _delta(
 
     H_D = sum_d |dO| r + sum_j c_f |dP|, r = min(half ulp of O, |rd(O) - O| + M_O)
     B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O)
-          + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP| + tiny sum|dO|
+          + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP| + lost
     """
     d_size, keys, dim_v = t.d_o.abs(), t.k.shape[2], t.v.shape[3]
     half = half_ulp(t.o, t.form)
@@ -303,5 +317,6 @@ def _delta(
     h_d = (d_size * r).sum(-1) + (c_f * d_p.abs()).sum(-1)
     spread = torch.sqrt((t.p * e_f * e_f).sum(-1).clamp(max=1e60)) * torch.sqrt(((t.p * d_p * d_p).sum(-1) - d * d).clamp(min=0))
     b_d = spread + (d_size * _accumulated(-(-keys // 16) + 2, t.o, t.p @ t.v.abs())).sum(-1)
-    b_d = b_d + EPS * (6 + dim_v / 16) * (d_size * t.o.abs()).sum(-1) + (flushed * d_p.abs()).sum(-1) + TINY * d_size.sum(-1)
+    b_d = b_d + EPS * (6 + dim_v / 16) * (d_size * t.o.abs()).sum(-1) + (flushed * d_p.abs()).sum(-1)
+    b_d = b_d + _lost(d_size.sum(-1), t.o.abs().sum(-1), dim_v)
     return torch.where(t.live, h_d, 0.0), torch.where(t.live, b_d, 0.0)

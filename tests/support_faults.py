@@ -45,7 +45,7 @@ FAULTS = (
             Edit("last = seqlen_k - 1", "last = seqlen_k + TAIL"),
             Edit("LN_2 = tl.constexpr(", "TAIL = tl.constexpr(1 << 20)\nLN_2 = tl.constexpr("),
         ),
-        (Edit("T.if_then_else(key_0 + j < n_k, s[i, j]", "T.if_then_else(key_0 + j < n_k + tile_n, s[i, j]"),),
+        (Edit("key_0 + j < n_k, s[i, j] * scale_log2", "key_0 + j < n_k + tile_n, s[i, j] * scale_log2"),),
     ),
     Fault(
         "rescale dropped",
@@ -54,14 +54,14 @@ FAULTS = (
     ),
     Fault(
         "group index wrong",
-        (Edit("kv_head = head // (heads // kv_heads)", "kv_head = head % kv_heads", times=2),),
+        (Edit("return head // (heads // kv_heads)", "return head % kv_heads"),),
         (Edit("kv_head = head // groups", "kv_head = head % kv_heads", times=2),),
     ),
     Fault(
         "LSE in base 2",
-        (Edit("(m + tl.math.log2(l)) * LN_2", "(m + tl.math.log2(l))"), Edit("row_lse * LOG2_E)", "row_lse)")),
+        (Edit("(row_max + tl.math.log2(row_sum)) * LN_2", "(row_max + tl.math.log2(row_sum))"), Edit("row_lse * LOG2_E)", "row_lse)")),
         (
-            Edit("m[i] * LN_2 + T.log(l[i])", "m[i] + T.log(l[i]) * LOG2_E"),
+            Edit("m[i] * LN_2 + T.log(total[i])", "m[i] + T.log2(total[i])"),
             Edit("LSE[head, q_start + row_0 + i] * LOG2_E", "LSE[head, q_start + row_0 + i]"),
         ),
     ),
@@ -72,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         "dK, dV of the group not summed",
-        (Edit("for member in range(0, groups):", "for member in range(groups - 1, groups):"),),
+        (Edit("for member in range(groups):", "for member in range(groups - 1, groups):"),),
         (
             Edit(
                 "T.atomic_add(dK[k_start + key_0 + j, kv_head, d], dk_acc[j, d] * scale)",
@@ -114,10 +114,10 @@ FAULTS = (
         (Edit("p.to(v_tile.dtype)", "p.to(tl.bfloat16).to(v_tile.dtype)"),),
         (
             Edit(
-                "p = T.alloc_fragment((tile_m, tile_n), dtype)",
-                "p = T.alloc_fragment((tile_m, tile_n), dtype)\n            p_bf16 = T.alloc_fragment((tile_m, tile_n), 'bfloat16')",
+                "T.copy(s, p)",
+                "for i, j in T.Parallel(tile_m, tile_n):\n"
+                '                        p[i, j] = T.cast(T.cast(s[i, j], "bfloat16"), dtype)',
             ),
-            Edit("T.copy(s, p)", "T.copy(s, p_bf16)\n                    T.copy(p_bf16, p)"),
         ),
     ),
 )

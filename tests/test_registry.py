@@ -12,7 +12,6 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 
-
 PLAIN = Capabilities()
 
 

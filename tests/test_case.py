@@ -1,0 +1,245 @@
+"""Case and Recipe: everything needed to do one trial again, as data that survives JSON and refuses what is broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.strategies.case import FORMAT, PATTERNS, BadCase, Case, Recipe, case_from_json, case_from_object
+
+PLAIN: dict[str, Any] = {"seqlens_q": [1], "seqlens_k": [1], "dim_qk": 8, "dim_v": 8}
+WRITTEN: dict[str, Any] = {"format": 1, "kernel": "acme.flash", "problem": PLAIN, "recipe": {}, "config": {}}
+
+
+def case(**changed: Any) -> Case:
+    return Case(kernel="acme.flash", problem=Problem(**{**PLAIN, **changed}))
+
+
+def written(**changed: Any) -> str:
+    return json.dumps({**WRITTEN, **changed})
+
+
+POWERS = st.integers(-40, 40).map(lambda exponent: 2.0**exponent)
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    lengths = st.lists(st.integers(0, 9999), min_size=2, max_size=2).map(tuple)
+    problem = Problem(
+        seqlens_q=draw(lengths),
+        seqlens_k=draw(lengths),
+        dim_qk=draw(st.integers(1, 256)),
+        dim_v=draw(st.integers(1, 256)),
+        heads=draw(st.sampled_from((2, 6))),
+        kv_heads=draw(st.sampled_from((1, 2))),
+        dtype=draw(st.sampled_from(("float16", "bfloat16", "float32"))),
+        causal=draw(st.sampled_from((None, "bottom_right", "top_left"))),
+        window=draw(st.none() | st.tuples(st.none() | st.integers(0, 9), st.integers(0, 9))),
+        softmax_scale=draw(st.none() | st.floats(-1e30, 1e30)),
+        mask_mod=draw(st.none() | st.just(("le", ("i", 3)))),
+        layout_k=Layout(pitch=draw(st.integers(0, 8))),
+        needs=draw(st.sampled_from((Needs(), Needs(dlse=True), Needs(outputs=("o",))))),
+        slack_k=draw(st.integers(0, 9)),
+    )
+    recipe = Recipe(
+        pattern=draw(st.sampled_from(PATTERNS)),
+        q_scale=draw(POWERS),
+        v_scale=draw(POWERS),
+        do_scale=draw(POWERS),
+        seed=draw(st.integers(0, 2**63 - 1)),
+    )
+    config = draw(st.dictionaries(st.text(max_size=8), st.integers(-(2**53), 2**53) | st.booleans() | st.text(max_size=8)))
+    return Case(kernel=draw(st.text(max_size=20)), problem=problem, recipe=recipe, config=Config(config))
+
+
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
+@given(any_case())
+def test_json_keeps_the_case_its_hash_and_its_id(drawn: Case) -> None:
+    for text in (drawn.canonical(), json.dumps(drawn.to_object()), json.dumps(drawn.to_object(), indent=4)):
+        again = case_from_json(text)
+        assert again == drawn
+        assert hash(again) == hash(drawn)
+        assert again.id == drawn.id
+        assert again.canonical() == drawn.canonical()
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(any_case())
+def test_canonical_json_leaves_defaults_out(drawn: Case) -> None:
+    plain = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8)
+    found = json.loads(drawn.canonical())
+    assert found == json.loads(json.dumps(drawn.to_object()))
+    assert list(found) == sorted(found) == ["config", "format", "kernel", "problem", "recipe"]
+    for name in found["problem"]:
+        assert name in PLAIN or getattr(drawn.problem, name) != getattr(plain, name)
+    for name in found["recipe"]:
+        assert getattr(drawn.recipe, name) != getattr(Recipe(), name)
+
+
+def test_the_plainest_case_in_json() -> None:
+    assert case().canonical() == (
+        '{"config":{},"format":1,"kernel":"acme.flash","problem":{"dim_qk":8,"dim_v":8,"seqlens_k":[1],"seqlens_q":[1]},"recipe":{}}'
+    )
+
+
+def test_defaults_that_are_written_out_change_nothing() -> None:
+    spelled = case(
+        heads=1,
+        kv_heads=1,
+        dtype="float16",
+        packing="ragged",
+        slack_q=0,
+        causal=None,
+        softmax_scale=None,
+        softcap=0.0,
+        layout_q=Layout(offset=0),
+        needs=Needs(outputs=("o", "lse", "dq", "dk", "dv")),
+    )
+    assert spelled == case()
+    assert spelled.canonical() == case().canonical()
+    assert spelled.id == case().id
+    read = case_from_json(written(problem={**PLAIN, "heads": 1, "needs": {"dlse": False}, "layout_q": {}}, recipe={"seed": 0}))
+    assert read.id == case().id
+
+
+def test_the_order_of_config_names_changes_nothing() -> None:
+    one = Case(kernel="x", problem=case().problem, config=Config(tile_m=64, tile_n=32))
+    other = Case(kernel="x", problem=case().problem, config=Config(tile_n=32, tile_m=64))
+    assert one == other
+    assert one.canonical() == other.canonical()
+
+
+def test_every_part_is_part_of_the_identity() -> None:
+    variants = [
+        case(),
+        Case(kernel="acme.other", problem=case().problem),
+        case(seqlens_k=[2]),
+        Case(kernel="acme.flash", problem=case().problem, recipe=Recipe(seed=1)),
+        Case(kernel="acme.flash", problem=case().problem, config=Config(stages=2)),
+    ]
+    assert len({each.id for each in variants}) == len(set(variants)) == len(variants)
+
+
+def test_the_id_is_ten_hex_digits_and_the_same_in_every_process() -> None:
+    drawn = Case(kernel="x", problem=case(causal="top_left").problem, recipe=Recipe(seed=7), config=Config(tile_m=64, split=True))
+    code = "import sys; from attnfuzz.strategies.case import case_from_json; print(case_from_json(sys.argv[1]).id)"
+    for seed in ("0", "1"):
+        command = [sys.executable, "-P", "-c", code, drawn.canonical()]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed})
+        assert done.stdout.strip() == drawn.id
+    assert len(drawn.id) == 10
+    assert int(drawn.id, 16) >= 0
+
+
+def test_reading_a_case_needs_neither_hypothesis_nor_torch() -> None:
+    code = (
+        "import sys; from attnfuzz.strategies.case import case_from_json; case_from_json(sys.argv[1]); "
+        "print(sorted({'hypothesis', 'torch', 'triton', 'tilelang'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code, written()], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+BROKEN: dict[str, tuple[str | bytes, str]] = {
+    "empty": ("", "case: not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
+    "half": ('{"format": 1, "kern', "case: not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
+    "binary": (b"\xff\xfe\x00", "case: not JSON (JSON is malformed: "),
+    "NaN": ('{"format": NaN}', "case: not JSON (JSON is malformed: "),
+    "two objects": (written() + written(), "case: not JSON (JSON is malformed: "),
+    "list": ("[]", "case: a JSON list where an object is expected; give a file that `attnfuzz run` wrote"),
+    "number": ("3", "case: a JSON int where an object is expected; give a file that `attnfuzz run` wrote"),
+    "no format": (
+        '{"kernel": "x"}',
+        "case.format=None: this attnfuzz reads format 1; reproduce it with the version that wrote it, or find it again",
+    ),
+    "next format": (
+        written(format=2),
+        "case.format=2: this attnfuzz reads format 1; reproduce it with the version that wrote it, or find it again",
+    ),
+    "format as text": (written(format="1"), "case.format='1': this attnfuzz reads format 1; "),
+    "no kernel": (
+        json.dumps({"format": 1, "problem": PLAIN}),
+        "case.kernel: it is missing; a Case has format, kernel, problem, recipe and config",
+    ),
+    "no problem": (
+        json.dumps({"format": 1, "kernel": "x"}),
+        "case.problem: it is missing; a Case has format, kernel, problem, recipe and config",
+    ),
+    "kernel no text": (written(kernel=3), "Expected `str`, got `int`"),
+    "kernel null": (written(kernel=None), "Expected `str`, got `null`"),
+    "problem a list": (written(problem=[1]), "Expected `object`, got `array`"),
+    "problem null": (written(problem=None), "Expected `object`, got `null`"),
+    "problem empty": (written(problem={}), "Object missing required field `seqlens_q`"),
+    "problem of text": (written(problem={**PLAIN, "heads": "3"}), "Expected `int`, got `str` - at `$.heads`"),
+    "problem with more": (written(problem={**PLAIN, "haeds": 3}), "Object contains unknown field `haeds`"),
+    "problem impossible": (
+        written(problem={**PLAIN, "heads": 3, "kv_heads": 2}),
+        "kv_heads=2: it does not divide heads=3; every group has the same number of query heads: give a divisor of heads",
+    ),
+    "recipe null": (written(recipe=None), "Expected `object`, got `null`"),
+    "recipe of no pattern": (written(recipe={"pattern": "wild"}), "Invalid enum value 'wild' - at `$.pattern`"),
+    "recipe with more": (written(recipe={"sead": 3}), "Object contains unknown field `sead`"),
+    "recipe of a bad scale": (
+        written(recipe={"q_scale": 3}),
+        "recipe.q_scale=3.0: only a power of two scales exactly; use a power of two, 2**-40 to 2**40",
+    ),
+    "recipe of a bad seed": (
+        written(recipe={"seed": -1}),
+        "recipe.seed=-1: it is hashed as a 64-bit integer; use 0 to 2**63 - 1",
+    ),
+    "config a list": (written(config=[]), "Expected `object`, got `array`"),
+    "config of floats": (written(config={"a": 1.5}), "got `float`"),
+    "config of objects": (written(config={"a": {}}), "got `object`"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_case_is_refused_with_a_clear_text(name: str) -> None:
+    text, expected = BROKEN[name]
+    with pytest.raises(BadCase) as caught:
+        case_from_json(text)
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith("case")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_case_is_a_bad_argument() -> None:
+    assert issubclass(BadCase, BadArgument)
+
+
+def test_recipe_and_config_may_be_missing() -> None:
+    assert case_from_json(json.dumps({"format": FORMAT, "kernel": "acme.flash", "problem": PLAIN})) == case()
+
+
+def test_what_was_found_with_it_is_no_part_of_a_case() -> None:
+    assert case_from_object({**WRITTEN, "found": {"message": "wrong"}}) == case()
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale", "do_scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, 3.0, 0.1, 2.0**41, 2.0**-41, float("inf"), float("nan")])
+def test_a_scale_that_is_no_power_of_two_within_reach_is_refused(name: str, value: float) -> None:
+    with pytest.raises(BadArgument) as caught:
+        Recipe(**{name: value})
+    assert str(caught.value) == (
+        f"recipe.{name}={value!r}: only a power of two scales exactly; use a power of two, 2**-40 to 2**40"
+    )
+
+
+@pytest.mark.parametrize("value", [2.0**40, 2.0**-40, 1.0, 0.5])
+def test_powers_of_two_are_scales(value: float) -> None:
+    assert Recipe(q_scale=value).q_scale == value
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_outside_64_bits_is_refused(seed: int) -> None:
+    with pytest.raises(BadArgument, match=r"recipe\.seed="):
+        Recipe(seed=seed)
+    assert Recipe(seed=2**63 - 1).seed == 2**63 - 1

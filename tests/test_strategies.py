@@ -1,0 +1,508 @@
+"""The strategies: every drawn Case is supported and affordable, everything worth trying is drawn, and it shrinks to the plain."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.statistics import collector
+
+from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, why_unsupported
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
+from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.lengths import Room, edges, fitted
+from attnfuzz.strategies.shapes import Variant, all_variants, heads, pool, scales
+from attnfuzz.strategies.values import recipes
+
+CONFIGS = (Config(tile_m=64, tile_n=32), Config(tile_m=32, tile_n=64))
+LIMITS = Limits(batch=4, heads=6, length=200, tiles=8)
+WIDE: dict[str, Any] = {
+    "dtypes": ("float32", "float16", "bfloat16"),
+    "dims": ((64, 64), (64, 48), (192, 128)),
+    "groups": None,
+    "causal": ("top_left", None, "bottom_right"),
+    "zero_q": True,
+    "zero_k": True,
+    "unequal": True,
+    "slack": True,
+    "scale_any": True,
+    "devices": ("cpu",),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel that is only drawn for, never run."""
+
+    can: dict[str, Any] = field(default_factory=dict)
+    tiles: tuple[Config, ...] = CONFIGS
+    refuse: Callable[[Problem, Config], str | None] = lambda problem, config: None
+    name: str = "acme.flash"
+    backend: str = "acme"
+    files: tuple[str, ...] = ()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(**{**WIDE, **self.can})
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        return self.tiles
+
+    def unavailable(self, device: Device) -> str | None:
+        return None
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        return why_unsupported(self.capabilities, problem, device) or self.refuse(problem, config)
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        return config.canonical()
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        raise NotImplementedError
+
+
+def quiet(count: int) -> settings:
+    return settings(
+        max_examples=count, deadline=None, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck)
+    )
+
+
+def drawn(subject: Subject, count: int = 100, limits: Limits = LIMITS, seed: int = 5) -> list[Case]:
+    """`count` Cases of a seed, without shrinking."""
+    found: list[Case] = []
+
+    @hypothesis.seed(seed)
+    @quiet(count)
+    @given(cases(subject, device="cpu", limits=limits))
+    def draw(case: Case) -> None:
+        found.append(case)
+
+    draw()
+    return found
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Case]:
+    return drawn(Subject(), 400)
+
+
+def tiles(case: Case) -> int:
+    problem, tile_m, tile_n = case.problem, case.config.integer("tile_m"), case.config.integer("tile_n")
+    pairs = zip(problem.seqlens_q, problem.seqlens_k, strict=True)
+    return problem.heads * sum(-(-n_q // tile_m) * -(-n_k // tile_n) for n_q, n_k in pairs)
+
+
+def test_every_case_is_supported_and_within_limits(many: list[Case]) -> None:
+    for case in many:
+        problem = case.problem
+        assert Subject().supports(problem, case.config, "cpu") is None
+        assert problem.batch <= LIMITS.batch
+        assert problem.heads <= LIMITS.heads
+        assert max(problem.seqlens_q + problem.seqlens_k) <= LIMITS.length
+        assert tiles(case) <= max(LIMITS.tiles, problem.heads * problem.batch)
+
+
+def test_every_case_survives_json(many: list[Case]) -> None:
+    for case in many:
+        again = case_from_json(case.canonical())
+        assert again == case
+        assert hash(again) == hash(case)
+        assert again.id == case.id
+
+
+def test_the_same_seed_draws_the_same_cases(many: list[Case]) -> None:
+    assert drawn(Subject(), 400) == many
+    assert drawn(Subject(), 50, seed=6) != many[:50]
+
+
+def test_most_draws_are_distinct(many: list[Case]) -> None:
+    assert len(set(many)) > 0.8 * len(many)
+
+
+def test_nothing_is_drawn_only_to_be_thrown_away() -> None:
+    reports: list[dict[str, Any]] = []
+    with collector.with_value(reports.append):
+        assert len(drawn(Subject(), 200)) == 200
+    statuses = [each["status"] for each in reports[-1]["generate-phase"]["test-cases"]]
+    assert "invalid" not in statuses
+    assert statuses.count("valid") == 200
+
+
+# What must be reached, and how often at least among 400 draws.
+REACHED: dict[str, tuple[Callable[[Case], object], int]] = {
+    "several sequences": (lambda c: c.problem.batch > 1, 100),
+    "one sequence": (lambda c: c.problem.batch == 1, 10),
+    "a sequence without queries": (lambda c: any(q == 0 < k for q, k in pairs(c)), 20),
+    "a sequence without keys": (lambda c: any(k == 0 < q for q, k in pairs(c)), 20),
+    "an empty sequence": (lambda c: (0, 0) in pairs(c), 20),
+    "a sequence without queries first": (lambda c: c.problem.batch > 1 and c.problem.seqlens_q[0] == 0, 5),
+    "a sequence without queries last": (lambda c: c.problem.batch > 1 and c.problem.seqlens_q[-1] == 0, 5),
+    "a sequence without keys in the middle": (lambda c: 0 in c.problem.seqlens_k[1:-1], 5),
+    "nothing at all": (lambda c: c.problem.total_q == c.problem.total_k == 0, 1),
+    "q shorter than k": (lambda c: any(0 < q < k for q, k in pairs(c)), 60),
+    "q longer than k": (lambda c: any(q > k > 0 for q, k in pairs(c)), 60),
+    "q as long as k": (lambda c: any(q == k > 0 for q, k in pairs(c)), 60),
+    "q longer than k by one": (lambda c: any(q == k + 1 for q, k in pairs(c)), 5),
+    "k longer than q by one": (lambda c: any(k == q + 1 for q, k in pairs(c)), 5),
+    "groups": (lambda c: c.problem.groups > 1, 60),
+    "groups that are no power of two": (lambda c: c.problem.groups in (3, 5, 6), 20),
+    "groups and several kv_heads": (lambda c: c.problem.groups > 1 and c.problem.kv_heads > 1, 5),
+    "one token": (lambda c: (1, 1) in pairs(c), 10),
+    "slack rows of queries": (lambda c: c.problem.slack_q, 60),
+    "slack rows of keys": (lambda c: c.problem.slack_k, 60),
+    "an odd total": (lambda c: c.problem.total_q % 2 or c.problem.total_k % 2, 100),
+    "a total no multiple of 8": (lambda c: c.problem.total_k % 8, 100),
+    "a negative scale": (lambda c: c.problem.scale < 0, 10),
+    "a scale of zero": (lambda c: c.problem.scale == 0, 10),
+    "the default scale": (lambda c: c.problem.softmax_scale is None, 60),
+    "rows that see no key": (lambda c: c.problem.causal == "bottom_right" and any(q > k for q, k in pairs(c)), 30),
+    "dim_qk larger than dim_v": (lambda c: c.problem.dim_qk > c.problem.dim_v, 60),
+    "the plainest recipe but for its seed": (lambda c: Recipe(seed=c.recipe.seed) == c.recipe, 3),
+    "other magnitudes": (lambda c: c.recipe.q_scale != 1 and c.recipe.v_scale != 1, 30),
+    **{f"dtype {name}": (lambda c, name=name: c.problem.dtype == name, 60) for name in WIDE["dtypes"]},
+    **{f"causal {kind}": (lambda c, kind=kind: c.problem.causal == kind, 60) for kind in WIDE["causal"]},
+    **{f"dims {dims}": (lambda c, dims=dims: (c.problem.dim_qk, c.problem.dim_v) == dims, 60) for dims in WIDE["dims"]},
+    **{f"{config}": (lambda c, config=config: c.config == config, 100) for config in CONFIGS},
+    **{f"pattern {name}": (lambda c, name=name: c.recipe.pattern == name, 1) for name in PATTERNS},
+    "all at once": (
+        lambda c: c.problem.batch > 1 and 0 in c.problem.seqlens_q and c.problem.causal and c.problem.groups > 1,
+        5,
+    ),
+}
+
+
+def pairs(case: Case) -> list[tuple[int, int]]:
+    return list(zip(case.problem.seqlens_q, case.problem.seqlens_k, strict=True))
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_what_breaks_kernels_is_drawn_often(many: list[Case], name: str) -> None:
+    holds, least = REACHED[name]
+    assert sum(bool(holds(case)) for case in many) >= least
+
+
+@pytest.fixture(scope="module")
+def roomy() -> list[Case]:
+    return drawn(Subject(), 400, Limits(batch=4, heads=6, length=300, tiles=200))
+
+
+@pytest.mark.parametrize("difference", [-1, 0, 1])
+@pytest.mark.parametrize("multiple", [1, 2])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_lengths_around_tiles_are_drawn_where_there_is_room(roomy: list[Case], side: str, multiple: int, difference: int) -> None:
+    def hit(case: Case) -> bool:
+        tile = case.config.integer("tile_m" if side == "q" else "tile_n")
+        return multiple * tile + difference in getattr(case.problem, f"seqlens_{side}")
+
+    assert sum(map(hit, roomy)) >= 5
+
+
+def test_most_cases_have_several_tiles_where_there_is_room(roomy: list[Case]) -> None:
+    assert sum(tiles(case) > case.problem.heads * case.problem.batch for case in roomy) > 100
+
+
+NARROW: dict[str, tuple[dict[str, Any], Callable[[Case], object]]] = {
+    "no sequence without queries": ({"zero_q": False}, lambda c: 0 not in c.problem.seqlens_q),
+    "no sequence without keys": ({"zero_k": False}, lambda c: 0 not in c.problem.seqlens_k),
+    "neither": ({"zero_q": False, "zero_k": False}, lambda c: all(min(pair) > 0 for pair in pairs(c))),
+    "equal lengths": ({"unequal": False}, lambda c: c.problem.seqlens_q == c.problem.seqlens_k),
+    "equal lengths above zero": (
+        {"unequal": False, "zero_q": False, "zero_k": False},
+        lambda c: all(q == k > 0 for q, k in pairs(c)),
+    ),
+    "dense": ({"packings": ("dense",)}, lambda c: c.problem.packing == "dense" and len(set(pairs(c))) == 1),
+    "no groups": ({"groups": (1,)}, lambda c: c.problem.heads == c.problem.kv_heads),
+    "few groups": ({"groups": (1, 3)}, lambda c: c.problem.groups in (1, 3)),
+    "no slack": ({"slack": False}, lambda c: c.problem.slack_q == c.problem.slack_k == 0),
+    "positive scales": ({"scale_any": False}, lambda c: c.problem.scale > 0),
+    "short": ({"length_max": 5}, lambda c: max(c.problem.seqlens_q + c.problem.seqlens_k) <= 5),
+    "one token": ({"length_max": 1}, lambda c: max(c.problem.seqlens_q + c.problem.seqlens_k) <= 1),
+    "one dtype": ({"dtypes": ("bfloat16",)}, lambda c: c.problem.dtype == "bfloat16"),
+    "one dtype on this device": ({"dtypes_on": {"cpu": ("float32",)}}, lambda c: c.problem.dtype == "float32"),
+    "always causal": ({"causal": ("bottom_right",)}, lambda c: c.problem.causal == "bottom_right"),
+    "one pair of dims": ({"dims": ((40, 72),)}, lambda c: (c.problem.dim_qk, c.problem.dim_v) == (40, 72)),
+    "the plainest kernel": (
+        {"devices": ("cpu",)} | {name: getattr(Capabilities(), name) for name in WIDE if name != "devices"},
+        lambda c: c.problem.groups == 1 and c.problem.seqlens_q == c.problem.seqlens_k and c.problem.causal is None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_is_not_declared_is_not_drawn(name: str) -> None:
+    can, holds = NARROW[name]
+    subject = Subject(can=can)
+    for case in drawn(subject, 60):
+        assert subject.supports(case.problem, case.config, "cpu") is None
+        assert holds(case)
+
+
+def test_both_packings_are_drawn() -> None:
+    packings = [case.problem.packing for case in drawn(Subject(can={"packings": ("ragged", "dense")}), 100)]
+    assert min(packings.count("ragged"), packings.count("dense")) > 10
+
+
+@pytest.mark.parametrize("limits", [Limits(batch=1, heads=1, length=1, tiles=1), Limits(batch=2, heads=9, length=300, tiles=3)])
+def test_small_limits_hold(limits: Limits) -> None:
+    for case in drawn(Subject(), 60, limits):
+        assert case.problem.batch <= limits.batch
+        assert case.problem.heads <= min(limits.heads, limits.tiles)
+        assert max(case.problem.seqlens_q + case.problem.seqlens_k) <= limits.length
+        assert tiles(case) <= max(limits.tiles, case.problem.heads * case.problem.batch)
+
+
+def test_a_kernel_without_tiles_is_drawn_for() -> None:
+    assert {case.config for case in drawn(Subject(tiles=(Config(),)), 30)} == {Config()}
+
+
+def test_only_the_given_variants_are_drawn() -> None:
+    chosen = all_variants(Subject(), "cpu")[3:5]
+    found: set[Config] = set()
+
+    @quiet(40)
+    @given(cases(Subject(), device="cpu", variants=chosen))
+    def draw(case: Case) -> None:
+        problem = case.problem
+        found.add(case.config)
+        assert Variant(problem.dtype, problem.causal, (problem.dim_qk, problem.dim_v), case.config) in chosen
+
+    draw()
+    assert found == {variant.config for variant in chosen}
+
+
+# --- shrinking
+
+
+def minimal(predicate: Callable[[Case], object], subject: Subject | None = None) -> Case:
+    options = settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    strategy = cases(subject or Subject(), device="cpu", limits=LIMITS)
+    return hypothesis.find(strategy, lambda case: bool(predicate(case)), settings=options, random=random.Random(1))
+
+
+def plain(**changed: Any) -> Problem:
+    return Problem(**{"seqlens_q": (1,), "seqlens_k": (1,), "dim_qk": 64, "dim_v": 64, **changed})
+
+
+SHRUNK: dict[str, tuple[Callable[[Case], object], Problem, Recipe, Config]] = {
+    "dtype, dims": (
+        lambda c: c.problem.dtype != "float16" and c.problem.dim_v == 128,
+        plain(dtype="bfloat16", dim_qk=192, dim_v=128),
+        Recipe(),
+        CONFIGS[0],
+    ),
+    "causal, config": (
+        lambda c: c.problem.causal and c.config["tile_m"] == 32,
+        plain(causal="bottom_right"),
+        Recipe(),
+        CONFIGS[1],
+    ),
+    "several sequences": (
+        lambda c: c.problem.batch > 1 and min(c.problem.seqlens_q + c.problem.seqlens_k) > 0,
+        plain(seqlens_q=(1, 1), seqlens_k=(1, 1)),
+        Recipe(),
+        CONFIGS[0],
+    ),
+    "groups": (lambda c: c.problem.groups == 3, plain(heads=3), Recipe(), CONFIGS[0]),
+    "heads, slack": (
+        lambda c: c.problem.kv_heads > 1 and c.problem.slack_k,
+        plain(heads=2, kv_heads=2, slack_k=1),
+        Recipe(),
+        CONFIGS[0],
+    ),
+    "scale": (lambda c: c.problem.scale < 0, plain(softmax_scale=-0.125), Recipe(), CONFIGS[0]),
+    "pattern, seed": (
+        lambda c: c.recipe.pattern == "needle" and c.recipe.seed >= 100,
+        plain(),
+        Recipe(pattern="needle", seed=100),
+        CONFIGS[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_what_does_not_matter_shrinks_away(name: str) -> None:
+    predicate, problem, recipe, config = SHRUNK[name]
+    assert minimal(predicate) == Case(kernel="acme.flash", problem=problem, recipe=recipe, config=config)
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        lambda c: max(c.problem.seqlens_k) > 5,
+        lambda c: 0 in c.problem.seqlens_q and c.problem.total_k,
+        lambda c: 0 in c.problem.seqlens_k,
+    ],
+    ids=["long keys", "no queries", "no keys"],
+)
+def test_everything_but_lengths_shrinks_away_where_lengths_matter(predicate: Callable[[Case], object]) -> None:
+    found = minimal(predicate)
+    problem = found.problem
+    assert problem == plain(seqlens_q=problem.seqlens_q, seqlens_k=problem.seqlens_k)
+    assert problem.batch == 1
+    assert max(problem.seqlens_q + problem.seqlens_k) <= 65
+    assert (found.recipe, found.config) == (Recipe(), CONFIGS[0])
+
+
+# --- lengths
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_edges_are_the_lengths_around_tiles(tile: int) -> None:
+    found = edges(tile, 1000)
+    assert {1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1, 999, 1000} <= set(found)
+    assert {n % 4 for n in found} == set(range(4))
+    assert found[0] == 1
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 17])
+def test_edges_stay_within_the_longest(longest: int) -> None:
+    found = edges(64, longest)
+    assert found
+    assert max(found) == longest
+    assert min(found) == 1
+
+
+LENGTH = st.integers(0, 400)
+
+
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@given(
+    st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=6),
+    st.builds(
+        Room,
+        batch=st.just(6),
+        length=st.just(400),
+        tiles=st.integers(1, 40),
+        heads=st.integers(1, 8),
+        tile_m=st.sampled_from((1, 16, 64)),
+        tile_n=st.sampled_from((1, 32, 64)),
+    ),
+)
+def test_fitted_keeps_what_fits_and_cuts_the_rest(batch: list[tuple[int, int]], room: Room) -> None:
+    found = fitted(batch, room)
+    assert len(found) == len(batch)
+    costs = [room.heads * -(-n_q // room.tile_m) * -(-n_k // room.tile_n) for n_q, n_k in found]
+    assert sum(costs) <= max(room.tiles, room.heads * len(batch))
+    for (n_q, n_k), (old_q, old_k) in zip(found, batch, strict=True):
+        assert n_q <= old_q
+        assert n_k <= old_k
+        assert (n_q == 0) == (old_q == 0)
+        assert (n_k == 0) == (old_k == 0)
+    wanted = sum(room.heads * -(-n_q // room.tile_m) * -(-n_k // room.tile_n) for n_q, n_k in batch)
+    if wanted <= room.tiles - room.heads * (len(batch) - 1):
+        assert found == tuple(batch)
+    equal = fitted([(n_q, n_q) for n_q, _ in batch], room, equal=True)
+    assert all(n_q == n_k for n_q, n_k in equal)
+
+
+# --- heads, scales, recipes
+
+
+def every(strategy: st.SearchStrategy[Any], count: int = 300) -> set[Any]:
+    found: set[Any] = set()
+
+    @hypothesis.seed(0)
+    @quiet(count)
+    @given(strategy)
+    def draw(value: Any) -> None:
+        found.add(value)
+
+    draw()
+    return found
+
+
+def test_heads_are_all_pairs_that_fit() -> None:
+    assert every(heads(Capabilities(groups=None), 3)) == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 3)}
+    assert every(heads(Capabilities(groups=(1, 2)), 4)) == {(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4)}
+    assert every(heads(Capabilities(groups=(1,)), 1)) == {(1, 1)}
+
+
+def test_scales() -> None:
+    assert every(scales(Capabilities())) == {None, 1.0, 0.25, 0.1, 0.0078125}
+    assert every(scales(Capabilities(scale_any=True))) >= {None, -0.125, 0.0}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_recipes_have_every_pattern_and_stay_where_the_dtype_reaches(dtype: Any) -> None:
+    found = every(recipes(dtype), 400)
+    assert {recipe.pattern for recipe in found} == set(PATTERNS)
+    assert sum(recipe.pattern == "normal" for recipe in found) > len(found) / 12
+    assert max(recipe.do_scale for recipe in found) == (4.0 if dtype == "float16" else 16.0)
+
+
+# --- variants
+
+
+def test_all_variants_are_every_combination_simplest_first() -> None:
+    found = all_variants(Subject(), "cpu")
+    assert len(found) == len(set(found)) == 3 * 3 * 3 * 2
+    assert found[0] == Variant("float16", None, (64, 64), CONFIGS[0])
+    assert [variant.dtype for variant in found[::18]] == ["float16", "bfloat16", "float32"]
+    assert list(dict.fromkeys(variant.causal for variant in found)) == [None, "bottom_right", "top_left"]
+
+
+def test_a_variant_that_the_kernel_refuses_is_left_out() -> None:
+    def refuse(problem: Problem, config: Config) -> str | None:
+        return "too wide" if problem.dim_qk == 192 and config["tile_m"] == 64 else None
+
+    found = all_variants(Subject(refuse=refuse), "cpu")
+    assert len(found) == 54 - 9
+    assert not any(refuse(variant.problem(), variant.config) for variant in found)
+
+
+def test_a_dense_kernel_has_variants() -> None:
+    assert len(all_variants(Subject(can={"packings": ("dense",)}), "cpu")) == 54
+
+
+@pytest.mark.parametrize(
+    ("subject", "device", "reason"),
+    [
+        (Subject(), "cuda", "nothing to draw on cuda: dtype"),
+        (Subject(can={"dtypes": ()}), "cpu", "nothing to draw on cpu: capabilities declare no dtype, mask or dims"),
+        (Subject(can={"causal": ()}), "cpu", "nothing to draw on cpu: capabilities declare no dtype, mask or dims"),
+        (Subject(can={"dims": ()}), "cpu", "nothing to draw on cpu: capabilities declare no dtype, mask or dims"),
+        (Subject(refuse=lambda problem, config: "it is Sunday"), "cpu", "nothing to draw on cpu: it is Sunday"),
+    ],
+)
+def test_nothing_to_draw_is_an_error_with_the_reason(subject: Subject, device: Device, reason: str) -> None:
+    if device == "cuda":
+        reason = "nothing to draw on cuda: device='cuda': runs on cpu only"
+    with pytest.raises(BadArgument) as caught:
+        all_variants(subject, device)
+    assert str(caught.value) == f"kernel='acme.flash': {reason}; correct its capabilities or configs"
+    with pytest.raises(BadArgument):
+        cases(subject, device=device)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9, 30, 54, 99])
+def test_a_pool_has_the_asked_size_the_simplest_and_the_order(count: int) -> None:
+    variants = all_variants(Subject(), "cpu")
+    found = pool(variants, count, seed=0)
+    assert len(found) == len(set(found)) == min(count, len(variants))
+    assert found[0] == variants[0]
+    assert list(found) == sorted(found, key=variants.index)
+
+
+def test_a_pool_depends_on_its_seed_alone() -> None:
+    variants = all_variants(Subject(), "cpu")
+    assert pool(variants, 8, seed=3) == pool(variants, 8, seed=3)
+    assert len({pool(variants, 8, seed=seed) for seed in range(10)}) > 5
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pool_shows_every_value_when_it_can(seed: int) -> None:
+    found = pool(all_variants(Subject(), "cpu"), 4, seed)
+    assert {variant.dtype for variant in found} == set(WIDE["dtypes"])
+    assert {variant.causal for variant in found} == set(WIDE["causal"])
+    assert {variant.dims for variant in found} == set(WIDE["dims"])
+    assert {variant.config for variant in found} == set(CONFIGS)
+    found = pool(all_variants(Subject(), "cpu"), 10, seed)
+    assert len({(variant.dtype, variant.causal) for variant in found}) == 9
