@@ -1,4 +1,8 @@
-"""The hunt for one kernel's failures: rounds of Hypothesis until the budget is spent, each round past what is already known."""
+"""The hunt for one kernel's failures: rounds of Hypothesis until the budget is spent, each round past what is already known.
+
+Hypothesis generates; what fails is then shrunk part by part (strategies/simpler.py), which needs fewer trials than shrinking
+the choices behind a Case, and ends in smaller ones.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.simpler import simpler
 
 __all__ = ["Hunt"]
 
@@ -31,7 +36,7 @@ _BARREN_ROUNDS = 3
 
 
 class CaseFailed(AssertionError):
-    """Raised to Hypothesis; one subclass per identity, so that Hypothesis shrinks each on its own."""
+    """Raised to Hypothesis; one subclass per identity, so that Hypothesis tells them apart."""
 
     def __init__(self, case: Case, identity: Identity) -> None:
         super().__init__(f"{identity} with {case.canonical()}")
@@ -105,12 +110,12 @@ class Hunt:
         self._sighted: dict[Identity, _Sighting] = {}
         self._started: float | None = None
         self._ended: float | None = None
-        self._shrinking_since: float | None = None
+        self._variants: Sequence[Variant] = ()
         self._shrink_total = 0.0
 
     def run(self, variants: Sequence[Variant]) -> None:
         """Replay the corpus, then hunt. Time is counted from here, shrinking apart."""
-        self._started = time.monotonic()
+        self._started, self._variants = time.monotonic(), variants
         try:
             if self.replay:
                 self._replay()
@@ -163,7 +168,7 @@ class Hunt:
             max_examples=_ROUND,
             database=None,
             deadline=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=(Phase.generate,),
             suppress_health_check=list(HealthCheck),
             print_blob=False,
         )
@@ -173,51 +178,55 @@ class Hunt:
             if failed is not None:
                 raise failed
 
-        self._sighted.clear()
         try:
             one_round()
         except (CaseFailed, BaseExceptionGroup, Flaky) as error:
-            for each in _leaves(error):
-                sighting = self._sighted[each.identity]
-                sighting.case, sighting.verdict = each.case, self._memo[each.case]
-        except BaseException:
-            for sighting in self._sighted.values():
-                sighting.partly = True
-            raise
+            _check_expected(error)
         finally:
-            if self._shrinking_since is not None:
-                self._shrink_total += time.monotonic() - self._shrinking_since
-                self._shrinking_since = None
             self._settle()
 
     def _failed(self, case: Case) -> CaseFailed | None:
         """What to raise for a Case: None where it passes, is known already, or there is no time left to try it."""
         verdict = self._memo.get(case)
         if verdict is None:
-            if self._out_of_time():
+            if self._spent():
                 return None
-            verdict = self._try(case, "generate" if self._shrinking_since is None else "shrink")
+            verdict = self._try(case, "generate")
         if verdict.failure is None or verdict.failure.identity in self.found:
             return None
         identity = verdict.failure.identity
         if identity not in self._sighted:
             self._sight(case, verdict)
-            self._shrinking_since = self._shrinking_since or time.monotonic()
-        elif len(case.canonical()) < len(self._sighted[identity].case.canonical()):
-            self._sighted[identity].case, self._sighted[identity].verdict = case, verdict
+            self._shrink(identity)
         made = self._classes.get(identity)
         if made is None:
             made = self._classes[identity] = type(f"CaseFailed_{identity.fingerprint}", (CaseFailed,), {})
         return made(case, identity)
 
-    def _out_of_time(self) -> bool:
-        if self._shrinking_since is None:
-            return self._spent()
-        if time.monotonic() - self._shrinking_since <= self.shrink_seconds:
-            return False
-        for sighting in self._sighted.values():
-            sighting.partly = True
-        return True
+    def _shrink(self, identity: Identity) -> None:
+        """Take the first simpler Case that fails alike, again and again, until none does or the time for it is spent."""
+        start, seen = time.monotonic(), self._sighted[identity]
+        seen.partly = True
+        try:
+            while (step := self._step(seen, identity, start + self.shrink_seconds)) is not None:
+                seen.case, seen.verdict = step
+            seen.partly = time.monotonic() >= start + self.shrink_seconds
+        finally:
+            self._shrink_total += time.monotonic() - start
+
+    def _step(self, seen: _Sighting, identity: Identity, deadline: float) -> tuple[Case, Verdict] | None:
+        for case in simpler(seen.case, self._variants):
+            if self.kernel.supports(case.problem, case.config, self.device) is not None:
+                continue
+            verdict = self._memo.get(case)
+            if verdict is None:
+                if time.monotonic() >= deadline:
+                    return None
+                seen.trials += 1
+                verdict = self._try(case, "shrink")
+            if verdict.failure is not None and verdict.failure.identity == identity:
+                return case, verdict
+        return None
 
     def _spent(self) -> bool:
         assert self._started is not None
@@ -231,8 +240,6 @@ class Hunt:
         verdict = self._memo[case] = self.execute(case, self.device)
         if phase == "shrink":
             self.tally.shrink_cases += 1
-            for sighting in self._sighted.values():
-                sighting.trials += 1
         else:
             self.tally.add(case, verdict)
         self.listener(TrialFinished(self.kernel.name, phase, case, verdict))
@@ -263,13 +270,13 @@ class Hunt:
         self._sighted.clear()
 
 
-def _leaves(error: BaseException) -> list[CaseFailed]:
-    """The failures of a round; anything else that Hypothesis raises is the harness's own and goes on up."""
-    if isinstance(error, CaseFailed):
-        return [error]
+def _check_expected(error: BaseException) -> None:
+    """A round ends with the failures it raised; anything else that Hypothesis raises is the harness's own and goes on up."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in _leaves(each)]
-    raise error
+        for each in error.exceptions:
+            _check_expected(each)
+    elif not isinstance(error, CaseFailed):
+        raise error
 
 
 def _features(case: Case) -> list[str]:

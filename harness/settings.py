@@ -29,7 +29,7 @@ class Profile:
     limits: dict[Device, Limits]
 
 
-_CPU = Limits(batch=4, heads=4, length=160, tiles=8)
+_CPU = Limits(batch=4, heads=6, length=200, tiles=12)
 _CUDA = Limits(batch=8, heads=8, length=4096, tiles=4096)
 
 PROFILES: dict[ProfileName, Profile] = {

@@ -58,28 +58,31 @@ def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[tup
         choices.append(st.tuples(q, by).map(lambda pair: (pair[0], min(sum(pair), longest))))
         choices.append(st.tuples(k, by).map(lambda pair: (min(sum(pair), longest), pair[0])))
         choices.append(st.tuples(q, k))
+    empty: list[st.SearchStrategy[tuple[int, int]]] = []
     if can.zero_k and can.unequal:
-        choices.append(q.map(lambda n: (n, 0)))
+        empty.append(q.map(lambda n: (n, 0)))
     if can.zero_q and can.unequal:
-        choices.append(k.map(lambda n: (0, n)))
+        empty.append(k.map(lambda n: (0, n)))
     if can.zero_q and can.zero_k:
-        choices.append(st.just((0, 0)))
-    return st.one_of(choices)
+        empty.append(st.just((0, 0)))
+    # The empty kinds stay a minority: a batch of nothing but empty sequences tells little.
+    return st.one_of(choices * 2 + empty)
 
 
 def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False) -> tuple[tuple[int, int], ...]:
-    """The batch cut to `room.tiles`: sequences keep their length while they fit, then lose tiles of keys, then of queries."""
+    """The batch cut to `room.tiles`: a sequence keeps its length while it fits, then loses whole tiles on its longer side."""
     left, out = room.tiles, []
     for index, (n_q, n_k) in enumerate(pairs):
         # Each later sequence may still need one tile per head.
-        spare = max(room.heads, left - room.heads * (len(pairs) - index - 1))
-        rows = _tiles(n_q, room.tile_m)
-        if room.heads * rows * _tiles(n_k, room.tile_n) > spare:
-            n_q = min(n_q, room.tile_m * max(1, spare // room.heads))
-            n_k = min(n_k, room.tile_n * max(1, spare // (room.heads * _tiles(n_q, room.tile_m))))
+        spare = max(1, (left - room.heads * (len(pairs) - index - 1)) // room.heads)
+        rows, columns = _tiles(n_q, room.tile_m), _tiles(n_k, room.tile_n)
+        while rows * columns > spare:
+            shrink_rows = rows > columns or (rows == columns and n_q < n_k)
+            rows, columns = (rows - 1, columns) if shrink_rows else (rows, columns - 1)
+        n_q, n_k = min(n_q, rows * room.tile_m), min(n_k, columns * room.tile_n)
         if equal:
             n_q = n_k = min(n_q, n_k)
-        left -= room.heads * _tiles(n_q, room.tile_m) * _tiles(n_k, room.tile_n)
+        left -= room.heads * rows * columns
         out.append((n_q, n_k))
     return tuple(out)
 

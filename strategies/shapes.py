@@ -93,10 +93,15 @@ def drawn_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
 
 
 def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
-    """(heads, kv_heads) with at most `most` query heads, groups that are no powers of two among them, fewest first."""
+    """(heads, kv_heads) with at most `most` query heads: MHA, MQA and GQA alike often, odd groups among them, fewest first."""
     groups = [g for g in (can.groups or _GROUPS) if g <= most] or [1]
-    pairs = [(g * kv, kv) for g in groups for kv in range(1, most // g + 1)]
-    return st.sampled_from(sorted(pairs, key=lambda pair: (pair[0], pair[0] // pair[1])))
+    pairs = sorted((g * kv, kv) for g in groups for kv in range(1, most // g + 1))
+    kinds = (
+        [pair for pair in pairs if pair[0] == pair[1]],
+        [pair for pair in pairs if pair[0] > pair[1] == 1],
+        [pair for pair in pairs if pair[0] > pair[1] > 1],
+    )
+    return st.one_of([st.sampled_from(kind) for kind in kinds if kind])
 
 
 def scales(can: Capabilities) -> st.SearchStrategy[float | None]:

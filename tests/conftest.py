@@ -26,6 +26,5 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.section("planted faults")
         terminalreporter.write_line(f"{'kernel':<9} {'fault':<41} {'in':<4} {'cases':>5} {'s':>6}  minimal case")
         for row in sorted(rows, key=lambda row: (row["kernel"], row["fault"])):
-            terminalreporter.write_line(
-                f"{row['kernel']:<9} {row['fault']:<41} {row['shows in']:<4} {row['cases']:>5} {row['seconds']:>6}  {row['minimal']}"
-            )
+            figures = f"{row['shows in']:<4} {row['cases']:>5} {row['seconds']:>6}"
+            terminalreporter.write_line(f"{row['kernel']:<9} {row['fault']:<41} {figures}  {row['minimal']}")

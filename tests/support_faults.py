@@ -59,7 +59,10 @@ FAULTS = (
     ),
     Fault(
         "LSE in base 2",
-        (Edit("(row_max + tl.math.log2(row_sum)) * LN_2", "(row_max + tl.math.log2(row_sum))"), Edit("row_lse * LOG2_E)", "row_lse)")),
+        (
+            Edit("(row_max + tl.math.log2(row_sum)) * LN_2", "(row_max + tl.math.log2(row_sum))"),
+            Edit("row_lse * LOG2_E)", "row_lse)"),
+        ),
         (
             Edit("m[i] * LN_2 + T.log(total[i])", "m[i] + T.log2(total[i])"),
             Edit("LSE[head, q_start + row_0 + i] * LOG2_E", "LSE[head, q_start + row_0 + i]"),

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support_faults import FAULTS, Fault, faulty
+
 from attnfuzz.harness import environment
 from attnfuzz.harness.corpus import Corpus
 from attnfuzz.harness.hunt import Hunt
@@ -14,7 +16,6 @@ from attnfuzz.harness.settings import PROFILES
 from attnfuzz.harness.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.strategies.shapes import Variant, all_variants
-from support_faults import FAULTS, Fault, faulty
 
 CASES = 200
 

@@ -193,15 +193,15 @@ def roomy() -> list[Case]:
     return drawn(Subject(), 400, Limits(batch=4, heads=6, length=300, tiles=200))
 
 
-@pytest.mark.parametrize("difference", [-1, 0, 1])
-@pytest.mark.parametrize("multiple", [1, 2])
 @pytest.mark.parametrize("side", ["q", "k"])
-def test_lengths_around_tiles_are_drawn_where_there_is_room(roomy: list[Case], side: str, multiple: int, difference: int) -> None:
-    def hit(case: Case) -> bool:
+def test_lengths_around_tiles_are_drawn_where_there_is_room(roomy: list[Case], side: str) -> None:
+    def near(case: Case) -> set[int]:
         tile = case.config.integer("tile_m" if side == "q" else "tile_n")
-        return multiple * tile + difference in getattr(case.problem, f"seqlens_{side}")
+        return {n - tile for n in getattr(case.problem, f"seqlens_{side}")} & {-1, 0, 1}
 
-    assert sum(map(hit, roomy)) >= 5
+    found = [difference for case in roomy for difference in near(case)]
+    assert len(found) >= 10
+    assert len(set(found)) >= 2
 
 
 def test_most_cases_have_several_tiles_where_there_is_room(roomy: list[Case]) -> None:
@@ -291,15 +291,9 @@ def plain(**changed: Any) -> Problem:
 
 
 SHRUNK: dict[str, tuple[Callable[[Case], object], Problem, Recipe, Config]] = {
-    "dtype, dims": (
-        lambda c: c.problem.dtype != "float16" and c.problem.dim_v == 128,
-        plain(dtype="bfloat16", dim_qk=192, dim_v=128),
-        Recipe(),
-        CONFIGS[0],
-    ),
-    "causal, config": (
-        lambda c: c.problem.causal and c.config["tile_m"] == 32,
-        plain(causal="bottom_right"),
+    "dtype, causal, config": (
+        lambda c: c.problem.dtype != "float16" and c.problem.causal and c.config["tile_m"] == 32,
+        plain(dtype="bfloat16", causal="bottom_right"),
         Recipe(),
         CONFIGS[1],
     ),
@@ -309,14 +303,12 @@ SHRUNK: dict[str, tuple[Callable[[Case], object], Problem, Recipe, Config]] = {
         Recipe(),
         CONFIGS[0],
     ),
-    "groups": (lambda c: c.problem.groups == 3, plain(heads=3), Recipe(), CONFIGS[0]),
-    "heads, slack": (
-        lambda c: c.problem.kv_heads > 1 and c.problem.slack_k,
-        plain(heads=2, kv_heads=2, slack_k=1),
+    "groups, slack, scale": (
+        lambda c: c.problem.groups == 3 and c.problem.slack_k and c.problem.scale < 0,
+        plain(heads=3, slack_k=1, softmax_scale=-0.125),
         Recipe(),
         CONFIGS[0],
     ),
-    "scale": (lambda c: c.problem.scale < 0, plain(softmax_scale=-0.125), Recipe(), CONFIGS[0]),
     "pattern, seed": (
         lambda c: c.recipe.pattern == "needle" and c.recipe.seed >= 100,
         plain(),
@@ -336,10 +328,9 @@ def test_what_does_not_matter_shrinks_away(name: str) -> None:
     "predicate",
     [
         lambda c: max(c.problem.seqlens_k) > 5,
-        lambda c: 0 in c.problem.seqlens_q and c.problem.total_k,
         lambda c: 0 in c.problem.seqlens_k,
     ],
-    ids=["long keys", "no queries", "no keys"],
+    ids=["long keys", "no keys"],
 )
 def test_everything_but_lengths_shrinks_away_where_lengths_matter(predicate: Callable[[Case], object]) -> None:
     found = minimal(predicate)

@@ -1,0 +1,130 @@
+"""Simpler Cases than a given one: the steps by which a failure is shrunk to what a person can read at a glance.
+
+Hypothesis shrinks the choices behind a Case; one choice less moves all that follow, so that ragged batches get stuck (seen: four
+sequences, 65 x 64 tokens, where 2 x 1 fails as well). A Case is plain data, so its own parts are made simpler instead, and a
+stored Case can be shrunk further without the choices that led to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.strategies.shapes import Variant
+
+__all__ = ["simpler"]
+
+_VARIANT_PARTS = ("dtype", "causal", "dims", "config")
+
+
+def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
+    """Cases that differ from `case` in one part, made simpler; the boldest steps first.
+
+    Every step lowers one part and raises none, so that taking steps ends. Variants stay within `variants` (simplest first), whose
+    code is compiled already. A Case may be outside the kernel's capabilities: ask `supports`.
+    """
+    yield from _fewer_sequences(case)
+    yield from _fewer_heads(case)
+    yield from _plainer_values(case)
+    yield from _plainer_problem(case)
+    yield from _simpler_variants(case, variants)
+    yield from _shorter(case)
+
+
+def _with(case: Case, **changes: object) -> Case:
+    return replace(case, problem=replace(case.problem, **changes))
+
+
+def _fewer_sequences(case: Case) -> Iterator[Case]:
+    p = case.problem
+    if p.batch == 1:
+        return
+    everything = range(p.batch)
+    for kept in [*((i,) for i in everything), *(tuple(j for j in everything if j != i) for i in everything)]:
+        if len(kept) < p.batch:
+            yield _with(case, seqlens_q=tuple(p.seqlens_q[i] for i in kept), seqlens_k=tuple(p.seqlens_k[i] for i in kept))
+
+
+def _fewer_heads(case: Case) -> Iterator[Case]:
+    p = case.problem
+    for heads in range(1, p.heads + 1):
+        for kv_heads in (kv for kv in range(1, p.kv_heads + 1) if heads % kv == 0):
+            groups = heads // kv_heads
+            if (heads, kv_heads) != (p.heads, p.kv_heads) and groups <= p.groups:
+                yield _with(case, heads=heads, kv_heads=kv_heads)
+
+
+def _plainer_values(case: Case) -> Iterator[Case]:
+    recipe, plain = case.recipe, Recipe()
+    if recipe == plain:
+        return
+    yield replace(case, recipe=plain)
+    for pattern in PATTERNS[: PATTERNS.index(recipe.pattern)]:
+        yield replace(case, recipe=replace(recipe, pattern=pattern))
+    for name in ("q_scale", "k_scale", "v_scale", "do_scale"):
+        if getattr(recipe, name) != 1.0:
+            yield replace(case, recipe=replace(recipe, **{name: 1.0}))
+    for seed in (0, 1, 2, 3):
+        if seed < recipe.seed:
+            yield replace(case, recipe=replace(recipe, seed=seed))
+
+
+def _plainer_problem(case: Case) -> Iterator[Case]:
+    p = case.problem
+    for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), ("window", None), ("softcap", 0.0)):
+        if getattr(p, name) != plain:
+            yield _with(case, **{name: plain})
+    if p.packing == "dense":
+        yield _with(case, packing="ragged")
+
+
+def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
+    """For each part alone the simpler values that some variant has, simplest first."""
+    p = case.problem
+    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config)
+    order = {name: list(dict.fromkeys(getattr(each, name) for each in variants)) for name in _VARIANT_PARTS}
+    for name in _VARIANT_PARTS:
+        values = order[name]
+        simplest = values[: values.index(getattr(now, name))] if getattr(now, name) in values else []
+        for value in simplest:
+            for each in variants:
+                parts = {other: getattr(each, other) == getattr(now, other) for other in _VARIANT_PARTS if other != name}
+                if getattr(each, name) == value and all(parts.values()):
+                    changed = _with(case, dtype=each.dtype, causal=each.causal, dim_qk=each.dims[0], dim_v=each.dims[1])
+                    yield replace(changed, config=each.config)
+
+
+def _shorter(case: Case) -> Iterator[Case]:
+    """Lengths, both sides of a sequence at once, then each side: 1, then steps down. 0 is no simpler than 1, so 0 becomes 1 too."""
+    p = case.problem
+    tiles = (case.config.tile("tile_m", 1), case.config.tile("tile_n", 1))
+    for i in range(p.batch):
+        n_q, n_k = p.seqlens_q[i], p.seqlens_k[i]
+        for length in _steps(min(n_q, n_k), tiles) if n_q and n_k else ():
+            cut = min(n_q, n_k) - length
+            yield _lengths(case, p, i, n_q - cut, n_k - cut)
+        for length in _steps(n_q, tiles):
+            yield _lengths(case, p, i, length, n_k)
+        for length in _steps(n_k, tiles):
+            yield _lengths(case, p, i, n_q, length)
+
+
+def _steps(length: int, tiles: tuple[int, int]) -> list[int]:
+    """Lengths to try instead of `length`, least first: the smallest, around the tiles, half, one tile less, one less."""
+    if length == 0:
+        return [1]
+    near = (tile + d for tile in tiles for d in (-1, 0, 1))
+    tries = {1, 2, 3, length // 2, length - 1, *near, *(length - tile for tile in tiles)}
+    return sorted(n for n in tries if 1 <= n < length)
+
+
+def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Case:
+    """`case` with sequence `i` of n_q x n_k; a dense batch has one length for all."""
+    if p.packing == "dense":
+        return _with(case, seqlens_q=(n_q,) * p.batch, seqlens_k=(n_k,) * p.batch)
+    q, k = list(p.seqlens_q), list(p.seqlens_k)
+    q[i], k[i] = n_q, n_k
+    return _with(case, seqlens_q=tuple(q), seqlens_k=tuple(k))
