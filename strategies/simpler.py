@@ -98,7 +98,7 @@ def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]
 
 
 def _shorter(case: Case) -> Iterator[Case]:
-    """Lengths, both sides of a sequence at once, then each side: 1, then steps down. 0 is no simpler than 1, so 0 becomes 1 too."""
+    """Lengths: both sides of a sequence at once, then each side. 0 is no simpler than 1, so 0 becomes 1 too."""
     p = case.problem
     tiles = (case.config.tile("tile_m", 1), case.config.tile("tile_n", 1))
     for i in range(p.batch):

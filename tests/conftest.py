@@ -7,6 +7,18 @@ import pytest
 pytest_plugins = ["pytester"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton has one mode per process: compiled where there is a GPU (its interpreter's tests are skipped there), else interpreted."""
+    from attnfuzz.harness import environment
+    from attnfuzz.kernels.triton import runtime
+
+    if environment.has_cuda():
+        if runtime.unavailable("cuda") is None:
+            runtime.load("cuda")
+    else:
+        environment.prepare("cpu")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     from attnfuzz.harness.environment import has_cuda
 

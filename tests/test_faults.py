@@ -1,4 +1,4 @@
-"""Each planted fault is found on the CPU within 200 cases and shrunk to at most 2 sequences."""
+"""Each planted fault is found within 200 cases and shrunk to at most 2 sequences: on the CPU, or on the GPU where there is one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from attnfuzz.harness.report.describe import lengths
 from attnfuzz.harness.settings import PROFILES
 from attnfuzz.harness.trial import run_trial
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 CASES = 200
@@ -33,18 +34,19 @@ def few_variants(variants: tuple[Variant, ...], fault: Fault) -> tuple[Variant, 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 @pytest.mark.parametrize("backend", ["triton", "tilelang"])
 def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Path, record_property) -> None:
-    environment.prepare("cpu")
+    device: Device = "cuda" if environment.has_cuda() else "cpu"
+    environment.prepare(device)
     kernel = faulty(backend, fault)
-    if reason := kernel.unavailable("cpu"):
+    if reason := kernel.unavailable(device):
         pytest.skip(reason)
     registry.register(kernel)
-    variants = all_variants(kernel, "cpu")
-    if backend == "tilelang":
+    variants = all_variants(kernel, device)
+    if device in kernel.capabilities.compiles_on:
         variants = few_variants(variants, fault)
     start = time.monotonic()
     hunt = Hunt(
         kernel,
-        "cpu",
+        device,
         limits=PROFILES["quick"].limits["cpu"],
         execute=run_trial,
         listener=lambda _: None,

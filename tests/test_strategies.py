@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.lengths import Room, edges, fitted
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, pool, scales
+from attnfuzz.strategies.simpler import simpler
 from attnfuzz.strategies.values import recipes
 
 CONFIGS = (Config(tile_m=64, tile_n=32), Config(tile_m=32, tile_n=64))
@@ -280,10 +280,16 @@ def test_only_the_given_variants_are_drawn() -> None:
 # --- shrinking
 
 
-def minimal(predicate: Callable[[Case], object], subject: Subject | None = None) -> Case:
-    options = settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    strategy = cases(subject or Subject(), device="cpu", limits=LIMITS)
-    return hypothesis.find(strategy, lambda case: bool(predicate(case)), settings=options, random=random.Random(1))
+def minimal(start: Case, predicate: Callable[[Case], object]) -> Case:
+    """The end of taking the first simpler Case that still fails, again and again."""
+    variants, now = all_variants(Subject(), "cpu"), start
+    for _ in range(500):
+        steps = (each for each in simpler(now, variants) if Subject().supports(each.problem, each.config, "cpu") is None)
+        better = next((each for each in steps if predicate(each)), None)
+        if better is None:
+            return now
+        now = better
+    raise AssertionError(f"no end of steps from {start.canonical()}")
 
 
 def plain(**changed: Any) -> Problem:
@@ -291,54 +297,95 @@ def plain(**changed: Any) -> Problem:
 
 
 SHRUNK: dict[str, tuple[Callable[[Case], object], Problem, Recipe, Config]] = {
+    "always": (lambda c: True, plain(), Recipe(), CONFIGS[0]),
+    "dtype": (lambda c: c.problem.dtype != "float16", plain(dtype="bfloat16"), Recipe(), CONFIGS[0]),
+    "float32": (lambda c: c.problem.dtype == "float32", plain(dtype="float32"), Recipe(), CONFIGS[0]),
+    "causal": (lambda c: c.problem.causal, plain(causal="bottom_right"), Recipe(), CONFIGS[0]),
+    "top left": (lambda c: c.problem.causal == "top_left", plain(causal="top_left"), Recipe(), CONFIGS[0]),
+    "dims": (lambda c: c.problem.dim_v == 128, plain(dim_qk=192, dim_v=128), Recipe(), CONFIGS[0]),
+    "config": (lambda c: c.config["tile_m"] == 32, plain(), Recipe(), CONFIGS[1]),
     "dtype, causal, config": (
-        lambda c: c.problem.dtype != "float16" and c.problem.causal and c.config["tile_m"] == 32,
+        lambda c: c.problem.dtype == "bfloat16" and c.problem.causal and c.config["tile_m"] == 32,
         plain(dtype="bfloat16", causal="bottom_right"),
         Recipe(),
         CONFIGS[1],
     ),
     "several sequences": (
-        lambda c: c.problem.batch > 1 and min(c.problem.seqlens_q + c.problem.seqlens_k) > 0,
+        lambda c: c.problem.batch > 1,
         plain(seqlens_q=(1, 1), seqlens_k=(1, 1)),
         Recipe(),
         CONFIGS[0],
     ),
-    "groups, slack, scale": (
-        lambda c: c.problem.groups == 3 and c.problem.slack_k and c.problem.scale < 0,
-        plain(heads=3, slack_k=1, softmax_scale=-0.125),
+    "groups": (lambda c: c.problem.groups == 3, plain(heads=3), Recipe(), CONFIGS[0]),
+    "heads": (lambda c: c.problem.kv_heads > 1, plain(heads=2, kv_heads=2), Recipe(), CONFIGS[0]),
+    "groups and heads": (
+        lambda c: c.problem.kv_heads > 1 and c.problem.groups > 1,
+        plain(heads=4, kv_heads=2),
         Recipe(),
         CONFIGS[0],
     ),
-    "pattern, seed": (
-        lambda c: c.recipe.pattern == "needle" and c.recipe.seed >= 100,
-        plain(),
-        Recipe(pattern="needle", seed=100),
+    "scale": (lambda c: c.problem.scale < 0, plain(softmax_scale=-0.125), Recipe(), CONFIGS[0]),
+    "pattern": (lambda c: c.recipe.pattern == "needle", plain(), Recipe(pattern="needle"), CONFIGS[0]),
+    "magnitude": (lambda c: c.recipe.v_scale > 4, plain(), Recipe(v_scale=16.0), CONFIGS[0]),
+    "long keys": (lambda c: max(c.problem.seqlens_k) > 5, plain(seqlens_k=(6,)), Recipe(), CONFIGS[0]),
+    "more than a tile": (lambda c: max(c.problem.seqlens_k) > 64, plain(seqlens_k=(65,)), Recipe(), CONFIGS[0]),
+    "q longer": (lambda c: any(q > k > 0 for q, k in pairs(c)), plain(seqlens_q=(2,)), Recipe(), CONFIGS[0]),
+    "k longer": (lambda c: any(0 < q < k for q, k in pairs(c)), plain(seqlens_k=(2,)), Recipe(), CONFIGS[0]),
+    "no queries": (lambda c: 0 in c.problem.seqlens_q, plain(seqlens_q=(0,)), Recipe(), CONFIGS[0]),
+    "no keys": (lambda c: 0 in c.problem.seqlens_k, plain(seqlens_k=(0,)), Recipe(), CONFIGS[0]),
+    "an empty sequence before others": (
+        lambda c: (0, 0) in pairs(c)[:-1],
+        plain(seqlens_q=(0, 1), seqlens_k=(0, 1)),
+        Recipe(),
         CONFIGS[0],
     ),
 }
 
 
 @pytest.mark.parametrize("name", SHRUNK)
-def test_what_does_not_matter_shrinks_away(name: str) -> None:
+def test_what_does_not_matter_shrinks_away(many: list[Case], name: str) -> None:
     predicate, problem, recipe, config = SHRUNK[name]
-    assert minimal(predicate) == Case(kernel="acme.flash", problem=problem, recipe=recipe, config=config)
+    starts = [case for case in many if predicate(case)][:12]
+    assert starts
+    for start in starts:
+        assert minimal(start, predicate) == Case(kernel="acme.flash", problem=problem, recipe=recipe, config=config)
 
 
-@pytest.mark.parametrize(
-    "predicate",
-    [
-        lambda c: max(c.problem.seqlens_k) > 5,
-        lambda c: 0 in c.problem.seqlens_k,
-    ],
-    ids=["long keys", "no keys"],
-)
-def test_everything_but_lengths_shrinks_away_where_lengths_matter(predicate: Callable[[Case], object]) -> None:
-    found = minimal(predicate)
-    problem = found.problem
-    assert problem == plain(seqlens_q=problem.seqlens_q, seqlens_k=problem.seqlens_k)
-    assert problem.batch == 1
-    assert max(problem.seqlens_q + problem.seqlens_k) <= 65
-    assert (found.recipe, found.config) == (Recipe(), CONFIGS[0])
+def test_slack_shrinks_on_its_own_side(many: list[Case]) -> None:
+    for start in [case for case in many if case.problem.slack_q and case.problem.slack_k][:12]:
+        found = minimal(start, lambda case: case.problem.slack_k)
+        assert found.problem == plain(slack_k=found.problem.slack_k)
+
+
+def test_a_seed_that_matters_is_kept(many: list[Case]) -> None:
+    start = next(case for case in many if case.recipe.seed > 100)
+    assert minimal(start, lambda case: case.recipe.seed > 100).recipe.seed == start.recipe.seed
+
+
+def test_the_plainest_case_has_no_simpler_one() -> None:
+    plainest = Case(kernel="acme.flash", problem=plain(), config=CONFIGS[0])
+    assert list(simpler(plainest, all_variants(Subject(), "cpu"))) == []
+
+
+def test_simpler_cases_differ_and_stay_among_the_compiled_variants(many: list[Case]) -> None:
+    variants = all_variants(Subject(), "cpu")[::5]
+    for case in many[:60]:
+        for each in simpler(case, variants):
+            problem = each.problem
+            assert each != case
+            assert each.kernel == case.kernel
+            variant = Variant(problem.dtype, problem.causal, (problem.dim_qk, problem.dim_v), each.config)
+            old = case.problem
+            assert variant in (*variants, Variant(old.dtype, old.causal, (old.dim_qk, old.dim_v), case.config))
+
+
+def test_a_dense_case_stays_of_one_length(many: list[Case]) -> None:
+    start = Case(kernel="acme.flash", problem=plain(seqlens_q=(9,) * 3, seqlens_k=(40,) * 3, packing="dense"), config=CONFIGS[0])
+    variants = all_variants(Subject(), "cpu")
+    seen = list(simpler(start, variants))
+    assert any(each.problem.packing == "dense" and each.problem.seqlens_k == (1,) * 3 for each in seen)
+    assert any(each.problem.packing == "dense" and each.problem.batch == 1 for each in seen)
+    assert any(each.problem.packing == "ragged" for each in seen)
 
 
 # --- lengths

@@ -1,0 +1,9 @@
+"""Every kernel that can run here under the fuzzer: what `pytest -n auto` in a clone is for."""
+
+from __future__ import annotations
+
+from attnfuzz.harness.plugin import fuzz
+
+test_tilelang_varlen = fuzz("tilelang.varlen")
+test_triton_varlen = fuzz("triton.varlen")
+test_torch_reference_cpu = fuzz("torch.reference_cpu", max_examples=200)
