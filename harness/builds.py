@@ -58,13 +58,14 @@ def compile_pool(kernel: Kernel, variants: Sequence[Variant], device: Device, jo
 
     A kernel that only this process knows (registered at run time) is compiled here, when it is first used: nothing is yielded.
     """
-    by_key = {kernel.compile_key(each.problem(), each.config): each for each in variants}
+    by_key = {kernel.compile_key(each.problem(kernel.capabilities), each.config): each for each in variants}
     if device not in kernel.capabilities.compiles_on or kernel.name not in registry.names() or registry.is_local(kernel.name):
         return
     workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(by_key)))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures: dict[Future[tuple[float, str | None]], str] = {
-            pool.submit(_compile, kernel.name, each.problem(), dict(each.config), device): key for key, each in by_key.items()
+            pool.submit(_compile, kernel.name, each.problem(kernel.capabilities), dict(each.config), device): key
+            for key, each in by_key.items()
         }
         for future in as_completed(futures):
             seconds, error = future.result()

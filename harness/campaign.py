@@ -43,7 +43,10 @@ def campaign(kernels: Sequence[Kernel], settings: Settings, listener: Listener, 
     """
     start = time.monotonic()
     environment.prepare(settings.device)
-    able, skipped = _sorted_out(kernels, settings.device)
+    able, skipped = _sorted_out(list({kernel.name: kernel for kernel in kernels}.values()), settings.device)
+    corpus = Corpus(settings.out) if settings.out else None
+    if corpus:
+        corpus.check()
     described = environment.describe(settings.device)
     listener(CampaignStarted(settings.changed(), described, tuple(kernel.name for kernel in able), settings.seconds))
     for each in skipped:
@@ -51,7 +54,7 @@ def campaign(kernels: Sequence[Kernel], settings: Settings, listener: Listener, 
     summaries: list[KernelSummary] = []
     interrupted, lost = False, None
     for kernel in able:
-        turn = _Turn(kernel, settings, listener, execute, shares=len(able))
+        turn = _Turn(kernel, settings, listener, execute, corpus, shares=len(able))
         try:
             turn.run()
         except KeyboardInterrupt:
@@ -72,7 +75,8 @@ def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel]
     able: list[Kernel] = []
     skipped: list[KernelSkipped] = []
     for kernel in kernels:
-        reason = kernel.unavailable(device)
+        declared = kernel.capabilities.devices
+        reason = kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
         if reason is None:
             able.append(kernel)
         else:
@@ -88,7 +92,9 @@ def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel]
 class _Turn:
     """One kernel's turn: its pool of variants, compiled, then hunted."""
 
-    def __init__(self, kernel: Kernel, settings: Settings, listener: Listener, execute: Execute, shares: int) -> None:
+    def __init__(
+        self, kernel: Kernel, settings: Settings, listener: Listener, execute: Execute, corpus: Corpus | None, shares: int
+    ) -> None:
         self.kernel, self.settings, self.listener = kernel, settings, listener
         self.compiles, self.compile_seconds = 0, 0.0
         profile = PROFILES[settings.profile]
@@ -102,7 +108,7 @@ class _Turn:
             limits=profile.limits[settings.device],
             execute=execute,
             listener=listener,
-            corpus=Corpus(settings.out) if settings.out else None,
+            corpus=corpus,
             replay=settings.replay,
             seed=settings.seed * 1000003 + settings.shard,
             seconds=None if settings.seconds is None else settings.seconds / shares,
@@ -119,7 +125,7 @@ class _Turn:
     def _compiled(self) -> tuple[Variant, ...]:
         """The variants whose compile succeeded; one that failed is a Failure with its smallest Case."""
         start = time.monotonic()
-        keys = {self.kernel.compile_key(each.problem(), each.config): each for each in self.variants}
+        keys = {self.kernel.compile_key(each.problem(self.kernel.capabilities), each.config): each for each in self.variants}
         good = dict(keys)
         for done in compile_pool(self.kernel, self.variants, self.settings.device, self.settings.jobs):
             self.compiles += 1
@@ -127,7 +133,9 @@ class _Turn:
             if done.error is not None:
                 variant = good.pop(done.key)
                 failure = Failure(kernel=done.kernel, kind="compile-error", check="build", message=done.error[:2000])
-                case = Case(kernel=done.kernel, problem=variant.problem(), config=variant.config)
+                case = Case(kernel=done.kernel, problem=variant.problem(self.kernel.capabilities), config=variant.config)
                 self.hunt.record(case, Verdict(status="fail", failures=(failure,)))
         self.compile_seconds = time.monotonic() - start
-        return tuple(each for each in self.variants if self.kernel.compile_key(each.problem(), each.config) in good)
+        return tuple(
+            each for each in self.variants if self.kernel.compile_key(each.problem(self.kernel.capabilities), each.config) in good
+        )

@@ -1,16 +1,18 @@
-"""The command line. Exit codes: 0 clean, 1 failures, 2 wrong use or a broken environment."""
+"""The command line. Exit codes: 0 clean, 1 failures, 2 wrong use or a broken environment, 130 interrupted with nothing found."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
 
 from attnfuzz.harness.environment import has_cuda, resolve_device, versions
+from attnfuzz.harness.failure import printable
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels import registry
@@ -19,7 +21,7 @@ from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["main"]
 
-CLEAN, FAILURES, WRONG_USE = 0, 1, 2
+CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 _device = click.option(
@@ -36,30 +38,45 @@ _seed = click.option(
 
 
 class _Commands(click.Group):
-    """Every command ends with a clear message and exit code 2 on wrong use or a broken environment."""
+    """Every command ends with a clear message and exit code 2 on wrong use or a broken environment, 130 on Ctrl-C."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        """Run, and exit with the command's code."""
+        given = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
         try:
-            return super().invoke(ctx)
-        except BadArgument as error:
-            _end_with(str(error))
-        except OSError as error:
-            where = f" ({error.filename})" if error.filename else ""
-            _end_with(f"{error.strerror or error}{where}; check that the path exists and can be written")
-        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
-            raise
+            code = super().main(args=given, prog_name=prog_name, **extra)
+        except click.Abort:
+            code = INTERRUPTED
+        except click.ClickException as error:
+            code = _wrong_use(error.format_message(), as_json="--json" in given, show=error.show)
+        except (BadArgument, OSError) as error:
+            code = _wrong_use(_text(error), as_json="--json" in given)
         except Exception as error:
             if os.environ.get("ATTNFUZZ_DEBUG"):
                 raise
-            text = f"{type(error).__name__}: {error}".strip()
-            _end_with(f"internal error: {text}\nThis is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where.")
+            text = f"internal error: {type(error).__name__}: {error}".strip()
+            remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
+            code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in given)
+        sys.exit(code if isinstance(code, int) else CLEAN)
 
 
-def _end_with(message: str) -> None:
-    if "--json" in sys.argv:
+def _text(error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}; check that the path exists and can be read and written"
+
+
+def _wrong_use(message: str, *, as_json: bool, show: Callable[[], None] | None = None) -> int:
+    """Say what is wrong, for a machine too if asked; returns the exit code."""
+    if as_json:
         click.echo(dumps({"error": message}))
-    click.echo(f"error: {message}", err=True)
-    raise click.exceptions.Exit(WRONG_USE)
+    if show is not None:
+        show()
+    else:
+        click.echo(f"error: {printable(message)}", err=True)
+    return WRONG_USE
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -80,7 +97,7 @@ def main() -> None:
 @_json
 def list_command(as_json: bool) -> None:
     """List the kernels, and where each can run on this machine."""
-    rows = [_list_row(registry.get(name)) for name in registry.names()]
+    rows = [_list_row(name) for name in registry.names()]
     if as_json:
         click.echo(dumps({"kernels": rows}))
         return
@@ -89,7 +106,12 @@ def list_command(as_json: bool) -> None:
     _console().print(kernel_table(rows))
 
 
-def _list_row(kernel: Kernel) -> dict[str, Any]:
+def _list_row(name: str) -> dict[str, Any]:
+    try:
+        kernel = registry.get(name)
+    except BadArgument as error:
+        empty: dict[str, Any] = {key: [] for key in ("packings", "dtypes", "dims", "causal", "outputs", "runs_on")}
+        return {"kernel": name, "backend": "?", **empty, "reasons": {"any device": str(error)}}
     can = kernel.capabilities
     devices: tuple[Device, ...] = ("cpu", "cuda")
     here = {device: kernel.unavailable(device) if device in can.devices else "not declared" for device in devices}
@@ -155,7 +177,9 @@ def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
         click.echo(dumps(machine.campaign_object(finished)))
     else:
         finished = campaign(kernels, settings, Terminal(_console()))
-    return FAILURES if finished.found or finished.lost else CLEAN
+    if finished.found or finished.lost:
+        return FAILURES
+    return INTERRUPTED if finished.interrupted else CLEAN
 
 
 @main.command("show")

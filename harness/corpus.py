@@ -15,6 +15,7 @@ import msgspec
 from attnfuzz.harness.failure import Identity
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
 __all__ = ["CaseFile", "Corpus", "read_case"]
@@ -45,6 +46,8 @@ def read_case(path: Path | str) -> CaseFile:
         case = case_from_object(found)
     except msgspec.DecodeError as error:
         raise BadCase(f"case={str(path)!r}: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
+    except RecursionError:
+        raise BadCase(f"case={str(path)!r}: nested too deeply; give a file that `attnfuzz run` wrote") from None
     except BadCase as error:
         raise BadCase(f"case={str(path)!r}: {error}") from None
     more = found.get("found", {})
@@ -56,6 +59,20 @@ class Corpus:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder) / "cases"
+
+    def check(self) -> None:
+        """Find out before the first trial that Cases can be kept.
+
+        Raises:
+            BadArgument: they cannot.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            reason = f"failing Cases could not be written there ({error.strerror})"
+            raise reject("out", str(self.folder.parent), reason, "give a folder that can be written") from None
 
     def write(self, case: Case, verdict: Verdict, identity: Identity, *, minimal: bool, seed: int) -> Path:
         """Write a failing Case with what was found; returns its path. A crash leaves the old file or the new one, never half."""
@@ -83,6 +100,9 @@ class Corpus:
     def of(self, kernel: str) -> Iterator[CaseFile]:
         """The stored Cases of `kernel`, by file name. A file that cannot be read is an error with its path, never passed over."""
         for path in sorted(self.folder.glob(f"{_slug(kernel)}-*.json")):
+            if not path.exists():
+                # Another worker has put a smaller Case in its place since the folder was listed.
+                continue
             stored = read_case(path)
             if stored.case.kernel == kernel:
                 yield stored

@@ -10,7 +10,7 @@ import msgspec
 
 from attnfuzz.kernels.problem import OutputName
 
-__all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place"]
+__all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "printable"]
 
 Kind = Literal[
     "mismatch",
@@ -78,8 +78,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def identity(self) -> Identity:
-        """What shrinking keeps: exceptions are told apart by their message without digits, numbers by output and check alone."""
-        numeric = self.kind in ("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "guard")
+        """What shrinking keeps: exceptions are told apart by their message without digits, the rest by output and check."""
+        numeric = self.kind in ("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "guard", "contract")
         return Identity(
             kernel=self.kernel,
             kind=self.kind,
@@ -87,6 +87,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             check=self.check,
             message="" if numeric else normalised(self.message),
         )
+
+
+def printable(text: str) -> str:
+    """`text` with lone surrogates, which nothing can write or hash, spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def normalised(message: str) -> str:

@@ -133,8 +133,10 @@ class Hunt:
 
     def record(self, case: Case, verdict: Verdict) -> None:
         """Keep a Failure as it is, unshrunk."""
-        self._sight(case, verdict)
-        self._settle()
+        if (identity := self._new(verdict)) is not None:
+            self._sight(identity, case, verdict)
+            self._sighted[identity].partly = True
+            self._settle()
 
     def summary(self, compiles: int, compile_seconds: float) -> KernelSummary:
         """What was tried and found so far."""
@@ -158,8 +160,9 @@ class Hunt:
             if self.kernel.supports(stored.case.problem, stored.case.config, self.device) is not None:
                 continue
             verdict = self._try(stored.case, "replay")
-            if verdict.failure is not None and verdict.failure.identity not in self.found:
-                self._sight(stored.case, verdict, path=str(stored.path))
+            if (identity := self._new(verdict)) is not None:
+                self._sight(identity, stored.case, verdict)
+                self._shrink(identity)
                 self._settle()
 
     def _round(self, number: int, variants: Sequence[Variant]) -> None:
@@ -192,16 +195,20 @@ class Hunt:
             if self._spent():
                 return None
             verdict = self._try(case, "generate")
-        if verdict.failure is None or verdict.failure.identity in self.found:
+        identity = self._new(verdict)
+        if identity is None:
             return None
-        identity = verdict.failure.identity
         if identity not in self._sighted:
-            self._sight(case, verdict)
+            self._sight(identity, case, verdict)
             self._shrink(identity)
         made = self._classes.get(identity)
         if made is None:
             made = self._classes[identity] = type(f"CaseFailed_{identity.fingerprint}", (CaseFailed,), {})
         return made(case, identity)
+
+    def _new(self, verdict: Verdict) -> Identity | None:
+        """The first failure of a verdict that is not known yet: a known one must not hide another."""
+        return next((each.identity for each in verdict.failures if each.identity not in self.found), None)
 
     def _shrink(self, identity: Identity) -> None:
         """Take the first simpler Case that fails alike, again and again, until none does or the time for it is spent."""
@@ -224,7 +231,7 @@ class Hunt:
                     return None
                 seen.trials += 1
                 verdict = self._try(case, "shrink")
-            if verdict.failure is not None and verdict.failure.identity == identity:
+            if any(failure.identity == identity for failure in verdict.failures):
                 return case, verdict
         return None
 
@@ -245,11 +252,10 @@ class Hunt:
         self.listener(TrialFinished(self.kernel.name, phase, case, verdict))
         return verdict
 
-    def _sight(self, case: Case, verdict: Verdict, path: str | None = None) -> None:
+    def _sight(self, identity: Identity, case: Case, verdict: Verdict) -> None:
         """A new identity: on disk at once, so that nothing that happens later can lose it."""
-        assert verdict.failure is not None
-        identity = verdict.failure.identity
-        if path is None and self.corpus:
+        path = None
+        if self.corpus:
             path = str(self.corpus.write(case, verdict, identity, minimal=False, seed=self.seed))
         seconds = 0.0 if self._started is None else time.monotonic() - self._started - self._shrink_total
         self._sighted[identity] = _Sighting(case, verdict, self.tally.cases, seconds, path)

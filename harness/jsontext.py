@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+from attnfuzz.harness.failure import printable
+
 __all__ = ["dumps"]
 
 
@@ -19,6 +21,8 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
+    if isinstance(value, str):
+        return printable(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

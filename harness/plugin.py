@@ -81,20 +81,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse wrong options before anything runs."""
-    from attnfuzz.harness import settings as options
     from attnfuzz.kernels.problem import BadArgument
 
     try:
-        options.profile(config.getoption("--attnfuzz-profile"))
-        budget = config.getoption("--attnfuzz-budget")
-        if budget is not None:
-            options.duration(budget)
-        if config.getoption("--attnfuzz-device") not in ("auto", "cpu", "cuda"):
-            raise BadArgument(
-                f"--attnfuzz-device={config.getoption('--attnfuzz-device')!r}: no such device; use auto, cpu or cuda"
-            )
+        _check_options(config)
     except BadArgument as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _check_options(config: pytest.Config) -> None:
+    from attnfuzz.harness import settings as options
+    from attnfuzz.kernels.problem import reject
+
+    budget, most, device = (config.getoption(f"--attnfuzz-{name}") for name in ("budget", "max-examples", "device"))
+    options.Settings(
+        profile=options.profile(config.getoption("--attnfuzz-profile")).name,
+        budget=None if budget is None else options.duration(budget),
+        max_examples=most,
+        seed=config.getoption("--attnfuzz-seed"),
+    )
+    if device not in ("auto", "cpu", "cuda"):
+        raise reject("device", device, "no such device", "use auto, cpu or cuda")
+    if device == "cuda":
+        from attnfuzz.harness.environment import resolve_device
+
+        resolve_device(device)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -125,6 +136,10 @@ def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS)
         A function to assign to a name that starts with `test_`.
     """
 
+    for name, value in (("max_examples", max_examples), ("shards", shards)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: nothing would be tried; give 1 or more")
+
     @pytest.mark.parametrize("shard", range(shards))
     def test(shard: int, request: pytest.FixtureRequest) -> None:
         _run_shard(kernel, shard, shards, max_examples, request.config)
@@ -138,6 +153,8 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, config:
 
     subject = registry.get(kernel) if isinstance(kernel, str) else registry.register(kernel)
     only = config.getoption("--attnfuzz-kernel")
+    for name in only:
+        registry.get(name)
     if only and subject.name not in only:
         pytest.skip(f"--attnfuzz-kernel names {', '.join(only)}")
     settings = _settings(config, shard, shards, most)
@@ -146,6 +163,8 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, config:
     if reason := subject.unavailable(settings.device):
         pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
     finished = campaign([subject], settings, lambda _: None)
+    if finished.interrupted:
+        raise KeyboardInterrupt
     if finished.found or finished.lost:
         pytest.fail(_message(finished), pytrace=False)
 
@@ -155,8 +174,7 @@ def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Sett
     from attnfuzz.harness.environment import resolve_device
 
     budget, asked = config.getoption("--attnfuzz-budget"), config.getoption("--attnfuzz-max-examples")
-    if asked is not None or budget is None:
-        most = max(1, -(-(asked or most) // shards))
+    most = -(-(most if asked is None else asked) // shards)
     return options.Settings(
         device=resolve_device(config.getoption("--attnfuzz-device")),
         profile=options.profile(config.getoption("--attnfuzz-profile")).name,

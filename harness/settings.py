@@ -96,6 +96,15 @@ class Settings:
                 raise reject(name, getattr(self, name), "nothing would be tried", "give 1 or more")
         if self.seed < 0:
             raise reject("seed", self.seed, "it cannot be negative", "give 0 or more")
+        if self.device not in ("cpu", "cuda"):
+            raise reject("device", self.device, "no such device", "use cpu or cuda")
+        profile(self.profile)
+        if self.budget is not None and not self.budget > 0:
+            raise reject("budget", self.budget, "nothing can be tried in no time", "give a positive number of seconds")
+        if self.shards < 1 or not 0 <= self.shard < self.shards:
+            raise reject("shard", self.shard, f"there are {self.shards} shards", "count shards from 0, and have at least 1")
+        if self.jobs is not None and self.jobs < 1:
+            raise reject("jobs", self.jobs, "nothing would be compiled", "give 1 or more")
 
     def changed(self) -> dict[str, Any]:
         """What differs from the defaults: the run's header shows just that."""
@@ -106,4 +115,4 @@ class Settings:
         """Seconds of trials for all kernels together; None where only `max_examples` ends the run."""
         if self.budget is None and self.max_examples is not None:
             return None
-        return (self.budget or PROFILES[self.profile].budget) / self.shards
+        return (PROFILES[self.profile].budget if self.budget is None else self.budget) / self.shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.builds import built
-from attnfuzz.harness.failure import Failure
+from attnfuzz.harness.failure import Failure, printable
 from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.poison import PoisonEmpty
 from attnfuzz.harness.verdict import Verdict, judge, truth
@@ -22,11 +23,16 @@ from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel,
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.strategies.case import Case
 
+_INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
+
 __all__ = ["DeviceLost", "check_runnable", "run_trial"]
 
 
-class DeviceLost(Exception):
-    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record."""
+class DeviceLost(BaseException):
+    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record.
+
+    No Exception, so that nothing on the way up takes it for the kernel's own and tries again.
+    """
 
     def __init__(self, case: Case, failure: Failure) -> None:
         super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
@@ -80,12 +86,15 @@ def run_trial(case: Case, device: Device) -> Verdict:
         with clock.stage("compile"):
             ready = built(kernel, case.problem, case.config, device)
     except BuildError as error:
-        failure = Failure(kernel=case.kernel, kind="compile-error", check="build", message=str(error)[:2000])
+        failure = Failure(kernel=case.kernel, kind="compile-error", check="build", message=printable(str(error)[:2000]))
         return Verdict(status="fail", failures=(failure,), seconds=clock.seconds, device=device_name, versions=versions)
     with clock.stage("inputs"):
         inputs = materialise(case.problem, case.recipe, device)
+        given = _copied(inputs)
     with clock.stage("kernel"):
-        outcome = _run(case, ready, inputs, device)
+        outcome = _run(case, ready, given, device)
+    if not isinstance(outcome, Failure):
+        outcome = _changed_input(case, inputs, given) or outcome
     if isinstance(outcome, Failure):
         return Verdict(status="fail", failures=(outcome,), seconds=clock.seconds, device=device_name, versions=versions)
     with clock.stage("oracle"):
@@ -105,15 +114,31 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | 
                 step = "backward"
                 d_q, d_k, d_v = ready.backward(inputs, o, lse)
             environment.synchronise(device)
-    except Exception as error:  # a kernel may raise anything: that is the finding
+    except (Exception, SystemExit, GeneratorExit) as error:  # a kernel may raise anything: that is the finding
         failure = Failure(
             kernel=case.kernel,
             kind="exception",
             check=step,
-            message=f"{step} raised {type(error).__name__}: {error}"[:2000],
-            detail="".join(traceback.format_exception(error))[-6000:],
+            message=printable(f"{step} raised {type(error).__name__}: {error}"[:2000]),
+            detail=printable("".join(traceback.format_exception(error))[-6000:]),
         )
         if not environment.alive(device):
             raise DeviceLost(case, replace(failure, kind="illegal-access")) from error
         return failure
     return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v)
+
+
+def _copied(inputs: Inputs) -> Inputs:
+    """What the kernel gets: tensors of its own, so that nothing it writes can reach the oracle."""
+    tensors = {name: getattr(inputs, name).clone() for name in _INPUTS if getattr(inputs, name) is not None}
+    return dataclasses.replace(inputs, **tensors)
+
+
+def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:
+    """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing)."""
+    for name in _INPUTS:
+        before, after = getattr(inputs, name), getattr(given, name)
+        if before is not None and not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
+            message = f"the kernel wrote to its input {name}"
+            return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
+    return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from attnfuzz.kernels.problem import OUTPUT_NAMES, Causal, Dtype, OutputName, Packing, Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +50,11 @@ class Config(Mapping[str, ConfigValue]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        return hash(self.canonical())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Config) and self._items == other._items
+        # By text: 1 and True are equal values, but not the same choice.
+        return isinstance(other, Config) and self.canonical() == other.canonical()
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value!r}' for name, value in self._items.items())})"
@@ -260,9 +261,9 @@ def _why_not_form(can: Capabilities, problem: Problem, device: Device) -> str | 
         return f"dim_qk, dim_v={dims}: supports {', '.join(map(str, can.dims))}{also}"
     if can.groups is not None and problem.groups not in can.groups:
         return f"groups={problem.groups}: supports {', '.join(map(str, can.groups))}"
-    layouts = (problem.layout_q, problem.layout_k, problem.layout_v, problem.layout_do)
-    if not can.layouts and any(layout != type(layout)() for layout in layouts):
-        return "layout: only contiguous tensors"
+    for name in ("layout_q", "layout_k", "layout_v", "layout_do"):
+        if not can.layouts and getattr(problem, name) != Layout():
+            return f"{name}={getattr(problem, name)}: only contiguous tensors"
     return None
 
 
@@ -285,7 +286,7 @@ def _why_not_scores(can: Capabilities, problem: Problem) -> str | None:
     if problem.causal not in can.causal:
         return f"causal={problem.causal!r}: supports {', '.join(map(repr, can.causal))}"
     for name in ("window", "softcap", "score_mod", "mask_mod"):
-        if getattr(problem, name) and not getattr(can, name):
+        if getattr(problem, name) not in (None, 0, (None, None)) and not getattr(can, name):
             return f"{name}={getattr(problem, name)!r}: not supported"
     if not can.scale_any and problem.scale <= 0:
         return f"softmax_scale={problem.scale}: only positive scales"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -52,6 +52,11 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES
     dlse: bool = False
 
+    def __post_init__(self) -> None:
+        wrong = [name for name in self.outputs if name not in OUTPUT_NAMES]
+        if not self.outputs or wrong or len(set(self.outputs)) < len(self.outputs):
+            raise reject("needs.outputs", self.outputs, "each of an output's names at most once", f"choose of {OUTPUT_NAMES}")
+
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One attention problem: lengths, heads, dims, dtype, masks and scale, but no values.
@@ -93,11 +98,40 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     needs: Needs = Needs()
 
     def __post_init__(self) -> None:
-        for name in ("seqlens_q", "seqlens_k", "score_mod", "mask_mod"):
-            msgspec.structs.force_setattr(self, name, _frozen(getattr(self, name)))
+        for name in ("seqlens_q", "seqlens_k", "window", "score_mod", "mask_mod"):
+            msgspec.structs.force_setattr(self, name, _frozen(name, getattr(self, name)))
+        self._check_types()
+        for name in ("softmax_scale", "softcap"):
+            if getattr(self, name) is not None:
+                # Equal problems have one spelling: 1 is 1.0, and -0.0 is 0.0.
+                msgspec.structs.force_setattr(self, name, float(getattr(self, name)) + 0.0)
         self._check_lengths()
         self._check_heads()
         self._check_scores()
+
+    def _check_types(self) -> None:
+        for name in ("heads", "kv_heads", "dim_qk", "dim_v", "slack_q", "slack_k"):
+            if type(getattr(self, name)) is not int:
+                raise reject(name, getattr(self, name), "it must be an integer", "give a whole number")
+        for name in ("seqlens_q", "seqlens_k"):
+            lengths = getattr(self, name)
+            if not isinstance(lengths, tuple) or any(type(n) is not int for n in lengths):
+                raise reject(name, lengths, "one integer per sequence is expected", "give a list of whole numbers")
+        for name, values in _CHOICES.items():
+            if getattr(self, name) not in values:
+                raise reject(name, getattr(self, name), "no such choice", f"use one of {', '.join(map(repr, values))}")
+        for name in ("softmax_scale", "softcap"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and not isinstance(value, bool)) and (name, value) != ("softmax_scale", None):
+                raise reject(name, value, "it must be a number", "give a number")
+        window = self.window
+        if window is not None and (not isinstance(window, tuple) or len(window) != 2 or any(not _side(side) for side in window)):
+            raise reject("window", window, "two sides are expected, left and right", "give integers, or null for no limit")
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise reject(
+                    name, getattr(self, name), f"a {kind.__name__} is expected", f"give a {kind.__name__}, or leave it out"
+                )
 
     def _check_lengths(self) -> None:
         if not self.seqlens_q:
@@ -113,8 +147,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             lengths: tuple[int, ...] = getattr(self, name)
             if min(lengths) < 0:
                 raise reject(name, lengths, "a length cannot be negative", "use 0 for an empty sequence")
-            if sum(lengths) > _INT32_MAX:
-                raise reject(name, lengths, "the total does not fit cu_seqlens, which is int32", "use shorter sequences")
+            slack = max(0, getattr(self, f"slack_{name[-1]}"))
+            if sum(lengths) + slack > _INT32_MAX:
+                reason = f"with slack rows ({slack}) the total does not fit cu_seqlens, which is int32"
+                raise reject(name, lengths, reason, "use shorter sequences")
             if self.packing == "dense" and len(set(lengths)) > 1:
                 raise reject(name, lengths, "a dense batch has one length for all sequences", "use packing='ragged'")
         for name in ("slack_q", "slack_k"):
@@ -170,6 +206,20 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return sum(self.seqlens_k)
 
 
-def _frozen(value: Any) -> Any:
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "dtype": get_args(Dtype),
+    "causal": (None, *get_args(Causal)),
+    "packing": get_args(Packing),
+}
+_PARTS = {"layout_q": Layout, "layout_k": Layout, "layout_v": Layout, "layout_do": Layout, "needs": Needs}
+
+
+def _side(side: object) -> bool:
+    return side is None or type(side) is int
+
+
+def _frozen(name: str, value: Any) -> Any:
     """Nested lists as nested tuples, so that a Problem read from JSON is hashable."""
-    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+    if isinstance(value, dict | set):
+        raise reject(name, value, f"a {type(value).__name__} has no place in it", "use lists, numbers and names")
+    return tuple(_frozen(name, item) for item in value) if isinstance(value, list | tuple) else value

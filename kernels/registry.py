@@ -23,6 +23,8 @@ _BUILT_IN = {
 _HIDDEN = {"demo.varlen": "attnfuzz.kernels.planted:demo_kernel"}
 """Found by name, never listed: kernels that are wrong on purpose."""
 
+_MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
+
 _registered: dict[str, Kernel] = {}
 _loaded: dict[str, Kernel] = {}
 
@@ -32,11 +34,12 @@ class UnknownKernel(BadArgument):
 
 
 def register(kernel: Kernel) -> Kernel:
-    """Make `kernel` known under its name in this process; returns it."""
-    missing = [name for name in ("name", "backend", "capabilities", "configs", "supports", "build") if not hasattr(kernel, name)]
-    if missing:
-        raise BadArgument(f"kernel={kernel!r}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
-    _registered[kernel.name] = kernel
+    """Make `kernel` known under its name in this process; returns it.
+
+    Raises:
+        BadArgument: it is no Kernel; the text says what it lacks.
+    """
+    _registered[_checked(kernel).name] = kernel
     return kernel
 
 
@@ -69,7 +72,7 @@ def get(name: str) -> Kernel:
         return _loaded[name]
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
-            _loaded[name] = _made(point.load())
+            _loaded[name] = _from_entry_point(point)
             return _loaded[name]
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
@@ -81,8 +84,37 @@ def _load(target: str) -> Kernel:
     return _made(getattr(importlib.import_module(module), attribute))
 
 
+def _from_entry_point(point: metadata.EntryPoint) -> Kernel:
+    """The kernel of an entry point, which bears the entry point's name.
+
+    Raises:
+        BadArgument: it cannot be imported, is no Kernel, or calls itself otherwise.
+    """
+    try:
+        kernel = _made(point.load())
+    except BadArgument:
+        raise
+    except Exception as error:  # somebody else's code: its error is the reason
+        raise BadArgument(
+            f"kernel={point.name!r}: its entry point {point.value!r} failed with {type(error).__name__}: {error}; "
+            "mend or uninstall that package"
+        ) from error
+    if kernel.name != point.name:
+        raise BadArgument(f"kernel={point.name!r}: {point.value!r} calls itself {kernel.name!r}; give both one name")
+    return kernel
+
+
 def _made(found: Kernel | type[Kernel] | Callable[[], Kernel]) -> Kernel:
     """An entry point may name a kernel, or a function or class that makes one."""
-    if isinstance(found, Kernel) and not inspect.isclass(found):
-        return found
-    return found()
+    if inspect.isclass(found) or inspect.isfunction(found):
+        return _checked(found())
+    return _checked(found)
+
+
+def _checked(kernel: object) -> Kernel:
+    missing = [name for name in _MEMBERS if not hasattr(kernel, name)]
+    if inspect.isclass(kernel):
+        raise BadArgument(f"kernel={kernel.__name__}: it is a class; give an object of it, {kernel.__name__}(...)")
+    if missing or not isinstance(kernel, Kernel):
+        raise BadArgument(f"kernel={kernel!r}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
+    return kernel

@@ -33,6 +33,8 @@ Pattern = Literal[
     "subnormal",
 ]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+_KEYS = frozenset({"format", "kernel", "problem", "recipe", "config", "found"})
+"""`found` is what a case file tells besides the Case."""
 _SCALE_LIMIT = 2.0**40
 
 
@@ -57,6 +59,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     def __post_init__(self) -> None:
         for name in ("q_scale", "k_scale", "v_scale", "do_scale"):
             value = float(getattr(self, name))
+            msgspec.structs.force_setattr(self, name, value)
             if not (1 / _SCALE_LIMIT <= value <= _SCALE_LIMIT) or math.frexp(value)[0] != 0.5:
                 raise reject(f"recipe.{name}", value, "only a power of two scales exactly", "use a power of two, 2**-40 to 2**40")
         if not 0 <= self.seed < 2**63:
@@ -112,10 +115,10 @@ def case_from_json(text: str | bytes) -> Case:
 
 
 def case_from_object(found: object) -> Case:
-    """Read a Case from decoded JSON; keys other than the Case's own are ignored (a case file also holds what was found)."""
+    """Read a Case from decoded JSON; a case file's `found` is no part of it."""
     if not isinstance(found, dict):
-        raise BadCase(f"case: a JSON {type(found).__name__} where an object is expected; give a file that `attnfuzz run` wrote")
-    if found.get("format") != FORMAT:
+        raise BadCase("case: not a JSON object; give a file that `attnfuzz run` wrote")
+    if type(found.get("format")) is not int or found["format"] != FORMAT:
         raise BadCase(
             f"case.format={found.get('format')!r}: this attnfuzz reads format {FORMAT}; "
             "reproduce it with the version that wrote it, or find it again"
@@ -123,12 +126,19 @@ def case_from_object(found: object) -> Case:
     for name in ("kernel", "problem"):
         if name not in found:
             raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe and config")
+    unknown = sorted(found.keys() - _KEYS)
+    if unknown:
+        raise BadCase(f"case.{unknown[0]}: no such part; a Case has format, kernel, problem, recipe and config")
+    return Case(
+        kernel=_part(found, "kernel", str),
+        problem=_part(found, "problem", Problem),
+        recipe=_part(found, "recipe", Recipe),
+        config=Config(_part(found, "config", dict[str, int | str | bool])),
+    )
+
+
+def _part(found: dict[str, Any], name: str, kind: Any) -> Any:
     try:
-        return Case(
-            kernel=msgspec.convert(found["kernel"], str),
-            problem=msgspec.convert(found["problem"], Problem),
-            recipe=msgspec.convert(found.get("recipe", {}), Recipe),
-            config=Config(msgspec.convert(found.get("config", {}), dict[str, int | str | bool])),
-        )
+        return msgspec.convert(found.get(name, {}), kind)
     except msgspec.ValidationError as error:
-        raise BadCase(f"case: {error}") from None
+        raise BadCase(f"case.{name}: {error}") from None

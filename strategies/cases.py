@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.lengths import Room, batches
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
@@ -45,7 +45,8 @@ def cases(
 @st.composite
 def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, variants: tuple[Variant, ...]) -> Case:
     variant = draw(drawn_variant(variants))
-    heads_q, kv_heads = draw(heads(can, min(limits.heads, limits.tiles)))
+    most = draw(st.sampled_from((1, 2, limits.heads, limits.heads)))
+    heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
     room = Room(
         batch=limits.batch,
         length=limits.length,
@@ -54,10 +55,8 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
         tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
         tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
     )
-    pairs = draw(batches(can, room))
     packing = draw(st.sampled_from(can.packings))
-    if packing == "dense":
-        pairs = (pairs[0],) * len(pairs) if room.heads * len(pairs) <= room.tiles else pairs[:1]
+    pairs = draw(batches(can, room, dense=packing == "dense"))
     slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
     problem = Problem(
         seqlens_q=tuple(pair[0] for pair in pairs),
@@ -72,5 +71,6 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
         softmax_scale=draw(scales(can)),
         slack_q=draw(slack),
         slack_k=draw(slack),
+        needs=Needs(outputs=can.outputs),
     )
     return Case(kernel=name, problem=problem, recipe=draw(recipes(variant.dtype)), config=variant.config)

@@ -30,23 +30,26 @@ class Room:
 def edges(tile: int, longest: int) -> tuple[int, ...]:
     """The lengths where kernels break, in order: around multiples of the tile, and every residue class that matters."""
     near = [n * tile + d for n in (1, 2, 3) for d in (0, 1, -1)]
-    residues = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
+    residues = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33]
     far = [tile * n + r for n in (4, 8) for r in (0, 1, -1, 4, 12)]
     found = {*near, *residues, *far, longest, longest - 1}
     # Ascending: a failure that needs some length then shrinks to the smallest edge that has it.
     return tuple(sorted(n for n in found if 1 <= n <= longest))
 
 
-def batches(can: Capabilities, room: Room) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
-    """A ragged batch: 1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`, zero lengths at any place."""
+def batches(can: Capabilities, room: Room, *, dense: bool = False) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`: zero lengths at any place, or all alike if `dense`."""
     longest = min(room.length, can.length_max or room.length)
-    pair = _pairs(can, room, longest)
-    lists = st.lists(pair, min_size=1, max_size=room.batch)
-    return lists.map(lambda found: fitted(found, room, equal=not can.unequal))
+    pair, equal = _pairs(can, room, longest), not can.unequal
+    if dense:
+        alike = st.tuples(pair, st.integers(1, max(1, min(room.batch, room.tiles // room.heads))))
+        return alike.map(lambda drawn: fitted([drawn[0]], room, equal, copies=drawn[1]) * drawn[1])
+    return st.lists(pair, min_size=1, max_size=room.batch).map(lambda found: fitted(found, room, equal))
 
 
 def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
-    return st.one_of(st.sampled_from(edges(tile, longest)), st.integers(1, longest))
+    near = [n * tile + d for n in (1, 2) for d in (-1, 0, 1) if 1 <= n * tile + d <= longest] or [longest]
+    return st.one_of(st.sampled_from(edges(tile, longest)), st.sampled_from(near), st.integers(1, longest))
 
 
 def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[tuple[int, int]]:
@@ -69,20 +72,26 @@ def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[tup
     return st.one_of(choices * 2 + empty)
 
 
-def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False) -> tuple[tuple[int, int], ...]:
-    """The batch cut to `room.tiles`: a sequence keeps its length while it fits, then loses whole tiles on its longer side."""
+def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False, copies: int = 1) -> tuple[tuple[int, int], ...]:
+    """The batch cut to `room.tiles`, counting each sequence `copies` times.
+
+    A sequence keeps its lengths while they fit, then loses whole tiles on its longer side: what is left of the last tile, where
+    kernels break, stays as it was drawn.
+    """
+    heads = room.heads * copies
     left, out = room.tiles, []
     for index, (n_q, n_k) in enumerate(pairs):
         # Each later sequence may still need one tile per head.
-        spare = max(1, (left - room.heads * (len(pairs) - index - 1)) // room.heads)
+        spare = max(1, (left - heads * (len(pairs) - index - 1)) // heads)
         rows, columns = _tiles(n_q, room.tile_m), _tiles(n_k, room.tile_n)
         while rows * columns > spare:
-            shrink_rows = rows > columns or (rows == columns and n_q < n_k)
-            rows, columns = (rows - 1, columns) if shrink_rows else (rows, columns - 1)
-        n_q, n_k = min(n_q, rows * room.tile_m), min(n_k, columns * room.tile_n)
+            cut_rows = rows > columns or (rows == columns and n_q < n_k)
+            rows, columns = (rows - 1, columns) if cut_rows else (rows, columns - 1)
+        n_q -= (_tiles(n_q, room.tile_m) - rows) * room.tile_m
+        n_k -= (_tiles(n_k, room.tile_n) - columns) * room.tile_n
         if equal:
             n_q = n_k = min(n_q, n_k)
-        left -= room.heads * rows * columns
+        left -= heads * rows * columns
         out.append((n_q, n_k))
     return tuple(out)
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem
+from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
 
 __all__ = ["Variant", "all_variants", "drawn_variant", "heads", "pool", "scales"]
 
@@ -28,10 +27,20 @@ class Variant:
     dims: tuple[int, int]
     config: Config
 
-    def problem(self) -> Problem:
-        """The smallest Problem of this variant: what a compile needs."""
+    def problem(self, can: Capabilities) -> Problem:
+        """The smallest Problem of this variant within `can`: what a compile needs."""
         dim_qk, dim_v = self.dims
-        return Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=dim_qk, dim_v=dim_v, dtype=self.dtype, causal=self.causal)
+        return Problem(
+            seqlens_q=(1,),
+            seqlens_k=(1,),
+            packing="ragged" if "ragged" in can.packings else "dense",
+            heads=min(can.groups or (1,)),
+            dim_qk=dim_qk,
+            dim_v=dim_v,
+            dtype=self.dtype,
+            causal=self.causal,
+            needs=Needs(outputs=can.outputs),
+        )
 
 
 def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
@@ -46,9 +55,10 @@ def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
     for dtype in sorted(can.dtypes_for(device), key=_DTYPE_ORDER.index):
         for causal in sorted(can.causal, key=_CAUSAL_ORDER.index):
             for dims in can.dims:
-                probe = Variant(dtype, causal, dims, Config()).problem()
-                probe = _as_packed(can, probe)
-                for config in kernel.configs(probe):
+                probe = Variant(dtype, causal, dims, Config()).problem(can)
+                configs = kernel.configs(probe)
+                reason = reason if configs else f"configs(problem) is empty for {dtype}, {dims}"
+                for config in configs:
                     refusal = kernel.supports(probe, config, device)
                     if refusal is None:
                         found.append(Variant(dtype, causal, dims, config))
@@ -94,7 +104,8 @@ def drawn_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
 
 def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
     """(heads, kv_heads) with at most `most` query heads: MHA, MQA and GQA alike often, odd groups among them, fewest first."""
-    groups = [g for g in (can.groups or _GROUPS) if g <= most] or [1]
+    groups = [g for g in (can.groups or _GROUPS) if g <= most] or [min(can.groups or _GROUPS)]
+    most = max(most, groups[0])
     pairs = sorted((g * kv, kv) for g in groups for kv in range(1, most // g + 1))
     kinds = (
         [pair for pair in pairs if pair[0] == pair[1]],
@@ -110,7 +121,3 @@ def scales(can: Capabilities) -> st.SearchStrategy[float | None]:
     if can.scale_any:
         values += [-0.125, 0.0]
     return st.sampled_from(values)
-
-
-def _as_packed(can: Capabilities, problem: Problem) -> Problem:
-    return problem if "ragged" in can.packings else replace(problem, packing="dense")

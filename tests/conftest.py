@@ -8,7 +8,7 @@ pytest_plugins = ["pytester"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton has one mode per process: compiled where there is a GPU (its interpreter's tests are skipped there), else interpreted."""
+    """Triton has one mode per process: compiled where there is a GPU (the interpreter's tests are skipped), else interpreted."""
     from attnfuzz.harness import environment
     from attnfuzz.kernels.triton import runtime
 

@@ -1,4 +1,4 @@
-"""Each planted fault is found within 200 cases and shrunk to at most 2 sequences: on the CPU, or on the GPU where there is one."""
+"""Each planted fault is found within 200 cases and shrunk to at most 2 sequences, on the CPU or on a GPU if there is one."""
 
 from __future__ import annotations
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels.problem import Layout, Needs
 from attnfuzz.strategies.case import Case, Recipe
 
 __all__ = ["describe_case", "describe_verdict", "lengths"]
@@ -27,6 +30,16 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
         rows.append(("softmax_scale", f"{p.softmax_scale:g}"))
     if p.window is not None:
         rows.append(("window", str(p.window)))
+    if p.softcap:
+        rows.append(("softcap", f"{p.softcap:g}"))
+    for name in ("score_mod", "mask_mod"):
+        if getattr(p, name) is not None:
+            rows.append((name, str(getattr(p, name))))
+    for name in ("layout_q", "layout_k", "layout_v", "layout_do"):
+        if getattr(p, name) != Layout():
+            rows.append((name, ", ".join(f"{key}={value}" for key, value in msgspec.to_builtins(getattr(p, name)).items())))
+    if p.needs != Needs():
+        rows.append(("needs", ", ".join([*p.needs.outputs, *(["dLSE given"] if p.needs.dlse else [])])))
     if p.slack_q or p.slack_k:
         rows.append(("slack rows", f"{p.slack_q} query, {p.slack_k} key"))
     plain, recipe = Recipe(), case.recipe

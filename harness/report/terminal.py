@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -52,19 +53,19 @@ class Terminal:
         changed = " ".join(f"{name}={value}" for name, value in event.settings.items()) or "all default"
         self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {found}", highlight=False)
         budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {len(event.kernels)} kernels"
-        self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True)
+        self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True, markup=False)
         self.share = None if event.seconds is None else event.seconds / len(event.kernels)
         self.progress.start()
 
     def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
-        self._say(f"[yellow]{event.kernel}: not run here: {event.reason}[/]")
+        self._say(f"[yellow]{escape(event.kernel)}: not run here: {escape(event.reason)}[/]")
 
     def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
         self.cases = self.failures = self.compiled = 0
         self.to_compile = event.compiles
         if self.task is not None:
             self.progress.remove_task(self.task)
-        self.task = self.progress.add_task(event.kernel, total=max(1, event.compiles), note="")
+        self.task = self.progress.add_task(escape(event.kernel), total=max(1, event.compiles), note="")
         if event.compiles:
             self.progress.update(self.task, note=f"compiling {event.compiles} variants")
 
@@ -81,12 +82,12 @@ class Terminal:
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
         self.failures += 1
-        self._say(f"[red]found[/] {event.identity} after {event.cases_before} cases; shrinking ...")
+        self._say(f"[red]found[/] {escape(str(event.identity))} after {event.cases_before} cases; shrinking ...")
 
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
         compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
-        self._say(f"{row.kernel}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}")
+        self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}")
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self.progress.stop()
@@ -96,7 +97,7 @@ class Terminal:
         if event.interrupted:
             self.console.print("[yellow]interrupted: what was found until then is above[/]")
         if event.lost:
-            self.console.print(f"[red]stopped early: {event.lost}[/]", highlight=False, soft_wrap=True)
+            self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases = sum(row.cases for row in event.summaries)
         verdict = f"[red]{len(event.found)} failures[/]" if event.found else "[green]no failures[/]"
         self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s", highlight=False)
@@ -121,7 +122,7 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
             bad = figures is not None and figures.failures
             cells.append(Text("-" if figures is None else _ratio(figures.worst), style="red" if bad else ""))
         failures = Text(str(len(row.found)), style="red" if row.found else "green")
-        table.add_row(row.kernel, str(row.cases), f"{row.rate:.1f}", *cells, failures)
+        table.add_row(escape(row.kernel), str(row.cases), f"{row.rate:.1f}", *cells, failures)
     return table
 
 
@@ -129,7 +130,7 @@ def show_found(console: Console, number: int, found: Found) -> None:
     """One failure: identity, minimal Case, message, and how to run it again."""
     partly = ", partly shrunk" if found.partly else ""
     console.print(
-        f"\n[bold red]{number}. {found.identity}[/] (found after {found.cases_to_find} cases, "
+        f"\n[bold red]{number}. {escape(str(found.identity))}[/] (found after {found.cases_to_find} cases, "
         f"shrunk in {found.shrink_trials} trials{partly})",
         highlight=False,
         soft_wrap=True,
@@ -144,13 +145,14 @@ def show_found(console: Console, number: int, found: Found) -> None:
 
 def show_stored(console: Console, stored: CaseFile) -> None:
     """A case file: the Case, what was found, and its canonical JSON."""
-    console.print(f"[bold]{stored.path}[/] (case {stored.case.id})", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(str(stored.path))}[/] (case {stored.case.id})", highlight=False, soft_wrap=True)
     for name, value in describe_case(stored.case):
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     if message := stored.found.get("message"):
         console.print(f"   {'found':<20} {message}", highlight=False, soft_wrap=True, markup=False)
     if device := stored.found.get("device"):
-        versions = ", ".join(f"{name} {version}" for name, version in stored.found.get("versions", {}).items())
+        known = stored.found.get("versions")
+        versions = ", ".join(f"{name} {version}" for name, version in known.items()) if isinstance(known, dict) else "?"
         console.print(f"   {'on':<20} {device}; {versions}", highlight=False, soft_wrap=True, markup=False)
     console.print(f"   {'run it again':<20} {repro_line(str(stored.path))}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
@@ -159,7 +161,7 @@ def show_stored(console: Console, stored: CaseFile) -> None:
 def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) -> None:
     """FIXED or FAILED, the Case, and what was seen this time."""
     style = "bold green" if done.outcome == "FIXED" else "bold red"
-    console.print(f"[{style}]{done.outcome}[/] {stored.path} on {done.device}", highlight=False, soft_wrap=True)
+    console.print(f"[{style}]{done.outcome}[/] {escape(str(stored.path))} on {done.device}", highlight=False, soft_wrap=True)
     for name, value in describe_case(stored.case):
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     for line in describe_verdict(done.verdict):
@@ -174,7 +176,7 @@ def kernel_table(rows: list[dict[str, Any]]) -> Table:
     for column in ("kernel", "packings", "dtypes", "causal", "dim_qk/dim_v", "runs here on", "else"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(
+        cells = (
             row["kernel"],
             ", ".join(row["packings"]),
             ", ".join(row["dtypes"]),
@@ -183,6 +185,7 @@ def kernel_table(rows: list[dict[str, Any]]) -> Table:
             ", ".join(row["runs_on"]) or "-",
             "; ".join(f"{device}: {reason}" for device, reason in row["reasons"].items()),
         )
+        table.add_row(*(escape(cell) for cell in cells))
     return table
 
 
