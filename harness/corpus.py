@@ -18,7 +18,7 @@ from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
-__all__ = ["CaseFile", "Corpus", "read_case"]
+__all__ = ["CaseFile", "Corpus", "read_case", "repro_line"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,11 @@ def read_case(path: Path | str) -> CaseFile:
     return CaseFile(case=case, found=more if isinstance(more, dict) else {}, path=path)
 
 
+def repro_line(path: str) -> str:
+    """The command that runs a case file again."""
+    return f"attnfuzz repro {path}"
+
+
 class Corpus:
     """The case files of one folder, `DIR/cases`."""
 
@@ -66,10 +71,13 @@ class Corpus:
         Raises:
             BadArgument: they cannot.
         """
+        made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
+            for each in made:
+                each.rmdir()
         except OSError as error:
             reason = f"failing Cases could not be written there ({error.strerror})"
             raise reject("out", str(self.folder.parent), reason, "give a folder that can be written") from None

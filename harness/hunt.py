@@ -164,6 +164,8 @@ class Hunt:
                 self._sight(identity, stored.case, verdict)
                 self._shrink(identity)
                 self._settle()
+                if stored.found.get("minimal") is False and str(stored.path) != self.found[identity].path and self.corpus:
+                    self.corpus.remove(stored.path)
 
     def _round(self, number: int, variants: Sequence[Variant]) -> None:
         @seed(self.seed * 7919 + number)

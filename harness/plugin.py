@@ -140,6 +140,11 @@ def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS)
         if value < 1:
             raise ValueError(f"{name}={value!r}: nothing would be tried; give 1 or more")
 
+    if not isinstance(kernel, str):
+        from attnfuzz.kernels import registry
+
+        registry.register(kernel)
+
     @pytest.mark.parametrize("shard", range(shards))
     def test(shard: int, request: pytest.FixtureRequest) -> None:
         _run_shard(kernel, shard, shards, max_examples, request.config)
@@ -151,7 +156,7 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, config:
     from attnfuzz.harness.campaign import campaign
     from attnfuzz.kernels import registry
 
-    subject = registry.get(kernel) if isinstance(kernel, str) else registry.register(kernel)
+    subject = registry.get(kernel) if isinstance(kernel, str) else kernel
     only = config.getoption("--attnfuzz-kernel")
     for name in only:
         registry.get(name)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnfuzz.harness import environment
-from attnfuzz.harness.trial import run_trial
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Reproduction", "repro_line", "reproduce"]
+__all__ = ["Reproduction", "reproduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +29,11 @@ def reproduce(case: Case, asked: str) -> Reproduction:
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem.
     """
+    from attnfuzz.harness.trial import run_trial
+
     device = environment.resolve_device(asked)
     if asked == "auto" and device == "cuda" and "cuda" not in registry.get(case.kernel).capabilities.devices:
         device = "cpu"
     environment.prepare(device)
     verdict = run_trial(case, device)
     return Reproduction("FIXED" if verdict.failure is None else "FAILED", device, verdict)
-
-
-def repro_line(path: str) -> str:
-    """The command that runs a case file again."""
-    return f"attnfuzz repro {path}"

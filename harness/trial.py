@@ -16,8 +16,9 @@ from attnfuzz.harness import environment
 from attnfuzz.harness.builds import built
 from attnfuzz.harness.failure import Failure, printable
 from attnfuzz.harness.inputs import materialise
+from attnfuzz.harness.judge import judge, truth
 from attnfuzz.harness.poison import PoisonEmpty
-from attnfuzz.harness.verdict import Verdict, judge, truth
+from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import BadArgument, reject

@@ -149,8 +149,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 raise reject(name, lengths, "a length cannot be negative", "use 0 for an empty sequence")
             slack = max(0, getattr(self, f"slack_{name[-1]}"))
             if sum(lengths) + slack > _INT32_MAX:
-                reason = f"with slack rows ({slack}) the total does not fit cu_seqlens, which is int32"
-                raise reject(name, lengths, reason, "use shorter sequences")
+                total = f"the total with {slack} slack rows" if slack else "the total"
+                raise reject(name, lengths, f"{total} does not fit cu_seqlens, which is int32", "use shorter sequences")
             if self.packing == "dense" and len(set(lengths)) > 1:
                 raise reject(name, lengths, "a dense batch has one length for all sequences", "use packing='ragged'")
         for name in ("slack_q", "slack_k"):

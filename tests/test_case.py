@@ -154,8 +154,8 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "binary": (b"\xff\xfe\x00", "case: not JSON (JSON is malformed: "),
     "NaN": ('{"format": NaN}', "case: not JSON (JSON is malformed: "),
     "two objects": (written() + written(), "case: not JSON (JSON is malformed: "),
-    "list": ("[]", "case: a JSON list where an object is expected; give a file that `attnfuzz run` wrote"),
-    "number": ("3", "case: a JSON int where an object is expected; give a file that `attnfuzz run` wrote"),
+    "list": ("[]", "case: not a JSON object; give a file that `attnfuzz run` wrote"),
+    "number": ("3", "case: not a JSON object; give a file that `attnfuzz run` wrote"),
     "no format": (
         '{"kernel": "x"}',
         "case.format=None: this attnfuzz reads format 1; reproduce it with the version that wrote it, or find it again",

@@ -213,7 +213,7 @@ def test_wrong_use_ends_with_2_and_one_clear_line(name: str, as_json: bool, monk
     ("content", "message"),
     [
         ("", "case='case.json': not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
-        ("[1]", "case='case.json': case: a JSON list where an object is expected; give a file that `attnfuzz run` wrote"),
+        ("[1]", "case='case.json': case: not a JSON object; give a file that `attnfuzz run` wrote"),
         (
             '{"format": 7}',
             "case='case.json': case.format=7: this attnfuzz reads format 1; "
@@ -473,22 +473,22 @@ def test_two_bugs_are_two_failures() -> None:
 WRONG_OUTPUTS: dict[str, tuple[Fault, str, str]] = {
     "shape": (
         lambda inputs, out: with_(out, lse=out.lse.T.contiguous()[:0]),
-        "contract in LSE (LSE has shape (#, #) where (#, #) is expected)",
+        "contract in LSE",
         "lse-contract",
     ),
     "dtype": (
         lambda inputs, out: with_(out, dq=out.dq.double()),
-        "contract in dQ (dQ has dtype torch.float# where torch.float# is expected)",
+        "contract in dQ",
         "dq-contract",
     ),
     "nothing": (
         lambda inputs, out: with_(out, dv=None),
-        "contract in dV (dV has type None where a tensor is expected)",
+        "contract in dV",
         "dv-contract",
     ),
     "a number": (
         lambda inputs, out: with_(out, lse=0.5),
-        "contract in LSE (LSE has type float where a tensor is expected)",
+        "contract in LSE",
         "lse-contract",
     ),
     "NaN": (lambda inputs, out: with_(out, dk=out.dk * float("nan")), "nonfinite in dK", "dk-nonfinite"),
@@ -566,7 +566,7 @@ def test_stored_cases_are_tried_first() -> None:
     result = run("--json", fault=lambda inputs, out: with_(out, o=out.o + 1), examples=1)
     [failure] = json.loads(result.stdout)["failures"]
     assert failure["cases_to_find"] == 1
-    assert failure["case"] == json.loads(case.canonical())
+    assert failure["case"]["problem"] == {**json.loads(case.canonical())["problem"], "seqlens_q": [1], "seqlens_k": [1]}
 
 
 def test_a_broken_stored_case_ends_the_run_with_its_path() -> None:
@@ -582,7 +582,7 @@ def test_failures_that_cannot_be_written_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     result = run("--out", "taken", fault=long_keys)
     assert result.exit_code == 2
-    assert "error: Not a directory (taken/cases); check that the path exists and can be written" in result.stderr
+    assert "error: out='taken': failing Cases could not be written there (Not a directory)" in result.stderr
     assert "Traceback" not in result.output
     assert (tmp_path / "taken").read_text() == "a file"
 

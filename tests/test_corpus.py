@@ -190,9 +190,9 @@ def test_what_was_found_may_be_anything(tmp_path: Path, found: object) -> None:
     ("content", "expected"),
     [
         ("", "not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
-        ("[]", "case: a JSON list where an object is expected; give a file that `attnfuzz run` wrote"),
+        ("[]", "case: not a JSON object; give a file that `attnfuzz run` wrote"),
         ('{"format": 9}', "case.format=9: this attnfuzz reads format 1; "),
-        ('{"format": 1, "kernel": "x", "problem": {}}', "case: Object missing required field `seqlens_q`"),
+        ('{"format": 1, "kernel": "x", "problem": {}}', "case.problem: Object missing required field `seqlens_q`"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content: str, expected: str) -> None:

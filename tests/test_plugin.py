@@ -160,7 +160,7 @@ def test_a_kernel_that_cannot_run_here_is_skipped_with_the_reason(acme: pytest.P
         (["--attnfuzz-profile", "x"], "*profile='x': no such profile; use one of quick, gate, nightly"),
         (["--attnfuzz-budget", "banana"], "*budget='banana': it is no duration; give a number and a unit, such as 60s, 5m or 1h"),
         (["--attnfuzz-budget", "0s"], "*budget='0s': nothing can be tried in no time; give a positive duration, such as 60s"),
-        (["--attnfuzz-device", "tpu"], "*--attnfuzz-device='tpu': no such device; use auto, cpu or cuda"),
+        (["--attnfuzz-device", "tpu"], "*device='tpu': no such device; use auto, cpu or cuda"),
         (["--attnfuzz-max-examples", "few"], "*argument --attnfuzz-max-examples: invalid int value: 'few'"),
         (["--attnfuzz-sead", "1"], "*unrecognized arguments: --attnfuzz-sead*"),
     ],

@@ -131,7 +131,9 @@ def test_what_is_no_kernel_cannot_be_registered() -> None:
 
     with pytest.raises(BadArgument) as caught:
         registry.register(Half())  # type: ignore[arg-type]
-    assert str(caught.value).startswith("kernel=Half(): it lacks capabilities, configs, supports, ")
+    assert str(caught.value).startswith(
+        "kernel=Half(): it lacks files, capabilities, configs, unavailable, supports, compile_key, build; "
+    )
     assert str(caught.value).endswith("; fulfil attnfuzz.kernels.contract.Kernel")
 
 

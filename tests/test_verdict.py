@@ -11,7 +11,7 @@ from support_emulated import Emulated
 
 from attnfuzz.harness import environment, trial
 from attnfuzz.harness.inputs import materialise
-from attnfuzz.harness.verdict import judge, truth
+from attnfuzz.harness.judge import judge, truth
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import Problem

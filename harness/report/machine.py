@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from attnfuzz.harness.corpus import repro_line
 from attnfuzz.harness.events import CampaignFinished, Found, KernelSummary
-from attnfuzz.harness.reproduce import repro_line
 from attnfuzz.harness.verdict import Verdict
 
 __all__ = ["campaign_object", "found_object", "verdict_object"]

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from attnfuzz.harness import events
-from attnfuzz.harness.corpus import CaseFile
+from attnfuzz.harness.corpus import CaseFile, repro_line
 from attnfuzz.harness.events import Event, Found, KernelSummary
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
-from attnfuzz.harness.reproduce import Reproduction, repro_line
+from attnfuzz.harness.reproduce import Reproduction
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
 __all__ = ["Terminal", "kernel_table", "show_found", "show_reproduction", "show_stored", "summary_table"]
@@ -99,7 +99,7 @@ class Terminal:
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases = sum(row.cases for row in event.summaries)
-        verdict = f"[red]{len(event.found)} failures[/]" if event.found else "[green]no failures[/]"
+        verdict = f"[red]{len(event.found)} failure{'s' * (len(event.found) > 1)}[/]" if event.found else "[green]no failures[/]"
         self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s", highlight=False)
 
     def _say(self, text: str) -> None:

@@ -14,10 +14,14 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-import tilelang  # noqa: F401  (makes its own tvm importable)
-from tvm import ir, tirx
-
+from attnfuzz.kernels.absent import Absent
 from attnfuzz.kernels.contract import BuildError
+
+try:
+    import tilelang  # noqa: F401  (makes its own tvm importable)
+    from tvm import ir, tirx
+except ImportError:
+    ir = tirx = Absent("tilelang")
 
 __all__ = ["NO_OPS", "CpuFunc", "UnsupportedOnCpuError", "to_cpu"]
 

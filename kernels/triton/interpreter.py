@@ -15,9 +15,15 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import triton.language as tl
-import triton.runtime.interpreter as shipped
+from attnfuzz.kernels.absent import Absent
+
+try:
+    import numpy as np
+    import triton.language as tl
+    import triton.runtime.interpreter as shipped
+except ImportError:
+    np = tl = shipped = Absent("triton")  # type: ignore[assignment]
+
 
 from attnfuzz.kernels.triton import shortcuts
 

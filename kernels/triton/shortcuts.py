@@ -11,9 +11,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import triton.language as tl
-import triton.runtime.interpreter as shipped
+from attnfuzz.kernels.absent import Absent
+
+try:
+    import numpy as np
+    import triton.language as tl
+    import triton.runtime.interpreter as shipped
+except ImportError:
+    np = tl = shipped = Absent("triton")  # type: ignore[assignment]
+
 
 __all__ = ["install"]
 
