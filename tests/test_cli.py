@@ -365,7 +365,7 @@ def test_a_failure_is_found_shrunk_kept_reproduced_and_fixed() -> None:
     assert f"found {identity} after " in result.stdout
     assert f"1. {identity} (found after " in result.stdout
     assert "exception: forward raised ValueError: no more than 5 keys, not 6" in result.stdout
-    assert "1 failures in 25 cases" in result.stdout
+    assert "1 failure in 25 cases" in result.stdout
 
     [path] = files()
     assert path.parent == Path(".attnfuzz/cases")
@@ -396,7 +396,7 @@ def test_a_failure_is_found_shrunk_kept_reproduced_and_fixed() -> None:
 
     back = run(fault=long_keys, examples=1)
     assert back.exit_code == 1
-    assert "1 failures in 1 cases" in back.stdout
+    assert "1 failure in 1 cases" in back.stdout
 
 
 def test_json_of_the_whole_way() -> None:

@@ -125,9 +125,16 @@ def test_the_shards_share_the_work_among_xdist_workers(acme: pytest.Pytester) ->
 
 def test_only_the_named_kernels_run(acme: pytest.Pytester) -> None:
     acme.makepyfile(test_acme=PASSING, test_faulty=FAILING)
-    result = pytest_here(acme, "-rs", "--attnfuzz-kernel", "acme.flash", "--attnfuzz-kernel", "acme.other")
+    result = pytest_here(acme, "-rs", "--attnfuzz-kernel", "acme.flash")
     result.assert_outcomes(passed=2, skipped=2)
-    result.stdout.fnmatch_lines(["SKIPPED*: --attnfuzz-kernel names acme.flash, acme.other"])
+    result.stdout.fnmatch_lines(["SKIPPED*: --attnfuzz-kernel names acme.flash"])
+
+
+def test_a_misspelt_kernel_is_no_empty_run(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=PASSING)
+    result = pytest_here(acme, "--attnfuzz-kernel", "acme.flush")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*no kernel of that name is installed; did you mean 'acme.flash'?"])
 
 
 def test_a_kernel_that_cannot_run_here_is_skipped_with_the_reason(acme: pytest.Pytester) -> None:
