@@ -103,6 +103,8 @@ def _shorter(case: Case) -> Iterator[Case]:
     tiles = (case.config.tile("tile_m", 1), case.config.tile("tile_n", 1))
     for i in range(p.batch):
         n_q, n_k = p.seqlens_q[i], p.seqlens_k[i]
+        if n_q == n_k == 0:
+            yield _lengths(case, p, i, 1, 1)
         for length in _steps(min(n_q, n_k), tiles) if n_q and n_k else ():
             cut = min(n_q, n_k) - length
             yield _lengths(case, p, i, n_q - cut, n_k - cut)
