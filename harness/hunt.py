@@ -300,6 +300,7 @@ def _features(case: Case) -> list[str]:
         "groups > 1": p.groups > 1,
         "groups no power of two": p.groups & (p.groups - 1) != 0,
         "odd totals": bool(p.total_q % 2 or p.total_k % 2),
+        "over 1000 tokens": max(p.seqlens_q + p.seqlens_k) > 1000,
         "slack rows": bool(p.slack_q or p.slack_k),
         "dim_qk != dim_v": p.dim_qk != p.dim_v,
         "rows without keys": bool(p.causal == "bottom_right" and any(n_q > n_k for n_q, n_k in pairs)) or 0 in p.seqlens_k,

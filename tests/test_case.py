@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -133,7 +134,7 @@ def test_the_id_is_ten_hex_digits_and_the_same_in_every_process() -> None:
     code = "import sys; from attnfuzz.strategies.case import case_from_json; print(case_from_json(sys.argv[1]).id)"
     for seed in ("0", "1"):
         command = [sys.executable, "-P", "-c", code, drawn.canonical()]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed})
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
         assert done.stdout.strip() == drawn.id
     assert len(drawn.id) == 10
     assert int(drawn.id, 16) >= 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -73,7 +74,7 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     text = msgspec.json.encode(identity).decode()
     for seed in ("0", "1"):
         command = [sys.executable, "-P", "-c", code, text]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed})
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
         assert done.stdout.strip() == identity.fingerprint
     assert len(identity.fingerprint) == 8
     assert int(identity.fingerprint, 16) >= 0

@@ -71,7 +71,7 @@ FAILING = "from attnfuzz.harness.plugin import fuzz\nfrom acme import Faulty\n\n
 def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A folder with the kernels of a team named acme, as importable as an installed package."""
     pytester.makepyfile(acme=KERNEL_FILE)
-    monkeypatch.setenv("PYTHONPATH", str(pytester.path))
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(pytester.path)
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
