@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -16,12 +16,12 @@ from hypothesis.errors import Flaky
 
 from attnfuzz.harness import events
 from attnfuzz.harness.corpus import Corpus
-from attnfuzz.harness.events import FailureFound, Found, KernelSummary, Listener, Shrunk, TrialFinished, Worst
+from attnfuzz.harness.events import FailureFound, Found, KernelSummary, Listener, Shrunk, TrialFinished
 from attnfuzz.harness.failure import Identity
+from attnfuzz.harness.tally import Tally
 from attnfuzz.harness.trial import DeviceLost
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.shapes import Variant
@@ -56,30 +56,6 @@ class _Sighting:
     partly: bool = False
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts over the Cases tried."""
-
-    cases: int = 0
-    shrink_cases: int = 0
-    outputs: dict[OutputName, Worst] = field(default_factory=dict)
-    features: dict[str, int] = field(default_factory=dict)
-
-    def add(self, case: Case, verdict: Verdict) -> None:
-        self.cases += 1
-        for name, figures in verdict.figures.items():
-            old = self.outputs.get(name, Worst())
-            self.outputs[name] = Worst(
-                cases=old.cases + (0 if figures.unjudged else 1), worst=max(old.worst, figures.worst), failures=old.failures
-            )
-        for failure in verdict.failures:
-            if failure.output:
-                old = self.outputs.get(failure.output, Worst())
-                self.outputs[failure.output] = replace(old, failures=old.failures + 1)
-        for feature in _features(case):
-            self.features[feature] = self.features.get(feature, 0) + 1
-
-
 class Hunt:
     """Draw Cases, try each once, keep what fails, shrink it, and go on until `seconds` or `most` Cases are spent."""
 
@@ -104,7 +80,7 @@ class Hunt:
         self.replay, self.most_failures = replay, most_failures
         self.seconds, self.most, self.shrink_seconds = seconds, most, shrink_seconds
         self.found: dict[Identity, Found] = {}
-        self.tally = _Tally()
+        self.tally = Tally()
         self._memo: dict[Case, Verdict] = {}
         self._classes: dict[Identity, type[CaseFailed]] = {}
         self._sighted: dict[Identity, _Sighting] = {}
@@ -285,27 +261,3 @@ def _check_expected(error: BaseException) -> None:
             _check_expected(each)
     elif not isinstance(error, CaseFailed):
         raise error
-
-
-def _features(case: Case) -> list[str]:
-    """What a Case exercises, for the counts of a summary."""
-    p = case.problem
-    pairs = list(zip(p.seqlens_q, p.seqlens_k, strict=True))
-    checks = {
-        "ragged, several sequences": p.packing == "ragged" and p.batch > 1,
-        "zero-length queries": 0 in p.seqlens_q,
-        "zero-length keys": 0 in p.seqlens_k,
-        "q shorter than k": any(0 < n_q < n_k for n_q, n_k in pairs),
-        "q longer than k": any(n_q > n_k > 0 for n_q, n_k in pairs),
-        "groups > 1": p.groups > 1,
-        "groups no power of two": p.groups & (p.groups - 1) != 0,
-        "odd totals": bool(p.total_q % 2 or p.total_k % 2),
-        "over 1000 tokens": max(p.seqlens_q + p.seqlens_k) > 1000,
-        "slack rows": bool(p.slack_q or p.slack_k),
-        "dim_qk != dim_v": p.dim_qk != p.dim_v,
-        "rows without keys": bool(p.causal == "bottom_right" and any(n_q > n_k for n_q, n_k in pairs)) or 0 in p.seqlens_k,
-        f"dtype {p.dtype}": True,
-        f"causal {p.causal}": True,
-        f"pattern {case.recipe.pattern}": True,
-    }
-    return [name for name, holds in checks.items() if holds]

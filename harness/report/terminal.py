@@ -174,7 +174,7 @@ def kernel_table(rows: list[dict[str, Any]]) -> Table:
     """`attnfuzz list`: each kernel, what it does, and where it can run here or why not."""
     table = Table()
     for column in ("kernel", "packings", "dtypes", "causal", "dim_qk/dim_v", "runs here on", "else"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "kernel")
     for row in rows:
         cells = (
             row["kernel"],
