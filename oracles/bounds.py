@@ -128,8 +128,18 @@ class _Terms:
 def _one(problem: Problem, data: SequenceData, deviations: Deviations, device: str, kv: slice) -> Budget:
     terms = _terms(problem, data, deviations, device, kv)
     d_lse = None if data.d_lse is None else data.d_lse.double().unflatten(0, (problem.kv_heads, problem.groups))[kv]
-    lse, o, shift = _forward(terms, deviations)
-    return _backward(terms, lse, o, shift, d_lse)
+    return _backward(terms, _forward(terms, deviations), d_lse)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """Of the forward: M of LSE and O; per score the relative error e_f, the rounding c_f of P, and what may be flushed of P."""
+
+    m_lse: torch.Tensor
+    m_o: torch.Tensor
+    e_f: torch.Tensor
+    c_f: torch.Tensor
+    flushed: torch.Tensor
 
 
 def _terms(problem: Problem, data: SequenceData, deviations: Deviations, device: str, kv: slice) -> _Terms:
@@ -192,8 +202,8 @@ def _flushed(t: _Terms, x: torch.Tensor, slack: torch.Tensor | float, eta: float
     return torch.where(x.abs() <= 4 * eta, (x.abs() + slack).clamp(max=eta), 0.0)
 
 
-def _forward(t: _Terms, deviations: Deviations) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(M_LSE, M_O, e_f).
+def _forward(t: _Terms, deviations: Deviations) -> _Forward:
+    """The budgets of LSE and O.
 
     Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     e_f = (e^delta - 1) e^Lambda;  H_O = c_f @ |v| with c_f the rounding of the unnormalised P (exact at the row's maximum)
@@ -226,10 +236,10 @@ def _forward(t: _Terms, deviations: Deviations) -> tuple[torch.Tensor, torch.Ten
     b_o = b_o + _accumulated(-(-keys // 16) + 2, t.o, size) + flushed @ t.v.abs()
     b_o = b_o + _lost(torch.ones_like(t.o), t.v.abs().sum(2, keepdim=True), keys)
     m_o = c_f @ t.v.abs() + b_o
-    return m_lse, torch.where(t.live[:, None], m_o, 0.0), e_f
+    return _Forward(m_lse, torch.where(t.live[:, None], m_o, 0.0), e_f, c_f, flushed)
 
 
-def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tensor, d_lse: torch.Tensor | None) -> Budget:
+def _backward(t: _Terms, forward: _Forward, d_lse: torch.Tensor | None) -> Budget:
     """The budgets of dV, dQ, dK, with D = rowsum(dO * O) (- dLSE) and dS = P (dP - D).
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
@@ -242,7 +252,7 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
     rows, keys, dim_v = t.q.shape[2], t.k.shape[2], t.v.shape[3]
     groups, scale = t.q.shape[1], abs(t.scale)
     v_size, k_size, q_size, d_size = t.v.abs(), t.k.abs(), t.q.abs(), t.d_o.abs()
-    exponent = t.delta_s + m_lse[..., None] + 4 * EPS * (t.s.abs() + t.lse.abs()[..., None])
+    exponent = t.delta_s + forward.m_lse[..., None] + 4 * EPS * (t.s.abs() + t.lse.abs()[..., None])
     e = torch.where(t.seen, torch.expm1(exponent.clamp(max=80.0)), 0.0)
     alive = t.p > 0
 
@@ -262,7 +272,7 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
 
     d_p = t.d_o @ t.v.mT
     d = (t.d_o * t.o).sum(-1)
-    h_d, b_d = _delta(t, m_o, e_f, d_p, d)
+    h_d, b_d = _delta(t, forward, d_p, d)
     if d_lse is not None:
         d, b_d = d - d_lse, b_d + 2 * EPS * d_lse.abs()
     gap = (d_p - d[..., None]).abs()
@@ -289,8 +299,8 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
     m_dk = m_dk + _accumulated(key_steps, dk, scale * by_key(size, q_size))
     m_dk = m_dk + (1 + scale) * _lost(size.sum((1, 2))[..., None], q_size.sum((1, 2))[:, None], terms)
     return Budget(
-        o=m_o.flatten(0, 1),
-        lse=m_lse.flatten(0, 1),
+        o=forward.m_o.flatten(0, 1),
+        lse=forward.m_lse.flatten(0, 1),
         dq=torch.where(t.live[:, None], m_dq, 0.0).flatten(0, 1),
         dk=torch.where(touched, m_dk, 0.0),
         dv=torch.where(touched, m_dv, 0.0),
@@ -298,9 +308,7 @@ def _backward(t: _Terms, m_lse: torch.Tensor, m_o: torch.Tensor, e_f: torch.Tens
     )
 
 
-def _delta(
-    t: _Terms, m_o: torch.Tensor, e_f: torch.Tensor, d_p: torch.Tensor, d: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta(t: _Terms, forward: _Forward, d_p: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(H_D, B_D), the two parts of the error of D = rowsum(dO * O), whether it is taken from the rounded O or an fp32 one.
 
     H_D = sum_d |dO| r + sum_j c_f |dP|, r = min(half ulp of O, |rd(O) - O| + M_O)
@@ -308,15 +316,12 @@ def _delta(
           + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP| + lost
     """
     d_size, keys, dim_v = t.d_o.abs(), t.k.shape[2], t.v.shape[3]
-    half = half_ulp(t.o, t.form)
     nearest = rounded(t.o, t.form)
-    r = torch.minimum(half, torch.where(torch.isfinite(nearest), (nearest - t.o).abs(), 0.0) + m_o)
-    unnormalised = t.p * t.l[..., None]
-    c_f = torch.where(t.p > 0, _rounding(t, unnormalised, t.form.eta) / t.l[..., None], 0.0)
-    flushed = _flushed(t, unnormalised, 0.0, t.form.eta) / t.l[..., None]
-    h_d = (d_size * r).sum(-1) + (c_f * d_p.abs()).sum(-1)
-    spread = torch.sqrt((t.p * e_f * e_f).sum(-1).clamp(max=1e60)) * torch.sqrt(((t.p * d_p * d_p).sum(-1) - d * d).clamp(min=0))
+    r = torch.minimum(half_ulp(t.o, t.form), torch.where(torch.isfinite(nearest), (nearest - t.o).abs(), 0.0) + forward.m_o)
+    h_d = (d_size * r).sum(-1) + (forward.c_f * d_p.abs()).sum(-1)
+    spread = torch.sqrt((t.p * forward.e_f * forward.e_f).sum(-1).clamp(max=1e60))
+    spread = spread * torch.sqrt(((t.p * d_p * d_p).sum(-1) - d * d).clamp(min=0))
     b_d = spread + (d_size * _accumulated(-(-keys // 16) + 2, t.o, t.p @ t.v.abs())).sum(-1)
-    b_d = b_d + EPS * (6 + dim_v / 16) * (d_size * t.o.abs()).sum(-1) + (flushed * d_p.abs()).sum(-1)
+    b_d = b_d + EPS * (6 + dim_v / 16) * (d_size * t.o.abs()).sum(-1) + (forward.flushed * d_p.abs()).sum(-1)
     b_d = b_d + _lost(d_size.sum(-1), t.o.abs().sum(-1), dim_v)
     return torch.where(t.live, h_d, 0.0), torch.where(t.live, b_d, 0.0)
