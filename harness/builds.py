@@ -40,36 +40,49 @@ def built(kernel: Kernel, problem: Problem, config: Config, device: Device) -> B
         BuildError: the compiler refused, or the kernel's build raised anything else.
     """
     key = (kernel.name, kernel.compile_key(problem, config), device)
+    if key in _ready or device not in kernel.capabilities.compiles_on:
+        return _build(kernel, problem, config, device)
+    with _locked(key):
+        found = _build(kernel, problem, config, device)
+    _ready.add(key)
+    return found
+
+
+def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
     try:
-        if key in _ready or device not in kernel.capabilities.compiles_on:
-            return kernel.build(problem, config, device)
-        with _locked(key):
-            found = kernel.build(problem, config, device)
+        return kernel.build(problem, config, device)
     except (BuildError, BadArgument):
         raise
     except Exception as error:  # a compiler's Python side may raise anything: that is the finding
         raise BuildError(f"{type(error).__name__}: {error}") from error
-    _ready.add(key)
-    return found
 
 
 def compile_pool(kernel: Kernel, variants: Sequence[Variant], device: Device, jobs: int | None = None) -> Iterator[Compiled]:
     """Compile `variants` in child processes, as many at once as there are cores, and say so as each is done.
 
-    A kernel that only this process knows (registered at run time) is compiled here, when it is first used: nothing is yielded.
+    A kernel that only this process knows (registered at run time) is compiled here, one variant after the other.
     """
-    by_key = {kernel.compile_key(each.problem(kernel.capabilities), each.config): each for each in variants}
-    if device not in kernel.capabilities.compiles_on or kernel.name not in registry.names() or registry.is_local(kernel.name):
+    can = kernel.capabilities
+    by_key = {kernel.compile_key(each.problem(can), each.config): each for each in variants}
+    if device not in can.compiles_on:
+        return
+    if registry.is_local(kernel.name):
+        for key, each in by_key.items():
+            seconds, error = _compile(kernel.name, each.problem(can), dict(each.config), device)
+            yield Compiled(kernel=kernel.name, key=key, seconds=seconds, error=error)
         return
     workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(by_key)))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    try:
         futures: dict[Future[tuple[float, str | None]], str] = {
-            pool.submit(_compile, kernel.name, each.problem(kernel.capabilities), dict(each.config), device): key
-            for key, each in by_key.items()
+            pool.submit(_compile, kernel.name, each.problem(can), dict(each.config), device): key for key, each in by_key.items()
         }
         for future in as_completed(futures):
             seconds, error = future.result()
             yield Compiled(kernel=kernel.name, key=futures[future], seconds=seconds, error=error)
+    finally:
+        # After Ctrl-C what has not begun is not begun any more.
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _compile(name: str, problem: Problem, config: dict[str, int | str | bool], device: Device) -> tuple[float, str | None]:

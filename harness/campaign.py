@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.builds import compile_pool
-from attnfuzz.harness.corpus import Corpus
+from attnfuzz.harness.corpus import CaseFile, Corpus
 from attnfuzz.harness.events import (
     CampaignFinished,
     CampaignStarted,
@@ -47,6 +47,8 @@ def campaign(kernels: Sequence[Kernel], settings: Settings, listener: Listener, 
     corpus = Corpus(settings.out) if settings.out else None
     if corpus:
         corpus.check()
+    # Read before anything runs: a file that cannot be read must not cost what was found until its turn.
+    stored = {each.name: list(corpus.of(each.name)) if corpus and settings.replay else [] for each in able}
     described = environment.describe(settings.device)
     listener(CampaignStarted(settings.changed(), described, tuple(kernel.name for kernel in able), settings.seconds))
     for each in skipped:
@@ -54,7 +56,7 @@ def campaign(kernels: Sequence[Kernel], settings: Settings, listener: Listener, 
     summaries: list[KernelSummary] = []
     interrupted, lost = False, None
     for kernel in able:
-        turn = _Turn(kernel, settings, listener, execute, corpus, shares=len(able))
+        turn = _Turn(kernel, settings, listener, execute, corpus, stored[kernel.name], shares=len(able))
         try:
             turn.run()
         except KeyboardInterrupt:
@@ -93,7 +95,14 @@ class _Turn:
     """One kernel's turn: its pool of variants, compiled, then hunted."""
 
     def __init__(
-        self, kernel: Kernel, settings: Settings, listener: Listener, execute: Execute, corpus: Corpus | None, shares: int
+        self,
+        kernel: Kernel,
+        settings: Settings,
+        listener: Listener,
+        execute: Execute,
+        corpus: Corpus | None,
+        stored: Sequence[CaseFile],
+        shares: int,
     ) -> None:
         self.kernel, self.settings, self.listener = kernel, settings, listener
         self.compiles, self.compile_seconds = 0, 0.0
@@ -109,7 +118,7 @@ class _Turn:
             execute=execute,
             listener=listener,
             corpus=corpus,
-            replay=settings.replay,
+            stored=stored,
             seed=settings.seed * 1000003 + settings.shard,
             seconds=None if settings.seconds is None else settings.seconds / shares,
             most=settings.max_examples,

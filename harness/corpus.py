@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def read_case(path: Path | str) -> CaseFile:
 
 def repro_line(path: str) -> str:
     """The command that runs a case file again."""
-    return f"attnfuzz repro {path}"
+    return f"attnfuzz repro {shlex.quote(path)}"
 
 
 class Corpus:
@@ -71,20 +72,17 @@ class Corpus:
         Raises:
             BadArgument: they cannot.
         """
-        made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
+        parent = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
+            with tempfile.TemporaryFile(dir=parent):
                 pass
-            for each in made:
-                each.rmdir()
         except OSError as error:
             reason = f"failing Cases could not be written there ({error.strerror})"
             raise reject("out", str(self.folder.parent), reason, "give a folder that can be written") from None
 
     def write(self, case: Case, verdict: Verdict, identity: Identity, *, minimal: bool, seed: int) -> Path:
         """Write a failing Case with what was found; returns its path. A crash leaves the old file or the new one, never half."""
-        failure = verdict.failure
+        failure = next((each for each in verdict.failures if each.identity == identity), verdict.failure)
         found = {
             "identity": msgspec.to_builtins(identity),
             "message": failure.message if failure else "",

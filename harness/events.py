@@ -104,9 +104,10 @@ class Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """One output's record over a kernel's Cases: how many judged it, the worst error over its budget, how many failed."""
+    """One output's record over a kernel's Cases: judged, not judged, the worst error over its budget, wrong."""
 
     cases: int = 0
+    unjudged: int = 0
     worst: float = 0.0
     failures: int = 0
 

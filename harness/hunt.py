@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
 from attnfuzz.harness import events
-from attnfuzz.harness.corpus import Corpus
+from attnfuzz.harness.corpus import CaseFile, Corpus
 from attnfuzz.harness.events import FailureFound, Found, KernelSummary, Listener, Shrunk, TrialFinished
 from attnfuzz.harness.failure import Identity
 from attnfuzz.harness.tally import Tally
@@ -68,7 +68,7 @@ class Hunt:
         execute: Callable[[Case, Device], Verdict],
         listener: Listener,
         corpus: Corpus | None,
-        replay: bool,
+        stored: Sequence[CaseFile],
         seed: int,
         seconds: float | None,
         most: int | None,
@@ -77,9 +77,10 @@ class Hunt:
     ) -> None:
         self.kernel, self.device, self.limits = kernel, device, limits
         self.execute, self.listener, self.corpus, self.seed = execute, listener, corpus, seed
-        self.replay, self.most_failures = replay, most_failures
+        self.stored, self.most_failures = stored, most_failures
         self.seconds, self.most, self.shrink_seconds = seconds, most, shrink_seconds
         self.found: dict[Identity, Found] = {}
+        self._known: set[Identity] = set()
         self.tally = Tally()
         self._memo: dict[Case, Verdict] = {}
         self._classes: dict[Identity, type[CaseFailed]] = {}
@@ -93,8 +94,7 @@ class Hunt:
         """Replay the corpus, then hunt. Time is counted from here, shrinking apart."""
         self._started, self._variants = time.monotonic(), variants
         try:
-            if self.replay:
-                self._replay()
+            self._replay()
             barren = number = 0
             while variants and not self._spent() and barren < _BARREN_ROUNDS:
                 before = self.tally.cases
@@ -132,7 +132,7 @@ class Hunt:
         )
 
     def _replay(self) -> None:
-        for stored in self.corpus.of(self.kernel.name) if self.corpus else ():
+        for stored in self.stored:
             if self.kernel.supports(stored.case.problem, stored.case.config, self.device) is not None:
                 continue
             verdict = self._try(stored.case, "replay")
@@ -186,7 +186,7 @@ class Hunt:
 
     def _new(self, verdict: Verdict) -> Identity | None:
         """The first failure of a verdict that is not known yet: a known one must not hide another."""
-        return next((each.identity for each in verdict.failures if each.identity not in self.found), None)
+        return next((each.identity for each in verdict.failures if each.identity not in self._known), None)
 
     def _shrink(self, identity: Identity) -> None:
         """Take the first simpler Case that fails alike, again and again, until none does or the time for it is spent."""
@@ -250,6 +250,8 @@ class Hunt:
             self.found[identity] = Found(
                 identity, seen.case, seen.verdict, seen.partly, path, seen.cases_before, seen.seconds, seen.trials
             )
+            # What the minimal Case shows besides is the same bug, told with it.
+            self._known |= {identity, *(each.identity for each in seen.verdict.failures)}
             self.listener(Shrunk(identity, seen.case, seen.verdict, seen.partly, seen.trials, path))
         self._sighted.clear()
 

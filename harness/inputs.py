@@ -122,8 +122,8 @@ class _Maker:
             case "falling" | "rising":
                 return k * 0.25 + self._staircase()
             case "negative":
-                # Scores near -4 * dim * scale: lse < -88 for a scale of 1, and far below it for large k_scale.
-                return k * 0.25 - 4
+                # Scores near -32 * dim * scale: lse < -88 by the default scale, and below -1e4 with larger ones.
+                return k * 0.25 - 32
             case "tiny":
                 return k * 2.0**-8
             case "zeros":

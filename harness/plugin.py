@@ -11,6 +11,7 @@ A kernel team gates its kernel with a test file of five lines:
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import pytest
 
 if TYPE_CHECKING:
     from attnfuzz.harness.settings import Settings
-    from attnfuzz.kernels.contract import Kernel
+    from attnfuzz.kernels.contract import Device, Kernel
 
 __all__ = ["fuzz"]
 
@@ -66,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--attnfuzz-max-examples", default=None, type=int, metavar="N", help="Cases of each kernel, over all its shards"
     )
+    group.addoption("--attnfuzz-case", default=None, metavar="FILE", help="run just this case file, in its kernel's tests")
     group.addoption("--attnfuzz-seed", default=0, type=int, metavar="N", help="same seed, same Cases")
     group.addoption("--attnfuzz-out", default=".attnfuzz", metavar="DIR", help="folder of case files")
 
@@ -147,15 +149,16 @@ def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS)
 
     @pytest.mark.parametrize("shard", range(shards))
     def test(shard: int, request: pytest.FixtureRequest) -> None:
-        _run_shard(kernel, shard, shards, max_examples, request.config)
+        _run_shard(kernel, shard, shards, max_examples, request)
 
     return test
 
 
-def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, config: pytest.Config) -> None:
+def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
     from attnfuzz.harness.campaign import campaign
     from attnfuzz.kernels import registry
 
+    config = request.config
     subject = registry.get(kernel) if isinstance(kernel, str) else kernel
     only = config.getoption("--attnfuzz-kernel")
     for name in only:
@@ -167,11 +170,34 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, config:
         pytest.skip(f"{subject.name} declares no {settings.device}")
     if reason := subject.unavailable(settings.device):
         pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
+    if case := config.getoption("--attnfuzz-case"):
+        _run_case(subject, case, shard, settings.device)
+        return
     finished = campaign([subject], settings, lambda _: None)
     if finished.interrupted:
         raise KeyboardInterrupt
     if finished.found or finished.lost:
-        pytest.fail(_message(finished), pytrace=False)
+        again = (
+            f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
+            if registry.is_local(subject.name)
+            else None
+        )
+        pytest.fail(_message(finished, again), pytrace=False)
+
+
+def _run_case(kernel: Kernel, path: str, shard: int, device: Device) -> None:
+    """One case file again, in the first shard of its kernel's test."""
+    from attnfuzz.harness.corpus import read_case
+    from attnfuzz.harness.report.describe import describe_case, describe_verdict
+    from attnfuzz.harness.trial import run_trial
+
+    case = read_case(path).case
+    if case.kernel != kernel.name or shard:
+        pytest.skip(f"--attnfuzz-case is one of {case.kernel}, run in its first shard")
+    verdict = run_trial(case, device)
+    if verdict.failures:
+        told = [f"   {name:<20} {value}" for name, value in describe_case(case)]
+        pytest.fail("\n".join([f"FAILED {path}", *told, *describe_verdict(verdict)]), pytrace=False)
 
 
 def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Settings:
@@ -192,7 +218,7 @@ def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Sett
     )
 
 
-def _message(finished: Any) -> str:
+def _message(finished: Any, again: str | None) -> str:
     """Each failure: identity, minimal Case, what was seen, and the line that runs it again."""
     from io import StringIO
 
@@ -203,5 +229,5 @@ def _message(finished: Any) -> str:
     text = StringIO()
     console = Console(file=text, width=160)
     for number, found in enumerate(finished.found, 1):
-        show_found(console, number, found)
+        show_found(console, number, found, again)
     return text.getvalue().strip() or str(finished.lost)

@@ -29,7 +29,7 @@ class Profile:
     limits: dict[Device, Limits]
 
 
-_CPU = Limits(batch=4, heads=6, length=200, tiles=12)
+_CPU = Limits(batch=4, heads=6, length=300, tiles=12)
 _CUDA = Limits(batch=8, heads=8, length=4096, tiles=4096)
 
 PROFILES: dict[ProfileName, Profile] = {
@@ -91,6 +91,8 @@ class Settings:
     """Try the stored Cases of a kernel first."""
 
     def __post_init__(self) -> None:
+        if self.out == "":
+            raise reject("out", self.out, "failing Cases would be kept nowhere", "give a folder")
         for name in ("max_examples", "max_failures"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise reject(name, getattr(self, name), "nothing would be tried", "give 1 or more")

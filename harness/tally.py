@@ -26,8 +26,12 @@ class Tally:
         self.cases += 1
         for name, figures in verdict.figures.items():
             old = self.outputs.get(name, Worst())
-            self.outputs[name] = Worst(
-                cases=old.cases + (0 if figures.unjudged else 1), worst=max(old.worst, figures.worst), failures=old.failures
+            skipped = bool(figures.unjudged)
+            self.outputs[name] = replace(
+                old,
+                cases=old.cases + (not skipped),
+                unjudged=old.unjudged + skipped,
+                worst=max(old.worst, figures.worst),
             )
         for failure in verdict.failures:
             if failure.output:

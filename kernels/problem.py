@@ -16,6 +16,7 @@ OutputName = Literal["o", "lse", "dq", "dk", "dv"]
 
 OUTPUT_NAMES: tuple[OutputName, ...] = ("o", "lse", "dq", "dk", "dv")
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 class BadArgument(ValueError):
@@ -172,6 +173,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def _check_scores(self) -> None:
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             raise reject("softmax_scale", self.softmax_scale, "it must be finite", "give a number, or null for dim_qk ** -0.5")
+        if self.softmax_scale is not None and abs(self.softmax_scale) > _FLOAT32_MAX:
+            raise reject("softmax_scale", self.softmax_scale, "it does not fit float32, in which kernels take it", "give less")
         if not (math.isfinite(self.softcap) and self.softcap >= 0):
             raise reject("softcap", self.softcap, "it must be finite and not negative", "use 0 for no softcap")
         for side in self.window or ():

@@ -128,7 +128,7 @@ class _Terms:
 def _one(problem: Problem, data: SequenceData, deviations: Deviations, device: str, kv: slice) -> Budget:
     terms = _terms(problem, data, deviations, device, kv)
     d_lse = None if data.d_lse is None else data.d_lse.double().unflatten(0, (problem.kv_heads, problem.groups))[kv]
-    return _backward(terms, _forward(terms, deviations), d_lse)
+    return _backward(terms, _forward(terms, deviations), d_lse, deviations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +171,7 @@ def _terms(problem: Problem, data: SequenceData, deviations: Deviations, device:
         delta = delta + torch.minimum(form.u * size, spread + form.u * s.abs()) + 0.7 * form.eta * k.abs().sum(-1)[:, :, None, :]
     return _Terms(
         form=form, half=problem.dtype != "float32", tf32=tf32, scale=scale, q=q, k=k, v=v, d_o=d_o, seen=seen, live=live,
-        s=s, m=m, l=total, lse=m + torch.log(total), p=p, o=p @ v, delta_s=torch.where(seen, delta, 0.0).clamp(max=80),
+        s=s, m=m, l=total, lse=m + torch.log(total), p=p, o=p @ v, delta_s=torch.where(seen, delta, 0.0),
     )  # fmt: skip
 
 
@@ -211,12 +211,14 @@ def _forward(t: _Terms, deviations: Deviations) -> _Forward:
           + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost
     """
     keys = t.k.shape[2]
-    shift = torch.log((t.p * torch.exp(t.delta_s)).sum(-1).clamp(min=1.0))
+    # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
+    shift = torch.logsumexp(torch.log(t.p) + t.delta_s, -1) if keys else t.m
+    shift = shift.clamp(min=0.0)
     m_lse = shift + EPS * (4 * (t.lse.abs() + t.m.abs()) + 8 * (1 + math.log2(max(keys, 2))))
     if deviations.l_from_rounded_p:
         m_lse = m_lse + t.form.u * 1.01
     m_lse = torch.where(t.live, m_lse, 0.0)
-    e_f = torch.expm1(t.delta_s) * torch.exp(shift)[..., None]
+    e_f = torch.expm1(t.delta_s.clamp(max=80.0)) * torch.exp(shift.clamp(max=80.0))[..., None]
     unnormalised = t.p * t.l[..., None]
     top = (t.s == t.m[..., None]) & t.seen & (t.delta_s < t.form.u / 8)
     if deviations.lazy_rescale or t.tf32:
@@ -239,7 +241,7 @@ def _forward(t: _Terms, deviations: Deviations) -> _Forward:
     return _Forward(m_lse, torch.where(t.live[:, None], m_o, 0.0), e_f, c_f, flushed)
 
 
-def _backward(t: _Terms, forward: _Forward, d_lse: torch.Tensor | None) -> Budget:
+def _backward(t: _Terms, forward: _Forward, d_lse: torch.Tensor | None, deviations: Deviations) -> Budget:
     """The budgets of dV, dQ, dK, with D = rowsum(dO * O) (- dLSE) and dS = P (dP - D).
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
@@ -298,6 +300,9 @@ def _backward(t: _Terms, forward: _Forward, d_lse: torch.Tensor | None) -> Budge
     m_dk = scale * by_key(c_s + e_s + flushed_s + t.p * (h_d + b_d)[..., None] * (1 + e), q_size)
     m_dk = m_dk + _accumulated(key_steps, dk, scale * by_key(size, q_size))
     m_dk = m_dk + (1 + scale) * _lost(size.sum((1, 2))[..., None], q_size.sum((1, 2))[:, None], terms)
+    if deviations.half_partials:
+        m_dk = m_dk + scale * _partials(t, d_s, t.q)
+        m_dv = m_dv + _partials(t, t.p, t.d_o)
     return Budget(
         o=forward.m_o.flatten(0, 1),
         lse=forward.m_lse.flatten(0, 1),
@@ -306,6 +311,11 @@ def _backward(t: _Terms, forward: _Forward, d_lse: torch.Tensor | None) -> Budge
         dv=torch.where(touched, m_dv, 0.0),
         ds_overflows=(size >= 0.999 * t.form.largest).any(),
     )
+
+
+def _partials(t: _Terms, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One rounding of each query head's share of x^T y before the group is summed: u sum_g |x_g^T y_g| + eta per head."""
+    return 1.01 * t.form.u * (x.mT @ y).abs().sum(1) + t.form.eta * t.q.shape[1]
 
 
 def _delta(t: _Terms, forward: _Forward, d_p: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
+
+_Drawn = TypeVar("_Drawn")
+_Pair = tuple[int, int]
 
 __all__ = ["Room", "batches", "edges", "fitted"]
 
@@ -37,39 +41,59 @@ def edges(tile: int, longest: int) -> tuple[int, ...]:
     return tuple(sorted(n for n in found if 1 <= n <= longest))
 
 
-def batches(can: Capabilities, room: Room, *, dense: bool = False) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+def batches(can: Capabilities, room: Room, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
     """1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`: zero lengths at any place, or all alike if `dense`."""
     longest = min(room.length, can.length_max or room.length)
     pair, equal = _pairs(can, room, longest), not can.unequal
     if dense:
         alike = st.tuples(pair, st.integers(1, max(1, min(room.batch, room.tiles // room.heads))))
         return alike.map(lambda drawn: fitted([drawn[0]], room, equal, copies=drawn[1]) * drawn[1])
-    return st.lists(pair, min_size=1, max_size=room.batch).map(lambda found: fitted(found, room, equal))
+    # Mostly one sequence has both queries and keys: a batch of nothing but empty ones tells little.
+    solid = st.tuples(_solid(can, room, longest), st.lists(pair, max_size=room.batch - 1), st.integers(0, room.batch - 1))
+    mostly = solid.map(lambda drawn: [*drawn[1][: drawn[2]], drawn[0], *drawn[1][drawn[2] :]])
+    anything = st.lists(pair, min_size=1, max_size=room.batch)
+    return _weighted((3, mostly), (1, anything)).map(lambda found: fitted(found, room, equal))
+
+
+def _weighted(*choices: tuple[int, st.SearchStrategy[_Drawn]]) -> st.SearchStrategy[_Drawn]:
+    """One of `choices`, the first the simplest, as often as its weight says.
+
+    st.one_of takes the branches of its branches for its own, so that a choice with many inside comes up many times as often.
+    """
+    strategies = [strategy for weight, strategy in choices for _ in range(weight)]
+    return st.integers(0, len(strategies) - 1).flatmap(strategies.__getitem__)
 
 
 def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
-    near = [n * tile + d for n in (1, 2) for d in (-1, 0, 1) if 1 <= n * tile + d <= longest] or [longest]
-    return st.one_of(st.sampled_from(edges(tile, longest)), st.sampled_from(near), st.integers(1, longest))
+    near = [n * tile + d for n in (1, 2, 3) for d in (-1, 0, 1) if 1 <= n * tile + d <= longest] or [longest]
+    around = st.sampled_from(near)
+    return _weighted((3, st.sampled_from(edges(tile, longest))), (2, around), (2, st.integers(1, longest)))
 
 
-def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[tuple[int, int]]:
-    """(seqlen_q, seqlen_k) by relation first, simplest first: equal, k longer, q longer, unrelated, and the empty ones."""
+def _solid(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
+    """(seqlen_q, seqlen_k), neither empty, by relation, simplest first: equal, k longer, q longer, unrelated."""
     q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
-    by = st.one_of(st.sampled_from((1, 2, 3, 8, room.tile_m, room.tile_n + 1)), st.integers(1, longest))
-    choices: list[st.SearchStrategy[tuple[int, int]]] = [st.one_of(q, k).map(lambda n: (n, n))]
-    if can.unequal:
-        choices.append(st.tuples(q, by).map(lambda pair: (pair[0], min(sum(pair), longest))))
-        choices.append(st.tuples(k, by).map(lambda pair: (min(sum(pair), longest), pair[0])))
-        choices.append(st.tuples(q, k))
-    empty: list[st.SearchStrategy[tuple[int, int]]] = []
+    tile = room.tile_n
+    by = _weighted((2, st.sampled_from((1, 2, 3, 8, room.tile_m, tile - 1, tile, tile + 1))), (1, st.integers(1, longest)))
+    equal = _weighted((1, q), (1, k)).map(lambda n: (n, n))
+    if not can.unequal:
+        return equal
+    k_longer = st.tuples(q, by).map(lambda pair: (pair[0], max(1, min(sum(pair), longest))))
+    q_longer = st.tuples(k, by).map(lambda pair: (max(1, min(sum(pair), longest)), pair[0]))
+    return _weighted((1, equal), (1, k_longer), (1, q_longer), (1, st.tuples(q, k)))
+
+
+def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
+    """Any sequence that the kernel takes: both sides, queries without keys, keys without queries, neither."""
+    q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
+    choices = [(4, _solid(can, room, longest))]
     if can.zero_k and can.unequal:
-        empty.append(q.map(lambda n: (n, 0)))
+        choices.append((1, q.map(lambda n: (n, 0))))
     if can.zero_q and can.unequal:
-        empty.append(k.map(lambda n: (0, n)))
+        choices.append((1, k.map(lambda n: (0, n))))
     if can.zero_q and can.zero_k:
-        empty.append(st.just((0, 0)))
-    # The empty kinds stay a minority: a batch of nothing but empty sequences tells little.
-    return st.one_of(choices * 2 + empty)
+        choices.append((1, st.just((0, 0))))
+    return _weighted(*choices)
 
 
 def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False, copies: int = 1) -> tuple[tuple[int, int], ...]:

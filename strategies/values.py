@@ -11,7 +11,7 @@ __all__ = ["recipes"]
 
 _SEEDS = st.integers(0, 2**16 - 1)
 # "normal" thrice: the plain case is the sharpest probe of most bugs, and the simplest.
-_PATTERNS = st.sampled_from(("normal", "normal", "normal", *PATTERNS))
+_PATTERNS = st.sampled_from(("normal", "normal", "normal", *PATTERNS, "negative"))
 _MODERATE = st.sampled_from((1.0, 1.0, 1.0, 1.0, 0.25, 0.5, 2.0, 4.0))
 _LARGE = st.sampled_from((1.0, 1.0, 1.0, 0.0625, 4.0, 16.0))
 _GRADIENT = st.sampled_from((1.0, 1.0, 1.0, 0.00390625, 0.25, 4.0, 16.0))

@@ -51,7 +51,7 @@ def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Pat
         execute=run_trial,
         listener=lambda _: None,
         corpus=Corpus(tmp_path),
-        replay=False,
+        stored=(),
         seed=1,
         seconds=None,
         most=CASES,

@@ -107,7 +107,7 @@ def test_a_faulty_kernel_fails_with_its_minimal_case_and_how_to_run_it_again(acm
             "   seqlen_q x seqlen_k  *6 (ragged)",
             "   heads                1 query, 1 key/value (groups of 1)",
             "   exception: forward raised ValueError: more than 5 keys",
-            "   run it again:        attnfuzz repro found/cases/acme.faulty-forward-exception-*.json",
+            "   run it again: *pytest test_acme.py::test_kernel --attnfuzz-case found/cases/acme.faulty-forward-exception-*.json",
         ]
     )
     result.stdout.no_fnmatch_line("*Traceback*")

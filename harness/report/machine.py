@@ -56,7 +56,8 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "compiles": row.compiles,
         "compile_seconds": row.compile_seconds,
         "outputs": {
-            name: {"cases": each.cases, "worst": each.worst, "failures": each.failures} for name, each in row.outputs.items()
+            name: {"cases": each.cases, "unjudged": each.unjudged, "worst": each.worst, "failures": each.failures}
+            for name, each in row.outputs.items()
         },
         "failures": len(row.found),
         "features": row.features,

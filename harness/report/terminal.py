@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from attnfuzz.harness import events
 from attnfuzz.harness.corpus import CaseFile, repro_line
-from attnfuzz.harness.events import Event, Found, KernelSummary
+from attnfuzz.harness.events import Event, Found, KernelSummary, Worst
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.reproduce import Reproduction
@@ -39,7 +40,6 @@ class Terminal:
         )
         self.task: TaskID | None = None
         self.cases = self.failures = self.compiled = self.to_compile = 0
-        self.share: float | None = None
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -54,7 +54,6 @@ class Terminal:
         self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {found}", highlight=False)
         budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {len(event.kernels)} kernels"
         self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True, markup=False)
-        self.share = None if event.seconds is None else event.seconds / len(event.kernels)
         self.progress.start()
 
     def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
@@ -107,27 +106,24 @@ class Terminal:
 
 
 def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
-    """Kernels x outputs: Cases judged, worst error over budget, failures."""
-    table = Table(title="worst error / budget (1 is the limit)", title_justify="left")
-    table.add_column("kernel")
-    table.add_column("cases", justify="right")
-    table.add_column("cases/s", justify="right")
-    for name in OUTPUT_NAMES:
-        table.add_column(OUTPUT_TITLES[name], justify="right")
-    table.add_column("failures", justify="right")
+    """Kernels x outputs: Cases judged, worst error over budget, Cases in which the output was wrong."""
+    table = Table()
+    table.add_column("kernel", no_wrap=True)
+    for column in ("output", "cases", "worst error / budget", "wrong in"):
+        table.add_column(column, justify="left" if column == "output" else "right")
     for row in summaries:
-        cells = []
-        for name in OUTPUT_NAMES:
-            figures = row.outputs.get(name)
-            bad = figures is not None and figures.failures
-            cells.append(Text("-" if figures is None else _ratio(figures.worst), style="red" if bad else ""))
-        failures = Text(str(len(row.found)), style="red" if row.found else "green")
-        table.add_row(escape(row.kernel), str(row.cases), f"{row.rate:.1f}", *cells, failures)
+        for number, name in enumerate(OUTPUT_NAMES):
+            figures = row.outputs.get(name, Worst())
+            unjudged = f" (+{figures.unjudged} not judged)" if figures.unjudged else ""
+            wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
+            title = escape(row.kernel) if number == 0 else ""
+            table.add_row(title, OUTPUT_TITLES[name], f"{figures.cases}{unjudged}", _ratio(figures.worst), wrong)
+        table.add_section()
     return table
 
 
-def show_found(console: Console, number: int, found: Found) -> None:
-    """One failure: identity, minimal Case, message, and how to run it again."""
+def show_found(console: Console, number: int, found: Found, again: str | None = None) -> None:
+    """One failure: identity, minimal Case, message, and how to run it again (`again` and the path, or `attnfuzz repro`)."""
     partly = ", partly shrunk" if found.partly else ""
     console.print(
         f"\n[bold red]{number}. {escape(str(found.identity))}[/] (found after {found.cases_to_find} cases, "
@@ -140,7 +136,8 @@ def show_found(console: Console, number: int, found: Found) -> None:
     for line in describe_verdict(found.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
     if found.path:
-        console.print(f"   run it again:        {repro_line(found.path)}", highlight=False, soft_wrap=True, markup=False)
+        line = f"{again} {shlex.quote(found.path)}" if again else repro_line(found.path)
+        console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_stored(console: Console, stored: CaseFile) -> None:
