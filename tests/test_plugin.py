@@ -331,3 +331,17 @@ def test_the_header_shows_what_differs() -> None:
         "attnfuzz: kernel=['a'] device=cpu profile=gate budget=5s max-examples=3 seed=2 out=x"
     )
     assert plugin.pytest_report_header(config(kernel=[])) is None
+
+
+def test_a_case_file_is_run_again_by_the_line_that_was_printed(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING)
+    pytest_here(acme, "--attnfuzz-out", "found", "-k", "0")
+    [path] = (acme.path / "found" / "cases").iterdir()
+    result = pytest_here(acme, "test_acme.py::test_kernel", "--attnfuzz-case", str(path))
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        ["FAILED *.json", "   seqlen_q x seqlen_k  *6 (ragged)", "exception: forward raised ValueError: *"]
+    )
+    acme.makepyfile(test_acme=PASSING)
+    missing = pytest_here(acme, "--attnfuzz-case", "nowhere.json")
+    missing.stdout.fnmatch_lines(["*case='nowhere.json': it cannot be read*"])
