@@ -14,6 +14,7 @@ from attnfuzz.strategies.case import Case
 __all__ = [
     "CampaignFinished",
     "CampaignStarted",
+    "CaseSkipped",
     "CompileFinished",
     "Event",
     "FailureFound",
@@ -46,6 +47,14 @@ class KernelSkipped:
     """A kernel that cannot run here, and why."""
 
     kernel: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSkipped:
+    """A stored Case that the kernel does not take here, and why."""
+
+    path: str
     reason: str
 
 
@@ -173,6 +182,7 @@ class CampaignFinished:
 Event = (
     CampaignStarted
     | KernelSkipped
+    | CaseSkipped
     | KernelStarted
     | CompileFinished
     | TrialFinished

@@ -133,7 +133,8 @@ class Hunt:
 
     def _replay(self) -> None:
         for stored in self.stored:
-            if self.kernel.supports(stored.case.problem, stored.case.config, self.device) is not None:
+            if reason := self.kernel.supports(stored.case.problem, stored.case.config, self.device):
+                self.listener(events.CaseSkipped(str(stored.path), reason))
                 continue
             verdict = self._try(stored.case, "replay")
             if (identity := self._new(verdict)) is not None:

@@ -569,6 +569,16 @@ def test_stored_cases_are_tried_first() -> None:
     assert failure["case"]["problem"] == {**json.loads(case.canonical())["problem"], "seqlens_q": [1], "seqlens_k": [1]}
 
 
+def test_a_stored_case_beyond_the_capabilities_is_named_with_the_reason() -> None:
+    folder = Path(".attnfuzz/cases")
+    folder.mkdir(parents=True)
+    case = Case(kernel="acme.flash", problem=Problem(seqlens_q=(2,), seqlens_k=(5,), dim_qk=7, dim_v=7))
+    (folder / "acme.flash-mine.json").write_text(case.canonical())
+    result = run(examples=3)
+    assert result.exit_code == 0
+    assert ".attnfuzz/cases/acme.flash-mine.json: not tried again here: dim_qk, dim_v=(7, 7): supports" in result.stdout
+
+
 def test_a_broken_stored_case_ends_the_run_with_its_path() -> None:
     folder = Path(".attnfuzz/cases")
     folder.mkdir(parents=True)

@@ -59,6 +59,9 @@ class Terminal:
     def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
         self._say(f"[yellow]{escape(event.kernel)}: not run here: {escape(event.reason)}[/]")
 
+    def _on_CaseSkipped(self, event: events.CaseSkipped) -> None:  # noqa: N802
+        self._say(f"[yellow]{escape(event.path)}: not tried again here: {escape(event.reason)}[/]")
+
     def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
         self.cases = self.failures = self.compiled = 0
         self.to_compile = event.compiles
