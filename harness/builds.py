@@ -1,36 +1,21 @@
-"""Compiling: one process at a time per compile key, so that the backends' disk caches serve the others; pools in parallel."""
+"""Compiling: one process at a time per compile key, so that the backends' disk caches serve the others."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing import get_context
 
 from attnfuzz.harness import environment
-from attnfuzz.kernels import cache, registry
+from attnfuzz.kernels import cache
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.strategies.shapes import Variant
 
-__all__ = ["Compiled", "built", "compile_pool"]
+__all__ = ["built", "compile_here"]
 
 _ready: set[tuple[str, str, Device]] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """One variant of a kernel was compiled: seconds it took, or the compiler's error."""
-
-    kernel: str
-    key: str
-    seconds: float
-    error: str | None = None
 
 
 def built(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
@@ -53,43 +38,16 @@ def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> 
         return kernel.build(problem, config, device)
     except (BuildError, BadArgument):
         raise
-    except Exception as error:  # a compiler's Python side may raise anything: that is the finding
+    except (Exception, SystemExit, GeneratorExit) as error:  # a compiler's Python side may raise anything: that is the finding
         raise BuildError(f"{type(error).__name__}: {error}") from error
 
 
-def compile_pool(kernel: Kernel, variants: Sequence[Variant], device: Device, jobs: int | None = None) -> Iterator[Compiled]:
-    """Compile `variants` in child processes, as many at once as there are cores, and say so as each is done.
-
-    A kernel that only this process knows (registered at run time) is compiled here, one variant after the other.
-    """
-    can = kernel.capabilities
-    by_key = {kernel.compile_key(each.problem(can), each.config): each for each in variants}
-    if device not in can.compiles_on:
-        return
-    if registry.is_local(kernel.name):
-        for key, each in by_key.items():
-            seconds, error = _compile(kernel.name, each.problem(can), dict(each.config), device)
-            yield Compiled(kernel=kernel.name, key=key, seconds=seconds, error=error)
-        return
-    workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(by_key)))
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    try:
-        futures: dict[Future[tuple[float, str | None]], str] = {
-            pool.submit(_compile, kernel.name, each.problem(can), dict(each.config), device): key for key, each in by_key.items()
-        }
-        for future in as_completed(futures):
-            seconds, error = future.result()
-            yield Compiled(kernel=kernel.name, key=futures[future], seconds=seconds, error=error)
-    finally:
-        # After Ctrl-C what has not begun is not begun any more.
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _compile(name: str, problem: Problem, config: dict[str, int | str | bool], device: Device) -> tuple[float, str | None]:
+def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Device) -> tuple[float, str | None]:
+    """(seconds, the compiler's error or None) of compiling in this process."""
     start = time.perf_counter()
     environment.prepare(device)
     try:
-        built(registry.get(name), problem, Config(config), device)
+        built(kernel, problem, config, device)
     except BuildError as error:
         return time.perf_counter() - start, str(error)
     return time.perf_counter() - start, None

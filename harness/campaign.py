@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from attnfuzz.harness import environment
-from attnfuzz.harness.builds import compile_pool
 from attnfuzz.harness.corpus import CaseFile, Corpus
 from attnfuzz.harness.events import (
     CampaignFinished,
@@ -18,58 +17,99 @@ from attnfuzz.harness.events import (
     KernelSummary,
     Listener,
 )
+from attnfuzz.harness.executors import Executor, InProcess
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.hunt import Hunt
+from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.journal import Journal, LeftBehind, left_behind
+from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.settings import PROFILES, Settings
-from attnfuzz.harness.trial import DeviceLost, run_trial
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.shapes import Variant, all_variants, pool
 
-__all__ = ["Execute", "campaign"]
-
-Execute = Callable[[Case, Device], Verdict]
+__all__ = ["campaign", "executor_for"]
 
 
-def campaign(kernels: Sequence[Kernel], settings: Settings, listener: Listener, execute: Execute = run_trial) -> CampaignFinished:
+def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
+    """Where the Trials of `settings` run: in child processes, or in this one if it says so. Close it after use."""
+    if settings.in_process:
+        return InProcess(settings.device)
+    backends = [kernel.backend for kernel in kernels]
+    return Isolated(settings.device, backends=backends, deadline=settings.deadline, memory=settings.memory)
+
+
+def campaign(
+    kernels: Sequence[Kernel], settings: Settings, listener: Listener, executor: Executor | None = None
+) -> CampaignFinished:
     """Try `kernels` one after the other, each with an even share of the budget.
 
     A kernel that cannot run here is skipped with its reason. Ctrl-C ends the run with what was found until then.
 
+    Args:
+        kernels: the subjects.
+        settings: of the run.
+        listener: hears every event.
+        executor: where Trials run; None: one is made for this campaign, and closed after it.
+
     Raises:
-        BadArgument: none of the kernels can run here.
+        BadArgument: none of the kernels can run here, or a Case cannot.
     """
     start = time.monotonic()
-    environment.prepare(settings.device)
     able, skipped = _sorted_out(list({kernel.name: kernel for kernel in kernels}.values()), settings.device)
     corpus = Corpus(settings.out) if settings.out else None
     if corpus:
         corpus.check()
     # Read before anything runs: a file that cannot be read must not cost what was found until its turn.
-    stored = {each.name: list(corpus.of(each.name)) if corpus and settings.replay else [] for each in able}
-    described = environment.describe(settings.device)
-    listener(CampaignStarted(settings.changed(), described, tuple(kernel.name for kernel in able), settings.seconds))
-    for each in skipped:
-        listener(each)
+    replayed = corpus if settings.replay else None
+    stored = {each.name: list(replayed.of(each.name)) if replayed else [] for each in able}
+    left = list(left_behind(settings.out)) if settings.out and settings.replay else []
+    used = executor or executor_for(able, settings)
+    try:
+        described = used.describe()
+        listener(CampaignStarted(settings.changed(), described, tuple(kernel.name for kernel in able), settings.seconds))
+        for each in skipped:
+            listener(each)
+        journal = Journal(settings.out) if settings.out else None
+        shared = _Shared(settings, listener, used, corpus, journal, len(able))
+        turns = [
+            _Turn(kernel, shared, stored[kernel.name], [each for each in left if each.case.kernel == kernel.name])
+            for kernel in able
+        ]
+        return _taken(turns, shared, skipped, start)
+    finally:
+        if used is not executor:
+            used.close()
+
+
+def _taken(turns: Sequence[_Turn], shared: _Shared, skipped: Sequence[KernelSkipped], start: float) -> CampaignFinished:
+    """Every kernel has its turn, until the user or a lost device ends the run."""
     summaries: list[KernelSummary] = []
     interrupted, lost = False, None
-    for kernel in able:
-        turn = _Turn(kernel, settings, listener, execute, corpus, stored[kernel.name], shares=len(able))
-        try:
-            turn.run()
-        except KeyboardInterrupt:
-            interrupted = True
-        except DeviceLost as error:
-            lost = str(error)
-        finally:
-            summaries.append(turn.hunt.summary(turn.compiles, turn.compile_seconds))
-            listener(KernelFinished(summaries[-1]))
-        if interrupted or lost:
-            break
+    try:
+        for turn in turns:
+            try:
+                turn.run()
+            except KeyboardInterrupt:
+                interrupted = True
+            except DeviceLost as error:
+                lost = str(error)
+            finally:
+                summaries.append(turn.hunt.summary(turn.compiles, turn.compile_seconds))
+                shared.listener(KernelFinished(summaries[-1]))
+            if interrupted or lost:
+                break
+    except BaseException:
+        # The Case in flight is the one to look at: the next run meets it first.
+        if shared.journal:
+            shared.journal.abandon()
+        raise
+    if shared.journal:
+        shared.journal.close()
     finished = CampaignFinished(tuple(summaries), tuple(skipped), time.monotonic() - start, interrupted, lost)
-    listener(finished)
+    shared.listener(finished)
     return finished
 
 
@@ -91,21 +131,25 @@ def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel]
     return able, skipped
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the turns of one campaign have in common."""
+
+    settings: Settings
+    listener: Listener
+    executor: Executor
+    corpus: Corpus | None
+    journal: Journal | None
+    shares: int
+
+
 class _Turn:
     """One kernel's turn: its pool of variants, compiled, then hunted."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        settings: Settings,
-        listener: Listener,
-        execute: Execute,
-        corpus: Corpus | None,
-        stored: Sequence[CaseFile],
-        shares: int,
-    ) -> None:
-        self.kernel, self.settings, self.listener = kernel, settings, listener
+    def __init__(self, kernel: Kernel, shared: _Shared, stored: Sequence[CaseFile], left: Sequence[LeftBehind]) -> None:
+        self.kernel, self.shared = kernel, shared
         self.compiles, self.compile_seconds = 0, 0.0
+        settings = shared.settings
         profile = PROFILES[settings.profile]
         variants = all_variants(kernel, settings.device)
         if settings.device in kernel.capabilities.compiles_on:
@@ -115,36 +159,40 @@ class _Turn:
             kernel,
             settings.device,
             limits=profile.limits[settings.device],
-            execute=execute,
-            listener=listener,
-            corpus=corpus,
+            executor=shared.executor,
+            listener=shared.listener,
+            corpus=shared.corpus,
             stored=stored,
+            journal=shared.journal,
+            left_behind=left,
             seed=settings.seed * 1000003 + settings.shard,
-            seconds=None if settings.seconds is None else settings.seconds / shares,
+            seconds=None if settings.seconds is None else settings.seconds / shared.shares,
             most=settings.max_examples,
             most_failures=settings.max_failures,
             shrink_seconds=profile.shrink,
         )
 
     def run(self) -> None:
-        compiled = self.settings.device in self.kernel.capabilities.compiles_on
-        self.listener(KernelStarted(self.kernel.name, len(self.variants), len(self.variants) if compiled else 0))
-        self.hunt.run(self._compiled())
+        compiled = self.shared.settings.device in self.kernel.capabilities.compiles_on
+        self.shared.listener(KernelStarted(self.kernel.name, len(self.variants), len(self.variants) if compiled else 0))
+        self.hunt.run(self._compiled() if compiled else self.variants)
 
     def _compiled(self) -> tuple[Variant, ...]:
         """The variants whose compile succeeded; one that failed is a Failure with its smallest Case."""
-        start = time.monotonic()
-        keys = {self.kernel.compile_key(each.problem(self.kernel.capabilities), each.config): each for each in self.variants}
-        good = dict(keys)
-        for done in compile_pool(self.kernel, self.variants, self.settings.device, self.settings.jobs):
+        start, can = time.monotonic(), self.kernel.capabilities
+        keys = [self.kernel.compile_key(each.problem(can), each.config) for each in self.variants]
+        cases: dict[str, Case] = {}
+        for key, each in zip(keys, self.variants, strict=True):
+            cases.setdefault(key, Case(kernel=self.kernel.name, problem=each.problem(can), config=each.config))
+        broken: dict[Case, Failure] = {}
+        for done in self.shared.executor.compiled(list(cases.values()), self.shared.settings.jobs):
             self.compiles += 1
-            self.listener(CompileFinished(done.kernel, done.key, done.seconds, done.error))
-            if done.error is not None:
-                variant = good.pop(done.key)
-                failure = Failure(kernel=done.kernel, kind="compile-error", check="build", message=done.error[:2000])
-                case = Case(kernel=done.kernel, problem=variant.problem(self.kernel.capabilities), config=variant.config)
-                self.hunt.record(case, Verdict(status="fail", failures=(failure,)))
+            error = done.failure.message if done.failure else None
+            self.shared.listener(CompileFinished(done.case.kernel, done.case.config.canonical(), done.seconds, error))
+            if done.failure is not None:
+                broken[done.case] = done.failure
+        # Simplest first, whichever was done first: the first Case of an identity is the one that is kept.
+        for case in (each for each in cases.values() if each in broken):
+            self.hunt.record(case, Verdict(status="fail", failures=(broken[case],)), minimal=True)
         self.compile_seconds = time.monotonic() - start
-        return tuple(
-            each for each in self.variants if self.kernel.compile_key(each.problem(self.kernel.capabilities), each.config) in good
-        )
+        return tuple(each for key, each in zip(keys, self.variants, strict=True) if cases[key] not in broken)

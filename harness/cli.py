@@ -32,6 +32,12 @@ _device = click.option(
     help="Where the kernels run; auto takes CUDA if there is one.",
 )
 _out = click.option("--out", default=".attnfuzz", show_default=True, metavar="DIR", help="Folder of case files.")
+_in_process = click.option(
+    "--in-process", is_flag=True, help="No child processes, for a debugger: a kernel that crashes or hangs takes attnfuzz along."
+)
+_deadline = click.option(
+    "--deadline", metavar="60s", help="Time that a stage of a trial may take before it hangs [default: 60s]."
+)
 _seed = click.option(
     "--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order."
 )
@@ -138,6 +144,14 @@ def _list_row(name: str) -> dict[str, Any]:
 @click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How much is tried.")
 @_out
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
+@_deadline
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=1),
+    metavar="GIB",
+    help="Memory that a child process may hold, in GiB [default: half of it].",
+)
+@_in_process
 @_json
 def run_command(
     kernels: tuple[str, ...],
@@ -149,6 +163,9 @@ def run_command(
     profile: str,
     out: str,
     jobs: int | None,
+    deadline: str | None,
+    memory: float | None,
+    in_process: bool,
     as_json: bool,
 ) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
@@ -163,6 +180,9 @@ def run_command(
         seed=seed,
         out=out,
         jobs=jobs,
+        deadline=None if deadline is None else options.duration(deadline, "deadline"),
+        memory=None if memory is None else int(memory * (1 << 30)),
+        in_process=in_process,
     )
     chosen = [registry.get(name) for name in kernels or registry.names()]
     click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
@@ -200,20 +220,29 @@ def show_command(case: str, as_json: bool) -> None:
 @main.command("repro")
 @click.argument("case", metavar="CASE")
 @_device
+@_deadline
+@_in_process
 @_json
-def repro_command(case: str, device: str, as_json: bool) -> None:
+def repro_command(case: str, device: str, deadline: str | None, in_process: bool, as_json: bool) -> None:
     """Run a case file again: FIXED (exit 0), FAILED (1) or ERROR (2)."""
     from attnfuzz.harness.corpus import read_case
     from attnfuzz.harness.report.terminal import show_reproduction
     from attnfuzz.harness.reproduce import reproduce
+    from attnfuzz.harness.settings import duration
 
     stored = read_case(case)
+    seconds = None if deadline is None else duration(deadline, "deadline")
     try:
-        done = reproduce(stored.case, device)
+        done = reproduce(stored.case, device, rate=stored.rate, in_process=in_process, deadline=seconds)
     except BadArgument as error:
         raise BadArgument(f"ERROR {case}: {error}") from None
     if as_json:
-        found = {"outcome": done.outcome, "device": done.device, "verdict": machine.verdict_object(done.verdict)}
+        found = {
+            "outcome": done.outcome,
+            "device": done.device,
+            "verdict": machine.verdict_object(done.verdict),
+            "runs": done.runs,
+        }
         click.echo(dumps({**found, "case": stored.case.to_object()}))
     else:
         show_reproduction(_console(), stored, done)

@@ -30,6 +30,19 @@ class CaseFile:
     found: dict[str, Any]
     path: Path
 
+    @property
+    def rate(self) -> tuple[int, int] | None:
+        """It failed in so many of so many runs, where it did not fail every time."""
+        told = self.found.get("rate")
+        if (
+            not isinstance(told, list)
+            or len(told) != 2
+            or not all(type(each) is int for each in told)
+            or not 0 < told[0] < told[1]
+        ):
+            return None
+        return told[0], told[1]
+
 
 def read_case(path: Path | str) -> CaseFile:
     """Read a case file, or a bare Case.
@@ -80,7 +93,16 @@ class Corpus:
             reason = f"failing Cases could not be written there ({error.strerror})"
             raise reject("out", str(self.folder.parent), reason, "give a folder that can be written") from None
 
-    def write(self, case: Case, verdict: Verdict, identity: Identity, *, minimal: bool, seed: int) -> Path:
+    def write(
+        self,
+        case: Case,
+        verdict: Verdict,
+        identity: Identity,
+        *,
+        minimal: bool,
+        seed: int,
+        rate: tuple[int, int] | None = None,
+    ) -> Path:
         """Write a failing Case with what was found; returns its path. A crash leaves the old file or the new one, never half."""
         failure = next((each for each in verdict.failures if each.identity == identity), verdict.failure)
         found = {
@@ -91,6 +113,7 @@ class Corpus:
             "seed": seed,
             "device": verdict.device,
             "versions": verdict.versions,
+            **({"rate": list(rate)} if rate else {}),
         }
         path = (
             self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"

@@ -14,6 +14,7 @@ from attnfuzz.strategies.case import Case
 __all__ = [
     "CampaignFinished",
     "CampaignStarted",
+    "CaseResumed",
     "CaseSkipped",
     "CompileFinished",
     "Event",
@@ -56,6 +57,14 @@ class CaseSkipped:
 
     path: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResumed:
+    """A Case was in flight when `deaths` earlier runs died; it comes first."""
+
+    case: Case
+    deaths: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +142,8 @@ class Found:
     cases_to_find: int
     seconds_to_find: float
     shrink_trials: int
+    rate: tuple[int, int] | None = None
+    """It showed in so many of so many runs; None: every time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +159,8 @@ class KernelSummary:
     outputs: dict[OutputName, Worst]
     found: tuple[Found, ...]
     features: dict[str, int] = field(default_factory=dict)
+    replaced: int = 0
+    """Child processes that died or were put down."""
 
     @property
     def rate(self) -> float:
@@ -183,6 +196,7 @@ Event = (
     CampaignStarted
     | KernelSkipped
     | CaseSkipped
+    | CaseResumed
     | KernelStarted
     | CompileFinished
     | TrialFinished

@@ -30,6 +30,9 @@ Kind = Literal[
     "memory",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_TOLD_BY_CHECK: frozenset[Kind] = frozenset(
+    ("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "guard", "contract", "hang", "out-of-memory")
+)
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
 
@@ -78,8 +81,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def identity(self) -> Identity:
-        """What shrinking keeps: exceptions are told apart by their message without digits, the rest by output and check."""
-        numeric = self.kind in ("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "guard", "contract")
+        """What shrinking keeps: exceptions and crashes go by their message without digits, the rest by output and check."""
+        numeric = self.kind in _TOLD_BY_CHECK
         return Identity(
             kernel=self.kernel,
             kind=self.kind,

@@ -7,32 +7,38 @@ the choices behind a Case, and ends in smaller ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
+from msgspec.structs import replace
 
 from attnfuzz.harness import events
 from attnfuzz.harness.corpus import CaseFile, Corpus
 from attnfuzz.harness.events import FailureFound, Found, KernelSummary, Listener, Shrunk, TrialFinished
-from attnfuzz.harness.failure import Identity
+from attnfuzz.harness.executors import Executor
+from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Identity
+from attnfuzz.harness.journal import Journal, LeftBehind
+from attnfuzz.harness.lost import DeviceLost
+from attnfuzz.harness.shrink import Shrinker, Sighting, tries
 from attnfuzz.harness.tally import Tally
-from attnfuzz.harness.trial import DeviceLost
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.shapes import Variant
-from attnfuzz.strategies.simpler import simpler
 
-__all__ = ["Hunt"]
+__all__ = ["DEADLY", "Hunt"]
 
 _ROUND = 100
 """Examples a round: Hypothesis stops soon after a round's first bug, and the clock is looked at between examples."""
 _BARREN_ROUNDS = 3
 """Rounds without a new Case after which a small space counts as exhausted."""
+DEADLY = "run"
+"""The check of a Case that ended whole runs, which no run tries again by itself."""
+_DEADLY = 2
+"""Runs that a Case may end before it counts as that."""
 
 
 class CaseFailed(AssertionError):
@@ -41,19 +47,6 @@ class CaseFailed(AssertionError):
     def __init__(self, case: Case, identity: Identity) -> None:
         super().__init__(f"{identity} with {case.canonical()}")
         self.case, self.identity = case, identity
-
-
-@dataclass(slots=True)
-class _Sighting:
-    """A Failure while it is being shrunk."""
-
-    case: Case
-    verdict: Verdict
-    cases_before: int
-    seconds: float
-    path: str | None
-    trials: int = 0
-    partly: bool = False
 
 
 class Hunt:
@@ -65,10 +58,12 @@ class Hunt:
         device: Device,
         *,
         limits: Limits,
-        execute: Callable[[Case, Device], Verdict],
+        executor: Executor,
         listener: Listener,
         corpus: Corpus | None,
-        stored: Sequence[CaseFile],
+        stored: Sequence[CaseFile] = (),
+        journal: Journal | None = None,
+        left_behind: Sequence[LeftBehind] = (),
         seed: int,
         seconds: float | None,
         most: int | None,
@@ -76,24 +71,26 @@ class Hunt:
         shrink_seconds: float,
     ) -> None:
         self.kernel, self.device, self.limits = kernel, device, limits
-        self.execute, self.listener, self.corpus, self.seed = execute, listener, corpus, seed
-        self.stored, self.most_failures = stored, most_failures
+        self.executor, self.listener, self.corpus, self.seed = executor, listener, corpus, seed
+        self.stored, self.journal, self.left_behind, self.most_failures = stored, journal, left_behind, most_failures
         self.seconds, self.most, self.shrink_seconds = seconds, most, shrink_seconds
         self.found: dict[Identity, Found] = {}
         self._known: set[Identity] = set()
         self.tally = Tally()
         self._memo: dict[Case, Verdict] = {}
         self._classes: dict[Identity, type[CaseFailed]] = {}
-        self._sighted: dict[Identity, _Sighting] = {}
+        self._sighted: dict[Identity, Sighting] = {}
         self._started: float | None = None
         self._ended: float | None = None
         self._variants: Sequence[Variant] = ()
         self._shrink_total = 0.0
+        self._replaced_before = executor.statistics.replaced
 
     def run(self, variants: Sequence[Variant]) -> None:
-        """Replay the corpus, then hunt. Time is counted from here, shrinking apart."""
+        """Replay what was in flight when a run died and what the corpus holds, then hunt. Shrinking has time of its own."""
         self._started, self._variants = time.monotonic(), variants
         try:
+            self._resume()
             self._replay()
             barren = number = 0
             while variants and not self._spent() and barren < _BARREN_ROUNDS:
@@ -107,11 +104,11 @@ class Hunt:
         finally:
             self._ended = time.monotonic()
 
-    def record(self, case: Case, verdict: Verdict) -> None:
+    def record(self, case: Case, verdict: Verdict, *, minimal: bool = False) -> None:
         """Keep a Failure as it is, unshrunk."""
         if (identity := self._new(verdict)) is not None:
             self._sight(identity, case, verdict)
-            self._sighted[identity].partly = True
+            self._sighted[identity].partly = not minimal
             self._settle()
 
     def summary(self, compiles: int, compile_seconds: float) -> KernelSummary:
@@ -126,23 +123,60 @@ class Hunt:
             seconds=seconds,
             compiles=compiles,
             compile_seconds=compile_seconds,
+            replaced=self.executor.statistics.replaced - self._replaced_before,
             outputs=dict(self.tally.outputs),
             found=tuple(self.found.values()),
             features=dict(self.tally.features),
         )
 
+    def _resume(self) -> None:
+        """Cases that were in flight when their runs died: what kills every run with it must not do so for ever."""
+        for left in self.left_behind:
+            self.listener(events.CaseResumed(left.case, left.deaths))
+            if reason := self.kernel.supports(left.case.problem, left.case.config, self.device):
+                self.listener(events.CaseSkipped(str(left.path), reason))
+            elif left.deaths >= _DEADLY and self.corpus:
+                message = f"{left.deaths} runs died while this Case was in flight"
+                failure = Failure(kernel=self.kernel.name, kind="crash", check=DEADLY, message=message)
+                verdict = Verdict(status="fail", failures=(failure,))
+                path = self.corpus.write(left.case, verdict, failure.identity, minimal=False, seed=self.seed)
+                self.listener(events.CaseSkipped(str(path), message))
+            else:
+                self._tried_first(left.case, deaths=left.deaths)
+            left.path.unlink(missing_ok=True)
+
     def _replay(self) -> None:
         for stored in self.stored:
-            if reason := self.kernel.supports(stored.case.problem, stored.case.config, self.device):
+            if reason := self._why_not_again(stored):
                 self.listener(events.CaseSkipped(str(stored.path), reason))
                 continue
-            verdict = self._try(stored.case, "replay")
-            if (identity := self._new(verdict)) is not None:
-                self._sight(identity, stored.case, verdict)
-                self._shrink(identity)
-                self._settle()
-                if stored.found.get("minimal") is False and str(stored.path) != self.found[identity].path and self.corpus:
-                    self.corpus.remove(stored.path)
+            identity = self._tried_first(stored.case, runs=tries(stored.rate))
+            if (
+                identity
+                and stored.found.get("minimal") is False
+                and str(stored.path) != self.found[identity].path
+                and self.corpus
+            ):
+                self.corpus.remove(stored.path)
+
+    def _why_not_again(self, stored: CaseFile) -> str | None:
+        told = stored.found.get("identity")
+        if isinstance(told, dict) and told.get("check") == DEADLY:
+            return f"{stored.found.get('message')}; only `attnfuzz repro` tries it again"
+        return self.kernel.supports(stored.case.problem, stored.case.config, self.device)
+
+    def _tried_first(self, case: Case, *, runs: int = 1, deaths: int = 0) -> Identity | None:
+        """Try a Case known from before, shrink what it shows; returns the identity that it is kept under."""
+        verdict = self._try(case, "replay", deaths=deaths)
+        for _ in range(runs - 1):
+            if verdict.failures:
+                break
+            verdict = self._memo[case] = self._executed(case)
+        if (identity := self._new(verdict)) is None:
+            return None
+        self._sight(identity, case, verdict)
+        self._shrink(identity)
+        return self._settle()[identity]
 
     def _round(self, number: int, variants: Sequence[Variant]) -> None:
         @seed(self.seed * 7919 + number)
@@ -190,29 +224,22 @@ class Hunt:
         return next((each.identity for each in verdict.failures if each.identity not in self._known), None)
 
     def _shrink(self, identity: Identity) -> None:
-        """Take the first simpler Case that fails alike, again and again, until none does or the time for it is spent."""
-        start, seen = time.monotonic(), self._sighted[identity]
-        seen.partly = True
+        start = time.monotonic()
+        self._sighted[identity].partly = True
+        shrinker = Shrinker(self._attempt, self._supported, self.executor.fresh, self._memo, self._variants)
         try:
-            while (step := self._step(seen, identity, start + self.shrink_seconds)) is not None:
-                seen.case, seen.verdict = step
-            seen.partly = time.monotonic() >= start + self.shrink_seconds
+            shrinker.shrink(self._sighted[identity], identity, self.shrink_seconds)
         finally:
             self._shrink_total += time.monotonic() - start
 
-    def _step(self, seen: _Sighting, identity: Identity, deadline: float) -> tuple[Case, Verdict] | None:
-        for case in simpler(seen.case, self._variants):
-            if self.kernel.supports(case.problem, case.config, self.device) is not None:
-                continue
-            verdict = self._memo.get(case)
-            if verdict is None:
-                if time.monotonic() >= deadline:
-                    return None
-                seen.trials += 1
-                verdict = self._try(case, "shrink")
-            if any(failure.identity == identity for failure in verdict.failures):
-                return case, verdict
-        return None
+    def _attempt(self, case: Case, patient: bool) -> Verdict:
+        verdict = self._memo[case] = self._executed(case, patient=patient)
+        self.tally.shrink_cases += 1
+        self.listener(TrialFinished(self.kernel.name, "shrink", case, verdict))
+        return verdict
+
+    def _supported(self, case: Case) -> bool:
+        return self.kernel.supports(case.problem, case.config, self.device) is None
 
     def _spent(self) -> bool:
         assert self._started is not None
@@ -222,13 +249,19 @@ class Hunt:
             return True
         return self.seconds is not None and time.monotonic() - self._started - self._shrink_total >= self.seconds
 
-    def _try(self, case: Case, phase: events.Phase) -> Verdict:
-        verdict = self._memo[case] = self.execute(case, self.device)
-        if phase == "shrink":
-            self.tally.shrink_cases += 1
-        else:
-            self.tally.add(case, verdict)
+    def _try(self, case: Case, phase: events.Phase, *, deaths: int = 0) -> Verdict:
+        verdict = self._memo[case] = self._executed(case, deaths=deaths)
+        self.tally.add(case, verdict)
         self.listener(TrialFinished(self.kernel.name, phase, case, verdict))
+        return verdict
+
+    def _executed(self, case: Case, *, patient: bool = False, deaths: int = 0) -> Verdict:
+        """Run a Case that is on disk before it is launched."""
+        if self.journal:
+            self.journal.launch(case, deaths)
+        verdict = self.executor.trial(case, patient=patient)
+        if self.journal:
+            self.journal.landed()
         return verdict
 
     def _sight(self, identity: Identity, case: Case, verdict: Verdict) -> None:
@@ -237,24 +270,40 @@ class Hunt:
         if self.corpus:
             path = str(self.corpus.write(case, verdict, identity, minimal=False, seed=self.seed))
         seconds = 0.0 if self._started is None else time.monotonic() - self._started - self._shrink_total
-        self._sighted[identity] = _Sighting(case, verdict, self.tally.cases, seconds, path)
+        self._sighted[identity] = Sighting(case, verdict, self.tally.cases, seconds, path)
         self.listener(FailureFound(identity, case, verdict, self.tally.cases, seconds, path))
 
-    def _settle(self) -> None:
-        """Each sighting becomes a finding, its file replaced by the minimal Case's."""
-        for identity, seen in self._sighted.items():
+    def _settle(self) -> dict[Identity, Identity]:
+        """Each sighting becomes a finding, its file replaced by the minimal Case's; returns what each is called now."""
+        names = {}
+        for sighted, seen in self._sighted.items():
+            verdict = self._labelled(sighted, seen)
+            identity = names[sighted] = verdict.failures[0].identity if verdict is not seen.verdict else sighted
             path = seen.path
             if self.corpus:
-                path = str(self.corpus.write(seen.case, seen.verdict, identity, minimal=not seen.partly, seed=self.seed))
+                minimal = not seen.partly
+                path = str(self.corpus.write(seen.case, verdict, identity, minimal=minimal, seed=self.seed, rate=seen.rate))
                 if seen.path is not None and seen.path != path:
                     self.corpus.remove(Path(seen.path))
             self.found[identity] = Found(
-                identity, seen.case, seen.verdict, seen.partly, path, seen.cases_before, seen.seconds, seen.trials
+                identity, seen.case, verdict, seen.partly, path, seen.cases_before, seen.seconds, seen.trials, seen.rate
             )
             # What the minimal Case shows besides is the same bug, told with it.
-            self._known |= {identity, *(each.identity for each in seen.verdict.failures)}
-            self.listener(Shrunk(identity, seen.case, seen.verdict, seen.partly, seen.trials, path))
+            self._known |= {identity, sighted, *(each.identity for each in seen.verdict.failures)}
+            self.listener(Shrunk(identity, seen.case, verdict, seen.partly, seen.trials, path))
         self._sighted.clear()
+        return names
+
+    def _labelled(self, identity: Identity, seen: Sighting) -> Verdict:
+        """The verdict, or, where an output declared deterministic is wrong only sometimes, one that says so first."""
+        failure = seen.failure(identity)
+        deterministic = identity.output in self.kernel.capabilities.deterministic
+        if seen.rate is None or failure is None or not deterministic or identity.kind not in ("mismatch", "nonfinite"):
+            return seen.verdict
+        title = OUTPUT_TITLES[identity.output] if identity.output else ""
+        message = f"{title} differs from run to run, though declared deterministic: {failure.message}"
+        first = replace(failure, kind="nondeterministic", message=message)
+        return replace(seen.verdict, failures=(first, *(each for each in seen.verdict.failures if each is not failure)))
 
 
 def _check_expected(error: BaseException) -> None:

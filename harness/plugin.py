@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from attnfuzz.harness.executors import Executor
     from attnfuzz.harness.settings import Settings
-    from attnfuzz.kernels.contract import Device, Kernel
+    from attnfuzz.kernels.contract import Kernel
 
 __all__ = ["fuzz"]
 
 _SHARDS = 2
+_EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
 _PER_GPU = 4
 """Workers that share a GPU: small cases leave it idle most of the time, and every worker takes about a GiB of it."""
 
@@ -69,6 +71,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--attnfuzz-case", default=None, metavar="FILE", help="run just this case file, in its kernel's tests")
     group.addoption("--attnfuzz-seed", default=0, type=int, metavar="N", help="same seed, same Cases")
+    group.addoption(
+        "--attnfuzz-deadline", default=None, metavar="60s", help="time that a stage of a trial may take before it hangs"
+    )
+    group.addoption(
+        "--attnfuzz-in-process", action="store_true", help="no child processes, for a debugger: a crash ends the tests"
+    )
     group.addoption("--attnfuzz-out", default=".attnfuzz", metavar="DIR", help="folder of case files")
 
 
@@ -95,12 +103,15 @@ def _check_options(config: pytest.Config) -> None:
     from attnfuzz.harness import settings as options
     from attnfuzz.kernels.problem import reject
 
-    budget, most, device = (config.getoption(f"--attnfuzz-{name}") for name in ("budget", "max-examples", "device"))
+    budget, most, device, deadline = (
+        config.getoption(f"--attnfuzz-{name}") for name in ("budget", "max-examples", "device", "deadline")
+    )
     options.Settings(
         profile=options.profile(config.getoption("--attnfuzz-profile")).name,
         budget=None if budget is None else options.duration(budget),
         max_examples=most,
         seed=config.getoption("--attnfuzz-seed"),
+        deadline=None if deadline is None else options.duration(deadline, "deadline"),
     )
     if device not in ("auto", "cpu", "cuda"):
         raise reject("device", device, "no such device", "use auto, cpu or cuda")
@@ -120,6 +131,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
         "max-examples": None,
         "seed": 0,
         "out": ".attnfuzz",
+        "deadline": None,
+        "in-process": False,
     }
     values = {name: config.getoption(f"--attnfuzz-{name}") for name in defaults}
     changed = " ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
@@ -171,9 +184,9 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request
     if reason := subject.unavailable(settings.device):
         pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
     if case := config.getoption("--attnfuzz-case"):
-        _run_case(subject, case, shard, settings.device)
+        _run_case(subject, case, shard, settings)
         return
-    finished = campaign([subject], settings, lambda _: None)
+    finished = campaign([subject], settings, lambda _: None, _executor(config, subject, settings))
     if finished.interrupted:
         raise KeyboardInterrupt
     if finished.found or finished.lost:
@@ -185,19 +198,36 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request
         pytest.fail(_message(finished, again), pytrace=False)
 
 
-def _run_case(kernel: Kernel, path: str, shard: int, device: Device) -> None:
+def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
+    """One for all tests of this process that run on the same device: children are not started anew for each."""
+    from attnfuzz.harness.campaign import executor_for
+
+    known = config.stash.setdefault(_EXECUTORS, {})
+    if settings.device not in known:
+        known[settings.device] = executor_for([kernel], settings)
+    return known[settings.device]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the child processes."""
+    for executor in config.stash.get(_EXECUTORS, {}).values():
+        executor.close()
+
+
+def _run_case(kernel: Kernel, path: str, shard: int, settings: Settings) -> None:
     """One case file again, in the first shard of its kernel's test."""
     from attnfuzz.harness.corpus import read_case
     from attnfuzz.harness.report.describe import describe_case, describe_verdict
-    from attnfuzz.harness.trial import run_trial
+    from attnfuzz.harness.reproduce import reproduce
 
-    case = read_case(path).case
+    stored = read_case(path)
+    case = stored.case
     if case.kernel != kernel.name or shard:
         pytest.skip(f"--attnfuzz-case is one of {case.kernel}, run in its first shard")
-    verdict = run_trial(case, device)
-    if verdict.failures:
+    done = reproduce(case, settings.device, rate=stored.rate, in_process=settings.in_process, deadline=settings.deadline)
+    if done.verdict.failures:
         told = [f"   {name:<20} {value}" for name, value in describe_case(case)]
-        pytest.fail("\n".join([f"FAILED {path}", *told, *describe_verdict(verdict)]), pytrace=False)
+        pytest.fail("\n".join([f"FAILED {path}", *told, *describe_verdict(done.verdict)]), pytrace=False)
 
 
 def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Settings:
@@ -205,6 +235,7 @@ def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Sett
     from attnfuzz.harness.environment import resolve_device
 
     budget, asked = config.getoption("--attnfuzz-budget"), config.getoption("--attnfuzz-max-examples")
+    deadline = config.getoption("--attnfuzz-deadline")
     most = -(-(most if asked is None else asked) // shards)
     return options.Settings(
         device=resolve_device(config.getoption("--attnfuzz-device")),
@@ -215,6 +246,8 @@ def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Sett
         shard=shard,
         shards=shards,
         out=config.getoption("--attnfuzz-out"),
+        in_process=config.getoption("--attnfuzz-in-process"),
+        deadline=None if deadline is None else options.duration(deadline, "deadline"),
     )
 
 

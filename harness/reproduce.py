@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnfuzz.harness import environment
+from attnfuzz.harness.executors import Executor, InProcess
+from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.shrink import Rate, tries
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Reproduction", "reproduce"]
@@ -16,24 +20,42 @@ __all__ = ["Reproduction", "reproduce"]
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """What came of running a Case again on `device`."""
+    """What came of running a Case again on `device`: the last Verdict of `runs`."""
 
     outcome: Literal["FIXED", "FAILED"]
     device: Device
     verdict: Verdict
+    runs: int = 1
 
 
-def reproduce(case: Case, asked: str) -> Reproduction:
+def reproduce(
+    case: Case, asked: str, *, rate: Rate | None = None, in_process: bool = False, deadline: float | None = None
+) -> Reproduction:
     """Run `case` again on `asked` ("auto": CUDA if this machine and the kernel have it, else the CPU).
+
+    Args:
+        case: what to run.
+        asked: auto, cpu or cuda.
+        rate: how often it failed, where that was not every time: it is run until it fails, or as often as that rate demands.
+        in_process: in this process, for a debugger; else in a child, which may die of it.
+        deadline: seconds that a stage may take; None: 60.
 
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem.
     """
-    from attnfuzz.harness.trial import run_trial
-
     device = environment.resolve_device(asked)
-    if asked == "auto" and device == "cuda" and "cuda" not in registry.get(case.kernel).capabilities.devices:
+    kernel = registry.get(case.kernel)
+    if asked == "auto" and device == "cuda" and "cuda" not in kernel.capabilities.devices:
         device = "cpu"
-    environment.prepare(device)
-    verdict = run_trial(case, device)
-    return Reproduction("FIXED" if verdict.failure is None else "FAILED", device, verdict)
+    if reason := kernel.unavailable(device):
+        raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
+    executor: Executor = InProcess(device) if in_process else Isolated(device, backends=[kernel.backend], deadline=deadline)
+    try:
+        most = tries(rate)
+        for runs in range(1, most + 1):
+            verdict = executor.trial(case, patient=True)
+            if verdict.failure is not None or runs == most:
+                break
+    finally:
+        executor.close()
+    return Reproduction("FIXED" if verdict.failure is None else "FAILED", device, verdict, runs)

@@ -57,7 +57,7 @@ def profile(name: str) -> Profile:
     raise reject("profile", name, "no such profile", f"use one of {', '.join(PROFILES)}")
 
 
-def duration(text: str) -> float:
+def duration(text: str, name: str = "budget") -> float:
     """Seconds of "60s", "5m", "1.5h", "500ms" or "2m30s".
 
     Raises:
@@ -65,10 +65,10 @@ def duration(text: str) -> float:
     """
     parts = re.findall(r"(\d+(?:\.\d*)?)(ms|s|min|m|h)", text.strip())
     if not parts or "".join(n + unit for n, unit in parts) != text.strip():
-        raise reject("budget", text, "it is no duration", "give a number and a unit, such as 60s, 5m or 1h")
+        raise reject(name, text, "it is no duration", "give a number and a unit, such as 60s, 5m or 1h")
     seconds = sum(float(n) * _UNITS[unit] for n, unit in parts)
     if seconds <= 0:
-        raise reject("budget", text, "nothing can be tried in no time", "give a positive duration, such as 60s")
+        raise reject(name, text, "nothing can be tried in no time", "give a positive duration, such as 60s")
     return seconds
 
 
@@ -89,6 +89,12 @@ class Settings:
     jobs: int | None = None
     replay: bool = True
     """Try the stored Cases of a kernel first."""
+    in_process: bool = False
+    """Run Trials in this process, for a debugger, and not in children."""
+    deadline: float | None = None
+    """Seconds that a stage of a Trial may take before it hangs, 60 unless told; a compile may take ten times that."""
+    memory: int | None = None
+    """Bytes that a child process may hold; by default half of the machine's memory, shared by xdist's workers."""
 
     def __post_init__(self) -> None:
         if self.out == "":
@@ -105,6 +111,10 @@ class Settings:
             raise reject("budget", self.budget, "nothing can be tried in no time", "give a positive number of seconds")
         if self.shards < 1 or not 0 <= self.shard < self.shards:
             raise reject("shard", self.shard, f"there are {self.shards} shards", "count shards from 0, and have at least 1")
+        if self.deadline is not None and not self.deadline > 0:
+            raise reject("deadline", self.deadline, "nothing can be done in no time", "give a positive number of seconds")
+        if self.memory is not None and self.memory < 1 << 30:
+            raise reject("memory", self.memory, "a process that has imported torch holds half of that", "give 1 GiB or more")
         if self.jobs is not None and self.jobs < 1:
             raise reject("jobs", self.jobs, "nothing would be compiled", "give 1 or more")
 

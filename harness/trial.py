@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,40 +14,38 @@ from msgspec.structs import replace
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.builds import built
-from attnfuzz.harness.failure import Failure, printable
+from attnfuzz.harness.failure import Failure, Kind, printable
 from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
-from attnfuzz.harness.poison import PoisonEmpty
+from attnfuzz.harness.lost import DeviceLost
+from attnfuzz.harness.poison import Bands, PoisonEmpty
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.strategies.case import Case
 
+_DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
+    ("crash", "a device-side assertion failed", ("device-side assert", "ERROR_ASSERT")),
+    ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
+    ("illegal-access", "a misaligned address", ("misaligned address", "MISALIGNED_ADDRESS")),
+    ("crash", "an unspecified launch failure", ("unspecified launch failure", "LAUNCH_FAILED")),
+)
 _INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 
-__all__ = ["DeviceLost", "check_runnable", "run_trial"]
-
-
-class DeviceLost(BaseException):
-    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record.
-
-    No Exception, so that nothing on the way up takes it for the kernel's own and tries again.
-    """
-
-    def __init__(self, case: Case, failure: Failure) -> None:
-        super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
-        self.case, self.failure = case, failure
+__all__ = ["check_runnable", "is_out_of_memory", "run_trial"]
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Seconds spent in each stage."""
+    """Seconds spent in each stage; `enter` hears of each as it begins."""
 
+    enter: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        self.enter(name)
         start = time.perf_counter()
         try:
             yield
@@ -71,17 +69,18 @@ def check_runnable(case: Case, device: Device) -> Kernel:
     return kernel
 
 
-def run_trial(case: Case, device: Device) -> Verdict:
+def run_trial(case: Case, device: Device, enter: Callable[[str], None] = lambda _: None) -> Verdict:
     """Make inputs, run the kernel forward and backward, run the oracle, judge.
 
     Whatever the kernel raises is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
+    `enter` is told each stage as it begins: compile, inputs, kernel, oracle, judge.
 
     Raises:
         BadArgument: the Case cannot run here.
         DeviceLost: the kernel broke the device for this process.
     """
     environment.prepare(device)
-    kernel, clock = check_runnable(case, device), _Clock()
+    kernel, clock = check_runnable(case, device), _Clock(enter)
     device_name, versions = environment.device_name(device), environment.versions()
     try:
         with clock.stage("compile"):
@@ -90,12 +89,12 @@ def run_trial(case: Case, device: Device) -> Verdict:
         failure = Failure(kernel=case.kernel, kind="compile-error", check="build", message=printable(str(error)[:2000]))
         return Verdict(status="fail", failures=(failure,), seconds=clock.seconds, device=device_name, versions=versions)
     with clock.stage("inputs"):
-        inputs = materialise(case.problem, case.recipe, device)
-        given = _copied(inputs)
+        inputs, bands = materialise(case.problem, case.recipe, device), Bands()
+        given = _copied(inputs, bands)
     with clock.stage("kernel"):
-        outcome = _run(case, ready, given, device)
-    if not isinstance(outcome, Failure):
-        outcome = _changed_input(case, inputs, given) or outcome
+        outcome = _run(case, ready, given, device, bands)
+        if not isinstance(outcome, Failure):
+            outcome = _overstepped(case, bands) or _changed_input(case, inputs, given) or outcome
     if isinstance(outcome, Failure):
         return Verdict(status="fail", failures=(outcome,), seconds=clock.seconds, device=device_name, versions=versions)
     with clock.stage("oracle"):
@@ -105,34 +104,60 @@ def run_trial(case: Case, device: Device) -> Verdict:
     return replace(verdict, seconds=clock.seconds, device=device_name, versions=versions)
 
 
-def _run(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
+def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands) -> Outputs | Failure:
     needs, step = case.problem.needs.outputs, "forward"
     d_q = d_k = d_v = None
     try:
-        with torch.no_grad(), PoisonEmpty():
+        with torch.no_grad(), PoisonEmpty(bands):
             o, lse = ready.forward(inputs)
+            # So that an error of the device shows in the step that made it.
+            environment.synchronise(device)
             if {"dq", "dk", "dv"} & set(needs):
                 step = "backward"
                 d_q, d_k, d_v = ready.backward(inputs, o, lse)
-            environment.synchronise(device)
+                environment.synchronise(device)
     except (Exception, SystemExit, GeneratorExit) as error:  # a kernel may raise anything: that is the finding
-        failure = Failure(
-            kernel=case.kernel,
-            kind="exception",
-            check=step,
-            message=printable(f"{step} raised {type(error).__name__}: {error}"[:2000]),
-            detail=printable("".join(traceback.format_exception(error))[-6000:]),
-        )
+        failure = _raised(case.kernel, step, error)
         if not environment.alive(device):
-            raise DeviceLost(case, replace(failure, kind="illegal-access")) from error
+            raise DeviceLost(case, _device_error(failure)) from error
         return failure
     return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v)
 
 
-def _copied(inputs: Inputs) -> Inputs:
+def _raised(kernel: str, step: str, error: BaseException) -> Failure:
+    told = printable(f"{step} raised {type(error).__name__}: {error}"[:2000])
+    detail = printable("".join(traceback.format_exception(error))[-6000:])
+    if is_out_of_memory(error):
+        return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=told, detail=detail)
+    return Failure(kernel=kernel, kind="exception", check=step, message=told, detail=detail)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation was refused, by Python, torch's CPU allocator or the device's."""
+    refusals = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(each in str(error) for each in refusals)
+    )
+
+
+def _device_error(failure: Failure) -> Failure:
+    """An error after which the device is lost, by its name alone: each library words it in its own way."""
+    for kind, name, words in _DEVICE_ERRORS:
+        if any(word in failure.message for word in words):
+            return replace(failure, kind=kind, message=f"{failure.check}: {name}", detail=f"{failure.message}\n{failure.detail}")
+    return replace(failure, kind="illegal-access")
+
+
+def _copied(inputs: Inputs, bands: Bands) -> Inputs:
     """What the kernel gets: tensors of its own, so that nothing it writes can reach the oracle."""
-    tensors = {name: getattr(inputs, name).clone() for name in _INPUTS if getattr(inputs, name) is not None}
+    tensors = {name: bands.copy(value, f"its input {name}") for name in _INPUTS if (value := getattr(inputs, name)) is not None}
     return dataclasses.replace(inputs, **tensors)
+
+
+def _overstepped(case: Case, bands: Bands) -> Failure | None:
+    """A kernel must write within its tensors."""
+    message = bands.broken()
+    return Failure(kernel=case.kernel, kind="guard", check="bounds", message=message) if message else None
 
 
 def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:

@@ -121,7 +121,9 @@ def _only_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def attnfuzz(*arguments: str) -> Result:
-    """`attnfuzz ARGUMENTS` in this process."""
+    """`attnfuzz ARGUMENTS` in this process, Trials too: subjects with lambdas in them are known here only, and it is faster."""
+    if arguments and arguments[0] in ("run", "repro"):
+        arguments = (*arguments, "--in-process")
     sys.argv = ["attnfuzz", *arguments]
     return CliRunner().invoke(cli.main, list(arguments))
 
@@ -351,7 +353,7 @@ def test_list() -> None:
 def test_a_correct_kernel_is_clean() -> None:
     result = run()
     assert result.exit_code == 0, result.output
-    assert "settings: max_examples=25; budget: no time limit" in result.stdout
+    assert "settings: max_examples=25 in_process=True; budget: no time limit" in result.stdout
     assert "acme.flash: 25 cases in " in result.stdout
     assert "no failures in 25 cases" in result.stdout
     assert result.stderr == ""
@@ -418,6 +420,7 @@ def test_json_of_the_whole_way() -> None:
         "outputs",
         "failures",
         "features",
+        "processes_replaced",
     }
     assert (row["kernel"], row["cases"], row["failures"]) == ("acme.flash", 25, 1)
     assert set(row["outputs"]) == {"o", "lse", "dq", "dk", "dv"}
@@ -432,6 +435,7 @@ def test_json_of_the_whole_way() -> None:
         "cases_to_find",
         "seconds_to_find",
         "shrink_trials",
+        "rate",
     }
     assert failure["identity"]["kind"] == "exception"
     assert failure["repro"] == f"attnfuzz repro {failure['path']}"
@@ -443,7 +447,7 @@ def test_json_of_the_whole_way() -> None:
     again = attnfuzz("repro", failure["path"], "--device", "cpu", "--json")
     assert again.exit_code == 1
     reproduced = json.loads(again.stdout)
-    assert set(reproduced) == {"outcome", "device", "verdict", "case"}
+    assert set(reproduced) == {"outcome", "device", "verdict", "case", "runs"}
     assert (reproduced["outcome"], reproduced["device"]) == ("FAILED", "cpu")
     registry.register(Subject())
     again = attnfuzz("repro", failure["path"], "--device", "cpu", "--json")

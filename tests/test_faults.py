@@ -10,10 +10,10 @@ from support_faults import FAULTS, Fault, faulty
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.corpus import Corpus
+from attnfuzz.harness.executors import InProcess
 from attnfuzz.harness.hunt import Hunt
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.harness.settings import PROFILES
-from attnfuzz.harness.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.shapes import Variant, all_variants
@@ -48,10 +48,9 @@ def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Pat
         kernel,
         device,
         limits=PROFILES["quick"].limits["cpu"],
-        execute=run_trial,
+        executor=InProcess(device),
         listener=lambda _: None,
         corpus=Corpus(tmp_path),
-        stored=(),
         seed=1,
         seconds=None,
         most=CASES,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnfuzz.harness.inputs import materialise, noise
-from attnfuzz.harness.poison import PoisonEmpty
+from attnfuzz.harness.poison import Bands, PoisonEmpty
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
 from attnfuzz.strategies.case import PATTERNS, Recipe
 
@@ -142,7 +142,7 @@ def test_a_layout_that_cannot_be_built_is_refused() -> None:
 
 
 def test_poison_fills_every_kind_of_empty() -> None:
-    with PoisonEmpty():
+    with PoisonEmpty(Bands()):
         x = torch.empty(3)
         made = [
             x,

@@ -37,6 +37,7 @@ def found_object(found: Found) -> dict[str, Any]:
         "cases_to_find": found.cases_to_find,
         "seconds_to_find": found.seconds_to_find,
         "shrink_trials": found.shrink_trials,
+        "rate": list(found.rate) if found.rate else None,
     }
 
 
@@ -61,4 +62,5 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         },
         "failures": len(row.found),
         "features": row.features,
+        "processes_replaced": row.replaced,
     }

@@ -62,6 +62,9 @@ class Terminal:
     def _on_CaseSkipped(self, event: events.CaseSkipped) -> None:  # noqa: N802
         self._say(f"[yellow]{escape(event.path)}: not tried again here: {escape(event.reason)}[/]")
 
+    def _on_CaseResumed(self, event: events.CaseResumed) -> None:  # noqa: N802
+        self._say(f"[yellow]case {event.case.id} was in flight when a run died: it comes first[/]")
+
     def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
         self.cases = self.failures = self.compiled = 0
         self.to_compile = event.compiles
@@ -89,7 +92,8 @@ class Terminal:
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
         compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
-        self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}")
+        replaced = f", {row.replaced} processes replaced" if row.replaced else ""
+        self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}{replaced}")
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self.progress.stop()
@@ -128,6 +132,8 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
 def show_found(console: Console, number: int, found: Found, again: str | None = None) -> None:
     """One failure: identity, minimal Case, message, and how to run it again (`again` and the path, or `attnfuzz repro`)."""
     partly = ", partly shrunk" if found.partly else ""
+    if found.rate:
+        partly += f"; shows in {found.rate[0]} of {found.rate[1]} runs"
     console.print(
         f"\n[bold red]{number}. {escape(str(found.identity))}[/] (found after {found.cases_to_find} cases, "
         f"shrunk in {found.shrink_trials} trials{partly})",
@@ -161,7 +167,10 @@ def show_stored(console: Console, stored: CaseFile) -> None:
 def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) -> None:
     """FIXED or FAILED, the Case, and what was seen this time."""
     style = "bold green" if done.outcome == "FIXED" else "bold red"
-    console.print(f"[{style}]{done.outcome}[/] {escape(str(stored.path))} on {done.device}", highlight=False, soft_wrap=True)
+    runs = f", run {done.runs} times" if done.runs > 1 else ""
+    console.print(
+        f"[{style}]{done.outcome}[/] {escape(str(stored.path))} on {done.device}{runs}", highlight=False, soft_wrap=True
+    )
     for name, value in describe_case(stored.case):
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     for line in describe_verdict(done.verdict):

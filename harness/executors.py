@@ -1,0 +1,88 @@
+"""Where Trials and compiles happen: in child processes (harness/isolated.py, the rule), or in this one (for a debugger)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from attnfuzz.harness import environment
+from attnfuzz.harness.failure import Failure, printable
+from attnfuzz.harness.supervisor import Statistics
+from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels.contract import Device
+from attnfuzz.strategies.case import Case
+
+__all__ = ["Compiled", "Executor", "InProcess", "compile_error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One variant of a kernel was compiled: its Case, seconds it took, and what went wrong."""
+
+    case: Case
+    seconds: float
+    failure: Failure | None = None
+
+
+class Executor(Protocol):
+    """Runs what a campaign wants to know."""
+
+    statistics: Statistics
+
+    def trial(self, case: Case, *, patient: bool = False) -> Verdict:
+        """One Trial. `patient`: what takes long is given its full time."""
+
+    def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:
+        """Compile the kernel of each Case for it, `jobs` at once (default: the cores)."""
+
+    def fresh(self) -> None:
+        """The next Trial shall not meet what earlier ones left behind in the process."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the Trials run on."""
+
+    def close(self) -> None:
+        """Give back processes and files."""
+
+
+class InProcess:
+    """Everything in this process: a kernel that dies takes the run along, and one that hangs keeps it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.statistics = Statistics()
+        environment.prepare(device)
+
+    def trial(self, case: Case, *, patient: bool = False) -> Verdict:  # noqa: ARG002 - without deadlines
+        """One Trial."""
+        from attnfuzz.harness.trial import run_trial
+
+        self.statistics.tasks += 1
+        return run_trial(case, self.device)
+
+    def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:  # noqa: ARG002 - one after the other
+        """Compile, one after the other."""
+        from attnfuzz.harness.builds import compile_here
+        from attnfuzz.kernels import registry
+
+        for case in cases:
+            seconds, error = compile_here(registry.get(case.kernel), case.problem, case.config, self.device)
+            yield Compiled(case, seconds, compile_error(case, error))
+
+    def fresh(self) -> None:
+        """There is but one process."""
+
+    def describe(self) -> dict[str, Any]:
+        """What this process runs on."""
+        return environment.describe(self.device)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def compile_error(case: Case, error: str | None) -> Failure | None:
+    """A compiler's refusal, if there is one, as a Failure."""
+    if error is None:
+        return None
+    return Failure(kernel=case.kernel, kind="compile-error", check="build", message=printable(error[:2000]))

@@ -1,0 +1,202 @@
+"""Trials and compiles in child processes: whatever a kernel does becomes a Verdict, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from attnfuzz.harness.children import Nursery
+from attnfuzz.harness.deaths import THE_KERNELS_OWN, death_failure
+from attnfuzz.harness.executors import Compiled, compile_error
+from attnfuzz.harness.failure import Failure
+from attnfuzz.harness.shipping import shipped
+from attnfuzz.harness.supervisor import Death, Error, Outcome, Reply, Supervisor, Task
+from attnfuzz.harness.tasks import BACKENDS
+from attnfuzz.harness.verdict import Figures, Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies.case import Case
+
+__all__ = ["DEADLINE", "ExecutionError", "Isolated"]
+
+DEADLINE = 60.0
+"""Seconds that a stage of a Trial may take, unless told otherwise."""
+_COMPILE_DEADLINE = 600.0
+_FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
+"""A stage that takes 20 times its usual time, and half a second at least, is suspected to hang."""
+_GIB = 1 << 30
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+
+
+class ExecutionError(RuntimeError):
+    """An error of attnfuzz itself, raised in a child process."""
+
+
+class Isolated:
+    """Everything in child processes: whatever a kernel does becomes a Verdict, and the run goes on.
+
+    Args:
+        device: where the kernels run. On the CPU children are forked from a process that has imported what they need.
+        backends: of the kernels to come, for that import.
+        deadline: seconds that a stage may take, 60 unless told; a compile may take ten times that.
+        memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
+    """
+
+    def __init__(
+        self, device: Device, *, backends: Sequence[str] = (), deadline: float | None = None, memory: int | None = None
+    ) -> None:
+        self.device = device
+        self._deadline = DEADLINE if deadline is None else deadline
+        compiles = _COMPILE_DEADLINE if deadline is None else 10 * deadline
+        self._full = {"start": 180.0, "compile": compiles, "end": 30.0}
+        self._full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), self._deadline)
+        self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._seen: set[tuple[str, str]] = set()
+        self._hangs: set[tuple[str, str]] = set()
+        warm = Task("attnfuzz.harness.tasks:warm", {"device": device}, {})
+        preload = None
+        variables = {}
+        if device == "cpu":
+            preload = ["attnfuzz.harness.tasks:load_torch", *(BACKENDS[each] for each in sorted(set(backends) & set(BACKENDS)))]
+            # Whether there is a GPU must be asked without a CUDA context, which no fork survives.
+            variables = {"TRITON_INTERPRET": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
+        nursery = Nursery(preload, variables)
+        self._supervisor = Supervisor(nursery, memory=_memory_cap() if memory is None else memory, warm=warm)
+        self.statistics = self._supervisor.statistics
+        self._described: dict[str, Any] | None = None
+
+    def trial(self, case: Case, *, patient: bool = False) -> Verdict:
+        """One Trial, its Verdict also when it ended its process.
+
+        Raises:
+            BadArgument: the Case cannot run here.
+            ExecutionError: the harness itself failed in the child.
+        """
+        kernel = registry.get(case.kernel)
+        key = (case.kernel, kernel.compile_key(case.problem, case.config))
+        outcome = self._try(case, self._full if patient else self._deadlines(*key))
+        if self._doubtful(case.kernel, outcome):
+            # Late may be slow, and what fails outside the kernel may be what earlier Cases left behind: once more, without haste.
+            self.fresh()
+            outcome = self._try(case, self._full)
+            if isinstance(outcome, Death) and outcome.why == "hang":
+                self._hangs.add((case.kernel, outcome.stage))
+        verdict = self._verdict(case, outcome)
+        for stage, seconds in verdict.seconds.items():
+            self._usual[case.kernel, stage].append(seconds)
+        self._seen.add(key)
+        return verdict
+
+    def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:
+        """Compile in several children at once.
+
+        Raises:
+            BadArgument: a child cannot find the kernel.
+            ExecutionError: the harness itself failed in a child.
+        """
+        tasks = [
+            Task(
+                "attnfuzz.harness.tasks:compile_variant",
+                {
+                    "kernel": shipped(each.kernel),
+                    "problem": msgspec.to_builtins(each.problem),
+                    "config": dict(each.config),
+                    "device": self.device,
+                },
+                self._full,
+            )
+            for each in cases
+        ]
+        for index, outcome in self._supervisor.run_all(tasks, max(1, min(jobs or len(os.sched_getaffinity(0)), len(tasks)))):
+            case = cases[index]
+            if isinstance(outcome, Death):
+                yield Compiled(case, outcome.seconds, death_failure(case.kernel, outcome))
+            elif isinstance(outcome, Error):
+                raise _raised(outcome)
+            else:
+                yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
+        self._supervisor.trim()
+
+    def fresh(self) -> None:
+        """The next Trial has a process of its own."""
+        self._supervisor.replace()
+
+    def describe(self) -> dict[str, Any]:
+        """What the children run on."""
+        if self._described is None:
+            outcome = self._supervisor.run(Task("attnfuzz.harness.tasks:warm", {"device": self.device}, {}))
+            if not isinstance(outcome, Reply):
+                raise ExecutionError(outcome.trace if isinstance(outcome, Error) else outcome.output)
+            self._described = outcome.result
+        return self._described
+
+    def close(self) -> None:
+        """End the children and all that they have started; remove their temporary files."""
+        self._supervisor.close()
+
+    def _try(self, case: Case, deadlines: Mapping[str, float]) -> Outcome:
+        described = self.describe()
+        payload = {
+            "kernel": shipped(case.kernel),
+            "case": case.canonical(),
+            "device": self.device,
+            "device_name": described["device"],
+        }
+        return self._supervisor.run(Task("attnfuzz.harness.tasks:trial", payload, deadlines))
+
+    def _deadlines(self, kernel: str, compile_key: str) -> dict[str, float]:
+        """A multiple of each stage's usual time; the full time for code that has not run yet."""
+        found = dict(self._full)
+        for stage, full in self._full.items():
+            usual = self._usual[kernel, stage]
+            if len(usual) >= _ENOUGH and (kernel, compile_key) in self._seen:
+                found[stage] = min(full, max(_FLOOR, _TIMES_USUAL * max(usual)))
+        return found
+
+    def _doubtful(self, kernel: str, outcome: Outcome) -> bool:
+        if isinstance(outcome, Death):
+            if outcome.stage not in THE_KERNELS_OWN:
+                return True
+            hasty = outcome.why == "hang" and outcome.limit < self._full[outcome.stage]
+            return hasty and (kernel, outcome.stage) not in self._hangs
+        return isinstance(outcome, Error) and outcome.type in _OUT_OF_MEMORY
+
+    def _verdict(self, case: Case, outcome: Outcome) -> Verdict:
+        if isinstance(outcome, Reply):
+            return msgspec.convert(outcome.result, Verdict)
+        described = self.describe()
+        failures: tuple[Failure, ...] = ()
+        figures = {}
+        if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in THE_KERNELS_OWN):
+            failures = (death_failure(case.kernel, outcome),)
+        elif isinstance(outcome, Death) or outcome.type in _OUT_OF_MEMORY:
+            # The oracle needs more time or memory than there is: nothing is known of the kernel.
+            late = isinstance(outcome, Death) and outcome.why == "hang"
+            unjudged = "the oracle takes too long" if late else "the oracle needs too much memory"
+            figures = {name: Figures(elements=0, unjudged=unjudged) for name in case.problem.needs.outputs}
+        else:
+            raise _raised(outcome)
+        return Verdict(
+            status="fail" if failures else "pass",
+            failures=failures,
+            figures=figures,
+            device=described["device"],
+            versions=described["versions"],
+        )
+
+
+def _raised(error: Error) -> Exception:
+    if error.type in ("BadArgument", "UnknownKernel", "BadCase"):
+        return BadArgument(error.message)
+    return ExecutionError(f"{error.type}: {error.message}\n{error.trace}")
+
+
+def _memory_cap() -> int:
+    """Half of the machine's memory, shared by xdist's workers; at least 2 GiB."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(2 * _GIB, total // 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -1,0 +1,133 @@
+"""The Case in flight, on disk before it is launched: a run that dies, or a machine, leaves its last Case behind.
+
+One small file per process, written in place and synchronised, in two slots by turns, so that a torn write spoils neither the
+other slot nor the run. The process that owns the file holds a lock on it; a file without that lock was left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from attnfuzz.strategies.case import BadCase, Case, case_from_json
+
+__all__ = ["Journal", "LeftBehind", "left_behind"]
+
+_SLOT = 1 << 20
+_HEAD = struct.Struct("32sQ")
+"""SHA-256 of the content, and its length."""
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    number: int
+    case: str
+    """Canonical JSON; empty where nothing is in flight."""
+    deaths: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """A Case that was in flight when its run died, how many runs have died of it, and the file that tells so."""
+
+    case: Case
+    deaths: int
+    path: Path
+
+
+class Journal:
+    """This process's file in `folder`. Made when the first Case is launched, gone when it is closed."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self._folder = Path(folder) / "inflight"
+        self._path: Path | None = None
+        self._file = -1
+        self._number = 0
+
+    def launch(self, case: Case, deaths: int = 0) -> None:
+        """`case` is about to run; `deaths`: runs that have ended with it in flight. On disk when this returns."""
+        if self._file < 0:
+            self._open()
+        self._write(_Entry(self._number + 1, case.canonical(), deaths))
+        os.fdatasync(self._file)
+
+    def landed(self) -> None:
+        """The Case in flight has its verdict. Not synchronised: at worst a Case that passed is tried once more."""
+        if self._file >= 0:
+            self._write(_Entry(self._number + 1, ""))
+
+    def close(self) -> None:
+        """Nothing is in flight any more."""
+        if self._file >= 0 and self._path is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+            for folder in (self._folder, self._folder.parent):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+    def abandon(self) -> None:
+        """Leave the Case in flight for the next run."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._path = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.ftruncate(self._file, 2 * _SLOT)
+        os.fsync(self._file)
+        folder = os.open(self._folder, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def _write(self, entry: _Entry) -> None:
+        self._number = entry.number
+        content = msgspec.json.encode(entry)
+        if len(content) > _SLOT - _HEAD.size:
+            # A batch of a hundred thousand sequences: better no entry than one that spoils the other slot.
+            content = msgspec.json.encode(_Entry(entry.number, ""))
+        record = _HEAD.pack(hashlib.sha256(content).digest(), len(content)) + content
+        os.pwrite(self._file, record, entry.number % 2 * _SLOT)
+
+
+def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
+    """Cases whose run died while they were in flight, of all kernels. Files without such a Case are removed."""
+    for path in sorted((Path(folder) / "inflight").glob("*-*")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                # Its run is alive.
+                continue
+            entry = _latest(file.read())
+            try:
+                case = case_from_json(entry.case) if entry and entry.case else None
+            except BadCase:
+                case = None
+            if entry is None or case is None:
+                path.unlink(missing_ok=True)
+            else:
+                yield LeftBehind(case, entry.deaths + 1, path)
+
+
+def _latest(content: bytes) -> _Entry | None:
+    entries = []
+    for start in (0, _SLOT):
+        if len(content) < start + _HEAD.size:
+            continue
+        digest, length = _HEAD.unpack_from(content, start)
+        text = content[start + _HEAD.size : start + _HEAD.size + length] if length < _SLOT else b""
+        if text and hashlib.sha256(text).digest() == digest:
+            entries.append(msgspec.json.decode(text, type=_Entry))
+    return max(entries, key=lambda each: each.number, default=None)

@@ -1,0 +1,103 @@
+"""How a child process finds a kernel: by its name, or, where only this process knows it, by a pickle and the files it needs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import importlib.util
+import pickle
+import pickletools
+import sys
+from pathlib import Path
+from typing import Any
+
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.problem import BadArgument
+
+__all__ = ["shipped", "unpacked"]
+
+_packed: dict[bytes, dict[str, Any]] = {}
+_unpacked: dict[str, Kernel] = {}
+
+
+def shipped(name: str) -> dict[str, Any]:
+    """What a child needs to find the kernel called `name`, as JSON values.
+
+    Raises:
+        BadArgument: a child could not find it; the text says why and what to do.
+    """
+    kernel = registry.get(name)
+    if not registry.is_local(name):
+        return {"name": name}
+    try:
+        content = pickle.dumps(kernel)
+    except Exception as error:  # pickle raises whatever the object's own methods raise
+        if (place := _global(kernel)) is None:
+            raise BadArgument(
+                f"kernel={name!r}: a child process cannot be given it ({type(error).__name__}: {error}); make it a global of "
+                "a module, or its class one and without lambdas in it, or run it in this process (--in-process)"
+            ) from None
+        content = pickle.dumps(place)
+    if content not in _packed:
+        modules = _modules(content)
+        if "__main__" in modules:
+            raise BadArgument(
+                f"kernel={name!r}: it is defined in __main__, where a child cannot import it; move it into a module"
+            )
+        files = {each: str(file) for each in sorted(modules) if (file := _file(each)) is not None}
+        _packed[content] = {"name": name, "pickle": base64.b64encode(content).decode(), "modules": files}
+    return _packed[content]
+
+
+def unpacked(parcel: dict[str, Any]) -> Kernel:
+    """The kernel of what `shipped` gave, made known in this process under its name."""
+    if "pickle" not in parcel:
+        return registry.get(parcel["name"])
+    key = hashlib.sha256(parcel["pickle"].encode()).hexdigest()
+    if key not in _unpacked:
+        for name, file in parcel["modules"].items():
+            _imported(name, file)
+        found = pickle.loads(base64.b64decode(parcel["pickle"]))
+        _unpacked[key] = getattr(sys.modules[found[0]], found[1]) if isinstance(found, tuple) else found
+    return registry.register(_unpacked[key])
+
+
+def _global(kernel: Kernel) -> tuple[str, str] | None:
+    """(module, name) of a global that is the kernel."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is kernel and getattr(module, "__name__", None) in sys.modules:
+                return module.__name__, name
+    return None
+
+
+def _modules(content: bytes) -> set[str]:
+    """Modules that a pickle names: every string in it that is one."""
+    strings = {argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)}
+    return {each for each in strings if each in sys.modules}
+
+
+def _file(module: str) -> Path | None:
+    found = getattr(sys.modules[module], "__file__", None)
+    return Path(found).absolute() if found else None
+
+
+def _imported(name: str, file: str) -> None:
+    """Import `name` as any process would, or from the parent's own file: a test module may have no place on sys.path."""
+    if name in sys.modules:
+        return
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin is not None and Path(spec.origin).absolute() == Path(file):
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be imported as {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)

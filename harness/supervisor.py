@@ -1,0 +1,289 @@
+"""The parent's side of isolation: tasks go to children, each stage has a deadline, and a death is told with its cause."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from attnfuzz.harness.children import Child, ChildError, Nursery
+from attnfuzz.harness.wire import wait
+
+__all__ = ["Death", "Error", "Outcome", "Reply", "Statistics", "Supervisor", "Task"]
+
+_TICK = 0.05
+_FAMILY_TICK = 0.5
+_START_DEADLINE = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a child shall do: `target` ("module:function") with `payload`; seconds that each stage may take."""
+
+    target: str
+    payload: dict[str, Any]
+    deadlines: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A task's result."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """A task raised: an error of attnfuzz or of its use, since a kernel's own errors are results."""
+
+    type: str
+    message: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A task ended its process, or was killed for what it did."""
+
+    why: Literal["exit", "hang", "memory", "pipe"]
+    stage: str
+    seconds: float
+    """Time spent in that stage."""
+    limit: float
+    """What was exceeded: seconds (hang) or bytes (memory)."""
+    status: int | None
+    """Exit status as subprocess has it: negative for a signal."""
+    output: str
+    """The last that the process printed, faulthandler's stacks included."""
+    printed: int
+    """Bytes that it printed."""
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that ended it."""
+        if self.status is None or self.status >= 0:
+            return None
+        try:
+            return signal.Signals(-self.status).name
+        except ValueError:
+            return f"signal {-self.status}"
+
+    @property
+    def site(self) -> str | None:
+        """ "file.py:function" of the innermost Python frame, where faulthandler printed a stack."""
+        found = re.search(r"most recent call first\):\n\s+File \"([^\"]+)\", line \d+ in (\S+)", self.output)
+        return f"{os.path.basename(found[1])}:{found[2]}" if found else None  # noqa: PTH119 - a name from another process
+
+
+Outcome = Reply | Error | Death
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Tasks done, children replaced, and how long it took after each death until the next reply."""
+
+    tasks: int = 0
+    replaced: int = 0
+    recoveries: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Running:
+    index: int
+    number: int
+    task: Task
+    started: float
+    looked: float
+    family: float
+
+
+class _NotBegunError(ChildError):
+    """A child ended before it took up its task: the task is not to blame."""
+
+
+class Supervisor:
+    """Runs tasks in children of `nursery`, one after the other or several at once.
+
+    Args:
+        nursery: starts the children; closed with the supervisor.
+        warm: a task for every new child, before any other, so that the next one stands ready when one dies.
+        memory: bytes that a child and what it starts may hold.
+        spares: children that stand ready.
+    """
+
+    def __init__(self, nursery: Nursery, *, memory: int, warm: Task | None = None, spares: int = 1) -> None:
+        self.statistics = Statistics()
+        self._nursery, self._memory, self._warm, self._spares = nursery, memory, warm, spares
+        self._numbers = itertools.count(1)
+        self._idle: list[Child] = []
+        self._ready: list[Child] = []
+        self._living: set[Child] = set()
+        self._warming: dict[Child, int] = {}
+        self._died: float | None = None
+
+    def run(self, task: Task) -> Outcome:
+        """Do `task` in a child that is free, or in a new one.
+
+        Raises:
+            ChildError: no child can be started.
+        """
+        return next(iter(self.run_all([task], 1)))[1]
+
+    def run_all(self, tasks: Sequence[Task], width: int) -> Iterator[tuple[int, Outcome]]:
+        """Do `tasks`, `width` at once; yields (index, outcome) as each is done.
+
+        Raises:
+            ChildError: no child can be started.
+        """
+        queue, active = deque(enumerate(tasks)), dict[Child, _Running]()
+        again = set[int]()
+        try:
+            while queue or active:
+                while queue and len(active) < width:
+                    index, task = queue.popleft()
+                    child = self._free_child()
+                    now, number = time.monotonic(), next(self._numbers)
+                    active[child] = _Running(index, number, task, now, now, now)
+                    child.send({"task": number, "target": task.target, "payload": task.payload})
+                ready = wait([each for child in active for each in (child.connection.fileno(), child.descriptor)], _TICK)
+                for child, running in list(active.items()):
+                    try:
+                        outcome = self._look(child, running, ready)
+                    except _NotBegunError:
+                        del active[child]
+                        if running.index in again:
+                            raise
+                        again.add(running.index)
+                        queue.appendleft((running.index, running.task))
+                        continue
+                    if outcome is not None:
+                        del active[child]
+                        self._count(outcome)
+                        yield running.index, outcome
+        finally:
+            # Interrupted: what was at work is in no known state.
+            for child in active:
+                self._put_down(child)
+
+    def replace(self) -> None:
+        """Give the next task a child that has done none before."""
+        for child in self._idle:
+            self._put_down(child)
+        self._idle.clear()
+
+    def trim(self) -> None:
+        """Keep one free child, and end the others."""
+        for child in self._idle[1:]:
+            self._put_down(child)
+        del self._idle[1:]
+
+    def close(self) -> None:
+        """End every child and everything that they have started, and remove their temporary files."""
+        for child in list(self._living):
+            self._put_down(child, sweep=False)
+        self._idle.clear()
+        self._ready.clear()
+        self._nursery.close()
+
+    def _count(self, outcome: Outcome) -> None:
+        self.statistics.tasks += 1
+        if isinstance(outcome, Death):
+            self._died = time.monotonic()
+        elif self._died is not None:
+            self.statistics.recoveries.append(time.monotonic() - self._died)
+            self._died = None
+
+    def _free_child(self) -> Child:
+        for waiting in (self._idle, self._ready):
+            while waiting and waiting[0].gone():
+                # It died between two tasks, of something that the last one left behind.
+                self._put_down(waiting.pop(0))
+        if self._idle:
+            return self._idle.pop(0)
+        child = self._ready.pop(0) if self._ready else self._started()
+        self._await_warm(child)
+        while len(self._ready) < self._spares:
+            self._ready.append(self._started())
+        return child
+
+    def _started(self) -> Child:
+        child = self._nursery.start()
+        self._living.add(child)
+        if self._warm is not None:
+            self._warming[child] = next(self._numbers)
+            child.send({"task": self._warming[child], "target": self._warm.target, "payload": self._warm.payload})
+        return child
+
+    def _await_warm(self, child: Child) -> None:
+        number = self._warming.pop(child, None)
+        if number is None:
+            return
+        wait([child.connection.fileno(), child.descriptor], _START_DEADLINE)
+        message = child.receive() if child.answers() else None
+        if message is None or "error" in message:
+            said = message["error"]["trace"] if message else child.tail()
+            self._put_down(child)
+            raise ChildError(f"a child process could not be made ready: {said.strip() or 'it ended without a word'}")
+
+    def _look(self, child: Child, running: _Running, ready: set[int]) -> Outcome | None:
+        """What has become of a task; None while it goes on."""
+        if child.connection.fileno() in ready:
+            message = child.receive()
+            if message is None:
+                return self._death(child, running, "pipe", 0.0)
+            if message.get("task") != running.number:
+                return None
+            if message.get("replace") or child.memory() > self._memory // 2:
+                self._put_down(child)
+            else:
+                self._idle.append(child)
+            return Error(**message["error"]) if "error" in message else Reply(message["result"])
+        if child.descriptor in ready:
+            return self._death(child, running, "exit", 0.0)
+        now = time.monotonic()
+        if now - running.looked < _TICK:
+            return None
+        running.looked = now
+        child.noise()
+        stage, since = child.stage(running.number) or ("start", running.started)
+        limit = running.task.deadlines.get(stage, _START_DEADLINE)
+        if now - since > limit and not child.answers():
+            return self._death(child, running, "hang", limit)
+        held = child.memory()
+        if now - running.family > _FAMILY_TICK:
+            running.family, held = now, max(held, self._nursery.family(child))
+        return self._death(child, running, "memory", self._memory) if held > self._memory else None
+
+    def _death(self, child: Child, running: _Running, why: Literal["exit", "hang", "memory", "pipe"], limit: float) -> Death:
+        # Before faulthandler's signal, which may interrupt a sleep and let the task go on.
+        announced = child.stage(running.number)
+        stage, since = announced or ("start", running.started)
+        seconds = time.monotonic() - since
+        if why == "hang":
+            child.ask_for_stack()
+        elif why == "pipe" and wait([child.descriptor], _TICK * 4):
+            why = "exit"
+        printed, status = child.noise(), child.kill()
+        output = child.tail()
+        self._put_down(child, killed=True)
+        if announced is None:
+            raise _NotBegunError(f"a child process did not begin its task: {output.strip() or f'exit status {status}'}")
+        return Death(why, stage, seconds, limit, status, output, printed)
+
+    def _put_down(self, child: Child, *, killed: bool = False, sweep: bool = True) -> None:
+        if child not in self._living:
+            return
+        self._living.discard(child)
+        self._warming.pop(child, None)
+        self.statistics.replaced += 1
+        if not killed:
+            child.kill()
+        child.close()
+        if sweep:
+            self._nursery.sweep(each.pid for each in self._living)

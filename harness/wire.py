@@ -1,0 +1,98 @@
+"""What parent and child share: messages over a socket, and a page of memory where the child writes what it is doing.
+
+Standard library only: a child reads this before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import select
+import struct
+import time
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["STAGES", "Board", "connect", "receive", "send", "wait"]
+
+STAGES = ("start", "compile", "inputs", "kernel", "oracle", "judge", "end")
+_HEAD = struct.Struct("qB")
+_TIME = struct.Struct("d")
+_SIZE = 4096
+_TIMES_AT = 64
+_LONGEST = 64 << 20
+
+
+class Board:
+    """One page that outlives its writer: which task, in which stage, since when (CLOCK_MONOTONIC, one for all processes).
+
+    The time of a stage is written before the stage itself, so that a reader never sees a stage with the time of another.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._page = mmap.mmap(descriptor, _SIZE)
+
+    @staticmethod
+    def create() -> int:
+        """The descriptor of a new page."""
+        descriptor = os.memfd_create("attnfuzz-board", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _SIZE)
+        return descriptor
+
+    def begin(self, task: int) -> None:
+        """The child has taken up `task`."""
+        _TIME.pack_into(self._page, _TIMES_AT, time.monotonic())
+        _HEAD.pack_into(self._page, 0, task, 0)
+
+    def enter(self, stage: str) -> None:
+        """The child enters `stage` of its task."""
+        index = STAGES.index(stage)
+        _TIME.pack_into(self._page, _TIMES_AT + 8 * index, time.monotonic())
+        self._page[8] = index
+
+    def read(self, task: int) -> tuple[str, float] | None:
+        """(stage, since when) of `task`; None where the child has not taken it up."""
+        current, index = _HEAD.unpack_from(self._page, 0)
+        if current != task or index >= len(STAGES):
+            return None
+        return STAGES[index], _TIME.unpack_from(self._page, _TIMES_AT + 8 * index)[0]
+
+    def close(self) -> None:
+        """Give the page back."""
+        self._page.close()
+
+
+def wait(descriptors: Iterable[int], seconds: float) -> set[int]:
+    """Those of `descriptors` that can be read, or are at their end, within `seconds`."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(math.ceil(seconds * 1000))}
+
+
+def connect(descriptor: int) -> Connection:
+    """A connection over the end of a socket pair."""
+    return Connection(descriptor)
+
+
+def send(connection: Connection, message: dict[str, Any]) -> None:
+    """One message.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def receive(connection: Connection) -> dict[str, Any]:
+    """The next message.
+
+    Raises:
+        EOFError, OSError: the other side is gone.
+        ValueError, TypeError: what came is no message.
+    """
+    found = json.loads(connection.recv_bytes(_LONGEST))
+    return dict(found)
