@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +52,7 @@ class _Commands(click.Group):
         """Run, and exit with the command's code."""
         given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        _end_like_ctrl_c(signal.SIGTERM)
         try:
             code = super().main(args=given, prog_name=prog_name, **extra)
         except click.Abort:
@@ -65,6 +68,16 @@ class _Commands(click.Group):
             remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
             code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in given)
         sys.exit(code if isinstance(code, int) else CLEAN)
+
+
+def _end_like_ctrl_c(number: signal.Signals) -> None:
+    """What was found until then is reported, and no child outlives the run."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+        signal.signal(number, interrupt)
 
 
 def _text(error: Exception) -> str:
@@ -247,6 +260,32 @@ def repro_command(case: str, device: str, deadline: str | None, in_process: bool
     else:
         show_reproduction(_console(), stored, done)
     click.get_current_context().exit(CLEAN if done.outcome == "FIXED" else FAILURES)
+
+
+@main.group("selftest")
+def selftest_group() -> None:
+    """Try attnfuzz itself on faults that are known."""
+
+
+@selftest_group.command("faults")
+@click.argument("kernels", nargs=-1, metavar="[FAULT]...")
+@_device
+@_json
+def selftest_faults_command(kernels: tuple[str, ...], device: str, as_json: bool) -> None:
+    """Kernels that crash, hang, eat memory or lie, one fault each (default: all): exit 0 only if every row is right."""
+    import msgspec
+
+    from attnfuzz.harness.report.selftest import FaultProgress, show_faults
+    from attnfuzz.harness.selftest import faults
+
+    progress = FaultProgress(_console(stderr=as_json))
+    with progress:
+        done = faults(resolve_device(device), progress, kernels)
+    if as_json:
+        click.echo(dumps({"right": done.right, "leaks_wrong": list(done.leaks.wrong), **msgspec.to_builtins(done)}))
+    else:
+        show_faults(_console(), done)
+    click.get_current_context().exit(CLEAN if done.right else FAILURES)
 
 
 @main.command("demo")

@@ -161,6 +161,8 @@ class KernelSummary:
     features: dict[str, int] = field(default_factory=dict)
     replaced: int = 0
     """Child processes that died or were put down."""
+    recoveries: tuple[float, ...] = ()
+    """Seconds from each death of a child to the next verdict."""
 
     @property
     def rate(self) -> float:

@@ -30,8 +30,11 @@ class Executor(Protocol):
 
     statistics: Statistics
 
-    def trial(self, case: Case, *, patient: bool = False) -> Verdict:
-        """One Trial. `patient`: what takes long is given its full time."""
+    def begin(self, case: Case, *, patient: bool = False) -> None:
+        """Begin a Trial, one at a time. `patient`: what takes long is given its full time."""
+
+    def finish(self) -> Verdict:
+        """The Verdict of the Trial that was begun."""
 
     def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:
         """Compile the kernel of each Case for it, `jobs` at once (default: the cores)."""
@@ -52,12 +55,19 @@ class InProcess:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.statistics = Statistics()
+        self._begun: Case | None = None
         environment.prepare(device)
 
-    def trial(self, case: Case, *, patient: bool = False) -> Verdict:  # noqa: ARG002 - without deadlines
-        """One Trial."""
+    def begin(self, case: Case, *, patient: bool = False) -> None:  # noqa: ARG002 - without deadlines
+        """Note the Case."""
+        self._begun = case
+
+    def finish(self) -> Verdict:
+        """The Trial itself."""
         from attnfuzz.harness.trial import run_trial
 
+        case, self._begun = self._begun, None
+        assert case is not None
         self.statistics.tasks += 1
         return run_trial(case, self.device)
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import Flaky
 from msgspec.structs import replace
 
 from attnfuzz.harness import events
@@ -41,12 +40,8 @@ _DEADLY = 2
 """Runs that a Case may end before it counts as that."""
 
 
-class CaseFailed(AssertionError):
-    """Raised to Hypothesis; one subclass per identity, so that Hypothesis tells them apart."""
-
-    def __init__(self, case: Case, identity: Identity) -> None:
-        super().__init__(f"{identity} with {case.canonical()}")
-        self.case, self.identity = case, identity
+class _EnoughError(BaseException):
+    """Ends a round from within. No Exception, so that Hypothesis takes it for no failure."""
 
 
 class Hunt:
@@ -78,17 +73,18 @@ class Hunt:
         self._known: set[Identity] = set()
         self.tally = Tally()
         self._memo: dict[Case, Verdict] = {}
-        self._classes: dict[Identity, type[CaseFailed]] = {}
+        self._flying: Case | None = None
         self._sighted: dict[Identity, Sighting] = {}
         self._started: float | None = None
         self._ended: float | None = None
         self._variants: Sequence[Variant] = ()
         self._shrink_total = 0.0
-        self._replaced_before = executor.statistics.replaced
+        self._before = (0, 0)
 
     def run(self, variants: Sequence[Variant]) -> None:
         """Replay what was in flight when a run died and what the corpus holds, then hunt. Shrinking has time of its own."""
         self._started, self._variants = time.monotonic(), variants
+        self._before = (self.executor.statistics.replaced, len(self.executor.statistics.recoveries))
         try:
             self._resume()
             self._replay()
@@ -123,7 +119,8 @@ class Hunt:
             seconds=seconds,
             compiles=compiles,
             compile_seconds=compile_seconds,
-            replaced=self.executor.statistics.replaced - self._replaced_before,
+            replaced=self.executor.statistics.replaced - self._before[0],
+            recoveries=tuple(self.executor.statistics.recoveries[self._before[1] :]),
             outputs=dict(self.tally.outputs),
             found=tuple(self.found.values()),
             features=dict(self.tally.features),
@@ -167,11 +164,12 @@ class Hunt:
 
     def _tried_first(self, case: Case, *, runs: int = 1, deaths: int = 0) -> Identity | None:
         """Try a Case known from before, shrink what it shows; returns the identity that it is kept under."""
-        verdict = self._try(case, "replay", deaths=deaths)
+        self._launch(case, deaths=deaths)
+        verdict = self._landed(case, "replay")
         for _ in range(runs - 1):
             if verdict.failures:
                 break
-            verdict = self._memo[case] = self._executed(case)
+            verdict = self._attempt(case, False)
         if (identity := self._new(verdict)) is None:
             return None
         self._sight(identity, case, verdict)
@@ -179,6 +177,8 @@ class Hunt:
         return self._settle()[identity]
 
     def _round(self, number: int, variants: Sequence[Variant]) -> None:
+        """Draw the next Case while the one before runs."""
+
         @seed(self.seed * 7919 + number)
         @settings(
             max_examples=_ROUND,
@@ -190,34 +190,54 @@ class Hunt:
         )
         @given(case=cases(self.kernel, device=self.device, limits=self.limits, variants=variants))
         def one_round(case: Case) -> None:
-            failed = self._failed(case)
-            if failed is not None:
-                raise failed
+            try:
+                if case == self._flying:
+                    return
+                self._land()
+                if self._spent():
+                    raise _EnoughError
+                if case not in self._memo:
+                    self._launch(case)
+            except Exception as error:  # the harness's own: Hypothesis would try it again and wrap what comes of that
+                raise _EnoughError from error
 
         try:
             one_round()
-        except (CaseFailed, BaseExceptionGroup, Flaky) as error:
-            _check_expected(error)
-        finally:
-            self._settle()
+        except _EnoughError as enough:
+            if enough.__cause__ is not None:
+                raise enough.__cause__ from None
+        self._land()
 
-    def _failed(self, case: Case) -> CaseFailed | None:
-        """What to raise for a Case: None where it passes, is known already, or there is no time left to try it."""
-        verdict = self._memo.get(case)
-        if verdict is None:
-            if self._spent():
-                return None
-            verdict = self._try(case, "generate")
-        identity = self._new(verdict)
-        if identity is None:
-            return None
-        if identity not in self._sighted:
+    def _launch(self, case: Case, *, patient: bool = False, deaths: int = 0) -> None:
+        """Begin to run a Case, which is on disk before."""
+        if self.journal:
+            self.journal.launch(case, deaths)
+        self.executor.begin(case, patient=patient)
+        self._flying = case
+
+    def _land(self) -> None:
+        """Count the Case in flight, if there is one, and shrink whatever it shows that is not known."""
+        if self._flying is None:
+            return
+        case = self._flying
+        verdict = self._landed(case, "generate")
+        while (identity := self._new(verdict)) is not None and not self._enough_failures():
             self._sight(identity, case, verdict)
             self._shrink(identity)
-        made = self._classes.get(identity)
-        if made is None:
-            made = self._classes[identity] = type(f"CaseFailed_{identity.fingerprint}", (CaseFailed,), {})
-        return made(case, identity)
+            self._settle()
+
+    def _landed(self, case: Case, phase: events.Phase) -> Verdict:
+        """The Verdict of the Case in flight."""
+        self._flying = None
+        verdict = self._memo[case] = self.executor.finish()
+        if self.journal:
+            self.journal.landed()
+        if phase == "shrink":
+            self.tally.shrink_cases += 1
+        else:
+            self.tally.add(case, verdict)
+        self.listener(TrialFinished(self.kernel.name, phase, case, verdict))
+        return verdict
 
     def _new(self, verdict: Verdict) -> Identity | None:
         """The first failure of a verdict that is not known yet: a known one must not hide another."""
@@ -233,36 +253,20 @@ class Hunt:
             self._shrink_total += time.monotonic() - start
 
     def _attempt(self, case: Case, patient: bool) -> Verdict:
-        verdict = self._memo[case] = self._executed(case, patient=patient)
-        self.tally.shrink_cases += 1
-        self.listener(TrialFinished(self.kernel.name, "shrink", case, verdict))
-        return verdict
+        self._launch(case, patient=patient)
+        return self._landed(case, "shrink")
 
     def _supported(self, case: Case) -> bool:
         return self.kernel.supports(case.problem, case.config, self.device) is None
 
+    def _enough_failures(self) -> bool:
+        return self.most_failures is not None and len(self.found) >= self.most_failures
+
     def _spent(self) -> bool:
         assert self._started is not None
-        if self.most is not None and self.tally.cases >= self.most:
-            return True
-        if self.most_failures is not None and len(self.found) >= self.most_failures:
+        if self._enough_failures() or (self.most is not None and self.tally.cases >= self.most):
             return True
         return self.seconds is not None and time.monotonic() - self._started - self._shrink_total >= self.seconds
-
-    def _try(self, case: Case, phase: events.Phase, *, deaths: int = 0) -> Verdict:
-        verdict = self._memo[case] = self._executed(case, deaths=deaths)
-        self.tally.add(case, verdict)
-        self.listener(TrialFinished(self.kernel.name, phase, case, verdict))
-        return verdict
-
-    def _executed(self, case: Case, *, patient: bool = False, deaths: int = 0) -> Verdict:
-        """Run a Case that is on disk before it is launched."""
-        if self.journal:
-            self.journal.launch(case, deaths)
-        verdict = self.executor.trial(case, patient=patient)
-        if self.journal:
-            self.journal.landed()
-        return verdict
 
     def _sight(self, identity: Identity, case: Case, verdict: Verdict) -> None:
         """A new identity: on disk at once, so that nothing that happens later can lose it."""
@@ -304,12 +308,3 @@ class Hunt:
         message = f"{title} differs from run to run, though declared deterministic: {failure.message}"
         first = replace(failure, kind="nondeterministic", message=message)
         return replace(seen.verdict, failures=(first, *(each for each in seen.verdict.failures if each is not failure)))
-
-
-def _check_expected(error: BaseException) -> None:
-    """A round ends with the failures it raised; anything else that Hypothesis raises is the harness's own and goes on up."""
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            _check_expected(each)
-    elif not isinstance(error, CaseFailed):
-        raise error

@@ -14,7 +14,7 @@ from attnfuzz.harness.deaths import THE_KERNELS_OWN, death_failure
 from attnfuzz.harness.executors import Compiled, compile_error
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.shipping import shipped
-from attnfuzz.harness.supervisor import Death, Error, Outcome, Reply, Supervisor, Task
+from attnfuzz.harness.supervisor import Death, Error, Outcome, Reply, Running, Supervisor, Task
 from attnfuzz.harness.tasks import BACKENDS
 from attnfuzz.harness.verdict import Figures, Verdict
 from attnfuzz.kernels import registry
@@ -26,7 +26,7 @@ __all__ = ["DEADLINE", "ExecutionError", "Isolated"]
 
 DEADLINE = 60.0
 """Seconds that a stage of a Trial may take, unless told otherwise."""
-_COMPILE_DEADLINE = 600.0
+_COMPILE_TIMES = 10.0
 _FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
 """A stage that takes 20 times its usual time, and half a second at least, is suspected to hang."""
 _GIB = 1 << 30
@@ -43,18 +43,24 @@ class Isolated:
     Args:
         device: where the kernels run. On the CPU children are forked from a process that has imported what they need.
         backends: of the kernels to come, for that import.
-        deadline: seconds that a stage may take, 60 unless told; a compile may take ten times that.
+        deadline: seconds that a stage may take, 60 unless told.
+        compile_deadline: seconds that a compile may take, ten times the deadline unless told.
         memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
     """
 
     def __init__(
-        self, device: Device, *, backends: Sequence[str] = (), deadline: float | None = None, memory: int | None = None
+        self,
+        device: Device,
+        *,
+        backends: Sequence[str] = (),
+        deadline: float | None = None,
+        compile_deadline: float | None = None,
+        memory: int | None = None,
     ) -> None:
         self.device = device
-        self._deadline = DEADLINE if deadline is None else deadline
-        compiles = _COMPILE_DEADLINE if deadline is None else 10 * deadline
-        self._full = {"start": 180.0, "compile": compiles, "end": 30.0}
-        self._full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), self._deadline)
+        deadline = DEADLINE if deadline is None else deadline
+        self._full = {"start": 180.0, "compile": compile_deadline or _COMPILE_TIMES * deadline, "end": 30.0}
+        self._full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._seen: set[tuple[str, str]] = set()
         self._hangs: set[tuple[str, str]] = set()
@@ -64,33 +70,52 @@ class Isolated:
         if device == "cpu":
             preload = ["attnfuzz.harness.tasks:load_torch", *(BACKENDS[each] for each in sorted(set(backends) & set(BACKENDS)))]
             # Whether there is a GPU must be asked without a CUDA context, which no fork survives.
-            variables = {"TRITON_INTERPRET": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
+            variables = {"TRITON_INTERPRET": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            # One thread: no pool survives a fork either, and Cases are small.
+            variables |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         nursery = Nursery(preload, variables)
+        self.run = nursery.run
         self._supervisor = Supervisor(nursery, memory=_memory_cap() if memory is None else memory, warm=warm)
         self.statistics = self._supervisor.statistics
         self._described: dict[str, Any] | None = None
+        self._begun: tuple[Case, tuple[str, str], Running] | None = None
 
-    def trial(self, case: Case, *, patient: bool = False) -> Verdict:
-        """One Trial, its Verdict also when it ended its process.
+    def begin(self, case: Case, *, patient: bool = False) -> None:
+        """Give the Case to a child.
+
+        Raises:
+            BadArgument: a child cannot find the kernel.
+        """
+        kernel = registry.get(case.kernel)
+        key = (case.kernel, kernel.compile_key(case.problem, case.config))
+        self._begun = case, key, self._supervisor.begin(self._task(case, self._full if patient else self._deadlines(*key)))
+
+    def finish(self) -> Verdict:
+        """Its Verdict, also when it ended its process.
 
         Raises:
             BadArgument: the Case cannot run here.
             ExecutionError: the harness itself failed in the child.
         """
-        kernel = registry.get(case.kernel)
-        key = (case.kernel, kernel.compile_key(case.problem, case.config))
-        outcome = self._try(case, self._full if patient else self._deadlines(*key))
+        assert self._begun is not None
+        (case, key, running), self._begun = self._begun, None
+        outcome = self._supervisor.finish(running)
         if self._doubtful(case.kernel, outcome):
             # Late may be slow, and what fails outside the kernel may be what earlier Cases left behind: once more, without haste.
             self.fresh()
-            outcome = self._try(case, self._full)
-            if isinstance(outcome, Death) and outcome.why == "hang":
-                self._hangs.add((case.kernel, outcome.stage))
+            outcome = self._supervisor.run(self._task(case, self._full))
+        if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
+            self._hangs.add((case.kernel, outcome.stage))
         verdict = self._verdict(case, outcome)
         for stage, seconds in verdict.seconds.items():
             self._usual[case.kernel, stage].append(seconds)
         self._seen.add(key)
         return verdict
+
+    def trial(self, case: Case) -> Verdict:
+        """Begin and finish, patiently."""
+        self.begin(case, patient=True)
+        return self.finish()
 
     def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:
         """Compile in several children at once.
@@ -139,22 +164,23 @@ class Isolated:
         """End the children and all that they have started; remove their temporary files."""
         self._supervisor.close()
 
-    def _try(self, case: Case, deadlines: Mapping[str, float]) -> Outcome:
-        described = self.describe()
+    def _task(self, case: Case, deadlines: Mapping[str, float]) -> Task:
         payload = {
             "kernel": shipped(case.kernel),
             "case": case.canonical(),
             "device": self.device,
-            "device_name": described["device"],
+            "device_name": self.describe()["device"],
         }
-        return self._supervisor.run(Task("attnfuzz.harness.tasks:trial", payload, deadlines))
+        return Task("attnfuzz.harness.tasks:trial", payload, deadlines)
 
     def _deadlines(self, kernel: str, compile_key: str) -> dict[str, float]:
         """A multiple of each stage's usual time; the full time for code that has not run yet."""
         found = dict(self._full)
         for stage, full in self._full.items():
             usual = self._usual[kernel, stage]
-            if len(usual) >= _ENOUGH and (kernel, compile_key) in self._seen:
+            # Where a hang is known, haste costs nothing but a smaller Case: the last one is tried with patience.
+            known = (kernel, stage) in self._hangs and usual
+            if known or (len(usual) >= _ENOUGH and (kernel, compile_key) in self._seen):
                 found[stage] = min(full, max(_FLOOR, _TIMES_USUAL * max(usual)))
         return found
 

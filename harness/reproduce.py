@@ -53,7 +53,8 @@ def reproduce(
     try:
         most = tries(rate)
         for runs in range(1, most + 1):
-            verdict = executor.trial(case, patient=True)
+            executor.begin(case, patient=True)
+            verdict = executor.finish()
             if verdict.failure is not None or runs == most:
                 break
     finally:

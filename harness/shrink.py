@@ -92,7 +92,8 @@ class Shrinker:
         """Rerun what was seen once; measure its rate where it does not show every time."""
         found = [True]
         for _ in range(_CONFIRMATIONS):
-            found.append(self._shows(seen, seen.case, identity, patient=False))
+            if time.monotonic() < end:
+                found.append(self._shows(seen, seen.case, identity, patient=False))
         if all(found):
             return
         self._fresh()
@@ -110,13 +111,11 @@ class Shrinker:
         for case in simpler(seen.case, self._variants):
             if case in passed or not self._supported(case):
                 continue
-            known = self._memo.get(case)
-            if known is not None and (_has(known, identity) or seen.rate is None):
-                verdict = known
-            else:
+            verdict = self._memo.get(case)
+            if verdict is None or (seen.rate is not None and not _has(verdict, identity)):
                 verdict = self._tried(seen, case, identity, end)
-                if verdict is None:
-                    return None
+            if verdict is None:
+                return None
             if _has(verdict, identity):
                 return case, verdict
             passed.add(case)

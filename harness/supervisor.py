@@ -15,7 +15,7 @@ from typing import Any, Literal
 from attnfuzz.harness.children import Child, ChildError, Nursery
 from attnfuzz.harness.wire import wait
 
-__all__ = ["Death", "Error", "Outcome", "Reply", "Statistics", "Supervisor", "Task"]
+__all__ = ["Death", "Error", "Outcome", "Reply", "Running", "Statistics", "Supervisor", "Task"]
 
 _TICK = 0.05
 _FAMILY_TICK = 0.5
@@ -94,13 +94,17 @@ class Statistics:
 
 
 @dataclass(slots=True)
-class _Running:
-    index: int
-    number: int
+class Running:
+    """A task at work in a child."""
+
     task: Task
+    child: Child
+    number: int
     started: float
     looked: float
     family: float
+    again: bool = False
+    """A child before this one has ended before it took up the task."""
 
 
 class _NotBegunError(ChildError):
@@ -133,7 +137,28 @@ class Supervisor:
         Raises:
             ChildError: no child can be started.
         """
-        return next(iter(self.run_all([task], 1)))[1]
+        return self.finish(self.begin(task))
+
+    def begin(self, task: Task) -> Running:
+        """Give `task` to a child that is free, or to a new one.
+
+        Raises:
+            ChildError: no child can be started.
+        """
+        child, now, number = self._free_child(), time.monotonic(), next(self._numbers)
+        child.send({"task": number, "target": task.target, "payload": task.payload})
+        return Running(task, child, number, now, now, now)
+
+    def finish(self, running: Running) -> Outcome:
+        """Wait for the outcome of what `begin` gave.
+
+        Raises:
+            ChildError: no child can be started.
+        """
+        while True:
+            outcome = self._outcome(running, wait([running.child.connection.fileno(), running.child.descriptor], _TICK))
+            if outcome is not None:
+                return outcome
 
     def run_all(self, tasks: Sequence[Task], width: int) -> Iterator[tuple[int, Outcome]]:
         """Do `tasks`, `width` at once; yields (index, outcome) as each is done.
@@ -141,35 +166,23 @@ class Supervisor:
         Raises:
             ChildError: no child can be started.
         """
-        queue, active = deque(enumerate(tasks)), dict[Child, _Running]()
-        again = set[int]()
+        queue, active = deque(enumerate(tasks)), dict[int, Running]()
         try:
             while queue or active:
                 while queue and len(active) < width:
                     index, task = queue.popleft()
-                    child = self._free_child()
-                    now, number = time.monotonic(), next(self._numbers)
-                    active[child] = _Running(index, number, task, now, now, now)
-                    child.send({"task": number, "target": task.target, "payload": task.payload})
-                ready = wait([each for child in active for each in (child.connection.fileno(), child.descriptor)], _TICK)
-                for child, running in list(active.items()):
-                    try:
-                        outcome = self._look(child, running, ready)
-                    except _NotBegunError:
-                        del active[child]
-                        if running.index in again:
-                            raise
-                        again.add(running.index)
-                        queue.appendleft((running.index, running.task))
-                        continue
+                    active[index] = self.begin(task)
+                children = [each.child for each in active.values()]
+                ready = wait([each for child in children for each in (child.connection.fileno(), child.descriptor)], _TICK)
+                for index, running in list(active.items()):
+                    outcome = self._outcome(running, ready)
                     if outcome is not None:
-                        del active[child]
-                        self._count(outcome)
-                        yield running.index, outcome
+                        del active[index]
+                        yield index, outcome
         finally:
             # Interrupted: what was at work is in no known state.
-            for child in active:
-                self._put_down(child)
+            for running in active.values():
+                self._put_down(running.child)
 
     def replace(self) -> None:
         """Give the next task a child that has done none before."""
@@ -191,13 +204,25 @@ class Supervisor:
         self._ready.clear()
         self._nursery.close()
 
-    def _count(self, outcome: Outcome) -> None:
-        self.statistics.tasks += 1
-        if isinstance(outcome, Death):
-            self._died = time.monotonic()
-        elif self._died is not None:
-            self.statistics.recoveries.append(time.monotonic() - self._died)
-            self._died = None
+    def _outcome(self, running: Running, ready: set[int]) -> Outcome | None:
+        """What has become of a task; None while it goes on, perhaps in another child."""
+        try:
+            outcome = self._look(running.child, running, ready)
+        except _NotBegunError:
+            if running.again:
+                raise
+            fresh = self.begin(running.task)
+            running.child, running.number, running.started = fresh.child, fresh.number, fresh.started
+            running.again = True
+            return None
+        if outcome is not None:
+            self.statistics.tasks += 1
+            if isinstance(outcome, Death):
+                self._died = time.monotonic()
+            elif self._died is not None:
+                self.statistics.recoveries.append(time.monotonic() - self._died)
+                self._died = None
+        return outcome
 
     def _free_child(self) -> Child:
         for waiting in (self._idle, self._ready):
@@ -231,8 +256,7 @@ class Supervisor:
             self._put_down(child)
             raise ChildError(f"a child process could not be made ready: {said.strip() or 'it ended without a word'}")
 
-    def _look(self, child: Child, running: _Running, ready: set[int]) -> Outcome | None:
-        """What has become of a task; None while it goes on."""
+    def _look(self, child: Child, running: Running, ready: set[int]) -> Outcome | None:
         if child.connection.fileno() in ready:
             message = child.receive()
             if message is None:
@@ -260,7 +284,7 @@ class Supervisor:
             running.family, held = now, max(held, self._nursery.family(child))
         return self._death(child, running, "memory", self._memory) if held > self._memory else None
 
-    def _death(self, child: Child, running: _Running, why: Literal["exit", "hang", "memory", "pipe"], limit: float) -> Death:
+    def _death(self, child: Child, running: Running, why: Literal["exit", "hang", "memory", "pipe"], limit: float) -> Death:
         # Before faulthandler's signal, which may interrupt a sleep and let the task go on.
         announced = child.stage(running.number)
         stage, since = announced or ("start", running.started)

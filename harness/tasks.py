@@ -25,8 +25,7 @@ BACKENDS = {"triton": "attnfuzz.harness.tasks:load_triton", "tilelang": "attnfuz
 
 def load_torch() -> None:
     """Everything that a Trial on the CPU needs but a backend."""
-    environment.prepare("cpu")
-    importlib.import_module("attnfuzz.harness.trial")
+    importlib.import_module("attnfuzz.harness.trial").rehearse("cpu")
 
 
 def load_triton() -> None:
@@ -42,13 +41,7 @@ def load_tilelang() -> None:
 def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature
     """Make this process ready for its first Trial; the result says what it runs on. `payload`: device."""
     device = payload["device"]
-    environment.prepare(device)
-    importlib.import_module("attnfuzz.harness.trial")
-    if device == "cuda":
-        torch = importlib.import_module("torch")
-        square = torch.ones(16, 16, dtype=torch.float64, device=device, requires_grad=True)
-        (square @ square).sum().backward()
-        environment.synchronise(device)
+    importlib.import_module("attnfuzz.harness.trial").rehearse(device)
     return environment.describe(device), False
 
 

@@ -21,9 +21,9 @@ from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.poison import Bands, PoisonEmpty
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
-from attnfuzz.kernels.problem import BadArgument, reject
-from attnfuzz.strategies.case import Case
+from attnfuzz.kernels.contract import BuildError, Built, Deviations, Device, Inputs, Kernel, Outputs
+from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.strategies.case import Case, Recipe
 
 _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("crash", "a device-side assertion failed", ("device-side assert", "ERROR_ASSERT")),
@@ -33,7 +33,7 @@ _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 )
 _INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 
-__all__ = ["check_runnable", "is_out_of_memory", "run_trial"]
+__all__ = ["check_runnable", "is_out_of_memory", "rehearse", "run_trial"]
 
 
 @dataclass(slots=True)
@@ -102,6 +102,19 @@ def run_trial(case: Case, device: Device, enter: Callable[[str], None] = lambda 
     with clock.stage("judge"):
         verdict = judge(case.kernel, inputs, outcome, expected)
     return replace(verdict, seconds=clock.seconds, device=device_name, versions=versions)
+
+
+def rehearse(device: Device) -> None:
+    """All that a Trial does but the kernel, once: what torch imports and loads for it takes seconds the first time."""
+    environment.prepare(device)
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
+    inputs, bands = materialise(problem, Recipe(), device), Bands()
+    given = _copied(inputs, bands)
+    with torch.no_grad(), PoisonEmpty(bands):
+        made = Outputs(o=torch.zeros_like(given.q), lse=torch.empty((1, 1), device=device))
+    judge("rehearsal", inputs, made, truth(inputs, Deviations(), device))
+    bands.broken()
+    environment.synchronise(device)
 
 
 def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands) -> Outputs | Failure:

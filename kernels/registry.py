@@ -21,7 +21,8 @@ _BUILT_IN = {
     "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",
 }
 _HIDDEN = {"demo.varlen": "attnfuzz.kernels.planted:demo_kernel"}
-"""Found by name, never listed: kernels that are wrong on purpose."""
+"""Found by name, never listed: kernels that are wrong on purpose. So are those whose name begins with "fault."."""
+_FAULT = "fault."
 
 _MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
 
@@ -70,6 +71,9 @@ def get(name: str) -> Kernel:
     if target := {**_BUILT_IN, **_HIDDEN}.get(name):
         _loaded[name] = _load(target)
         return _loaded[name]
+    if name.startswith(_FAULT) and (fault := _fault(name.removeprefix(_FAULT))) is not None:
+        _loaded[name] = fault
+        return fault
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             _loaded[name] = _from_entry_point(point)
@@ -77,6 +81,13 @@ def get(name: str) -> Kernel:
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
     raise UnknownKernel(f"kernel={name!r}: no kernel of that name is installed; {hint}")
+
+
+def _fault(slug: str) -> Kernel | None:
+    backend, dot, rest = slug.partition(".")
+    if dot:
+        return importlib.import_module("attnfuzz.kernels.faults.device").fault_kernel(backend, rest)  # type: ignore[no-any-return]
+    return importlib.import_module("attnfuzz.kernels.faults.host").fault_kernel(slug)  # type: ignore[no-any-return]
 
 
 def _load(target: str) -> Kernel:

@@ -421,6 +421,7 @@ def test_json_of_the_whole_way() -> None:
         "failures",
         "features",
         "processes_replaced",
+        "seconds_to_recover",
     }
     assert (row["kernel"], row["cases"], row["failures"]) == ("acme.flash", 25, 1)
     assert set(row["outputs"]) == {"o", "lse", "dq", "dk", "dv"}

@@ -63,4 +63,5 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "failures": len(row.found),
         "features": row.features,
         "processes_replaced": row.replaced,
+        "seconds_to_recover": list(row.recoveries),
     }

@@ -1,0 +1,101 @@
+"""What isolation costs: cases per second in child processes against the same in this process, by turns in one run.
+
+    python benchmarks/isolation.py [--device cpu|cuda] [--cases N] [--rounds N] [--json FILE] [KERNEL]...
+
+Every round hunts the same drawn Cases with both executors, warm, drawing and the journal included; a kernel's cost is the
+median of its rounds' costs (negative: isolated is faster, since the next Case is drawn while one runs). Exit code 1 where that
+is more than 5 % (CPU) or 10 % (CUDA).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from attnfuzz.harness.environment import resolve_device
+from attnfuzz.harness.executors import Executor, InProcess
+from attnfuzz.harness.hunt import Hunt
+from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.journal import Journal
+from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.settings import PROFILES
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.strategies.shapes import Variant, all_variants, pool
+
+LIMITS = {"cpu": 0.05, "cuda": 0.10}
+
+
+def rate(kernel: Kernel, variants: tuple[Variant, ...], executor: Executor, device: Device, cases: int, seed: int) -> float:
+    """Cases per second of one hunt."""
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(folder)
+        hunt = Hunt(
+            kernel,
+            device,
+            limits=PROFILES["quick"].limits[device],
+            executor=executor,
+            listener=lambda _: None,
+            corpus=None,
+            journal=journal,
+            seed=seed,
+            seconds=None,
+            most=cases,
+            shrink_seconds=60.0,
+        )
+        start = time.perf_counter()
+        hunt.run(variants)
+        seconds = time.perf_counter() - start
+        journal.close()
+    if hunt.found:
+        raise click.ClickException(f"{kernel.name} is wrong ({next(iter(hunt.found))}): only correct kernels can be timed")
+    return hunt.tally.cases / seconds
+
+
+@click.command()
+@click.argument("kernels", nargs=-1)
+@click.option("--device", default="auto")
+@click.option("--cases", default=150, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path))
+def main(kernels: tuple[str, ...], device: str, cases: int, rounds: int, json_file: Path | None) -> None:
+    """Print a row per kernel: rates in this process and isolated, and what isolation costs."""
+    where = resolve_device(device)
+    chosen = [registry.get(name) for name in kernels or registry.names()]
+    chosen = [kernel for kernel in chosen if where in kernel.capabilities.devices and kernel.unavailable(where) is None]
+    pools = {kernel.name: pool(all_variants(kernel, where), PROFILES["quick"].variants[where], 0) for kernel in chosen}
+    isolated = Isolated(where, backends=[kernel.backend for kernel in chosen])
+    executors: dict[str, Executor] = {"in process": InProcess(where), "isolated": isolated}
+    rows = []
+    try:
+        for kernel in chosen:
+            rates: dict[str, list[float]] = {name: [] for name in executors}
+            for name, executor in executors.items():
+                rate(kernel, pools[kernel.name], executor, where, cases, 0)
+                click.echo(f"{kernel.name}: warmed up {name}", err=True)
+            for number in range(rounds):
+                order = list(executors.items())[:: 1 if number % 2 == 0 else -1]
+                for name, executor in order:
+                    rates[name].append(rate(kernel, pools[kernel.name], executor, where, cases, number + 1))
+            costs = [1 - b / a for a, b in zip(rates["in process"], rates["isolated"], strict=True)]
+            rows.append({"kernel": kernel.name, **rates, "costs": costs, "cost": statistics.median(costs)})
+            click.echo(
+                f"{kernel.name:<22} {statistics.median(rates['in process']):7.1f} cases/s in process, "
+                f"{statistics.median(rates['isolated']):7.1f} isolated: costs {statistics.median(costs):+.1%}"
+            )
+    finally:
+        isolated.close()
+    worst = max(row["cost"] for row in rows)
+    click.echo(f"worst: {worst:+.1%}, limit {LIMITS[where]:.0%}")
+    if json_file:
+        json_file.write_text(dumps({"device": where, "rows": rows, "worst": worst}))
+    sys.exit(worst > LIMITS[where])
+
+
+if __name__ == "__main__":
+    main()
