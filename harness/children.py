@@ -31,7 +31,7 @@ _DEATH_SECONDS = 5.0
 _NOISE_LIMIT = 16 << 20
 """Bytes of output that are kept in memory; what goes beyond is dropped."""
 _TAIL = 6000
-_STACK_SECONDS = 0.25
+_STACK_SECONDS = 0.5
 
 
 class ChildError(RuntimeError):

@@ -15,7 +15,7 @@ from attnfuzz.harness.executors import Compiled, compile_error
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.shipping import shipped
 from attnfuzz.harness.supervisor import Death, Error, Outcome, Reply, Running, Supervisor, Task
-from attnfuzz.harness.tasks import BACKENDS
+from attnfuzz.harness.tasks import preloads
 from attnfuzz.harness.verdict import Figures, Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
@@ -41,8 +41,8 @@ class Isolated:
     """Everything in child processes: whatever a kernel does becomes a Verdict, and the run goes on.
 
     Args:
-        device: where the kernels run. On the CPU children are forked from a process that has imported what they need.
-        backends: of the kernels to come, for that import.
+        device: where the kernels run.
+        backends: of the kernels to come: children are forked from a process that has imported them.
         deadline: seconds that a stage may take, 60 unless told.
         compile_deadline: seconds that a compile may take, ten times the deadline unless told.
         memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
@@ -64,18 +64,22 @@ class Isolated:
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._seen: set[tuple[str, str]] = set()
         self._hangs: set[tuple[str, str]] = set()
-        warm = Task("attnfuzz.harness.tasks:warm", {"device": device}, {})
-        preload = None
-        variables = {}
+        # No fork survives a CUDA context, so whether there is a GPU must be asked without one, nor a pool of threads.
+        variables = {
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
         if device == "cpu":
-            preload = ["attnfuzz.harness.tasks:load_torch", *(BACKENDS[each] for each in sorted(set(backends) & set(BACKENDS)))]
-            # Whether there is a GPU must be asked without a CUDA context, which no fork survives.
-            variables = {"TRITON_INTERPRET": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            # One thread: no pool survives a fork either, and Cases are small.
-            variables |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        nursery = Nursery(preload, variables)
+            variables |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        nursery = Nursery(preloads(device, backends), variables)
         self.run = nursery.run
-        self._supervisor = Supervisor(nursery, memory=_memory_cap() if memory is None else memory, warm=warm)
+        self._supervisor = Supervisor(
+            nursery,
+            memory=_memory_cap() if memory is None else memory,
+            warm=Task("attnfuzz.harness.tasks:warm", {"device": device}, {}),
+        )
         self.statistics = self._supervisor.statistics
         self._described: dict[str, Any] | None = None
         self._begun: tuple[Case, tuple[str, str], Running] | None = None

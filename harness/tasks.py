@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.shipping import unpacked
-from attnfuzz.kernels.contract import Config, Kernel
+from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["BACKENDS", "compile_variant", "load_tilelang", "load_torch", "load_triton", "trial", "warm"]
+__all__ = ["compile_variant", "preloads", "trial", "warm"]
 
 _Done = tuple[Any, bool]
 _Enter = Callable[[str], None]
 
-BACKENDS = {"triton": "attnfuzz.harness.tasks:load_triton", "tilelang": "attnfuzz.harness.tasks:load_tilelang"}
-"""What a process on the CPU imports for a backend's kernels."""
+
+def preloads(device: Device, backends: Collection[str]) -> list[str]:
+    """What a process imports before it is forked for kernels of `backends`. None of it may open a CUDA context."""
+    here = f"{__name__}:load_{{}}_for_{device}"
+    return [here.format(each) for each in ("torch", "triton", "tilelang") if each == "torch" or each in backends]
 
 
-def load_torch() -> None:
-    """Everything that a Trial on the CPU needs but a backend."""
-    importlib.import_module("attnfuzz.harness.trial").rehearse("cpu")
+def load_torch_for_cpu() -> None:
+    """Everything that a Trial needs but a backend."""
+    environment.prepare("cpu")
+    _load_torch()
 
 
-def load_triton() -> None:
+def load_torch_for_cuda() -> None:
+    """Everything that a Trial needs but a backend."""
+    _load_torch()
+
+
+def _load_torch() -> None:
+    poison = importlib.import_module("attnfuzz.harness.poison")
+    torch = importlib.import_module("torch")
+    importlib.import_module("attnfuzz.harness.trial")
+    # The first tensor in such a mode imports a thousand modules. Not one step more: a backward pass would open the CUDA driver.
+    with torch.no_grad(), poison.PoisonEmpty(poison.Bands()):
+        torch.empty(1)
+
+
+def load_triton_for_cpu() -> None:
     """Triton, interpreted."""
     importlib.import_module("attnfuzz.kernels.triton.runtime").load("cpu")
 
 
-def load_tilelang() -> None:
-    """TileLang, whose own import of Triton needs the right mode."""
+def load_triton_for_cuda() -> None:
+    """Triton, compiled."""
+    importlib.import_module("attnfuzz.kernels.triton.runtime").load("cuda")
+
+
+def load_tilelang_for_cpu() -> None:
+    """TileLang, whose own import of Triton must find the right mode."""
+    importlib.import_module("tilelang")
+
+
+def load_tilelang_for_cuda() -> None:
+    """TileLang."""
     importlib.import_module("tilelang")
 
 
 def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature
     """Make this process ready for its first Trial; the result says what it runs on. `payload`: device."""
     device = payload["device"]
+    environment.prepare(device)
     importlib.import_module("attnfuzz.harness.trial").rehearse(device)
     return environment.describe(device), False
 

@@ -26,9 +26,10 @@ from attnfuzz.kernels.problem import BadArgument, Problem, reject
 from attnfuzz.strategies.case import Case, Recipe
 
 _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
-    ("crash", "a device-side assertion failed", ("device-side assert", "ERROR_ASSERT")),
     ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
     ("illegal-access", "a misaligned address", ("misaligned address", "MISALIGNED_ADDRESS")),
+    # Torch adds advice on device-side assertions to every error, so that less than this would not do.
+    ("crash", "a device-side assertion failed", ("device-side assert triggered", "CUDA_ERROR_ASSERT")),
     ("crash", "an unspecified launch failure", ("unspecified launch failure", "LAUNCH_FAILED")),
 )
 _INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
@@ -106,7 +107,6 @@ def run_trial(case: Case, device: Device, enter: Callable[[str], None] = lambda 
 
 def rehearse(device: Device) -> None:
     """All that a Trial does but the kernel, once: what torch imports and loads for it takes seconds the first time."""
-    environment.prepare(device)
     problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
     inputs, bands = materialise(problem, Recipe(), device), Bands()
     given = _copied(inputs, bands)

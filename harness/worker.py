@@ -2,7 +2,7 @@
 
 Started by path, with `python -P worker.py {spawn|zygote} SETTINGS`; standard library only until its first task. A zygote imports
 what tasks need, runs nothing itself, and forks a child whenever it is asked to: 20 ms instead of the seconds that importing
-torch takes. Processes with a CUDA context cannot be forked, so those are spawned.
+torch takes. It must not have a CUDA context, which no fork survives.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _TILELANG_AT = (
 _TILELANG_AT = (
     "                for i in T.Parallel(tile_m):\n                    if row_0 + i < n_q:\n                        LSE["
 )
-_FAR = 1 << 46
-"""Bytes: beyond every address that a GPU has mapped."""
+_FAR = 1 << 38
+"""Elements of LSE: a TiB, beyond all that a GPU has mapped near it."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,13 @@ class DeviceFault:
 
     slug: str
     title: str
-    kind: str
+    kind: str | None
+    """None: there must be no Failure."""
     triton: tuple[Edit, ...] = ()
     tilelang: tuple[Edit, ...] = ()
     minimal: str = "1x3"
+    hungry: bool = False
+    """Its wrapper takes device memory until there is none."""
 
 
 def _before(anchor: str, code: str, times: int = 1) -> Edit:
@@ -53,11 +56,18 @@ FAULTS: Final = (
         triton=(
             _before(
                 _TRITON_AT,
-                "    if seqlen_k >= 3:\n"
-                f"        tl.store(lse + {_FAR // 4} + tl.arange(0, TILE_M), tl.zeros([TILE_M], tl.float32))\n",
+                f"    if seqlen_k >= 3:\n        tl.store(lse + {_FAR} + tl.arange(0, TILE_M), tl.zeros([TILE_M], tl.float32))\n",
             ),
         ),
-        tilelang=(Edit(_TILELANG_AT, _TILELANG_AT.replace("LSE[head,", "LSE[head + T.if_then_else(n_k >= 3, 1 << 30, 0),")),),
+        tilelang=(
+            # By its address: TileLang guards what is indexed.
+            _before(
+                _TILELANG_AT,
+                "                if n_k >= 3:\n"
+                '                    T.evaluate(T.call_extern("float32", "atomicAdd", '
+                f"T.address_of(LSE[head, T.int64({_FAR})]), T.float32(1)))\n",
+            ),
+        ),
     ),
     DeviceFault(
         "endless",
@@ -92,7 +102,8 @@ FAULTS: Final = (
         ),
         tilelang=(_before(_TILELANG_AT, '                T.device_assert(n_k < 3, "planted: too many keys")\n'),),
     ),
-    DeviceFault("memory", "allocates without end", "out-of-memory"),
+    DeviceFault("memory", "allocates without end", "out-of-memory", hungry=True),
+    DeviceFault("none", "correct, after all of these", None),
 )
 
 
@@ -101,7 +112,7 @@ def fault_kernel(backend: str, slug: str) -> Kernel | None:
     for fault in FAULTS:
         if fault.slug == slug and backend in BACKENDS:
             edits = fault.triton if backend == "triton" else fault.tilelang
-            return _planted(backend, f"fault.{backend}.{slug}", edits, hungry=not edits)
+            return _planted(backend, f"fault.{backend}.{slug}", edits, hungry=fault.hungry)
     return None
 
 
