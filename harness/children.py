@@ -222,6 +222,12 @@ class Nursery:
         except OSError as error:
             raise ChildError(f"no process can be started: {error.strerror}") from None
 
+    def fork_no_more(self) -> None:
+        """Spawn every child from now on."""
+        if self._zygote is not None:
+            self._zygote.close()
+        self._zygote = self._preload = None
+
     def family(self, child: Child) -> int:
         """Bytes of memory that a child and what it started (compilers) hold."""
         return sum(each.memory for each in guardian.marked(self.run) if child.pid in (each.pid, each.session))

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from attnfuzz.harness.children import Nursery
+from attnfuzz.harness.children import ChildError, Nursery
 from attnfuzz.harness.deaths import THE_KERNELS_OWN, death_failure
 from attnfuzz.harness.executors import Compiled, compile_error
 from attnfuzz.harness.failure import Failure
@@ -29,6 +29,14 @@ DEADLINE = 60.0
 _COMPILE_TIMES = 10.0
 _FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
 """A stage that takes 20 times its usual time, and half a second at least, is suspected to hang."""
+# No fork survives a CUDA context, so whether there is a GPU must be asked without one; nor a pool of threads.
+_FOR_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+_VARIABLES: dict[Device, dict[str, str]] = {
+    "cpu": {**_FOR_FORKS, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    "cuda": _FOR_FORKS,
+}
 _GIB = 1 << 30
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
@@ -64,19 +72,10 @@ class Isolated:
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._seen: set[tuple[str, str]] = set()
         self._hangs: set[tuple[str, str]] = set()
-        # No fork survives a CUDA context, so whether there is a GPU must be asked without one, nor a pool of threads.
-        variables = {
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-        }
-        if device == "cpu":
-            variables |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        nursery = Nursery(preloads(device, backends), variables)
-        self.run = nursery.run
+        self._nursery = Nursery(preloads(device, backends), _VARIABLES[device])
+        self.run = self._nursery.run
         self._supervisor = Supervisor(
-            nursery,
+            self._nursery,
             memory=_memory_cap() if memory is None else memory,
             warm=Task("attnfuzz.harness.tasks:warm", {"device": device}, {}),
         )
@@ -158,7 +157,13 @@ class Isolated:
     def describe(self) -> dict[str, Any]:
         """What the children run on."""
         if self._described is None:
-            outcome = self._supervisor.run(Task("attnfuzz.harness.tasks:warm", {"device": self.device}, {}))
+            task = Task("attnfuzz.harness.tasks:warm", {"device": self.device}, {})
+            try:
+                outcome = self._supervisor.run(task)
+            except ChildError:
+                # Something that was preloaded has opened the CUDA driver: slower, but it works without a fork.
+                self._nursery.fork_no_more()
+                outcome = self._supervisor.run(task)
             if not isinstance(outcome, Reply):
                 raise ExecutionError(outcome.trace if isinstance(outcome, Error) else outcome.output)
             self._described = outcome.result

@@ -51,6 +51,7 @@ class Journal:
         self._path: Path | None = None
         self._file = -1
         self._number = 0
+        self._made: list[Path] = []
 
     def launch(self, case: Case, deaths: int = 0) -> None:
         """`case` is about to run; `deaths`: runs that have ended with it in flight. On disk when this returns."""
@@ -70,7 +71,7 @@ class Journal:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = -1
-            for folder in (self._folder, self._folder.parent):
+            for folder in self._made:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
@@ -81,6 +82,7 @@ class Journal:
             self._file = -1
 
     def _open(self) -> None:
+        self._made = [each for each in (self._folder, self._folder.parent) if not each.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -6,10 +6,12 @@ import base64
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import pickle
 import pickletools
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from attnfuzz.kernels import registry
@@ -99,5 +101,8 @@ def _imported(name: str, file: str) -> None:
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} cannot be imported as {name}")
     module = importlib.util.module_from_spec(spec)
+    for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+        # pickle imports the packages of a module first; those of a test module may have no place on sys.path either.
+        sys.modules.setdefault(parent, ModuleType(parent))
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -93,19 +93,24 @@ class Shrinker:
         found = [True]
         for _ in range(_CONFIRMATIONS):
             if time.monotonic() < end:
-                found.append(self._shows(seen, seen.case, identity, patient=False))
+                found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
         if all(found):
             return
         self._fresh()
         for _ in range(_RERUNS):
             if time.monotonic() >= end:
                 break
-            found.append(self._shows(seen, seen.case, identity, patient=False))
+            found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
         seen.rate = (sum(found), len(found))
 
     def _stands(self, seen: Sighting, identity: Identity) -> bool:
-        """Whether the minimal Case fails once more, patiently tried."""
-        return any(self._shows(seen, seen.case, identity, patient=True) for _ in range(tries(seen.rate)))
+        """Whether the minimal Case fails once more, patiently tried; that Verdict is the one to show."""
+        for _ in range(tries(seen.rate)):
+            verdict = self._attempted(seen, seen.case, patient=True)
+            if _has(verdict, identity):
+                seen.verdict = verdict
+                return True
+        return False
 
     def _step(self, seen: Sighting, identity: Identity, passed: set[Case], end: float) -> tuple[Case, Verdict] | None:
         for case in simpler(seen.case, self._variants):
@@ -131,9 +136,6 @@ class Shrinker:
             if _has(verdict, identity):
                 break
         return verdict
-
-    def _shows(self, seen: Sighting, case: Case, identity: Identity, *, patient: bool) -> bool:
-        return _has(self._attempted(seen, case, patient=patient), identity)
 
     def _attempted(self, seen: Sighting, case: Case, *, patient: bool) -> Verdict:
         seen.trials += 1

@@ -6,6 +6,7 @@ TileLang and Triton read their functions' source), and the harness must find the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -74,5 +75,5 @@ def demo_kernel() -> Kernel:
     from attnfuzz.kernels.triton.varlen import TritonVarlen
 
     return TritonVarlen(
-        name="demo.varlen", device_code=lambda: planted_copy("attnfuzz.kernels.triton.varlen_device", [DEMO_FAULT])
+        name="demo.varlen", device_code=functools.partial(planted_copy, "attnfuzz.kernels.triton.varlen_device", [DEMO_FAULT])
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from attnfuzz.kernels.contract import Kernel
@@ -132,7 +133,7 @@ def faulty(backend: str, fault: Fault) -> Kernel:
     if backend == "triton":
         from attnfuzz.kernels.triton.varlen import TritonVarlen
 
-        return TritonVarlen(name=name, device_code=lambda: planted_copy(TRITON, fault.triton))
+        return TritonVarlen(name=name, device_code=functools.partial(planted_copy, TRITON, fault.triton))
     from attnfuzz.kernels.tilelang.varlen import TileLangVarlen
 
-    return TileLangVarlen(name=name, device_code=lambda: planted_copy(TILELANG, fault.tilelang))
+    return TileLangVarlen(name=name, device_code=functools.partial(planted_copy, TILELANG, fault.tilelang))

@@ -20,9 +20,6 @@ __all__ = ["BACKENDS", "FAULTS", "DeviceFault", "fault_kernel"]
 BACKENDS: Final = ("triton", "tilelang")
 _TRITON_AT = "    acc = tl.zeros([TILE_M, PAD_V], tl.float32)\n    row_sum = tl.zeros([TILE_M], tl.float32)\n"
 _TILELANG_AT = (
-    "            if row_0 < n_q:\n                for i, d in T.Parallel(tile_m, dim_qk):\n                    q_tile[i, d]"
-)
-_TILELANG_AT = (
     "                for i in T.Parallel(tile_m):\n                    if row_0 + i < n_q:\n                        LSE["
 )
 _FAR = 1 << 38

@@ -56,6 +56,10 @@ _PREPROCESS_ROWS: Final = 64
 _COMPILE_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
 
+def _default_device_code() -> ModuleType:
+    return importlib.import_module("attnfuzz.kernels.triton.varlen_device")
+
+
 class TritonVarlen:
     """The adapter of one device module.
 
@@ -78,9 +82,13 @@ class TritonVarlen:
         here = Path(__file__).parent
         self.name = name
         self.files = files or tuple(str(here / file) for file in ("varlen.py", "varlen_device.py"))
-        self._device_code = device_code or (lambda: importlib.import_module("attnfuzz.kernels.triton.varlen_device"))
+        self._device_code = device_code or _default_device_code
         self._module: ModuleType | None = None
         self._built: dict[tuple[str, Device], BuiltVarlen] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs: not what this one has loaded and compiled."""
+        return {**self.__dict__, "_module": None, "_built": {}}
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles that fit shared memory on sm_90; few for float32, whose exact products compile slowly."""

@@ -1,0 +1,104 @@
+"""What a child process is asked to do in tests: nothing that imports torch, so that a child is ready in no time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def echo(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    enter("kernel")
+    return payload, bool(payload.get("replace"))
+
+
+def who(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    return os.getpid(), False
+
+
+def late(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    """Two seconds, no stage longer than a third of one."""
+    for stage in ("compile", "inputs", "kernel", "oracle", "judge", "end"):
+        enter(stage)
+        time.sleep(0.3)
+    return "done", False
+
+
+def noisy(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    print("on stdout", flush=True)
+    sys.stderr.write("on stderr\n")
+    os.write(1, b"\x00\xff" * 100)
+    return "quiet", False
+
+
+def dies(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    enter("kernel")
+    {
+        "segfault": lambda: ctypes.memset(8, 1, 8),
+        "abort": os.abort,
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "exit": lambda: os._exit(3),
+        "raise": lambda: (_ for _ in ()).throw(ValueError("seven")),
+        "leave": lambda: sys.exit(5),
+        "loop": _loop,
+        "c loop": _c_loop,
+        "memory": _memory,
+        "pipes": lambda: os.closerange(0, 4096),
+        "half a message": _half_a_message,
+        "rubbish": _rubbish,
+        "flood": _flood,
+        "daemon": _daemon,
+        "parent": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(60)),
+    }[payload["how"]]()
+    return "alive", False
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+def _c_loop() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP})
+    re.match("(a+)+$", "a" * 200 + "b")
+
+
+def _memory() -> None:
+    held = []
+    while True:
+        held.append(bytearray(b"x") * (16 << 20))
+
+
+def _flood() -> None:
+    while True:
+        os.write(1, b"x" * 65536)
+
+
+def _connection() -> int:
+    """The socket to the parent: what a wild write might hit."""
+    return next(int(each.name) for each in Path("/proc/self/fd").iterdir() if int(each.name) >= 200)
+
+
+def _half_a_message() -> None:
+    os.write(_connection(), b"\x00\x00\x10\x00{")
+    time.sleep(60)
+
+
+def _rubbish() -> None:
+    os.write(_connection(), b"\x00\x00\x00\x04\xff\xff\xff\xff")
+    time.sleep(60)
+
+
+def _daemon() -> None:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    time.sleep(0.2)
+    os._exit(4)
