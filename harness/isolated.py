@@ -37,6 +37,7 @@ _VARIABLES: dict[Device, dict[str, str]] = {
     "cpu": {**_FOR_FORKS, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     "cuda": _FOR_FORKS,
 }
+_SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _GIB = 1 << 30
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
@@ -72,12 +73,14 @@ class Isolated:
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._seen: set[tuple[str, str]] = set()
         self._hangs: set[tuple[str, str]] = set()
+        self._hinted: tuple[str, str] | None = None
         self._nursery = Nursery(preloads(device, backends), _VARIABLES[device])
         self.run = self._nursery.run
         self._supervisor = Supervisor(
             self._nursery,
             memory=_memory_cap() if memory is None else memory,
             warm=Task("attnfuzz.harness.tasks:warm", {"device": device}, {}),
+            spares=_SPARES[device],
         )
         self.statistics = self._supervisor.statistics
         self._described: dict[str, Any] | None = None
@@ -113,6 +116,10 @@ class Isolated:
         for stage, seconds in verdict.seconds.items():
             self._usual[case.kernel, stage].append(seconds)
         self._seen.add(key)
+        if key != self._hinted and not any(each.check in ("build", "compile") for each in verdict.failures):
+            # The next spare loads this code ahead: it is known to load.
+            self._hinted = key
+            self._supervisor.hint(Task("attnfuzz.harness.tasks:warm", self._task(case, {}).payload, {}))
         return verdict
 
     def trial(self, case: Case) -> Verdict:
@@ -149,6 +156,10 @@ class Isolated:
             else:
                 yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
         self._supervisor.trim()
+
+    def settle(self) -> None:
+        """Wait until the spare children stand ready."""
+        self._supervisor.settle()
 
     def fresh(self) -> None:
         """The next Trial has a process of its own."""

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnfuzz.harness import guardian
@@ -18,7 +18,7 @@ from attnfuzz.harness.report.describe import lengths
 from attnfuzz.harness.settings import Settings
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.kernels.problem import BadArgument, Dtype, Problem, reject
 from attnfuzz.strategies.case import Case
 
 __all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults"]
@@ -32,6 +32,7 @@ _MEMORY: dict[Device, int | None] = {"cpu": 1 << 30, "cuda": None}
 _FOUR = {("crash", "0x1"), ("exception", "1x1"), ("hang", "1x17"), ("mismatch", "1x1")}
 """Kinds and minimal Cases of the kernel with four bugs; that of groups has two query heads."""
 _MEMORY_GROWTH = 64 << 20
+_READY = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Leaks:
     descriptors: tuple[int, int]
     memory: tuple[int, int]
     left: tuple[str, ...]
+    ready: float = 0.0
+    """Median seconds from a death to the next verdict where a spare stands ready."""
 
     @property
     def wrong(self) -> tuple[str, ...]:
@@ -141,7 +144,7 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
     finally:
         executor.close()
     left = tuple(f"process {each.pid}" for each in guardian.marked(executor.run))
-    leaks = Leaks(leaks.restarts, leaks.seconds, leaks.descriptors, leaks.memory, left)
+    leaks = replace(leaks, left=left)
     return Faults(rows, leaks, time.monotonic() - start, described)
 
 
@@ -210,21 +213,32 @@ def _expectation(device: Device, name: str) -> tuple[str, str, str, bool]:
 
 
 def _restarted(executor: Isolated, device: Device, count: int) -> Leaks:
-    """One fault `count` times, a process each."""
-    if device == "cpu":
-        case = Case(kernel="fault.abort", problem=Problem(seqlens_q=(1,), seqlens_k=(3,), dim_qk=16, dim_v=16, dtype="float32"))
-    else:
-        case = Case(kernel="fault.triton.address", problem=Problem(seqlens_q=(1,), seqlens_k=(3,), dim_qk=64, dim_v=64))
-    kernel = registry.get(case.kernel)
-    case = Case(kernel=case.kernel, problem=case.problem, config=kernel.configs(case.problem)[0])
+    """One fault `count` times, a process each; then a few more, with a spare that stands ready and a correct Case after each."""
+    name, dim = ("fault.abort", 16) if device == "cpu" else ("fault.triton.address", 64)
+    dtype: Dtype = "float32" if device == "cpu" else "float16"
+    kernel = registry.get(name)
+
+    def case(keys: int) -> Case:
+        problem = Problem(seqlens_q=(1,), seqlens_k=(keys,), dim_qk=dim, dim_v=dim, dtype=dtype)
+        return Case(kernel=name, problem=problem, config=kernel.configs(problem)[0])
+
     before: tuple[int, int] = (0, 0)
     start = time.monotonic()
     for number in range(count):
         if number == min(5, count - 1):
             before = _held()
-        executor.trial(case)
+        executor.trial(case(3))
+    seconds = time.monotonic() - start
     after = _held() if count else before
-    return Leaks(count, time.monotonic() - start, (before[0], after[0]), (before[1], after[1]), ())
+    ready = []
+    for _ in range(_READY):
+        executor.trial(case(2))
+        executor.settle()
+        executor.trial(case(3))
+        died = time.monotonic()
+        executor.trial(case(2))
+        ready.append(time.monotonic() - died)
+    return Leaks(count, seconds, (before[0], after[0]), (before[1], after[1]), (), statistics.median(ready))
 
 
 def _held() -> tuple[int, int]:

@@ -124,6 +124,8 @@ class Supervisor:
     def __init__(self, nursery: Nursery, *, memory: int, warm: Task | None = None, spares: int = 1) -> None:
         self.statistics = Statistics()
         self._nursery, self._memory, self._warm, self._spares = nursery, memory, warm, spares
+        self._hint: Task | None = None
+        self._said = ""
         self._numbers = itertools.count(1)
         self._idle: list[Child] = []
         self._ready: list[Child] = []
@@ -184,6 +186,18 @@ class Supervisor:
             for running in active.values():
                 self._put_down(running.child)
 
+    def hint(self, warm: Task) -> None:
+        """Make new children ready by `warm` from now on: what they will need first. It may fail; then it is not used again."""
+        self._hint = warm
+
+    def settle(self) -> None:
+        """Wait until every spare stands ready."""
+        while len(self._ready) < self._spares:
+            self._ready.append(self._started())
+        for child in list(self._ready):
+            if not self._warmed(child):
+                self._ready.remove(child)
+
     def replace(self) -> None:
         """Give the next task a child that has done none before."""
         for child in self._idle:
@@ -206,6 +220,7 @@ class Supervisor:
 
     def _outcome(self, running: Running, ready: set[int]) -> Outcome | None:
         """What has become of a task; None while it goes on, perhaps in another child."""
+        died = self._died
         try:
             outcome = self._look(running.child, running, ready)
         except _NotBegunError:
@@ -217,11 +232,11 @@ class Supervisor:
             return None
         if outcome is not None:
             self.statistics.tasks += 1
+            if died is not None:
+                self.statistics.recoveries.append(time.monotonic() - died)
+                self._died = None if self._died == died else self._died
             if isinstance(outcome, Death):
                 self._died = time.monotonic()
-            elif self._died is not None:
-                self.statistics.recoveries.append(time.monotonic() - self._died)
-                self._died = None
         return outcome
 
     def _free_child(self) -> Child:
@@ -232,29 +247,34 @@ class Supervisor:
         if self._idle:
             return self._idle.pop(0)
         child = self._ready.pop(0) if self._ready else self._started()
-        self._await_warm(child)
+        if not self._warmed(child):
+            child = self._started()
+            if not self._warmed(child):
+                raise ChildError(f"a child process could not be made ready: {self._said}")
         while len(self._ready) < self._spares:
             self._ready.append(self._started())
         return child
 
     def _started(self) -> Child:
-        child = self._nursery.start()
+        child, warm = self._nursery.start(), self._hint or self._warm
         self._living.add(child)
-        if self._warm is not None:
+        if warm is not None:
             self._warming[child] = next(self._numbers)
-            child.send({"task": self._warming[child], "target": self._warm.target, "payload": self._warm.payload})
+            child.send({"task": self._warming[child], "target": warm.target, "payload": warm.payload})
         return child
 
-    def _await_warm(self, child: Child) -> None:
-        number = self._warming.pop(child, None)
-        if number is None:
-            return
+    def _warmed(self, child: Child) -> bool:
+        """Wait until a child is ready; where it cannot be made so, it is put down, and what it said kept."""
+        if self._warming.pop(child, None) is None:
+            return True
         wait([child.connection.fileno(), child.descriptor], _START_DEADLINE)
         message = child.receive() if child.answers() else None
-        if message is None or "error" in message:
-            said = message["error"]["trace"] if message else child.tail()
-            self._put_down(child)
-            raise ChildError(f"a child process could not be made ready: {said.strip() or 'it ended without a word'}")
+        if message is not None and "error" not in message:
+            return True
+        self._said = (message["error"]["trace"] if message else child.tail()).strip() or "it ended without a word"
+        self._hint = None
+        self._put_down(child)
+        return False
 
     def _look(self, child: Child, running: Running, ready: set[int]) -> Outcome | None:
         if child.connection.fileno() in ready:
@@ -265,6 +285,8 @@ class Supervisor:
                 return None
             if message.get("replace") or child.memory() > self._memory // 2:
                 self._put_down(child)
+                if message.get("replace"):
+                    self._died = time.monotonic()
             else:
                 self._idle.append(child)
             return Error(**message["error"]) if "error" in message else Reply(message["result"])

@@ -67,10 +67,16 @@ def load_tilelang_for_cuda() -> None:
 
 
 def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature
-    """Make this process ready for its first Trial; the result says what it runs on. `payload`: device."""
+    """Make this process ready for its first Trial; the result says what it runs on.
+
+    `payload`: device; perhaps kernel and case, whose compiled code is loaded.
+    """
     device = payload["device"]
     environment.prepare(device)
     importlib.import_module("attnfuzz.harness.trial").rehearse(device)
+    if "case" in payload:
+        case = case_from_json(payload["case"])
+        importlib.import_module("attnfuzz.harness.builds").built(_kernel(payload), case.problem, case.config, device)
     return environment.describe(device), False
 
 

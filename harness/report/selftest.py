@@ -56,6 +56,7 @@ def show_faults(console: Console, done: Faults) -> None:
         f"memory {leaks.memory[0] >> 20} -> {leaks.memory[1] >> 20} MiB, {len(leaks.left)} processes left",
         highlight=False,
     )
+    console.print(f"next verdict after a death, with a spare that stands ready: {leaks.ready * 1000:.0f} ms", highlight=False)
     wrong = sum(1 for row in done.rows if row.wrong)
     for each in leaks.wrong:
         console.print(f"[red]{escape(each)}[/]", highlight=False)
