@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnfuzz.harness.failure import Failure, printable
-from attnfuzz.harness.supervisor import Death
+from attnfuzz.harness.outcomes import Death
 from attnfuzz.harness.worker import LOST_CONNECTION
 
 __all__ = ["THE_KERNELS_OWN", "death_failure"]

@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 
-from attnfuzz.harness.children import ChildError, Nursery
+from attnfuzz.harness.children import ChildError
 from attnfuzz.harness.deaths import THE_KERNELS_OWN, death_failure
 from attnfuzz.harness.executors import Compiled, compile_error
 from attnfuzz.harness.failure import Failure
+from attnfuzz.harness.nursery import Nursery
+from attnfuzz.harness.outcomes import Death, Error, Outcome, Reply, Task
 from attnfuzz.harness.shipping import shipped
-from attnfuzz.harness.supervisor import Death, Error, Outcome, Reply, Running, Supervisor, Task
+from attnfuzz.harness.supervisor import Running, Supervisor
 from attnfuzz.harness.tasks import preloads
 from attnfuzz.harness.verdict import Figures, Verdict
 from attnfuzz.kernels import registry

@@ -3,85 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from attnfuzz.harness.children import Child, ChildError, Nursery
+from attnfuzz.harness.children import Child, ChildError
+from attnfuzz.harness.nursery import Nursery
+from attnfuzz.harness.outcomes import Death, Error, Outcome, Reply, Task
 from attnfuzz.harness.wire import wait
 
-__all__ = ["Death", "Error", "Outcome", "Reply", "Running", "Statistics", "Supervisor", "Task"]
+__all__ = ["Running", "Statistics", "Supervisor"]
 
 _TICK = 0.05
 _FAMILY_TICK = 0.5
 _START_DEADLINE = 180.0
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a child shall do: `target` ("module:function") with `payload`; seconds that each stage may take."""
-
-    target: str
-    payload: dict[str, Any]
-    deadlines: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A task's result."""
-
-    result: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """A task raised: an error of attnfuzz or of its use, since a kernel's own errors are results."""
-
-    type: str
-    message: str
-    trace: str
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """A task ended its process, or was killed for what it did."""
-
-    why: Literal["exit", "hang", "memory", "pipe"]
-    stage: str
-    seconds: float
-    """Time spent in that stage."""
-    limit: float
-    """What was exceeded: seconds (hang) or bytes (memory)."""
-    status: int | None
-    """Exit status as subprocess has it: negative for a signal."""
-    output: str
-    """The last that the process printed, faulthandler's stacks included."""
-    printed: int
-    """Bytes that it printed."""
-
-    @property
-    def signal(self) -> str | None:
-        """Name of the signal that ended it."""
-        if self.status is None or self.status >= 0:
-            return None
-        try:
-            return signal.Signals(-self.status).name
-        except ValueError:
-            return f"signal {-self.status}"
-
-    @property
-    def site(self) -> str | None:
-        """ "file.py:function" of the innermost Python frame, where faulthandler printed a stack."""
-        found = re.search(r"most recent call first\):\n\s+File \"([^\"]+)\", line \d+ in (\S+)", self.output)
-        return f"{os.path.basename(found[1])}:{found[2]}" if found else None  # noqa: PTH119 - a name from another process
-
-
-Outcome = Reply | Error | Death
 
 
 @dataclass(slots=True)

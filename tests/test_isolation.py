@@ -21,10 +21,11 @@ from attnfuzz.harness.events import CaseResumed, CaseSkipped, Event
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.isolated import Isolated
 from attnfuzz.harness.journal import Journal
+from attnfuzz.harness.outcomes import Death, Error
 from attnfuzz.harness.reproduce import reproduce
 from attnfuzz.harness.settings import Settings
 from attnfuzz.harness.shrink import Shrinker, Sighting, tries
-from attnfuzz.harness.supervisor import Death, Error, Supervisor
+from attnfuzz.harness.supervisor import Supervisor
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import Problem

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from attnfuzz.harness import guardian
-from attnfuzz.harness.children import ChildError, Nursery
-from attnfuzz.harness.supervisor import Death, Error, Reply, Supervisor, Task
+from attnfuzz.harness.children import ChildError
+from attnfuzz.harness.nursery import Nursery
+from attnfuzz.harness.outcomes import Death, Error, Reply, Task
+from attnfuzz.harness.supervisor import Supervisor
 
 HERE = str(Path(__file__).parent)
 
@@ -227,8 +229,9 @@ def test_another_thread_may_start_children_and_end(monkeypatch: pytest.MonkeyPat
 PARENT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from attnfuzz.harness.children import Nursery
-from attnfuzz.harness.supervisor import Supervisor, Task
+from attnfuzz.harness.nursery import Nursery
+from attnfuzz.harness.outcomes import Task
+from attnfuzz.harness.supervisor import Supervisor
 nursery = Nursery(["json"] if sys.argv[2] == "forked" else None)
 supervisor = Supervisor(nursery, memory=1 << 30)
 supervisor.run(Task("support_tasks:echo", {}, {}))
