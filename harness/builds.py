@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attnfuzz.harness import environment
+from attnfuzz.harness.raised import may_catch, told
 from attnfuzz.kernels import cache
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -38,8 +39,10 @@ def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> 
         return kernel.build(problem, config, device)
     except (BuildError, BadArgument):
         raise
-    except (Exception, SystemExit, GeneratorExit) as error:  # a compiler's Python side may raise anything: that is the finding
-        raise BuildError(f"{type(error).__name__}: {error}") from error
+    except BaseException as error:  # a compiler's Python side may raise anything: that is the finding
+        if not may_catch(error):
+            raise
+        raise BuildError(told(error)) from error
 
 
 def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Device) -> tuple[float, str | None]:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attnfuzz.harness.children import ChildError
 from attnfuzz.harness.corpus import CaseFile, Corpus
 from attnfuzz.harness.events import (
     CampaignFinished,
     CampaignStarted,
     CompileFinished,
+    KernelBroke,
     KernelFinished,
     KernelSkipped,
     KernelStarted,
@@ -20,7 +22,7 @@ from attnfuzz.harness.events import (
 from attnfuzz.harness.executors import Executor, InProcess
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.hunt import Hunt
-from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.isolated import ExecutionError, Isolated
 from attnfuzz.harness.journal import Journal, LeftBehind, left_behind
 from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.settings import PROFILES, Settings
@@ -87,13 +89,21 @@ def campaign(
 def _taken(turns: Sequence[_Turn], shared: _Shared, skipped: Sequence[KernelSkipped], start: float) -> CampaignFinished:
     """Every kernel has its turn, until the user or a lost device ends the run."""
     summaries: list[KernelSummary] = []
+    broken: list[KernelBroke] = []
     interrupted, lost = False, None
     try:
         for turn in turns:
+            # What one kernel leaves behind in a process must not be the next one's.
+            shared.executor.fresh()
             try:
                 turn.run()
             except KeyboardInterrupt:
                 interrupted = True
+            except (BadArgument, ExecutionError, ChildError) as error:
+                if len(turns) == 1:
+                    raise
+                broken.append(KernelBroke(turn.kernel.name, str(error)))
+                shared.listener(broken[-1])
             except DeviceLost as error:
                 lost = str(error)
             finally:
@@ -108,7 +118,8 @@ def _taken(turns: Sequence[_Turn], shared: _Shared, skipped: Sequence[KernelSkip
         raise
     if shared.journal:
         shared.journal.close()
-    finished = CampaignFinished(tuple(summaries), tuple(skipped), time.monotonic() - start, interrupted, lost)
+    seconds = time.monotonic() - start
+    finished = CampaignFinished(tuple(summaries), tuple(skipped), seconds, interrupted, tuple(broken), lost)
     shared.listener(finished)
     return finished
 

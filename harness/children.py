@@ -55,7 +55,7 @@ class Child:
         """Its message; None where it has closed the connection or sent what is no message."""
         try:
             return receive(self.connection)
-        except (EOFError, OSError, ValueError, TypeError):
+        except (EOFError, OSError, ValueError, TypeError, RecursionError):
             return None
 
     def gone(self) -> bool:
@@ -67,7 +67,7 @@ class Child:
         return bool(wait([self.connection.fileno()], 0.0))
 
     def stage(self, task: int) -> tuple[str, float] | None:
-        """(stage, since when) that the child has last announced for `task`."""
+        """(stage, since when) that the child has last announced for `task`; None: it has not taken it up."""
         return self._board.read(task)
 
     def memory(self) -> int:

@@ -19,7 +19,7 @@ from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, reject
 
 __all__ = ["main"]
 
@@ -160,7 +160,7 @@ def _list_row(name: str) -> dict[str, Any]:
 @_deadline
 @click.option(
     "--memory",
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(1, 1 << 20),
     metavar="GIB",
     help="Memory that a child process may hold, in GiB [default: half of it].",
 )
@@ -194,11 +194,17 @@ def run_command(
         out=out,
         jobs=jobs,
         deadline=None if deadline is None else options.duration(deadline, "deadline"),
-        memory=None if memory is None else int(memory * (1 << 30)),
+        memory=None if memory is None else _bytes(memory),
         in_process=in_process,
     )
     chosen = [registry.get(name) for name in kernels or registry.names()]
     click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
+
+
+def _bytes(gib: float) -> int:
+    if gib != gib:
+        raise reject("memory", gib, "it is no number", "give GiB, such as 8")
+    return int(gib * (1 << 30))
 
 
 def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
@@ -212,6 +218,8 @@ def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
         finished = campaign(kernels, settings, Terminal(_console()))
     if finished.found or finished.lost:
         return FAILURES
+    if finished.broken:
+        return WRONG_USE
     return INTERRUPTED if finished.interrupted else CLEAN
 
 

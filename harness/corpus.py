@@ -22,6 +22,10 @@ from attnfuzz.strategies.case import BadCase, Case, case_from_object
 __all__ = ["CaseFile", "Corpus", "read_case", "repro_line"]
 
 
+_MOST_RUNS = 1000
+"""Runs that a rate may tell of: what tells of more was not written here."""
+
+
 @dataclass(frozen=True, slots=True)
 class CaseFile:
     """A Case read from disk, and what was found with it (identity, message, device, versions), where that is told."""
@@ -33,15 +37,10 @@ class CaseFile:
     @property
     def rate(self) -> tuple[int, int] | None:
         """It failed in so many of so many runs, where it did not fail every time."""
-        told = self.found.get("rate")
-        if (
-            not isinstance(told, list)
-            or len(told) != 2
-            or not all(type(each) is int for each in told)
-            or not 0 < told[0] < told[1]
-        ):
-            return None
-        return told[0], told[1]
+        match self.found.get("rate"):
+            case [int(shown), int(runs)] if type(shown) is type(runs) is int and 0 < shown < runs <= _MOST_RUNS:
+                return shown, runs
+        return None
 
 
 def read_case(path: Path | str) -> CaseFile:

@@ -20,6 +20,7 @@ __all__ = [
     "Event",
     "FailureFound",
     "Found",
+    "KernelBroke",
     "KernelFinished",
     "KernelSkipped",
     "KernelStarted",
@@ -171,6 +172,14 @@ class KernelSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelBroke:
+    """A kernel's turn ended early, by an error that is no finding: a module that cannot be imported, or attnfuzz's own fault."""
+
+    kernel: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class KernelFinished:
     """A kernel's turn is over."""
 
@@ -185,6 +194,8 @@ class CampaignFinished:
     skipped: tuple[KernelSkipped, ...]
     seconds: float
     interrupted: bool = False
+    broken: tuple[KernelBroke, ...] = ()
+    """Kernels whose turn ended by an error."""
     lost: str | None = None
     """Why the run ended early, where a kernel broke the device for this process."""
 
@@ -204,6 +215,7 @@ Event = (
     | TrialFinished
     | FailureFound
     | Shrunk
+    | KernelBroke
     | KernelFinished
     | CampaignFinished
 )

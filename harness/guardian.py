@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MARK", "Process", "marked"]
+__all__ = ["MARK", "Process", "descends", "family", "marked"]
 
 MARK = "ATTNFUZZ_RUN"
 """Environment variable that every process of a run inherits, whatever session or parent it has."""
@@ -25,40 +25,67 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Process:
-    """A living process: its own number, its parent's, its session's, and the bytes of memory it holds."""
+    """A living process: its number, its parent's, its session's, the bytes of memory it holds, whether it bears the mark."""
 
     pid: int
     parent: int
     session: int
     memory: int
+    marked: bool
 
 
 def marked(run: str) -> Iterator[Process]:
     """The living processes of `run`, in no order."""
+    return (each for each in _living(run) if each.marked)
+
+
+def family(run: str) -> dict[int, Process]:
+    """The living processes of `run` and all that descend from them: one may have been started with an environment of its own."""
+    everyone = {each.pid: each for each in _living(run)}
+    roots = {each.pid for each in everyone.values() if each.marked}
+    return {pid: each for pid, each in everyone.items() if descends(pid, everyone, roots)}
+
+
+def descends(pid: int, everyone: dict[int, Process], roots: set[int]) -> bool:
+    """Whether `pid` is one of `roots`, or descends from one."""
+    seen = set[int]()
+    while pid in everyone and pid not in seen:
+        if pid in roots:
+            return True
+        seen.add(pid)
+        pid = everyone[pid].parent
+    return False
+
+
+def _living(run: str) -> Iterator[Process]:
     wanted = f"{MARK}={run}".encode()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
         try:
-            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
-        if fields[0] not in (b"Z", b"X"):
-            yield Process(int(folder.name), int(fields[1]), int(fields[3]), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
+        if fields[0] in (b"Z", b"X"):
+            continue
+        try:
+            ours = wanted in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            ours = False
+        memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+        yield Process(int(folder.name), int(fields[1]), int(fields[3]), memory, ours)
 
 
 def _clear(run: str, folder: str) -> None:
     """Kill until none is left: a process may fork between look and kill."""
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
-        left = list(marked(run))
+        left = family(run)
         if not left:
             break
-        for process in left:
+        for pid in left:
             try:
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except OSError:
                 continue
         time.sleep(0.005)
@@ -68,8 +95,8 @@ def _clear(run: str, folder: str) -> None:
 def _main(descriptor: int, run: str, folder: str) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
-    while os.read(descriptor, 1):
-        continue
+    # One byte is the parent's own word; the end of the pipe comes when every holder of its other end is gone.
+    os.read(descriptor, 1)
     _clear(run, folder)
 
 

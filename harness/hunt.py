@@ -139,7 +139,8 @@ class Hunt:
                 path = self.corpus.write(left.case, verdict, failure.identity, minimal=False, seed=self.seed)
                 self.listener(events.CaseSkipped(str(path), message))
             else:
-                self._tried_first(left.case, deaths=left.deaths)
+                self._tried_first(left.case, left=left)
+                continue
             left.path.unlink(missing_ok=True)
 
     def _replay(self) -> None:
@@ -162,9 +163,9 @@ class Hunt:
             return f"{stored.found.get('message')}; only `attnfuzz repro` tries it again"
         return self.kernel.supports(stored.case.problem, stored.case.config, self.device)
 
-    def _tried_first(self, case: Case, *, runs: int = 1, deaths: int = 0) -> Identity | None:
+    def _tried_first(self, case: Case, *, runs: int = 1, left: LeftBehind | None = None) -> Identity | None:
         """Try a Case known from before, shrink what it shows; returns the identity that it is kept under."""
-        self._launch(case, deaths=deaths)
+        self._launch(case, left=left)
         verdict = self._landed(case, "replay")
         for _ in range(runs - 1):
             if verdict.failures:
@@ -208,10 +209,12 @@ class Hunt:
                 raise enough.__cause__ from None
         self._land()
 
-    def _launch(self, case: Case, *, patient: bool = False, deaths: int = 0) -> None:
-        """Begin to run a Case, which is on disk before."""
+    def _launch(self, case: Case, *, patient: bool = False, left: LeftBehind | None = None) -> None:
+        """Begin to run a Case, which is on disk before: in this run's journal, and from then on in no other's."""
         if self.journal:
-            self.journal.launch(case, deaths)
+            self.journal.launch(case, left.deaths if left else 0)
+        if left:
+            left.path.unlink(missing_ok=True)
         self.executor.begin(case, patient=patient)
         self._flying = case
 

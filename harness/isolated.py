@@ -114,7 +114,7 @@ class Isolated:
             outcome = self._supervisor.run(self._task(case, self._full))
         if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
             self._hangs.add((case.kernel, outcome.stage))
-        verdict = self._verdict(case, outcome)
+        verdict = self._with_late_death(case, self._verdict(case, outcome))
         for stage, seconds in verdict.seconds.items():
             self._usual[case.kernel, stage].append(seconds)
         self._seen.add(key)
@@ -212,7 +212,16 @@ class Isolated:
                 return True
             hasty = outcome.why == "hang" and outcome.limit < self._full[outcome.stage]
             return hasty and (kernel, outcome.stage) not in self._hangs
-        return isinstance(outcome, Error) and outcome.type in _OUT_OF_MEMORY
+        # What is wrong may have been left in the process by an earlier Case.
+        return isinstance(outcome, Error)
+
+    def _with_late_death(self, case: Case, verdict: Verdict) -> Verdict:
+        """A child that died between two Cases died of the kernel, if of none of its Cases alone."""
+        late, self._supervisor.late = self._supervisor.late, None
+        if late is None:
+            return verdict
+        failure = msgspec.structs.replace(death_failure(case.kernel, late), check="afterwards")
+        return msgspec.structs.replace(verdict, status="fail", failures=(*verdict.failures, failure))
 
     def _verdict(self, case: Case, outcome: Outcome) -> Verdict:
         if isinstance(outcome, Reply):

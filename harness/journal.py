@@ -32,6 +32,8 @@ class _Entry(msgspec.Struct, frozen=True):
     case: str
     """Canonical JSON; empty where nothing is in flight."""
     deaths: int = 0
+    died: bool = True
+    """Whether a run that leaves this behind has died of it: one that ended by an error of attnfuzz has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,20 @@ class Journal:
         self._file = -1
         self._number = 0
         self._made: list[Path] = []
+        self._entry: _Entry | None = None
 
     def launch(self, case: Case, deaths: int = 0) -> None:
         """`case` is about to run; `deaths`: runs that have ended with it in flight. On disk when this returns."""
         if self._file < 0:
             self._open()
-        self._write(_Entry(self._number + 1, case.canonical(), deaths))
+        self._entry = _Entry(self._number + 1, case.canonical(), deaths)
+        self._write(self._entry)
         os.fdatasync(self._file)
 
     def landed(self) -> None:
         """The Case in flight has its verdict. Not synchronised: at worst a Case that passed is tried once more."""
         if self._file >= 0:
+            self._entry = None
             self._write(_Entry(self._number + 1, ""))
 
     def close(self) -> None:
@@ -76,18 +81,23 @@ class Journal:
                     folder.rmdir()
 
     def abandon(self) -> None:
-        """Leave the Case in flight for the next run."""
+        """Leave the Case in flight for the next run, which is no death of this one."""
         if self._file >= 0:
+            if self._entry is not None:
+                self._write(_Entry(self._number + 1, self._entry.case, self._entry.deaths, died=False))
             os.close(self._file)
             self._file = -1
 
     def _open(self) -> None:
         self._made = [each for each in (self._folder, self._folder.parent) if not each.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._path = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        hidden = self._folder / f".{name}"
+        self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.ftruncate(self._file, 2 * _SLOT)
+        # Seen by other runs only once it is locked: a file without a lock is one that was left behind.
+        self._path = hidden.rename(self._folder / name)
         os.fsync(self._file)
         folder = os.open(self._folder, os.O_RDONLY)
         os.fsync(folder)
@@ -104,7 +114,8 @@ class Journal:
 
 
 def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
-    """Cases whose run died while they were in flight, of all kernels. Files without such a Case are removed."""
+    """Cases whose run ended while they were in flight, of all kernels, each once. Files without such a Case are removed."""
+    found: dict[Case, LeftBehind] = {}
     for path in sorted((Path(folder) / "inflight").glob("*-*")):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
@@ -119,8 +130,13 @@ def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
                 case = None
             if entry is None or case is None:
                 path.unlink(missing_ok=True)
-            else:
-                yield LeftBehind(case, entry.deaths + 1, path)
+                continue
+            left = LeftBehind(case, entry.deaths + entry.died, path)
+            if (known := found.get(case)) is not None:
+                min(left, known, key=lambda each: each.deaths).path.unlink(missing_ok=True)
+                left = max(left, known, key=lambda each: each.deaths)
+            found[case] = left
+    yield from found.values()
 
 
 def _latest(content: bytes) -> _Entry | None:

@@ -92,13 +92,27 @@ def _contract(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor
 
     if not isinstance(got, torch.Tensor):
         return broken("type", "a tensor", "None" if got is None else type(got).__name__)
+    if type(got) not in (torch.Tensor, torch.nn.Parameter):
+        return broken("type", "a plain tensor", type(got).__name__)
+    if got.layout is not torch.strided:
+        return broken("layout", torch.strided, got.layout)
     if tuple(got.shape) != _shape(problem, name):
         return broken("shape", _shape(problem, name), tuple(got.shape))
     if got.dtype != dtype:
         return broken("dtype", dtype, got.dtype)
     if got.device != device:
         return broken("device", device, got.device)
+    if (held := got.untyped_storage().nbytes()) < (needed := _bytes_needed(got)):
+        return broken("storage", f"{needed} bytes", f"{held} bytes")
     return None
+
+
+def _bytes_needed(x: torch.Tensor) -> int:
+    """Bytes of storage that the tensor's shape and strides reach."""
+    if not x.numel():
+        return 0
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return int((last + 1) * x.element_size())
 
 
 def _heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:

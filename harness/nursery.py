@@ -27,6 +27,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _START_SECONDS = 180.0
 _DEATH_SECONDS = 5.0
+_CLOSE_SECONDS = 15.0
 
 
 class Nursery:
@@ -104,7 +105,8 @@ class Nursery:
             "socket": connection,
             "board": board,
             "parent": os.getpid(),
-            "bound": self._main and threading.current_thread() is threading.main_thread(),
+            # A zygote waits for the guardian: what it has adopted must not lose its parent before that has looked.
+            "bound": how == "spawn" and self._main and threading.current_thread() is threading.main_thread(),
             "path": [str(Path(each).absolute()) if Path(each).exists() else each for each in sys.path],
             "preload": list(self._preload or ()),
         }
@@ -129,13 +131,15 @@ class Nursery:
 
     def family(self, child: Child) -> int:
         """Bytes of memory that a child and what it started (compilers) hold."""
-        return sum(each.memory for each in guardian.marked(self.run) if child.pid in (each.pid, each.session))
+        everyone = guardian.family(self.run)
+        ours = {pid for pid, each in everyone.items() if child.pid in (pid, each.session)}
+        return sum(each.memory for pid, each in everyone.items() if guardian.descends(pid, everyone, ours))
 
     def sweep(self, living: Iterable[int]) -> int:
         """Kill what ended children have left behind; returns how many. What descends from one of `living` stays."""
-        found, at_work, killed = {each.pid: each for each in guardian.marked(self.run)}, set(living), 0
+        found, at_work, killed = guardian.family(self.run), set(living), 0
         for pid in found:
-            if (self._zygote and pid == self._zygote.pid) or _descends(pid, found, at_work):
+            if (self._zygote and pid == self._zygote.pid) or guardian.descends(pid, found, at_work):
                 continue
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -147,12 +151,20 @@ class Nursery:
         if self._owner != os.getpid() or self._leash < 0:
             # A fork of this process must not end its parent's run.
             return
+        self.sweep(())
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None
+        with contextlib.suppress(OSError):
+            # A fork of this process may hold the pipe open for as long as it likes.
+            os.write(self._leash, b".")
         os.close(self._leash)
         self._leash = -1
-        self._guard.wait()
+        try:
+            self._guard.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
 
 
 class _Zygote:
@@ -212,16 +224,6 @@ class _Zygote:
         self._kill()
         self._connection.close()
         os.close(self._log)
-
-
-def _descends(pid: int, found: dict[int, guardian.Process], ancestors: set[int]) -> bool:
-    seen = set[int]()
-    while pid in found and pid not in seen:
-        if pid in ancestors:
-            return True
-        seen.add(pid)
-        pid = found[pid].parent
-    return False
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:

@@ -82,6 +82,9 @@ class Bands:
         """What was written beyond the ends of which tensor, or None."""
         if not self._kept:
             return None
+        for each in self._kept:
+            if each.words.untyped_storage().nbytes() < each.words.numel() * each.words.element_size():
+                return f"the memory was taken away from {each.what}"
         half = _BAND // 2
         counts = [(band != each.pattern).sum() for each in self._kept for band in (each.words[:half], each.words[-half:])]
         found = torch.stack(counts).tolist()

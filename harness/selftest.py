@@ -13,7 +13,7 @@ from typing import Any
 from attnfuzz.harness import guardian
 from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.events import Found, KernelSummary, Listener
-from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.isolated import ExecutionError, Isolated
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.harness.settings import Settings
 from attnfuzz.kernels import registry
@@ -137,7 +137,12 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
                     continue
                 settings = Settings(device=device, max_examples=most, max_failures=most_failures, out=folder)
                 kernels = [registry.get(name) for name in group]
-                summaries += campaign(kernels, settings, listener, executor).summaries
+                finished = campaign(kernels, settings, listener, executor)
+                if finished.interrupted:
+                    raise KeyboardInterrupt
+                for broken in finished.broken:
+                    raise ExecutionError(f"{broken.kernel}: {broken.error}")
+                summaries += finished.summaries
         rows = tuple(_row(device, summary) for summary in summaries)
         leaks = _restarted(executor, device, _RESTARTS[device] if restarts is None else restarts)
         described = executor.describe()

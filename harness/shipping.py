@@ -39,7 +39,8 @@ def shipped(name: str) -> dict[str, Any]:
         if (place := _global(kernel)) is None:
             raise BadArgument(
                 f"kernel={name!r}: a child process cannot be given it ({type(error).__name__}: {error}); make it a global of "
-                "a module, or its class one and without lambdas in it, or run it in this process (--in-process)"
+                "a module, or its class one and without lambdas in it, or run it in this process "
+                "(--in-process, in pytest --attnfuzz-in-process)"
             ) from None
         content = pickle.dumps(place)
     if content not in _packed:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from attnfuzz.harness.children import Child, ChildError
 from attnfuzz.harness.nursery import Nursery
@@ -19,6 +19,9 @@ __all__ = ["Running", "Statistics", "Supervisor"]
 _TICK = 0.05
 _FAMILY_TICK = 0.5
 _START_DEADLINE = 180.0
+_ATTEMPTS = 4
+_SWEEP_EVERY = 50
+"""Tasks after which what children have left behind is cleared away, though none has died."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ class Supervisor:
         self._nursery, self._memory, self._warm, self._spares = nursery, memory, warm, spares
         self._hint: Task | None = None
         self._said = ""
+        self.late: Death | None = None
+        """The death of a child between two tasks, of which nobody has told yet."""
         self._numbers = itertools.count(1)
         self._idle: list[Child] = []
         self._ready: list[Child] = []
@@ -162,13 +167,15 @@ class Supervisor:
             outcome = self._look(running.child, running, ready)
         except _NotBegunError:
             if running.again:
-                raise
+                return Death("exit", "start", 0.0, 0.0, None, self._said, 0)
             fresh = self.begin(running.task)
             running.child, running.number, running.started = fresh.child, fresh.number, fresh.started
             running.again = True
             return None
         if outcome is not None:
             self.statistics.tasks += 1
+            if self.statistics.tasks % _SWEEP_EVERY == 0:
+                self._nursery.sweep(each.pid for each in self._living)
             if died is not None:
                 self.statistics.recoveries.append(time.monotonic() - died)
                 self._died = None if self._died == died else self._died
@@ -179,18 +186,34 @@ class Supervisor:
     def _free_child(self) -> Child:
         for waiting in (self._idle, self._ready):
             while waiting and waiting[0].gone():
-                # It died between two tasks, of something that the last one left behind.
-                self._put_down(waiting.pop(0))
+                # It died between two tasks, of something that an earlier one left behind.
+                child = waiting.pop(0)
+                if waiting is self._idle:
+                    self.late = self._late_death(child)
+                self._put_down(child)
         if self._idle:
             return self._idle.pop(0)
-        child = self._ready.pop(0) if self._ready else self._started()
-        if not self._warmed(child):
-            child = self._started()
-            if not self._warmed(child):
-                raise ChildError(f"a child process could not be made ready: {self._said}")
+        child = self._ready_child()
         while len(self._ready) < self._spares:
             self._ready.append(self._started())
         return child
+
+    def _late_death(self, child: Child) -> Death:
+        status = child.kill()
+        return Death("exit", "end", 0.0, 0.0, status, child.tail(), child.noise())
+
+    def _ready_child(self) -> Child:
+        """A spare, or a new child. A kernel may have killed the process that forks them, and the spares with it."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                child = self._ready.pop(0) if self._ready else self._started()
+            except ChildError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                continue
+            if self._warmed(child):
+                return child
+        raise ChildError(f"a child process could not be made ready: {self._said}")
 
     def _started(self) -> Child:
         child, warm = self._nursery.start(), self._hint or self._warm
@@ -220,13 +243,16 @@ class Supervisor:
                 return self._death(child, running, "pipe", 0.0)
             if message.get("task") != running.number:
                 return None
+            outcome = _read(message)
+            if outcome is None:
+                return self._death(child, running, "pipe", 0.0)
             if message.get("replace") or child.memory() > self._memory // 2:
                 self._put_down(child)
                 if message.get("replace"):
                     self._died = time.monotonic()
             else:
                 self._idle.append(child)
-            return Error(**message["error"]) if "error" in message else Reply(message["result"])
+            return outcome
         if child.descriptor in ready:
             return self._death(child, running, "exit", 0.0)
         now = time.monotonic()
@@ -256,7 +282,8 @@ class Supervisor:
         output = child.tail()
         self._put_down(child, killed=True)
         if announced is None:
-            raise _NotBegunError(f"a child process did not begin its task: {output.strip() or f'exit status {status}'}")
+            self._said = output.strip() or f"exit status {status}"
+            raise _NotBegunError(self._said)
         return Death(why, stage, seconds, limit, status, output, printed)
 
     def _put_down(self, child: Child, *, killed: bool = False, sweep: bool = True) -> None:
@@ -270,3 +297,11 @@ class Supervisor:
         child.close()
         if sweep:
             self._nursery.sweep(each.pid for each in self._living)
+
+
+def _read(message: dict[str, Any]) -> Reply | Error | None:
+    """What a child's message says; None where it is no answer."""
+    error = message.get("error")
+    if isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("type", "message", "trace")):
+        return Error(error["type"], error["message"], error["trace"])
+    return Reply(message["result"]) if "result" in message else None

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness import environment
+from attnfuzz.harness.raised import this_is_a_child, told
 from attnfuzz.harness.shipping import unpacked
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -83,13 +84,17 @@ def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - eve
 def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
     """One Trial. `payload`: kernel (as shipped), case (canonical JSON), device. The result is a Verdict."""
     from attnfuzz.harness.lost import DeviceLost
-    from attnfuzz.harness.trial import run_trial
+    from attnfuzz.harness.trial import is_out_of_memory, run_trial
     from attnfuzz.harness.verdict import Verdict
 
     _kernel(payload)
     case, device = case_from_json(payload["case"]), payload["device"]
     try:
         verdict = run_trial(case, device, enter)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryError(told(error)) from error
+        raise
     except DeviceLost as lost:
         versions = environment.versions()
         verdict = Verdict(status="fail", failures=(lost.failure,), device=payload["device_name"], versions=versions)
@@ -109,11 +114,12 @@ def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
 
 
 def _kernel(payload: dict[str, Any]) -> Kernel:
+    this_is_a_child()
     environment.prepare(payload["device"])
     try:
         return unpacked(payload["kernel"])
     except BadArgument:
         raise
-    except Exception as error:  # somebody else's module: its error is the reason
+    except BaseException as error:  # somebody else's module: its error is the reason
         name = payload["kernel"]["name"]
-        raise BadArgument(f"kernel={name!r}: a child process cannot import it: {type(error).__name__}: {error}") from error
+        raise BadArgument(f"kernel={name!r}: a child process cannot import it: {told(error)}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
 from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.poison import Bands, PoisonEmpty
+from attnfuzz.harness.raised import may_catch, told, trace
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Built, Deviations, Device, Inputs, Kernel, Outputs
@@ -129,7 +129,9 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands)
                 step = "backward"
                 d_q, d_k, d_v = ready.backward(inputs, o, lse)
                 environment.synchronise(device)
-    except (Exception, SystemExit, GeneratorExit) as error:  # a kernel may raise anything: that is the finding
+    except BaseException as error:  # a kernel may raise anything: that is the finding
+        if not may_catch(error):
+            raise
         failure = _raised(case.kernel, step, error)
         if not environment.alive(device):
             raise DeviceLost(case, _device_error(failure)) from error
@@ -138,18 +140,17 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands)
 
 
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:
-    told = printable(f"{step} raised {type(error).__name__}: {error}"[:2000])
-    detail = printable("".join(traceback.format_exception(error))[-6000:])
+    message, detail = f"{step} raised {told(error)}", trace(error)
     if is_out_of_memory(error):
-        return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=told, detail=detail)
-    return Failure(kernel=kernel, kind="exception", check=step, message=told, detail=detail)
+        return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)
+    return Failure(kernel=kernel, kind="exception", check=step, message=message, detail=detail)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation was refused, by Python, torch's CPU allocator or the device's."""
     refusals = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(each in str(error) for each in refusals)
+        isinstance(error, RuntimeError) and any(each in told(error) for each in refusals)
     )
 
 
@@ -177,7 +178,12 @@ def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:
     """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing)."""
     for name in _INPUTS:
         before, after = getattr(inputs, name), getattr(given, name)
-        if before is not None and not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
+        if before is None:
+            continue
+        if after.untyped_storage().nbytes() < before.untyped_storage().nbytes():
+            message = f"the kernel took away the memory of its input {name}"
+            return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
+        if not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
             message = f"the kernel wrote to its input {name}"
             return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
     return None

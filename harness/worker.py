@@ -32,6 +32,7 @@ LOST_CONNECTION = 77
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HIGH = 200
 """Descriptors of our own begin here, out of the way of numbers that a wild write might hit."""
+_LINGER = 20.0
 _PATIENCE = 5.0
 """Seconds a zygote waits for a child that was killed."""
 
@@ -74,6 +75,7 @@ def _child(connection_fd: int, board_fd: int) -> None:
     board = wire.Board(board_fd)
     os.close(board_fd)
     connection = wire.connect(high)
+    me = os.getpid()
     while True:
         try:
             task = wire.receive(connection)
@@ -81,6 +83,9 @@ def _child(connection_fd: int, board_fd: int) -> None:
             os._exit(0)
         board.begin(task["task"])
         reply = _done(task, board.enter)
+        if os.getpid() != me:
+            # A fork that its task has made and let return: there is one that answers already.
+            os._exit(0)
         board.enter("end")
         try:
             wire.send(connection, {"task": task["task"], **reply})
@@ -94,9 +99,16 @@ def _done(task: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
         module, _, name = task["target"].partition(":")
         result, replace = getattr(importlib.import_module(module), name)(task["payload"], enter)
     except BaseException as error:  # whatever it is, the parent must hear of it
-        text = "".join(traceback.format_exception(error))[-8000:]
-        return {"error": {"type": type(error).__name__, "message": str(error), "trace": text}, "replace": True}
+        return {"error": _told(error), "replace": True}
     return {"result": result, "replace": replace}
+
+
+def _told(error: BaseException) -> dict[str, str]:
+    try:
+        text = "".join(traceback.format_exception(error))[-8000:]
+        return {"type": type(error).__name__, "message": str(error)[:8000], "trace": text}
+    except BaseException:  # the error's own code
+        return {"type": type(error).__name__, "message": "its message cannot be made", "trace": ""}
 
 
 def _zygote(settings: dict[str, Any]) -> None:
@@ -120,6 +132,8 @@ def _zygote(settings: dict[str, Any]) -> None:
     while True:
         request, descriptors = _request(parent)
         if request is None:
+            # The parent is gone. Its guardian ends us all, and finds by us what our children have left behind.
+            time.sleep(_LINGER)
             os._exit(0)
         if "reap" in request:
             _answer(parent, {"status": _reaped(request["reap"])})

@@ -119,7 +119,7 @@ class Answers(Supervisor):
     """Outcomes in order, whatever is asked."""
 
     def __init__(self, *outcomes: Any) -> None:
-        self.outcomes, self.limits, self.fresh = list(outcomes), [], 0  # type: ignore[assignment]
+        self.outcomes, self.limits, self.fresh, self.late = list(outcomes), [], 0, None  # type: ignore[assignment]
 
     def begin(self, task: Any) -> Any:
         self.limits.append(task.deadlines["kernel"])
@@ -286,9 +286,10 @@ def test_a_rate_that_is_none_is_no_rate(tmp_path: Path, rate: Any) -> None:
 
 
 def in_flight(folder: Path, case: Case, deaths: int = 0) -> None:
+    """As a run leaves it that dies."""
     journal = Journal(folder)
     journal.launch(case, deaths)
-    journal.abandon()
+    os.close(journal._file)
 
 
 def test_the_case_in_flight_comes_first_in_the_next_run(tmp_path: Path) -> None:

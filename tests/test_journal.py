@@ -68,7 +68,16 @@ def test_an_abandoned_case_is_for_the_next_run(tmp_path: Path) -> None:
     journal.launch(case())
     journal.abandon()
     [left] = left_behind(tmp_path)
-    assert left.case == case()
+    assert (left.case, left.deaths) == (case(), 0), "an error of attnfuzz is no death"
+
+
+def test_a_case_left_behind_twice_is_one_case(tmp_path: Path) -> None:
+    for deaths in (0, 2, 1):
+        dead(tmp_path, f"journal.launch(case(3), {deaths})")
+    dead(tmp_path, "journal.launch(case(4))")
+    found = {left.case: left.deaths for left in left_behind(tmp_path)}
+    assert found == {case(3): 3, case(4): 1}
+    assert len(list((tmp_path / "inflight").iterdir())) == 2
 
 
 def test_nothing_is_made_before_the_first_case(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
         "failures": [found_object(each) for each in finished.found],
         "seconds": finished.seconds,
         "interrupted": finished.interrupted,
+        "broken": [{"kernel": each.kernel, "error": each.error} for each in finished.broken],
         "lost": finished.lost,
     }
 

@@ -89,6 +89,9 @@ class Terminal:
         self.failures += 1
         self._say(f"[red]found[/] {escape(str(event.identity))} after {event.cases_before} cases; shrinking ...")
 
+    def _on_KernelBroke(self, event: events.KernelBroke) -> None:  # noqa: N802
+        self._say(f"[red]{escape(event.kernel)}: its turn ended by an error: {escape(event.error)}[/]")
+
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
         compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
@@ -102,6 +105,10 @@ class Terminal:
             show_found(self.console, number, each)
         if event.interrupted:
             self.console.print("[yellow]interrupted: what was found until then is above[/]")
+        for broken in event.broken:
+            self.console.print(
+                f"[red]{escape(broken.kernel)} was not tried to the end: {escape(broken.error.splitlines()[0])}[/]"
+            )
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases = sum(row.cases for row in event.summaries)
