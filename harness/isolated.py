@@ -75,6 +75,7 @@ class Isolated:
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._seen: set[tuple[str, str]] = set()
         self._hangs: set[tuple[str, str]] = set()
+        self._last: str | None = None
         self._hinted: tuple[str, str] | None = None
         self._nursery = Nursery(preloads(device, backends), _VARIABLES[device])
         self.run = self._nursery.run
@@ -218,7 +219,8 @@ class Isolated:
     def _with_late_death(self, case: Case, verdict: Verdict) -> Verdict:
         """A child that died between two Cases died of the kernel, if of none of its Cases alone."""
         late, self._supervisor.late = self._supervisor.late, None
-        if late is None:
+        before, self._last = self._last, case.kernel
+        if late is None or before != case.kernel:
             return verdict
         failure = msgspec.structs.replace(death_failure(case.kernel, late), check="afterwards")
         return msgspec.structs.replace(verdict, status="fail", failures=(*verdict.failures, failure))

@@ -79,6 +79,7 @@ def answers_nonsense(made: Any) -> None:
 
 def kills_its_parent(made: Any) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(5)
 
 
 def leaves_an_unmarked_child(made: Any) -> None:
