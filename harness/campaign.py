@@ -104,6 +104,9 @@ def _taken(turns: Sequence[_Turn], shared: _Shared, skipped: Sequence[KernelSkip
                     raise
                 broken.append(KernelBroke(turn.kernel.name, str(error)))
                 shared.listener(broken[-1])
+                if shared.journal:
+                    # The next run meets its Case first.
+                    shared.journal.abandon()
             except DeviceLost as error:
                 lost = str(error)
             finally:

@@ -203,7 +203,9 @@ class Isolated:
             usual = self._usual[kernel, stage]
             # Where a hang is known, haste costs nothing but a smaller Case: the last one is tried with patience.
             known = (kernel, stage) in self._hangs and usual
-            if known or (len(usual) >= _ENOUGH and (kernel, compile_key) in self._seen):
+            # A compile is quick where its code is loaded already, and takes its time again in every new child.
+            steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._seen
+            if known or steady:
                 found[stage] = min(full, max(_FLOOR, _TIMES_USUAL * max(usual)))
         return found
 

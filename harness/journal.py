@@ -86,7 +86,7 @@ class Journal:
             if self._entry is not None:
                 self._write(_Entry(self._number + 1, self._entry.case, self._entry.deaths, died=False))
             os.close(self._file)
-            self._file = -1
+            self._file, self._entry = -1, None
 
     def _open(self) -> None:
         self._made = [each for each in (self._folder, self._folder.parent) if not each.exists()]

@@ -170,6 +170,7 @@ def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS)
 def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
     from attnfuzz.harness.campaign import campaign
     from attnfuzz.kernels import registry
+    from attnfuzz.kernels.problem import BadArgument
 
     config = request.config
     subject = registry.get(kernel) if isinstance(kernel, str) else kernel
@@ -186,7 +187,10 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request
     if case := config.getoption("--attnfuzz-case"):
         _run_case(subject, case, shard, settings)
         return
-    finished = campaign([subject], settings, lambda _: None, _executor(config, subject, settings))
+    try:
+        finished = campaign([subject], settings, lambda _: None, _executor(config, subject, settings))
+    except BadArgument as error:
+        pytest.fail(str(error), pytrace=False)
     if finished.interrupted:
         raise KeyboardInterrupt
     if finished.found or finished.lost:

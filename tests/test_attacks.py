@@ -17,6 +17,7 @@ import support_attacks as attacks
 from attnfuzz.harness import guardian
 from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.journal import left_behind
 from attnfuzz.harness.nursery import Nursery
 from attnfuzz.harness.settings import Settings
 from attnfuzz.kernels import registry
@@ -97,6 +98,8 @@ def test_a_module_that_only_a_child_cannot_import_ends_its_own_turn(tmp_path: Pa
     assert broken.kernel == "attack.raises_unheard"
     assert "a child process cannot import it: OSError: not here" in broken.error
     assert (done.summaries[1].cases, done.found) == (5, ())
+    [left] = left_behind(tmp_path / "out")
+    assert (left.case.kernel, left.deaths) == ("attack.raises_unheard", 0), "its Case comes first in the next run"
 
 
 def test_closing_waits_for_no_stranger() -> None:
