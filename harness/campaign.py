@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attnfuzz.harness.children import ChildError
@@ -19,7 +19,7 @@ from attnfuzz.harness.events import (
     KernelSummary,
     Listener,
 )
-from attnfuzz.harness.executors import Executor, InProcess
+from attnfuzz.harness.executors import Compiled, Executor, InProcess
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.hunt import Hunt
 from attnfuzz.harness.isolated import ExecutionError, Isolated
@@ -199,7 +199,7 @@ class _Turn:
         for key, each in zip(keys, self.variants, strict=True):
             cases.setdefault(key, Case(kernel=self.kernel.name, problem=each.problem(can), config=each.config))
         broken: dict[Case, Failure] = {}
-        for done in self.shared.executor.compiled(list(cases.values()), self.shared.settings.jobs):
+        for done in self._each_compiled(list(cases.values())):
             self.compiles += 1
             error = done.failure.message if done.failure else None
             self.shared.listener(CompileFinished(done.case.kernel, done.case.config.canonical(), done.seconds, error))
@@ -210,3 +210,26 @@ class _Turn:
             self.hunt.record(case, Verdict(status="fail", failures=(broken[case],)), minimal=True)
         self.compile_seconds = time.monotonic() - start
         return tuple(each for key, each in zip(keys, self.variants, strict=True) if cases[key] not in broken)
+
+    def _each_compiled(self, cases: Sequence[Case]) -> Iterator[Compiled]:
+        """Compile, each Case in a journal of its own while it lasts: a compiler may take the machine down as well."""
+        flying: dict[Case, Journal] = {}
+
+        def starting(case: Case) -> None:
+            if self.shared.settings.out:
+                flying[case] = Journal(self.shared.settings.out)
+                flying[case].launch(case)
+
+        try:
+            for done in self.shared.executor.compiled(cases, self.shared.settings.jobs, starting):
+                if done.case in flying:
+                    flying.pop(done.case).close()
+                yield done
+        except (KeyboardInterrupt, GeneratorExit):
+            for journal in flying.values():
+                journal.close()
+            raise
+        except BaseException:
+            for journal in flying.values():
+                journal.abandon()
+            raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,8 +36,8 @@ class Executor(Protocol):
     def finish(self) -> Verdict:
         """The Verdict of the Trial that was begun."""
 
-    def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:
-        """Compile the kernel of each Case for it, `jobs` at once (default: the cores)."""
+    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
+        """Compile the kernel of each Case, `jobs` at once (default: the cores). `starting` hears of each before it begins."""
 
     def fresh(self) -> None:
         """The next Trial shall not meet what earlier ones left behind in the process."""
@@ -71,12 +71,18 @@ class InProcess:
         self.statistics.tasks += 1
         return run_trial(case, self.device)
 
-    def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:  # noqa: ARG002 - one after the other
+    def compiled(
+        self,
+        cases: Sequence[Case],
+        jobs: int | None,  # noqa: ARG002 - one after the other
+        starting: Callable[[Case], None],
+    ) -> Iterator[Compiled]:
         """Compile, one after the other."""
         from attnfuzz.harness.builds import compile_here
         from attnfuzz.kernels import registry
 
         for case in cases:
+            starting(case)
             seconds, error = compile_here(registry.get(case.kernel), case.problem, case.config, self.device)
             yield Compiled(case, seconds, compile_error(case, error))
 

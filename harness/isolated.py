@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -130,7 +130,7 @@ class Isolated:
         self.begin(case, patient=True)
         return self.finish()
 
-    def compiled(self, cases: Sequence[Case], jobs: int | None) -> Iterator[Compiled]:
+    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
         """Compile in several children at once.
 
         Raises:
@@ -150,7 +150,8 @@ class Isolated:
             )
             for each in cases
         ]
-        for index, outcome in self._supervisor.run_all(tasks, max(1, min(jobs or len(os.sched_getaffinity(0)), len(tasks)))):
+        width = max(1, min(jobs or len(os.sched_getaffinity(0)), len(tasks)))
+        for index, outcome in self._supervisor.run_all(tasks, width, lambda index: starting(cases[index])):
             case = cases[index]
             if isinstance(outcome, Death):
                 yield Compiled(case, outcome.seconds, death_failure(case.kernel, outcome))

@@ -25,6 +25,8 @@ __all__ = ["Journal", "LeftBehind", "left_behind"]
 _SLOT = 1 << 20
 _HEAD = struct.Struct("32sQ")
 """SHA-256 of the content, and its length."""
+_made: set[Path] = set()
+"""Folders that this process has made, and takes away when they are empty."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -53,7 +55,6 @@ class Journal:
         self._path: Path | None = None
         self._file = -1
         self._number = 0
-        self._made: list[Path] = []
         self._entry: _Entry | None = None
 
     def launch(self, case: Case, deaths: int = 0) -> None:
@@ -76,9 +77,10 @@ class Journal:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = -1
-            for folder in self._made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            for folder in (self._folder, self._folder.parent):
+                if folder in _made:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
 
     def abandon(self) -> None:
         """Leave the Case in flight for the next run, which is no death of this one."""
@@ -89,7 +91,7 @@ class Journal:
             self._file, self._entry = -1, None
 
     def _open(self) -> None:
-        self._made = [each for each in (self._folder, self._folder.parent) if not each.exists()]
+        _made.update(each for each in (self._folder, self._folder.parent) if not each.exists())
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         hidden = self._folder / f".{name}"

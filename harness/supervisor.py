@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -104,8 +104,10 @@ class Supervisor:
             if outcome is not None:
                 return outcome
 
-    def run_all(self, tasks: Sequence[Task], width: int) -> Iterator[tuple[int, Outcome]]:
-        """Do `tasks`, `width` at once; yields (index, outcome) as each is done.
+    def run_all(
+        self, tasks: Sequence[Task], width: int, starting: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Do `tasks`, `width` at once; yields (index, outcome) as each is done. `starting` hears of each before it begins.
 
         Raises:
             ChildError: no child can be started.
@@ -115,6 +117,7 @@ class Supervisor:
             while queue or active:
                 while queue and len(active) < width:
                     index, task = queue.popleft()
+                    starting(index)
                     active[index] = self.begin(task)
                 children = [each.child for each in active.values()]
                 ready = wait([each for child in children for each in (child.connection.fileno(), child.descriptor)], _TICK)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from attnfuzz.harness.guardian import MARK
 from attnfuzz.kernels.faults.host import FaultyReference
 
 
@@ -83,7 +84,12 @@ def kills_its_parent(made: Any) -> None:
 
 
 def leaves_an_unmarked_child(made: Any) -> None:
-    subprocess.Popen(["sleep", "7777"], env={}, start_new_session=True)
+    subprocess.Popen(["sleep", seconds_of(os.environ[MARK])], env={}, start_new_session=True)
+
+
+def seconds_of(run: str) -> str:
+    """A number of seconds by which a process of `run` can be told that does not bear its mark."""
+    return str(7_000_000 + int(run[:5], 16))
 
 
 def exits_later(made: Any) -> None:

@@ -20,7 +20,7 @@ from attnfuzz.harness.corpus import Corpus, read_case
 from attnfuzz.harness.events import CaseResumed, CaseSkipped, Event
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.isolated import Isolated
-from attnfuzz.harness.journal import Journal
+from attnfuzz.harness.journal import Journal, left_behind
 from attnfuzz.harness.outcomes import Death, Error
 from attnfuzz.harness.reproduce import reproduce
 from attnfuzz.harness.settings import Settings
@@ -309,7 +309,7 @@ def test_a_case_that_ended_two_runs_is_told_and_not_tried_again(tmp_path: Path) 
     [skipped] = [each for each in events if isinstance(each, CaseSkipped)]
     assert skipped.reason == "2 runs died while this Case was in flight"
     assert read_case(skipped.path).case == case_of("fault.raises", 5, 9)
-    assert not list((tmp_path / "inflight").iterdir())
+    assert not list(tmp_path.glob("inflight/*"))
     _, events = finished("fault.raises", tmp_path, max_examples=1, seed=3)
     skipped = [each for each in events if isinstance(each, CaseSkipped)]
     assert [each.reason for each in skipped] == [
@@ -326,25 +326,26 @@ def started(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def hanging(tmp_path: Path) -> tuple[subprocess.Popen[str], set[str]]:
+def hanging(tmp_path: Path, kernel: str = "fault.pyloop") -> tuple[subprocess.Popen[str], set[str]]:
     """A campaign whose kernel hangs, and the marks of its processes."""
-    before = marks()
-    run = started(tmp_path, "fault.pyloop", "--deadline", "300s")
+    run = started(tmp_path, kernel, "--deadline", "300s")
     end = time.monotonic() + 60
     inflight = tmp_path / "out" / "inflight"
     while time.monotonic() < end and not (inflight.exists() and list(inflight.iterdir())):
         time.sleep(0.1)
     time.sleep(3)
     assert run.poll() is None, run.stdout.read() if run.stdout else ""
-    return run, marks() - before
+    return run, marks(run.pid)
 
 
-def marks() -> set[str]:
-    """The marks of all runs on this machine."""
+def marks(parent: int) -> set[str]:
+    """The marks of the processes that `parent` has started."""
     found = set()
-    for each in Path("/proc").glob("[0-9]*/environ"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            variables = each.read_bytes().split(b"\0")
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) != parent:
+                continue
+            variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
         found |= {value.decode().partition("=")[2] for value in variables if value.startswith(guardian.MARK.encode() + b"=")}
@@ -370,6 +371,24 @@ def test_kill_9_of_a_run_leaves_its_case_and_no_process(tmp_path: Path) -> None:
     [found] = done.found
     assert (found.identity.kind, found.cases_to_find) == ("hang", 1)
     assert found.case.problem.seqlens_k == (3,)
+
+
+def test_kill_9_during_a_compile_leaves_its_case_too(tmp_path: Path) -> None:
+    run, runs = hanging(tmp_path, "fault.chang")
+    run.kill()
+    run.wait(20)
+    wait_until_gone(runs)
+    [left] = left_behind(tmp_path / "out")
+    assert (left.case.kernel, left.case.problem.causal, left.deaths) == ("fault.chang", "top_left", 1)
+
+
+def test_an_ended_compile_leaves_nothing(tmp_path: Path) -> None:
+    run, runs = hanging(tmp_path, "fault.chang")
+    run.send_signal(signal.SIGINT)
+    told, _ = run.communicate(timeout=30)
+    assert run.returncode == 130, told
+    wait_until_gone(runs)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
