@@ -31,12 +31,12 @@ from attnfuzz.strategies.shapes import Variant
 __all__ = ["DEADLY", "Hunt"]
 
 _ROUND = 100
-"""Examples a round: Hypothesis stops soon after a round's first bug, and the clock is looked at between examples."""
+"""Examples a round; each round has a seed of its own, so that a hunt may go on for as long as it likes."""
 _BARREN_ROUNDS = 3
 """Rounds without a new Case after which a small space counts as exhausted."""
 DEADLY = "run"
 """The check of a Case that ended whole runs, which no run tries again by itself."""
-_DEADLY = 2
+_DEATHS = 2
 """Runs that a Case may end before it counts as that."""
 
 
@@ -132,7 +132,7 @@ class Hunt:
             self.listener(events.CaseResumed(left.case, left.deaths))
             if reason := self.kernel.supports(left.case.problem, left.case.config, self.device):
                 self.listener(events.CaseSkipped(str(left.path), reason))
-            elif left.deaths >= _DEADLY and self.corpus:
+            elif left.deaths >= _DEATHS and self.corpus:
                 message = f"{left.deaths} runs died while this Case was in flight"
                 failure = Failure(kernel=self.kernel.name, kind="crash", check=DEADLY, message=message)
                 verdict = Verdict(status="fail", failures=(failure,))
