@@ -162,7 +162,7 @@ def _list_row(name: str) -> dict[str, Any]:
     "--memory",
     type=click.FloatRange(1, 1 << 20),
     metavar="GIB",
-    help="Memory that a child process may hold, in GiB [default: half of it].",
+    help="Memory that a child process may hold, in GiB [default: half of the machine's].",
 )
 @_in_process
 @_json

@@ -43,7 +43,6 @@ class Nursery:
         self._preload = preload
         self._folder = tempfile.mkdtemp(prefix="attnfuzz-")
         self._environment = {**os.environ, **(environment or {}), guardian.MARK: self.run, "TMPDIR": self._folder}
-        self._main = threading.current_thread() is threading.main_thread()
         self._zygote: _Zygote | None = None
         self._guard, self._leash = self._guarded()
         self._owner = os.getpid()
@@ -106,7 +105,7 @@ class Nursery:
             "board": board,
             "parent": os.getpid(),
             # A zygote waits for the guardian: what it has adopted must not lose its parent before that has looked.
-            "bound": how == "spawn" and self._main and threading.current_thread() is threading.main_thread(),
+            "bound": how == "spawn" and threading.current_thread() is threading.main_thread(),
             "path": [str(Path(each).absolute()) if Path(each).exists() else each for each in sys.path],
             "preload": list(self._preload or ()),
         }

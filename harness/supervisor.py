@@ -263,7 +263,7 @@ class Supervisor:
             return None
         running.looked = now
         child.noise()
-        stage, since = child.stage(running.number) or ("start", running.started)
+        stage, since = _stage(child, running)
         limit = running.task.deadlines.get(stage, _START_DEADLINE)
         if now - since > limit and not child.answers():
             return self._death(child, running, "hang", limit)
@@ -275,7 +275,7 @@ class Supervisor:
     def _death(self, child: Child, running: Running, why: Literal["exit", "hang", "memory", "pipe"], limit: float) -> Death:
         # Before faulthandler's signal, which may interrupt a sleep and let the task go on.
         announced = child.stage(running.number)
-        stage, since = announced or ("start", running.started)
+        stage, since = _stage(child, running)
         seconds = time.monotonic() - since
         if why == "hang":
             child.ask_for_stack()
@@ -300,6 +300,12 @@ class Supervisor:
         child.close()
         if sweep:
             self._nursery.sweep(each.pid for each in self._living)
+
+
+def _stage(child: Child, running: Running) -> tuple[str, float]:
+    """(stage, since when). A time that cannot be is the child's doing, and must not keep its deadline from coming."""
+    stage, since = child.stage(running.number) or ("start", running.started)
+    return stage, since if running.started <= since <= time.monotonic() else running.started
 
 
 def _read(message: dict[str, Any]) -> Reply | Error | None:

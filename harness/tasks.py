@@ -23,8 +23,13 @@ _Enter = Callable[[str], None]
 
 def preloads(device: Device, backends: Collection[str]) -> list[str]:
     """What a process imports before it is forked for kernels of `backends`. None of it may open a CUDA context."""
-    here = f"{__name__}:load_{{}}_for_{device}"
-    return [here.format(each) for each in ("torch", "triton", "tilelang") if each == "torch" or each in backends]
+    found = [f"{__name__}:load_torch_for_{device}"]
+    if "triton" in backends:
+        found.append(f"{__name__}:load_triton_for_{device}")
+    if "tilelang" in backends:
+        # After Triton's mode is settled: TileLang imports Triton.
+        found.append("tilelang")
+    return found
 
 
 def load_torch_for_cpu() -> None:
@@ -55,16 +60,6 @@ def load_triton_for_cpu() -> None:
 def load_triton_for_cuda() -> None:
     """Triton, compiled."""
     importlib.import_module("attnfuzz.kernels.triton.runtime").load("cuda")
-
-
-def load_tilelang_for_cpu() -> None:
-    """TileLang, whose own import of Triton must find the right mode."""
-    importlib.import_module("tilelang")
-
-
-def load_tilelang_for_cuda() -> None:
-    """TileLang."""
-    importlib.import_module("tilelang")
 
 
 def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature

@@ -54,10 +54,13 @@ class Board:
         self._page[8] = index
 
     def read(self, task: int) -> tuple[str, float] | None:
-        """(stage, since when) of `task`; None where it is not taken up yet. A page that was written over says "kernel"."""
+        """(stage, since when) of `task`; None where it is not taken up yet.
+
+        The child may have written over the page: then it is in stage "kernel", and NaN or a time to come is no time.
+        """
         current, index = _HEAD.unpack_from(self._page, 0)
         if not 0 <= current <= task or index >= len(STAGES):
-            return "kernel", time.monotonic()
+            return "kernel", math.nan
         if current != task:
             return None
         return STAGES[index], _TIME.unpack_from(self._page, _TIMES_AT + 8 * index)[0]

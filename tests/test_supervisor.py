@@ -31,7 +31,7 @@ def supervisor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     yield made
     made.close()
     assert not list(guardian.marked(nursery.run))
-    assert not list(Path(nursery._folder).parent.glob(Path(nursery._folder).name))
+    assert not Path(nursery._folder).exists()
 
 
 @pytest.fixture
@@ -105,6 +105,13 @@ def test_a_hang_ends_at_its_deadline(supervisor: Supervisor, how: str) -> None:
     assert (found.why, found.stage, found.limit, found.signal) == ("hang", "kernel", 0.4, "SIGKILL")
     assert 0.4 <= found.seconds < 3
     assert ("in _loop" in found.output) == (how == "loop"), "a stack where signals are not blocked"
+
+
+def test_a_page_that_was_written_over_holds_no_deadline_off(supervisor: Supervisor) -> None:
+    start = time.monotonic()
+    found = died(supervisor, "scribble", kernel=0.5)
+    assert (found.why, found.stage) == ("hang", "kernel")
+    assert time.monotonic() - start < 10
 
 
 def test_the_deadline_is_the_stages_own(forked: Supervisor) -> None:
