@@ -12,7 +12,20 @@ import msgspec
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import BadArgument, Problem, reject
 
-__all__ = ["FORMAT", "PATTERNS", "BadCase", "Case", "Pattern", "Recipe", "case_from_json", "case_from_object"]
+__all__ = [
+    "CALLS",
+    "CHECKS",
+    "FORMAT",
+    "PATTERNS",
+    "RELATIONS",
+    "BadCase",
+    "Case",
+    "Check",
+    "Pattern",
+    "Recipe",
+    "case_from_json",
+    "case_from_object",
+]
 
 FORMAT = 1
 """Version of the Case's JSON. A Case of another version is refused, never guessed at."""
@@ -34,7 +47,24 @@ Pattern = Literal[
     "subnormal",
 ]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
-_KEYS = frozenset({"format", "kernel", "problem", "recipe", "config", "found"})
+Calls = Literal["twice", "other_shape", "other_scale", "other_mask"]
+Relation = Literal[
+    "split_batch",
+    "permuted_keys",
+    "repeated_heads",
+    "shifted_scores",
+    "constant_v",
+    "scaled_values",
+    "future_keys",
+    "split_keys",
+    "huge_strides",
+]
+Check = Literal["oracle"] | Calls | Relation
+"""What a Trial compares: with the float64 oracle; one call with earlier ones of the same process; or two related calls."""
+CALLS: tuple[Check, ...] = get_args(Calls)
+RELATIONS: tuple[Check, ...] = get_args(Relation)
+CHECKS: tuple[Check, ...] = ("oracle", *CALLS, *RELATIONS)
+_KEYS = frozenset({"format", "kernel", "problem", "recipe", "config", "check", "found"})
 """`found` is what a case file tells besides the Case."""
 _SCALE_LIMIT = 2.0**40
 
@@ -68,12 +98,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernel name, Problem, Recipe and Config: frozen, hashable, JSON both ways. Canonical JSON is its identity."""
+    """Kernel name, Problem, Recipe, Config and check: frozen, hashable, JSON both ways. Canonical JSON is its identity."""
 
     kernel: str
     problem: Problem
     recipe: Recipe = Recipe()
     config: Config = Config()
+    check: Check = "oracle"
 
     def to_object(self) -> dict[str, Any]:
         """The Case as plain JSON values, defaults left out."""
@@ -83,6 +114,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             "problem": _without_defaults(self.problem),
             "recipe": _without_defaults(self.recipe),
             "config": dict(self.config),
+            **({"check": self.check} if self.check != "oracle" else {}),
         }
 
     def canonical(self) -> str:
@@ -131,15 +163,16 @@ def case_from_object(found: object) -> Case:
         )
     for name in ("kernel", "problem"):
         if name not in found:
-            raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe and config")
+            raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config and check")
     unknown = sorted(found.keys() - _KEYS)
     if unknown:
-        raise BadCase(f"case.{unknown[0]}: no such part; a Case has format, kernel, problem, recipe and config")
+        raise BadCase(f"case.{unknown[0]}: no such part; a Case has format, kernel, problem, recipe, config and check")
     return Case(
         kernel=_part(found, "kernel", str),
         problem=_part(found, "problem", Problem),
         recipe=_part(found, "recipe", Recipe),
         config=Config(_part(found, "config", dict[str, int | str | bool])),
+        check=_part({"check": "oracle", **found}, "check", Check),
     )
 
 

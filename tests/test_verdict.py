@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from support_emulated import Emulated
 
-from attnfuzz.harness import environment, trial
+from attnfuzz.harness import bench, environment, trial
 from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
 from attnfuzz.kernels import registry
@@ -212,7 +212,7 @@ def test_a_harness_error_is_never_a_finding(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*args: object) -> None:
         raise ZeroDivisionError("in the oracle")
 
-    monkeypatch.setattr(trial, "truth", broken)
+    monkeypatch.setattr(bench, "truth", broken)
     with pytest.raises(ZeroDivisionError):
         trial.run_trial(Case(kernel=GOOD.name, problem=Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=64, dim_v=64)), "cpu")
     assert environment.alive("cpu")

@@ -49,6 +49,8 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
         if getattr(recipe, name) != getattr(plain, name)
     ]
     rows.append(("values", " ".join([recipe.pattern, *scales, f"seed={recipe.seed}"])))
+    if case.check != "oracle":
+        rows.append(("check", case.check))
     if case.config:
         rows.append(("config", str(case.config)))
     return rows

@@ -1,0 +1,113 @@
+"""One launch of a kernel, forward and backward, on inputs of its own between guard bands: Outputs, or what went wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.harness import environment
+from attnfuzz.harness.failure import Failure, Kind
+from attnfuzz.harness.lost import DeviceLost
+from attnfuzz.harness.poison import Bands, PoisonEmpty
+from attnfuzz.harness.raised import may_catch, told, trace
+from attnfuzz.kernels.contract import Built, Device, Inputs, Outputs
+from attnfuzz.strategies.case import Case
+
+__all__ = ["copied", "is_out_of_memory", "launch"]
+
+_DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
+    ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
+    ("illegal-access", "a misaligned address", ("misaligned address", "MISALIGNED_ADDRESS")),
+    # Torch adds advice on device-side assertions to every error, so that less than this would not do.
+    ("crash", "a device-side assertion failed", ("device-side assert triggered", "CUDA_ERROR_ASSERT")),
+    ("crash", "an unspecified launch failure", ("unspecified launch failure", "LAUNCH_FAILED")),
+)
+_INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def launch(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
+    """Run the kernel on copies of `inputs`; then see whether it wrote where it may not.
+
+    Raises:
+        DeviceLost: the kernel broke the device for this process.
+    """
+    bands = Bands()
+    given = copied(inputs, bands)
+    outcome = _run(case, ready, given, device, bands)
+    if isinstance(outcome, Failure):
+        return outcome
+    return _overstepped(case, bands) or _changed_input(case, inputs, given) or outcome
+
+
+def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands) -> Outputs | Failure:
+    needs, step = inputs.problem.needs.outputs, "forward"
+    d_q = d_k = d_v = None
+    try:
+        with torch.no_grad(), PoisonEmpty(bands):
+            o, lse = ready.forward(inputs)
+            # So that an error of the device shows in the step that made it.
+            environment.synchronise(device)
+            if {"dq", "dk", "dv"} & set(needs):
+                step = "backward"
+                d_q, d_k, d_v = ready.backward(inputs, o, lse)
+                environment.synchronise(device)
+    except BaseException as error:  # a kernel may raise anything: that is the finding
+        if not may_catch(error):
+            raise
+        failure = _raised(case.kernel, step, error)
+        if not environment.alive(device):
+            raise DeviceLost(case, _device_error(failure)) from error
+        return failure
+    return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v)
+
+
+def _raised(kernel: str, step: str, error: BaseException) -> Failure:
+    message, detail = f"{step} raised {told(error)}", trace(error)
+    if is_out_of_memory(error):
+        return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)
+    return Failure(kernel=kernel, kind="exception", check=step, message=message, detail=detail)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation was refused, by Python, torch's CPU allocator or the device's."""
+    refusals = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(each in told(error) for each in refusals)
+    )
+
+
+def _device_error(failure: Failure) -> Failure:
+    """An error after which the device is lost, by its name alone: each library words it in its own way."""
+    for kind, name, words in _DEVICE_ERRORS:
+        if any(word in failure.message for word in words):
+            return replace(failure, kind=kind, message=f"{failure.check}: {name}", detail=f"{failure.message}\n{failure.detail}")
+    return replace(failure, kind="illegal-access")
+
+
+def copied(inputs: Inputs, bands: Bands) -> Inputs:
+    """What the kernel gets: tensors of its own, so that nothing it writes can reach the oracle."""
+    tensors = {name: bands.copy(value, f"its input {name}") for name in _INPUTS if (value := getattr(inputs, name)) is not None}
+    return dataclasses.replace(inputs, **tensors)
+
+
+def _overstepped(case: Case, bands: Bands) -> Failure | None:
+    """A kernel must write within its tensors."""
+    message = bands.broken()
+    return Failure(kernel=case.kernel, kind="guard", check="bounds", message=message) if message else None
+
+
+def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:
+    """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing)."""
+    for name in _INPUTS:
+        before, after = getattr(inputs, name), getattr(given, name)
+        if before is None:
+            continue
+        if after.untyped_storage().nbytes() < before.untyped_storage().nbytes():
+            message = f"the kernel took away the memory of its input {name}"
+            return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
+        if not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
+            message = f"the kernel wrote to its input {name}"
+            return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
+    return None
