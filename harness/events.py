@@ -129,6 +129,11 @@ class Worst:
     unjudged: int = 0
     worst: float = 0.0
     failures: int = 0
+    sigmas: float = 0.0
+    r: float = 0.0
+    z: float = 0.0
+    aggregated: int = 0
+    """Cases in which R and z were taken."""
 
 
 @dataclass(frozen=True, slots=True)

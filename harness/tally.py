@@ -32,6 +32,10 @@ class Tally:
                 cases=old.cases + (not skipped),
                 unjudged=old.unjudged + skipped,
                 worst=max(old.worst, figures.worst),
+                sigmas=max(old.sigmas, figures.sigmas),
+                r=max(old.r, figures.r or 0.0),
+                z=max(old.z, figures.z or 0.0),
+                aggregated=old.aggregated + (figures.r is not None),
             )
         for failure in verdict.failures:
             if failure.output:
