@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from attnfuzz.harness.builds import built
 from attnfuzz.harness.failure import Failure, printable
 from attnfuzz.harness.inputs import materialise
-from attnfuzz.harness.judge import Truth, judge, truth
+from attnfuzz.harness.judge import HeadTruths, Truth, Truths, judge, truth
 from attnfuzz.harness.launch import launch
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
@@ -86,7 +86,7 @@ class Bench:
             raise WentWrong(outcome)
         return outcome
 
-    def truth(self, inputs: Inputs) -> dict[OutputName, Truth]:
+    def truth(self, inputs: Inputs) -> Truths | HeadTruths:
         """Oracle and budgets."""
         with self.clock.stage("oracle"):
             return truth(inputs, self.kernel.capabilities.deviations, self.device)

@@ -6,6 +6,7 @@ it two statistics over a whole output say what stays inside every element's budg
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -21,7 +22,7 @@ from attnfuzz.oracles import aggregate, attention, blockwise
 from attnfuzz.oracles.bounds import Budget, Budgets, budgets
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
 
-__all__ = ["Truth", "Truths", "judge", "truth"]
+__all__ = ["HeadTruths", "Truth", "Truths", "judge", "truth"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _BY_QUERY = ("o", "lse", "dq")
@@ -53,11 +54,18 @@ class Truth:
 class Truths(dict[OutputName, Truth]):
     """The Truth of every output; can count ties, should a budget without them be exceeded."""
 
-    def __init__(self, inputs: Inputs, deviations: Deviations, device: str, expected: dict[OutputName, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        deviations: Deviations,
+        device: str,
+        expected: dict[OutputName, torch.Tensor],
+        *,
+        lean: bool = False,
+    ) -> None:
         super().__init__()
-        self._inputs, self._deviations, self._device = inputs, deviations, device
+        self._inputs, self._deviations, self._device, self._lean = inputs, deviations, device, lean
         self.ties = False
-        self.large = blockwise.is_large(inputs.problem)
         self._fill(expected)
 
     def count_ties(self) -> None:
@@ -66,7 +74,7 @@ class Truths(dict[OutputName, Truth]):
         self._fill({name: true.expected for name, true in self.items()}, scaled=True)
 
     def _fill(self, expected: dict[OutputName, torch.Tensor], *, scaled: bool = False) -> None:
-        found = budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self.large)
+        found = budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean)
         self.budgets: Budgets = found
         form = Format.of(self._inputs.problem.dtype)
         for name in self._inputs.problem.needs.outputs:
@@ -77,19 +85,46 @@ class Truths(dict[OutputName, Truth]):
                 self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form)
 
 
-def truth(inputs: Inputs, deviations: Deviations, device: str) -> Truths:
+class HeadTruths(dict[OutputName, Truth]):
+    """Of a batch so large that the truth of all heads at once would not fit: it is made head by head, while it is judged."""
+
+    def __init__(self, inputs: Inputs, deviations: Deviations, device: str) -> None:
+        super().__init__()
+        self._inputs, self._deviations, self._device = inputs, deviations, device
+
+    def parts(self) -> Iterator[tuple[int, Inputs, Truths]]:
+        """(number, inputs, truth) of each key/value head with its query heads."""
+        for head, inputs in blockwise.by_head(self._inputs):
+            yield head, inputs, _truths(inputs, self._deviations, self._device, lean=True)
+
+
+def truth(inputs: Inputs, deviations: Deviations, device: str) -> Truths | HeadTruths:
     """Oracle and budgets of every output the Problem needs; tokens of all sequences one after the other."""
+    if blockwise.is_large(inputs.problem):
+        return HeadTruths(inputs, deviations, device)
+    return _truths(inputs, deviations, device, lean=False)
+
+
+def _truths(inputs: Inputs, deviations: Deviations, device: str, *, lean: bool) -> Truths:
     problem = inputs.problem
     references = []
     for data in attention.sequences(inputs):
         scores = data.q.shape[0] * data.q.shape[1] * data.k.shape[1]
         references.append((attention if scores <= _WHOLE else blockwise).reference(problem, data))
     expected = {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in problem.needs.outputs}
-    return Truths(inputs, deviations, device, expected)
+    del references
+    return Truths(inputs, deviations, device, expected, lean=lean)
 
 
 def judge(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
     """Shape, dtype and device first, then NaN patterns, then every element against its budget, then the whole of each output."""
+    if isinstance(expected, HeadTruths):
+        return _head_by_head(kernel, inputs, outputs, expected)
+    with torch.inference_mode():
+        return _judged(kernel, inputs, outputs, expected)
+
+
+def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
     problem = inputs.problem
     failures: list[Failure] = []
     got: dict[OutputName, torch.Tensor] = {}
@@ -113,6 +148,65 @@ def judge(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputNa
         failures += _as_a_whole(kernel, problem, got, expected, figures)
     ordered = sorted(failures, key=lambda each: list(expected).index(each.output) if each.output else -1)
     return Verdict(status="fail" if ordered else "pass", figures=figures, failures=tuple(ordered))
+
+
+def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths) -> Verdict:
+    """Each key/value head judged by itself; of an output that is wrong in several, the worst place is told."""
+    problem = inputs.problem
+    broken = [
+        failure
+        for name in problem.needs.outputs
+        if (failure := _contract(kernel, problem, name, getattr(outputs, name), inputs.q.device)) is not None
+    ]
+    if broken:
+        return Verdict(status="fail", failures=tuple(broken))
+    figures: dict[OutputName, Figures] = {}
+    worst: dict[OutputName, tuple[Figures, Failure]] = {}
+    for head, part, truths in expected.parts():
+        verdict = judge(kernel, part, _of_head(problem, outputs, head), truths)
+        for name, each in verdict.figures.items():
+            figures[name] = _added(figures[name], each) if name in figures else each
+        for failure in verdict.failures:
+            output, place = failure.output, failure.place
+            assert output is not None
+            assert place is not None
+            at = place.head + head * (problem.groups if output in _BY_QUERY else 1)
+            of_head = verdict.figures[output]
+            before = worst.get(output)
+            if before is None or (failure.kind, of_head.worst) > (before[1].kind, before[0].worst):
+                worst[output] = (of_head, replace(failure, place=replace(place, head=at)))
+    failures = tuple(
+        _failure(kernel, name, failure.place, figures[name], failure.kind)
+        for name in figures
+        if name in worst and (failure := worst[name][1]).place and failure.kind in ("mismatch", "nonfinite")
+    )
+    return Verdict(status="fail" if failures else "pass", figures=figures, failures=failures)
+
+
+def _added(one: Figures, other: Figures) -> Figures:
+    return Figures(
+        elements=one.elements + other.elements,
+        worst=max(one.worst, other.worst),
+        over=one.over + other.over,
+        sigmas=max(one.sigmas, other.sigmas),
+        unjudged=one.unjudged and other.unjudged,
+    )
+
+
+def _of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
+    """What a kernel returned of one key/value head."""
+    rows, keys = slice(head * problem.groups, (head + 1) * problem.groups), slice(head, head + 1)
+
+    def of(x: torch.Tensor | None, at: slice) -> torch.Tensor | None:
+        return None if x is None else x[..., at, :]
+
+    return Outputs(
+        o=of(outputs.o, rows),
+        lse=of(outputs.lse, rows),
+        dq=of(outputs.dq, rows),
+        dk=of(outputs.dk, keys),
+        dv=of(outputs.dv, keys),
+    )
 
 
 def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:

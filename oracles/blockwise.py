@@ -108,12 +108,12 @@ def _block(
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)[None, :]
     seen = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
-    leaves = tuple(x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[seen_keys], v[seen_keys]))
-    o, lse = attention(*leaves, seen, problem.scale, problem.softcap)
+    q_1, k_1, v_1 = (x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[seen_keys], v[seen_keys]))
+    o, lse = attention(q_1, k_1, v_1, seen, problem.scale, problem.softcap)
     loss = (o * data.d_o[head : head + 1, at].double()).sum()
     if data.d_lse is not None:
         loss = loss + (lse.masked_fill(~seen.any(-1), 0.0) * data.d_lse[head : head + 1, at].double()).sum()
-    dq, dk, dv = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    dq, dk, dv = torch.autograd.grad(loss, (q_1, k_1, v_1), materialize_grads=True)
     found.o[head, at], found.lse[head, at], found.dq[head, at] = o[0].detach(), lse[0].detach(), dq[0]
     found.dk[kv, seen_keys] += dk[0]
     found.dv[kv, seen_keys] += dv[0]

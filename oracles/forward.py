@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -33,7 +34,7 @@ __all__ = [
 LAMBDA, TIES = 6.0, 4.0
 """How many times the root mean square of independent roundings, and of those that repeat, an error may be."""
 _HUGE = 1e60
-Steps = float | torch.Tensor
+Steps: TypeAlias = float | torch.Tensor
 
 
 @dataclass(slots=True, eq=False)

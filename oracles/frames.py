@@ -20,8 +20,8 @@ __all__ = ["CHUNK", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Scores handled at once: each float64 temporary stays under 8 MiB, within a cache, or under 64 MiB on a GPU."""
 _PADDING = 2.0
-_FREE = 1 << 16
-"""Scores that cost no more than their launches."""
+_FREE = 8
+"""A frame of this part of a chunk costs hardly more than its launches, however much of it is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def key_range(problem: Problem, index: int, rows: range) -> range:
 def _fit(problem: Problem, together: list[int], real: int, chunk: int) -> bool:
     area = max(problem.seqlens_q[i] for i in together) * max(problem.seqlens_k[i] for i in together) * len(together)
     padded = area * problem.heads
-    return padded <= chunk and padded <= max(_FREE, _PADDING * real * problem.heads)
+    return padded <= chunk and padded <= max(chunk // _FREE, _PADDING * real * problem.heads)
 
 
 def _cut(problem: Problem, together: list[int], chunk: int) -> Iterator[Frame]:

@@ -1,0 +1,108 @@
+"""Budgets do not depend on how the work is cut: frames of several sequences, blocks of rows, one head at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support_emulated import Emulated
+
+from attnfuzz.harness.inputs import materialise
+from attnfuzz.harness.judge import judge, truth
+from attnfuzz.kernels.contract import Deviations, Outputs
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles import attention, blockwise
+from attnfuzz.oracles.bounds import budgets
+from attnfuzz.oracles.frames import Placed, frames, key_range, tokens_of
+from attnfuzz.strategies.case import Recipe
+
+PLAIN = Problem(seqlens_q=(70,), seqlens_k=(90,), dim_qk=16, dim_v=24, heads=4, kv_heads=2)
+PROBLEMS = {
+    "ragged": Problem(
+        seqlens_q=(5, 0, 33, 70, 4), seqlens_k=(6, 3, 40, 9, 0), heads=6, kv_heads=2, dim_qk=16, dim_v=8, causal="bottom_right"
+    ),
+    "dense": Problem(seqlens_q=(40,) * 3, seqlens_k=(50,) * 3, packing="dense", heads=3, dim_qk=8, dim_v=8, causal="top_left"),
+    "slack": Problem(seqlens_q=(7, 20), seqlens_k=(9, 30), heads=2, dim_qk=8, dim_v=16, slack_q=3, slack_k=2),
+    "one": PLAIN,
+    "window": Problem(seqlens_q=(60, 30), seqlens_k=(64, 20), dim_qk=8, dim_v=8, window=(5, 3)),
+    "float32": Problem(seqlens_q=(30, 8), seqlens_k=(44, 8), dim_qk=8, dim_v=8, dtype="float32", causal="bottom_right"),
+}
+
+
+def parts_of(found) -> dict[str, torch.Tensor]:
+    return {"lse": found.lse, **{name: budget.allowed for name, budget in found.outputs.items()}}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("ties", [False, True])
+def test_sequences_side_by_side_have_the_budgets_of_each_alone(name: str, ties: bool) -> None:
+    problem = PROBLEMS[name]
+    inputs = materialise(problem, Recipe(seed=3), "cpu")
+    together = parts_of(budgets(inputs, Deviations(), "cpu", ties=ties))
+    tokens = tokens_of(inputs)
+    alone = parts_of(budgets(inputs, Deviations(), "cpu", ties=ties, chunk=1 if not ties else 1 << 20))
+    assert tokens.q.shape[0] == problem.total_q
+    for output, allowed in together.items():
+        if ties or output in ("o", "lse", "dq"):
+            torch.testing.assert_close(allowed, alone[output], rtol=1e-9, atol=1e-35)
+        else:
+            # A block of rows knows no more than its part of the sums: never less, hardly more.
+            assert (alone[output] >= allowed * (1 - 1e-9)).all()
+            torch.testing.assert_close(allowed, alone[output], rtol=0.02, atol=1e-35)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_blockwise_oracle_is_the_oracle(name: str) -> None:
+    problem = PROBLEMS[name]
+    for data in attention.sequences(materialise(problem, Recipe(seed=5), "cpu")):
+        whole, blocks = attention.reference(problem, data), blockwise.reference(problem, data, chunk=200)
+        for output in ("o", "lse", "dq", "dk", "dv"):
+            torch.testing.assert_close(getattr(blocks, output), getattr(whole, output), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_score_is_in_one_frame(name: str) -> None:
+    problem = PROBLEMS[name]
+    inputs = materialise(problem, Recipe(), "cpu")
+    for chunk in (1, 300, 5000, 1 << 20):
+        counts = {i: torch.zeros(n_q, n_k) for i, (n_q, n_k) in enumerate(zip(problem.seqlens_q, problem.seqlens_k, strict=True))}
+        for frame in frames(problem, chunk):
+            Placed(tokens_of(inputs), frame)
+            for i in frame.sequences:
+                counts[i][frame.rows.start : frame.rows.stop, frame.keys.start : frame.keys.stop] += len(frame.kv_heads)
+        for i, count in counts.items():
+            seen = attention.visible(problem, i)
+            assert (count[seen] == problem.kv_heads).all()
+            assert (count <= problem.kv_heads).all()
+
+
+def test_a_block_of_rows_gets_the_keys_that_it_sees() -> None:
+    for problem in PROBLEMS.values():
+        for i, n_q in enumerate(problem.seqlens_q):
+            seen = attention.visible(problem, i)
+            for start in range(0, n_q, 7):
+                rows = range(start, min(start + 7, n_q))
+                keys = key_range(problem, i, rows)
+                outside = seen[rows.start : rows.stop].clone()
+                outside[:, keys.start : keys.stop] = False
+                assert not outside.any()
+
+
+def test_a_long_batch_is_judged_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures and the failure's place are those of the whole."""
+    kernel, problem = Emulated(), PROBLEMS["ragged"]
+    inputs = materialise(problem, Recipe(seed=1), "cpu")
+    o, lse = kernel.forward(inputs)
+    dq, dk, dv = kernel.backward(inputs, o, lse)
+    outputs = Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+    whole = judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu"))
+    monkeypatch.setattr(blockwise, "is_large", lambda _: True)
+    assert judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu")).status == whole.status == "pass"
+    dk[8, 1, 3] += 1.0
+    dq[20, 4, 2] = torch.nan
+    monkeypatch.undo()
+    whole = judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu"))
+    monkeypatch.setattr(blockwise, "is_large", lambda _: True)
+    heads = judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu"))
+    assert [repr(each.place) for each in heads.failures] == [repr(each.place) for each in whole.failures]
+    assert [each.message for each in heads.failures] == [each.message for each in whole.failures]
+    assert heads.figures["dk"].over == whole.figures["dk"].over == 1
