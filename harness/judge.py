@@ -7,10 +7,13 @@ from itertools import accumulate
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Place
+from attnfuzz.harness.pattern import pattern
+from attnfuzz.harness.symptoms import Pattern
 from attnfuzz.harness.verdict import Figures, Verdict
-from attnfuzz.kernels.contract import Deviations, Inputs, Outputs
+from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import attention, bounds
 
@@ -19,6 +22,7 @@ __all__ = ["Truth", "judge", "truth"]
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _BY_QUERY = ("o", "lse", "dq")
 _LOG_2 = 0.6931471805599453
+_NO_CONFIG = Config()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +54,11 @@ def truth(inputs: Inputs, deviations: Deviations, device: str) -> dict[OutputNam
     return found
 
 
-def judge(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
-    """Shape, dtype and device first, then NaN patterns, then every element against its budget."""
+def judge(
+    kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config = _NO_CONFIG
+) -> Verdict:
+    """Shape, dtype and device first, then NaN patterns, then every element against its budget; of failures the pattern (with the
+    tiles of `config`)."""
     problem = inputs.problem
     failures: list[Failure] = []
     figures: dict[OutputName, Figures] = {}
@@ -65,7 +72,8 @@ def judge(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputNa
         if true.unjudged:
             figures[name] = Figures(elements=0, unjudged=true.unjudged)
             continue
-        figures[name], failure = _elements(kernel, problem, name, _heads_first(problem, name, got), true)
+        got = _heads_first(problem, name, got)
+        figures[name], failure = _elements(kernel, problem, name, got, true, config, {n: t.expected for n, t in expected.items()})
         if failure is not None:
             failures.append(failure)
     return Verdict(status="fail" if failures else "pass", figures=figures, failures=tuple(failures))
@@ -126,7 +134,15 @@ def _heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch
     return got[:, : sum(lengths)].double()
 
 
-def _elements(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor, true: Truth) -> tuple[Figures, Failure | None]:
+def _elements(
+    kernel: str,
+    problem: Problem,
+    name: OutputName,
+    got: torch.Tensor,
+    true: Truth,
+    config: Config,
+    others: dict[OutputName, torch.Tensor],
+) -> tuple[Figures, Failure | None]:
     """Figures of one output, and its Failure where an element is outside its interval."""
     form = bounds.Format.of("float32" if name == "lse" else problem.dtype)
     expected, allowed = true.expected, true.allowed
@@ -154,7 +170,13 @@ def _elements(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor
     nonfinite = counts[1] > 0
     flat = int((broken if nonfinite else _without_nan(ratio)).flatten().double().argmax())
     place = _place(problem, name, flat, got, true)
-    return figures, _failure(kernel, name, place, figures, "nonfinite" if nonfinite else "mismatch")
+    failure = _failure(kernel, name, place, figures, "nonfinite" if nonfinite else "mismatch")
+    return figures, _patterned(failure, pattern(problem, config, name, got, expected, allowed, over, others))
+
+
+def _patterned(failure: Failure, found: Pattern) -> Failure:
+    """The Failure with its pattern, which the message tells in a second sentence."""
+    return replace(failure, pattern=found, message=f"{failure.message}. {found.text[:1].upper()}{found.text[1:]}")
 
 
 def _without_nan(ratio: torch.Tensor) -> torch.Tensor:
