@@ -88,7 +88,7 @@ def noise(sample: Sample) -> Fit:
 def rounded(problem: Problem, name: OutputName, sample: Sample) -> Fit | None:
     """All values fit a coarser dtype than the output's own: rounded to it on the way. One does by chance once in 8 at most."""
     own = "float32" if name == "lse" else problem.dtype
-    coarser = [dtype for dtype in ("float16", "bfloat16") if own == "float32" or (own, dtype) == ("float16", "bfloat16")]
+    coarser = [dtype for dtype in ("bfloat16", "float16") if own == "float32" or (own, dtype) == ("float16", "bfloat16")]
     distinct = sample.got.unique()
     if len(distinct) < _ENOUGH:
         return None

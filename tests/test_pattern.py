@@ -192,6 +192,7 @@ LOOKS: list[tuple[str, OutputName, tuple, Callable[[Plant], torch.Tensor | float
     ("foreign", "o", TILE, lambda p: p.normal(), "nothing to do with those expected", None),
     ("partial", "dk", (), lambda p: p.part, "about 5", None),
     ("rounded", "lse", (), lambda p: p.expected.half().double(), "rounded to float16 on the way", None),
+    ("rounded", "lse", (), lambda p: p.expected.bfloat16().double(), "rounded to bfloat16 on the way", None),
     ("noise", "o", TILE, lambda p: p.expected + 5 * p.allowed * p.normal(), "errors without a pattern", None),
 ]
 
