@@ -94,4 +94,4 @@ class Bench:
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
         """Outputs against the truth."""
         with self.clock.stage("judge"):
-            return judge(self.case.kernel, inputs, outputs, expected)
+            return judge(self.case.kernel, inputs, outputs, expected, self.case.config)

@@ -108,6 +108,7 @@ class Corpus:
             "identity": msgspec.to_builtins(identity),
             "message": failure.message if failure else "",
             "place": msgspec.to_builtins(failure.place) if failure else None,
+            **({"pattern": msgspec.to_builtins(failure.pattern)} if failure and failure.pattern else {}),
             "minimal": minimal,
             "seed": seed,
             "device": verdict.device,

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from attnfuzz.harness.symptoms import Pattern
 from attnfuzz.kernels.problem import OutputName
 
 __all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "printable"]
@@ -68,7 +69,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What went wrong: kind, output, check (the rule that was broken), message for people, and the worst place."""
+    """What went wrong: kind, output, check (the rule that was broken), message for people, the worst place, the pattern."""
 
     kernel: str
     kind: Kind
@@ -76,6 +77,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str
     output: OutputName | None = None
     place: Place | None = None
+    pattern: Pattern | None = None
     detail: str = ""
     """A traceback or a compiler's text."""
 

@@ -6,8 +6,6 @@ it two statistics over a whole output say what stays inside every element's budg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -15,162 +13,79 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Place
+from attnfuzz.harness.form import BY_QUERY, broken_contract, heads_first
+from attnfuzz.harness.measure import Measured, measured
+from attnfuzz.harness.pattern import pattern
+from attnfuzz.harness.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.verdict import Figures, Verdict
-from attnfuzz.kernels.contract import Deviations, Inputs, Outputs
+from attnfuzz.kernels.contract import Config, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
-from attnfuzz.oracles import aggregate, attention, blockwise
-from attnfuzz.oracles.bounds import Budget, Budgets, budgets
-from attnfuzz.oracles.formats import Format, half_ulp, rounded
+from attnfuzz.oracles import aggregate
+from attnfuzz.oracles.formats import Format
 
 __all__ = ["HeadTruths", "Truth", "Truths", "judge", "truth"]
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_BY_QUERY = ("o", "lse", "dq")
-_LOG_2 = 0.6931471805599453
-_WHOLE = 1 << 24
-"""Scores of one sequence, all heads, above which the oracle goes by blocks."""
+_NO_CONFIG = Config()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Truth:
-    """Expected value and allowed error of one output over the whole batch, float64, heads first: (heads, tokens[, dim]).
+def judge(
+    kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config = _NO_CONFIG
+) -> Verdict:
+    """Shape, dtype and device first, then every element against its budget, then the whole of each output.
 
-    Where `allowed` is infinite, nothing is judged: dS may exceed the dtype's range there.
+    `config` tells the tiles on which a failure's pattern may lie.
     """
-
-    expected: torch.Tensor
-    allowed: torch.Tensor
-    budget: Budget | None = None
-    form: Format | None = None
-
-    @property
-    def reorder(self) -> torch.Tensor:
-        """How far apart two runs may be that add in different orders: two sums' errors and two last roundings."""
-        if self.budget is None or self.budget.reorder is None or self.form is None:
-            return 2 * self.allowed
-        return 2 * (self.budget.reorder + half_ulp(self.expected.abs() + self.budget.reorder, self.form))
-
-
-class Truths(dict[OutputName, Truth]):
-    """The Truth of every output; can count ties, should a budget without them be exceeded."""
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        deviations: Deviations,
-        device: str,
-        expected: dict[OutputName, torch.Tensor],
-        *,
-        lean: bool = False,
-    ) -> None:
-        super().__init__()
-        self._inputs, self._deviations, self._device, self._lean = inputs, deviations, device, lean
-        self.ties = False
-        self._fill(expected)
-
-    def count_ties(self) -> None:
-        """The budget with tau: what repeated values add."""
-        self.ties = True
-        self._fill({name: true.expected for name, true in self.items()}, scaled=True)
-
-    def _fill(self, expected: dict[OutputName, torch.Tensor], *, scaled: bool = False) -> None:
-        found = budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean)
-        self.budgets: Budgets = found
-        form = Format.of(self._inputs.problem.dtype)
-        for name in self._inputs.problem.needs.outputs:
-            if name == "lse":
-                unit = _LOG_2 if self._deviations.lse_base2 else 1.0
-                self[name] = Truth(expected[name] / (1.0 if scaled else unit), found.lse / unit)
-            else:
-                self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form)
-
-
-class HeadTruths(dict[OutputName, Truth]):
-    """Of a batch so large that the truth of all heads at once would not fit: it is made head by head, while it is judged."""
-
-    def __init__(self, inputs: Inputs, deviations: Deviations, device: str) -> None:
-        super().__init__()
-        self._inputs, self._deviations, self._device = inputs, deviations, device
-
-    def parts(self) -> Iterator[tuple[int, Inputs, Truths]]:
-        """(number, inputs, truth) of each key/value head with its query heads."""
-        for head, inputs in blockwise.by_head(self._inputs):
-            yield head, inputs, _truths(inputs, self._deviations, self._device, lean=True)
-
-
-def truth(inputs: Inputs, deviations: Deviations, device: str) -> Truths | HeadTruths:
-    """Oracle and budgets of every output the Problem needs; tokens of all sequences one after the other."""
-    if blockwise.is_large(inputs.problem):
-        return HeadTruths(inputs, deviations, device)
-    return _truths(inputs, deviations, device, lean=False)
-
-
-def _truths(inputs: Inputs, deviations: Deviations, device: str, *, lean: bool) -> Truths:
-    problem = inputs.problem
-    references = []
-    for data in attention.sequences(inputs):
-        scores = data.q.shape[0] * data.q.shape[1] * data.k.shape[1]
-        references.append((attention if scores <= _WHOLE else blockwise).reference(problem, data))
-    expected = {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in problem.needs.outputs}
-    del references
-    return Truths(inputs, deviations, device, expected, lean=lean)
-
-
-def judge(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
-    """Shape, dtype and device first, then NaN patterns, then every element against its budget, then the whole of each output."""
     if isinstance(expected, HeadTruths):
-        return _head_by_head(kernel, inputs, outputs, expected)
+        return _head_by_head(kernel, inputs, outputs, expected, config)
     with torch.inference_mode():
-        return _judged(kernel, inputs, outputs, expected)
+        return _judged(kernel, inputs, outputs, expected, config)
 
 
-def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
+def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config) -> Verdict:
     problem = inputs.problem
     failures: list[Failure] = []
     got: dict[OutputName, torch.Tensor] = {}
     for name in expected:
-        found: torch.Tensor | None = getattr(outputs, name)
-        broken = _contract(kernel, problem, name, found, inputs.q.device)
+        output: torch.Tensor | None = getattr(outputs, name)
+        broken = broken_contract(kernel, problem, name, output, inputs.q.device)
         if broken is not None:
             failures.append(broken)
-        elif found is not None:
-            got[name] = _heads_first(problem, name, found)
-    measured = _measured(problem, got, expected)
-    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in measured.values()):
+        elif output is not None:
+            got[name] = heads_first(problem, name, output)
+    found = measured(problem, got, expected)
+    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in found.values()):
         expected.count_ties()
-        measured = _measured(problem, got, expected)
-    figures: dict[OutputName, Figures] = {}
-    for name, each in measured.items():
-        figures[name] = each.figures
-        if each.over:
-            failures.append(_wrong(kernel, problem, name, got[name], expected[name], each))
-    if isinstance(expected, Truths) and not any(each.over for each in measured.values()):
+        found = measured(problem, got, expected)
+    figures = {name: each.figures for name, each in found.items()}
+    wrong = [name for name, each in found.items() if each.over]
+    failures += [_wrong(kernel, problem, name, got[name], expected, found[name], config) for name in wrong]
+    if isinstance(expected, Truths) and not wrong:
         failures += _as_a_whole(kernel, problem, got, expected, figures)
     ordered = sorted(failures, key=lambda each: list(expected).index(each.output) if each.output else -1)
     return Verdict(status="fail" if ordered else "pass", figures=figures, failures=tuple(ordered))
 
 
-def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths) -> Verdict:
+def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config) -> Verdict:
     """Each key/value head judged by itself; of an output that is wrong in several, the worst place is told."""
     problem = inputs.problem
     broken = [
         failure
         for name in problem.needs.outputs
-        if (failure := _contract(kernel, problem, name, getattr(outputs, name), inputs.q.device)) is not None
+        if (failure := broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device)) is not None
     ]
     if broken:
         return Verdict(status="fail", failures=tuple(broken))
     figures: dict[OutputName, Figures] = {}
     worst: dict[OutputName, tuple[Figures, Failure]] = {}
     for head, part, truths in expected.parts():
-        verdict = judge(kernel, part, _of_head(problem, outputs, head), truths)
+        verdict = judge(kernel, part, _of_head(problem, outputs, head), truths, config)
         for name, each in verdict.figures.items():
             figures[name] = _added(figures[name], each) if name in figures else each
         for failure in verdict.failures:
             output, place = failure.output, failure.place
             assert output is not None
             assert place is not None
-            at = place.head + head * (problem.groups if output in _BY_QUERY else 1)
+            at = place.head + head * (problem.groups if output in BY_QUERY else 1)
             of_head = verdict.figures[output]
             before = worst.get(output)
             if before is None or (failure.kind, of_head.worst) > (before[1].kind, before[0].worst):
@@ -209,152 +124,6 @@ def _of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
     )
 
 
-def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
-    """The shape that the contract asks of an output, slack rows included."""
-    heads = problem.heads if name in _BY_QUERY else problem.kv_heads
-    dim = problem.dim_v if name in ("o", "dv") else problem.dim_qk
-    lengths, slack = (problem.seqlens_q, problem.slack_q) if name in _BY_QUERY else (problem.seqlens_k, problem.slack_k)
-    if problem.packing == "dense":
-        rows = lengths[0] + slack
-        return (problem.batch, heads, rows) if name == "lse" else (problem.batch, rows, heads, dim)
-    rows = sum(lengths) + slack
-    return (heads, rows) if name == "lse" else (rows, heads, dim)
-
-
-def _contract(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor | None, device: torch.device) -> Failure | None:
-    title, dtype = OUTPUT_TITLES[name], torch.float32 if name == "lse" else _DTYPES[problem.dtype]
-
-    def broken(check: str, expected: object, found: object) -> Failure:
-        message = f"{title} has {check} {found} where {expected} is expected"
-        return Failure(kernel=kernel, kind="contract", output=name, check=check, message=message)
-
-    if not isinstance(got, torch.Tensor):
-        return broken("type", "a tensor", "None" if got is None else type(got).__name__)
-    if type(got) not in (torch.Tensor, torch.nn.Parameter):
-        return broken("type", "a plain tensor", type(got).__name__)
-    if got.layout is not torch.strided:
-        return broken("layout", torch.strided, got.layout)
-    if tuple(got.shape) != _shape(problem, name):
-        return broken("shape", _shape(problem, name), tuple(got.shape))
-    if got.dtype != dtype:
-        return broken("dtype", dtype, got.dtype)
-    if got.device != device:
-        return broken("device", device, got.device)
-    if (held := got.untyped_storage().nbytes()) < (needed := _bytes_needed(got)):
-        return broken("storage", f"{needed} bytes", f"{held} bytes")
-    return None
-
-
-def _bytes_needed(x: torch.Tensor) -> int:
-    """Bytes of storage that the tensor's shape and strides reach."""
-    if not x.numel():
-        return 0
-    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return int((last + 1) * x.element_size())
-
-
-def _heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
-    """A kernel's output as float64 (heads, tokens[, dim]), slack rows left out."""
-    lengths = problem.seqlens_q if name in _BY_QUERY else problem.seqlens_k
-    got = got.detach()
-    if problem.packing == "dense":
-        got = got if name == "lse" else got.transpose(1, 2)
-        return got[:, :, : lengths[0]].transpose(0, 1).flatten(1, 2).double()
-    got = got if name == "lse" else got.transpose(0, 1)
-    return got[:, : sum(lengths)].double()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Measured:
-    """One output against its Truth: which elements are outside, how far off each is, and the counts."""
-
-    outside: torch.Tensor
-    broken: torch.Tensor
-    ratio: torch.Tensor
-    figures: Figures
-    nonfinite: bool
-
-    @property
-    def over(self) -> int:
-        """Wrong elements."""
-        return self.figures.over
-
-
-def _measured(
-    problem: Problem, got: dict[OutputName, torch.Tensor], expected: dict[OutputName, Truth]
-) -> dict[OutputName, _Measured]:
-    """Every output; all of them at once, since a launch costs more than their elements, and the device is waited for once."""
-    names = [name for name, x in got.items() if x.numel()]
-    found = {name: _Measured(x, x, x, Figures(elements=0), nonfinite=False) for name, x in got.items() if not x.numel()}
-    if not names:
-        return found
-    sizes = [got[name].numel() for name in names]
-    compared = _compared(problem, names, sizes, got, expected)
-    # Outside, not finite, worst ratio, judged, largest sigma multiple.
-    sums = torch.stack([x.to(torch.float64) for x in (compared[0], compared[1], compared[3])]).split(sizes, 1)
-    largest = torch.stack([compared[2], compared[4]]).split(sizes, 1)
-    counts = torch.stack([torch.cat([each.sum(1), most.amax(1)]) for each, most in zip(sums, largest, strict=True)]).tolist()
-    for index, name in enumerate(names):
-        over, nonfinite, judged, worst, sigmas = counts[index]
-        shape = got[name].shape
-        outside, broken, ratio = (x.split(sizes)[index].reshape(shape) for x in compared[:3])
-        unjudged = "" if judged else "dS overflows the dtype"
-        figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged)
-        found[name] = _Measured(outside, broken, ratio, figures, nonfinite > 0)
-    return {name: found[name] for name in got}
-
-
-def _compared(
-    problem: Problem,
-    names: list[OutputName],
-    sizes: list[int],
-    outputs: dict[OutputName, torch.Tensor],
-    expected: dict[OutputName, Truth],
-) -> tuple[torch.Tensor, ...]:
-    """(outside, broken, ratio, judged, sigma multiple) of each element of all outputs, one after the other."""
-    form = Format.of(problem.dtype)
-    got = torch.cat([outputs[name].flatten() for name in names])
-    truth_ = torch.cat([expected[name].expected.flatten() for name in names])
-    allowed = torch.cat([expected[name].allowed.flatten() for name in names])
-    # What the budget of -inf would be is no number, and -inf must be met exactly.
-    endless = torch.isinf(truth_)
-    centre = truth_.masked_fill(endless, 0.0)
-    judged, finite = allowed < torch.inf, torch.isfinite(got)
-    ends = torch.stack([centre - allowed, centre + allowed])
-    low, high = rounded(ends, form)
-    cell = half_ulp(got.nan_to_num(nan=0.0, posinf=form.largest, neginf=-form.largest), form)
-    if "lse" in names:
-        # LSE is float32 whatever the dtype, and compared as it is.
-        begin = sum(sizes[: names.index("lse")])
-        lse = slice(begin, begin + sizes[names.index("lse")])
-        low[lse], high[lse] = ends[0, lse], ends[1, lse]
-        cell[lse] = 0.0
-    error = (got - centre).abs_()
-    excess = (error - cell).clamp_(min=0.0)
-    inside = torch.where(endless, got == truth_, (low <= got) & (got <= high)) | ~judged
-    # Judged by the interval; the ratio only measures. It may touch 1 by its own rounding on either side.
-    ratio = (excess / allowed).nan_to_num_(nan=0.0, posinf=torch.inf)
-    ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=1.0 + 1e-6))
-    ratio = torch.where(inside | finite & ~endless, ratio, torch.inf).masked_fill_(inside & (endless | ~finite), 0.0)
-    broken = (torch.isnan(got) & judged) | (~finite & ~inside)
-    return ~inside, broken, ratio, judged, _multiples(excess, names, expected)
-
-
-def _multiples(excess: torch.Tensor, names: list[OutputName], expected: dict[OutputName, Truth]) -> torch.Tensor:
-    """Each error beyond B in multiples of its root mean square, where that is what limits; else 0."""
-    zero = torch.zeros_like(excess)
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, size in zip(names, [expected[name].expected.numel() for name in names], strict=True):
-        budget = expected[name].budget
-        if budget is None or budget.random is None or budget.b is None:
-            parts.append((zero[:size], zero[:size]))
-        else:
-            parts.append((budget.random.flatten(), budget.b.flatten()))
-    random, b = (torch.cat(each) for each in zip(*parts, strict=True))
-    multiples = (excess - b).clamp_(min=0.0).mul_(6).div_(random)
-    return multiples.masked_fill_(random == 0, 0.0).nan_to_num_(nan=0.0)
-
-
 def _as_a_whole(
     kernel: str,
     problem: Problem,
@@ -379,19 +148,31 @@ def _as_a_whole(
     return found
 
 
-def _wrong(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor, true: Truth, measured: _Measured) -> Failure:
-    """The Failure of an output with elements outside their intervals: at its worst element."""
-    worst = measured.broken if measured.nonfinite else measured.ratio
+def _wrong(
+    kernel: str,
+    problem: Problem,
+    name: OutputName,
+    got: torch.Tensor,
+    expected: dict[OutputName, Truth],
+    measured_: Measured,
+    config: Config,
+) -> Failure:
+    """The Failure of an output with elements outside their intervals: at its worst element, with the pattern of them all."""
+    true = expected[name]
+    worst = measured_.broken if measured_.nonfinite else measured_.ratio
     flat = int(worst.flatten().double().argmax())
     place = _place(problem, name, flat, got, true)
-    return _failure(kernel, name, place, measured.figures, "nonfinite" if measured.nonfinite else "mismatch")
+    failure = _failure(kernel, name, place, measured_.figures, "nonfinite" if measured_.nonfinite else "mismatch")
+    others = {other: each.expected for other, each in expected.items()}
+    seen = pattern(problem, config, name, got, true.expected, true.allowed, measured_.outside, others)
+    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}")
 
 
 def _place(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
     """Where the element number `flat` of a heads-first output lies."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape)]
     head, token, dim = index[0], index[1], index[2] if len(index) > 2 else None
-    lengths = problem.seqlens_q if name in _BY_QUERY else problem.seqlens_k
+    lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
     ends = list(accumulate(lengths))
     sequence = next(i for i, end in enumerate(ends) if token < end)
     element = tuple(index)
@@ -409,7 +190,7 @@ def _place(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, tru
 def _failure(kernel: str, name: OutputName, place: Place, figures: Figures, kind: Literal["mismatch", "nonfinite"]) -> Failure:
     title = OUTPUT_TITLES[name]
     dim = "" if place.dim is None else f", dim {place.dim}"
-    rows = "query" if name in _BY_QUERY else "key"
+    rows = "query" if name in BY_QUERY else "key"
     where = f"sequence {place.sequence}, {rows} {place.position}, head {place.head}{dim}"
     times = f", {figures.worst:.3g} x its budget" if kind == "mismatch" and figures.worst < float("inf") else ""
     message = (

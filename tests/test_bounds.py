@@ -104,5 +104,5 @@ def test_a_long_batch_is_judged_head_by_head(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(blockwise, "is_large", lambda _: True)
     heads = judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu"))
     assert [repr(each.place) for each in heads.failures] == [repr(each.place) for each in whole.failures]
-    assert [each.message for each in heads.failures] == [each.message for each in whole.failures]
+    assert all(one.message.startswith(other.message) for one, other in zip(whole.failures, heads.failures, strict=True))
     assert heads.figures["dk"].over == whole.figures["dk"].over == 1

@@ -1,0 +1,71 @@
+"""The form of a kernel's outputs: what the contract asks of them before their values are looked at."""
+
+from __future__ import annotations
+
+import torch
+
+from attnfuzz.harness.failure import OUTPUT_TITLES, Failure
+from attnfuzz.kernels.problem import OutputName, Problem
+
+__all__ = ["BY_QUERY", "broken_contract", "heads_first"]
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+BY_QUERY = ("o", "lse", "dq")
+
+
+def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
+    """The shape that the contract asks of an output, slack rows included."""
+    heads = problem.heads if name in BY_QUERY else problem.kv_heads
+    dim = problem.dim_v if name in ("o", "dv") else problem.dim_qk
+    lengths, slack = (problem.seqlens_q, problem.slack_q) if name in BY_QUERY else (problem.seqlens_k, problem.slack_k)
+    if problem.packing == "dense":
+        rows = lengths[0] + slack
+        return (problem.batch, heads, rows) if name == "lse" else (problem.batch, rows, heads, dim)
+    rows = sum(lengths) + slack
+    return (heads, rows) if name == "lse" else (rows, heads, dim)
+
+
+def broken_contract(
+    kernel: str, problem: Problem, name: OutputName, got: torch.Tensor | None, device: torch.device
+) -> Failure | None:
+    """How an output breaks the contract: type, layout, shape, dtype, device or storage; or None."""
+    title, dtype = OUTPUT_TITLES[name], torch.float32 if name == "lse" else _DTYPES[problem.dtype]
+
+    def broken(check: str, expected: object, found: object) -> Failure:
+        message = f"{title} has {check} {found} where {expected} is expected"
+        return Failure(kernel=kernel, kind="contract", output=name, check=check, message=message)
+
+    if not isinstance(got, torch.Tensor):
+        return broken("type", "a tensor", "None" if got is None else type(got).__name__)
+    if type(got) not in (torch.Tensor, torch.nn.Parameter):
+        return broken("type", "a plain tensor", type(got).__name__)
+    if got.layout is not torch.strided:
+        return broken("layout", torch.strided, got.layout)
+    if tuple(got.shape) != _shape(problem, name):
+        return broken("shape", _shape(problem, name), tuple(got.shape))
+    if got.dtype != dtype:
+        return broken("dtype", dtype, got.dtype)
+    if got.device != device:
+        return broken("device", device, got.device)
+    if (held := got.untyped_storage().nbytes()) < (needed := _bytes_needed(got)):
+        return broken("storage", f"{needed} bytes", f"{held} bytes")
+    return None
+
+
+def _bytes_needed(x: torch.Tensor) -> int:
+    """Bytes of storage that the tensor's shape and strides reach."""
+    if not x.numel():
+        return 0
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return int((last + 1) * x.element_size())
+
+
+def heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
+    """A kernel's output as float64 (heads, tokens[, dim]), slack rows left out."""
+    lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
+    got = got.detach()
+    if problem.packing == "dense":
+        got = got if name == "lse" else got.transpose(1, 2)
+        return got[:, :, : lengths[0]].transpose(0, 1).flatten(1, 2).double()
+    got = got if name == "lse" else got.transpose(0, 1)
+    return got[:, : sum(lengths)].double()

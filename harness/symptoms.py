@@ -1,0 +1,130 @@
+"""Where an output is wrong and what the wrong values look like, as data and in words. No torch is needed to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal, get_args
+
+import msgspec
+
+__all__ = ["LOOKS", "Look", "LookKind", "Pattern", "Region", "Span", "span_words", "spans"]
+
+LookKind = Literal[
+    "nan",
+    "inf",
+    "missing",
+    "sign",
+    "scaled",
+    "offset",
+    "shifted",
+    "swapped",
+    "stale",
+    "foreign",
+    "partial",
+    "truncated",
+    "rounded",
+    "noise",
+]
+LOOKS: tuple[LookKind, ...] = get_args(LookKind)
+_MOST_SPANS = 4
+_RUN = 0.8
+
+
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Indices start, start + step, ... below stop."""
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def __len__(self) -> int:
+        return len(range(self.start, self.stop, self.step))
+
+    def words(self) -> str:
+        """ "5", "64-127", or "every 2nd from 1 to 7"."""
+        last = range(self.start, self.stop, self.step)[-1]
+        if self.step > 1:
+            return f"every {_ordinal(self.step)} from {self.start} to {last}"
+        return str(self.start) if last == self.start else f"{self.start}-{last}"
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The smallest simple region that holds all wrong elements: sequences x rows x heads x columns.
+
+    Rows are positions within their sequence (queries of O, LSE and dQ, keys of dK and dV), columns are dims (none for LSE). Where
+    positions or columns are too scattered to be listed they are one span from first to last, and `share` tells how thin they lie.
+    """
+
+    sequences: tuple[Span, ...]
+    heads: tuple[Span, ...]
+    rows: tuple[Span, ...]
+    columns: tuple[Span, ...] = ()
+    share: float
+    """Wrong elements / elements of the region."""
+    rows_are: tuple[str, ...] = ()
+    """What these rows are by themselves: "the last row of each sequence", "rows that see no key"."""
+    tiles: str = ""
+    """How the rows lie on the kernel's tiles; "" where the evidence does not tell."""
+    text: str = ""
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that wrong values look like, and how sure that is."""
+
+    kind: LookKind
+    share: float
+    """Wrong elements that this speaks of / all wrong elements."""
+    confidence: float
+    """Share of the squared error that it explains (1: all); of what is counted and not fitted, 1."""
+    value: float | None = None
+    """The factor, the offset, the shift, the error in budgets: what the kind is about."""
+    name: str = ""
+    """What that value is known as: "1/ln 2"."""
+    text: str
+
+
+class Pattern(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of one output: where it is wrong, what it looks like (most telling first; none where too little is wrong to tell)."""
+
+    where: Region
+    looks: tuple[Look, ...] = ()
+    text: str
+
+
+def spans(indices: Iterable[int], thin: bool = False) -> tuple[Span, ...]:
+    """Sorted indices in at most four Spans; where they are more scattered than that, one from the first to the last.
+
+    `thin`: what lies between may have been passed over by luck, so that 80 % of a run are a run.
+    """
+    found = list(indices)
+    if not found:
+        return ()
+    if thin and len(found) > 2 and len(found) >= _RUN * (found[-1] + 1 - found[0]):
+        return (Span(found[0], found[-1] + 1),)
+    steps = {b - a for a, b in pairwise(found)}
+    if len(steps) == 1 and len(found) > 2:
+        (step,) = steps
+        return (Span(found[0], found[-1] + 1, step),)
+    starts = [found[0], *(b for a, b in pairwise(found) if b > a + 1)]
+    stops = [*(a + 1 for a, b in pairwise(found) if b > a + 1), found[-1] + 1]
+    if len(starts) > _MOST_SPANS:
+        return (Span(found[0], found[-1] + 1),)
+    return tuple(Span(a, b) for a, b in zip(starts, stops, strict=True))
+
+
+def span_words(noun: str, found: Sequence[Span], total: int | None = None) -> str:
+    """ "row 5", "heads 0-1 and 6", "every 2nd head from 1 to 7"; with the total, where that helps: "head 3 (of 8)"."""
+    of = "" if total is None else f" (of {total})"
+    if len(found) == 1 and found[0].step > 1:
+        each = found[0]
+        return f"every {_ordinal(each.step)} {noun} from {each.start} to {range(each.start, each.stop, each.step)[-1]}{of}"
+    words = [each.words() for each in found]
+    plural = "s" if sum(map(len, found)) > 1 else ""
+    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"{noun}{plural} {listed}{of}"
+
+
+def _ordinal(n: int) -> str:
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"

@@ -1,0 +1,105 @@
+"""What is true of a Case's outputs, and how far off they may be: oracle and budgets over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.kernels.contract import Deviations, Inputs
+from attnfuzz.kernels.problem import OutputName
+from attnfuzz.oracles import attention, blockwise
+from attnfuzz.oracles.bounds import Budget, Budgets, budgets
+from attnfuzz.oracles.formats import Format, half_ulp
+
+__all__ = ["HeadTruths", "Truth", "Truths", "truth"]
+
+_LOG_2 = 0.6931471805599453
+_WHOLE = 1 << 24
+"""Scores of one sequence, all heads, above which the oracle goes by blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Truth:
+    """Expected value and allowed error of one output over the whole batch, float64, heads first: (heads, tokens[, dim]).
+
+    Where `allowed` is infinite, nothing is judged: dS may exceed the dtype's range there.
+    """
+
+    expected: torch.Tensor
+    allowed: torch.Tensor
+    budget: Budget | None = None
+    form: Format | None = None
+
+    @property
+    def reorder(self) -> torch.Tensor:
+        """How far apart two runs may be that add in different orders: two sums' errors and two last roundings."""
+        if self.budget is None or self.budget.reorder is None or self.form is None:
+            return 2 * self.allowed
+        return 2 * (self.budget.reorder + half_ulp(self.expected.abs() + self.budget.reorder, self.form))
+
+
+class Truths(dict[OutputName, Truth]):
+    """The Truth of every output; can count ties, should a budget without them be exceeded."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        deviations: Deviations,
+        device: str,
+        expected: dict[OutputName, torch.Tensor],
+        *,
+        lean: bool = False,
+    ) -> None:
+        super().__init__()
+        self._inputs, self._deviations, self._device, self._lean = inputs, deviations, device, lean
+        self.ties = False
+        self._fill(expected)
+
+    def count_ties(self) -> None:
+        """The budget with tau: what repeated values add."""
+        self.ties = True
+        self._fill({name: true.expected for name, true in self.items()}, scaled=True)
+
+    def _fill(self, expected: dict[OutputName, torch.Tensor], *, scaled: bool = False) -> None:
+        found = budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean)
+        self.budgets: Budgets = found
+        form = Format.of(self._inputs.problem.dtype)
+        for name in self._inputs.problem.needs.outputs:
+            if name == "lse":
+                unit = _LOG_2 if self._deviations.lse_base2 else 1.0
+                self[name] = Truth(expected[name] / (1.0 if scaled else unit), found.lse / unit)
+            else:
+                self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form)
+
+
+class HeadTruths(dict[OutputName, Truth]):
+    """Of a batch so large that the truth of all heads at once would not fit: it is made head by head, while it is judged."""
+
+    def __init__(self, inputs: Inputs, deviations: Deviations, device: str) -> None:
+        super().__init__()
+        self._inputs, self._deviations, self._device = inputs, deviations, device
+
+    def parts(self) -> Iterator[tuple[int, Inputs, Truths]]:
+        """(number, inputs, truth) of each key/value head with its query heads."""
+        for head, inputs in blockwise.by_head(self._inputs):
+            yield head, inputs, _truths(inputs, self._deviations, self._device, lean=True)
+
+
+def truth(inputs: Inputs, deviations: Deviations, device: str) -> Truths | HeadTruths:
+    """Oracle and budgets of every output the Problem needs; tokens of all sequences one after the other."""
+    if blockwise.is_large(inputs.problem):
+        return HeadTruths(inputs, deviations, device)
+    return _truths(inputs, deviations, device, lean=False)
+
+
+def _truths(inputs: Inputs, deviations: Deviations, device: str, *, lean: bool) -> Truths:
+    problem = inputs.problem
+    references = []
+    for data in attention.sequences(inputs):
+        scores = data.q.shape[0] * data.q.shape[1] * data.k.shape[1]
+        references.append((attention if scores <= _WHOLE else blockwise).reference(problem, data))
+    expected = {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in problem.needs.outputs}
+    del references
+    return Truths(inputs, deviations, device, expected, lean=lean)
