@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -268,6 +270,71 @@ def repro_command(case: str, device: str, deadline: str | None, in_process: bool
     else:
         show_reproduction(_console(), stored, done)
     click.get_current_context().exit(CLEAN if done.outcome == "FIXED" else FAILURES)
+
+
+@main.command("calibrate")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@_device
+@click.option("--max-examples", type=int, default=1000, show_default=True, metavar="N", help="Distinct Cases per kernel.")
+@_seed
+@click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How large Cases are.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Kernels at once [default: a quarter of the cores].")
+@_out
+@click.option("--known", metavar="DIR", help="Kept defects of PyTorch's kernels [default: tests/corpus/peers, if there].")
+@click.option("--write", metavar="FILE", help="Write the table as Markdown.")
+@_json
+def calibrate_command(
+    kernels: tuple[str, ...],
+    device: str,
+    max_examples: int,
+    seed: int,
+    profile: str,
+    jobs: int | None,
+    out: str,
+    known: str | None,
+    write: str | None,
+    as_json: bool,
+) -> None:
+    """Run kernels that should be right (default: all that can run here) and measure how near they come to their budgets."""
+    from attnfuzz.harness.calibrate import calibrate, planned
+    from attnfuzz.harness.known import found_at
+    from attnfuzz.harness.report import calibrate as report
+    from attnfuzz.harness.settings import profile as profile_called
+    from attnfuzz.harness.turn import Plan
+
+    plan = Plan(
+        device=resolve_device(device),
+        cases=max_examples,
+        seed=seed,
+        jobs=planned(jobs),
+        profile=profile_called(profile).name,
+        out=out,
+        known=found_at(known),
+    )
+    chosen = [registry.get(name) for name in dict.fromkeys(kernels or registry.names())]
+    file = None if write is None else _writable(write)
+    with report.CalibrationProgress(_console(stderr=as_json)) as progress:
+        done = calibrate(chosen, plan, progress)
+    if as_json:
+        click.echo(dumps(report.calibration_object(done)))
+    else:
+        report.show_calibration(_console(), done)
+    if file is not None:
+        command = ["attnfuzz", "calibrate", *kernels, "--device", plan.device, "--max-examples", str(max_examples)]
+        command += [*(["--seed", str(seed)] if seed else []), *(["--profile", profile] if profile != "quick" else [])]
+        file.write_text(report.markdown(done, shlex.join(command)), encoding="utf-8")
+    code = FAILURES if done.failed else WRONG_USE if done.broken else INTERRUPTED if done.interrupted else CLEAN
+    click.get_current_context().exit(code)
+
+
+def _writable(path: str) -> Path:
+    """Known before the run, which takes long, that its result can be kept."""
+    file = Path(path)
+    if file.is_dir():
+        raise reject("write", path, "it is a folder", "give a file")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8"):
+        return file
 
 
 @main.group("selftest")

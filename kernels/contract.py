@@ -121,6 +121,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     layouts: bool = False
     """Other memory layouts than contiguous."""
     length_max: int | None = None
+    min_seqlen_k: int = 1
+    """The shortest sequence of keys, empty ones aside."""
     zero_q: bool = False
     """Sequences without queries."""
     zero_k: bool = False
@@ -272,6 +274,9 @@ def _why_not_lengths(can: Capabilities, problem: Problem) -> str | None:
         return f"seqlens_q={problem.seqlens_q}: no sequences without queries"
     if not can.zero_k and 0 in problem.seqlens_k:
         return f"seqlens_k={problem.seqlens_k}: no sequences without keys"
+    short = min((n for n in problem.seqlens_k if n), default=can.min_seqlen_k)
+    if short < can.min_seqlen_k:
+        return f"seqlens_k={problem.seqlens_k}: at least {can.min_seqlen_k} keys a sequence"
     if not can.unequal and problem.seqlens_q != problem.seqlens_k:
         return f"seqlens_q={problem.seqlens_q}, seqlens_k={problem.seqlens_k}: only equal lengths"
     if not can.slack and (problem.slack_q or problem.slack_k):

@@ -19,6 +19,12 @@ _BUILT_IN = {
     "tilelang.varlen": "attnfuzz.kernels.tilelang.varlen:KERNEL",
     "triton.varlen": "attnfuzz.kernels.triton.varlen:KERNEL",
     "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",
+    "torch.cudnn": "attnfuzz.kernels.torch.cudnn:DENSE",
+    "torch.cudnn_varlen": "attnfuzz.kernels.torch.cudnn:RAGGED",
+    "torch.efficient": "attnfuzz.kernels.torch.efficient:KERNEL",
+    "torch.flash": "attnfuzz.kernels.torch.flash:KERNEL",
+    "torch.flex": "attnfuzz.kernels.torch.flex:KERNEL",
+    "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
 _HIDDEN = {"demo.varlen": "attnfuzz.kernels.planted:demo_kernel"}
 """Found by name, never listed: kernels that are wrong on purpose. So are those whose name begins with "fault."."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
 from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.lengths import Room, batches
+from attnfuzz.strategies.lengths import Room, batches, long_enough
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 from attnfuzz.strategies.values import recipes
 
@@ -56,7 +56,7 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
         tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
     )
     packing = draw(st.sampled_from(can.packings))
-    pairs = draw(batches(can, room, dense=packing == "dense"))
+    pairs = long_enough(draw(batches(can, room, dense=packing == "dense")), can)
     slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
     problem = Problem(
         seqlens_q=tuple(pair[0] for pair in pairs),

@@ -13,7 +13,7 @@ from attnfuzz.kernels.contract import Capabilities
 _Drawn = TypeVar("_Drawn")
 _Pair = tuple[int, int]
 
-__all__ = ["Room", "batches", "edges", "fitted"]
+__all__ = ["Room", "batches", "edges", "fitted", "long_enough"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,13 @@ def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False, co
         left -= heads * rows * columns
         out.append((n_q, n_k))
     return tuple(out)
+
+
+def long_enough(pairs: Sequence[_Pair], can: Capabilities) -> tuple[_Pair, ...]:
+    """The batch with every sequence of keys but an empty one as long as the kernel needs it."""
+    least = can.min_seqlen_k
+    raised = ((n_q, max(n_k, least) if n_k else 0) for n_q, n_k in pairs)
+    return tuple((n_q if can.unequal else n_k, n_k) for n_q, n_k in raised)
 
 
 def _tiles(length: int, tile: int) -> int:

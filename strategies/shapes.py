@@ -31,8 +31,8 @@ class Variant:
         """The smallest Problem of this variant within `can`: what a compile needs."""
         dim_qk, dim_v = self.dims
         return Problem(
-            seqlens_q=(1,),
-            seqlens_k=(1,),
+            seqlens_q=(1 if can.unequal else can.min_seqlen_k,),
+            seqlens_k=(can.min_seqlen_k,),
             packing="ragged" if "ragged" in can.packings else "dense",
             heads=min(can.groups or (1,)),
             dim_qk=dim_qk,

@@ -1,0 +1,157 @@
+"""`torch.cudnn` and `torch.cudnn_varlen`: cuDNN's attention behind PyTorch's ops, dense and ragged.
+
+The causal mask is top-left aligned. Dims are multiples of 8 up to 128, and 192/128 from cuDNN 9.11 on;
+scaled_dot_product_attention calls it for no tensor without elements and not for a single key, so neither is declared here.
+How cuDNN computes is not published: no deviation is declared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.kernels.torch.ops import Op, Part, Peer, Step, missing_op, without_keys
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnfuzz.kernels.problem import Problem
+
+__all__ = ["DENSE", "RAGGED"]
+
+_CAPABILITIES: Final = Capabilities(
+    packings=("dense",),
+    dims=((64, 64), (32, 32), (16, 16), (128, 128), (64, 48), (40, 72), (96, 96), (8, 8), (192, 128)),
+    groups=None,
+    causal=(None, "top_left"),
+    unequal=True,
+    min_seqlen_k=2,
+    # Dense tensors are given as cuDNN's graph describes them best, without gaps between the sequences.
+    slack=False,
+    layouts=False,
+    compiles_on=(),
+    # cuDNN's backward is not deterministic by default.
+    deterministic=("o", "lse"),
+)
+
+_DENSE_OPS: Final = (
+    Op(
+        "_scaled_dot_product_cudnn_attention",
+        "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
+    ),
+    Op(
+        "_scaled_dot_product_cudnn_attention_backward",
+        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
+        "dropout_p is_causal",
+    ),
+)
+_RAGGED_OPS: Final = (
+    Op(
+        "_cudnn_attention_forward",
+        "query key value attn_bias cum_seq_q cum_seq_k max_q max_k compute_log_sumexp dropout_p is_causal return_debug_mask",
+    ),
+    Op(
+        "_cudnn_attention_backward",
+        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
+        "dropout_p is_causal",
+    ),
+)
+_LONG_ROWS: Final = 91100
+"""cuDNN from which dims 192/128 are taken."""
+
+
+class _Dense(Step):
+    """`aten::_scaled_dot_product_cudnn_attention` and its backward: q (batch, heads, seqlen, dim) as a view of our tensors."""
+
+    def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """LSE comes as `(batch, heads, seqlen_q, 1)`."""
+        import torch
+
+        q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
+        made = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q, k, v, None, True, 0.0, part.problem.causal is not None, False, scale=part.problem.scale
+        )
+        return made[0].transpose(1, 2), made[1].squeeze(-1), made
+
+    def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The op's own backward."""
+        import torch
+
+        o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
+        d_o, q, k, v = (x.transpose(1, 2) for x in (part.d_o, part.q, part.k, part.v))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+            *(d_o, q, k, v, o, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, part.problem.causal is not None),
+            scale=part.problem.scale,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class _Ragged(Step):
+    """`aten::_cudnn_attention_forward` and its backward: q (total, heads, dim) and cu_seqlens, as jagged NestedTensors use it."""
+
+    def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """LSE comes as `(total_q, heads, 1)`."""
+        import torch
+
+        made = torch.ops.aten._cudnn_attention_forward.default(
+            *(part.q, part.k, part.v, None, part.cu_seqlens_q, part.cu_seqlens_k, part.max_seqlen_q, part.max_seqlen_k),
+            *(True, 0.0, part.problem.causal is not None, False),
+            scale=part.problem.scale,
+        )
+        return made[0], without_keys(made[1].squeeze(-1).transpose(0, 1)), (made[0], made[1], made[6], made[7])
+
+    def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The op's own backward."""
+        import torch
+
+        dq, dk, dv = torch.ops.aten._cudnn_attention_backward.default(
+            *(part.d_o, part.q, part.k, part.v, *kept, None, part.cu_seqlens_q, part.cu_seqlens_k),
+            *(part.max_seqlen_q, part.max_seqlen_k, 0.0, part.problem.causal is not None),
+            scale=part.problem.scale,
+        )
+        return dq, dk, dv
+
+
+def _without_cudnn(ops: tuple[Op, ...]) -> str | None:
+    import torch
+
+    if reason := missing_op(ops):
+        return reason
+    if torch.version.cuda is not None and not torch.backends.cudnn.is_available():
+        return f"torch {torch.__version__} finds no cuDNN: install the nvidia-cudnn package that it was built for"
+    return None
+
+
+def _too_wide(problem: Problem) -> str | None:
+    """Dims beyond 128 in an older cuDNN."""
+    if max(problem.dim_qk, problem.dim_v) <= 128:
+        return None
+    version = None
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        version = torch.backends.cudnn.version()
+    if version is not None and version >= _LONG_ROWS:
+        return None
+    return f"dim_qk, dim_v={(problem.dim_qk, problem.dim_v)}: cuDNN {_LONG_ROWS} or newer takes them, here is {version or 'none'}"
+
+
+DENSE: Final = Peer(
+    name="torch.cudnn",
+    file=__file__,
+    capabilities=_CAPABILITIES,
+    step=_Dense,
+    missing=lambda: _without_cudnn(_DENSE_OPS),
+    refuses=_too_wide,
+)
+RAGGED: Final = Peer(
+    name="torch.cudnn_varlen",
+    file=__file__,
+    capabilities=replace(_CAPABILITIES, packings=("ragged",), slack=True, groups=(1,)),
+    step=_Ragged,
+    missing=lambda: _without_cudnn(_RAGGED_OPS),
+    refuses=_too_wide,
+)

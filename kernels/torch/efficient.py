@@ -1,0 +1,106 @@
+"""`torch.efficient`: PyTorch's memory-efficient attention (CUTLASS), the raw op in its dense and its ragged form.
+
+Query and value dims may differ; heads may not be grouped. float32 products are made of three tf32 products each (CUTLASS'
+OpMultiplyAddFastF32), close to float32 itself and therefore declared as no deviation. LSE comes padded to a multiple of 32 rows
+with +inf; the padding is the op's own to read and goes back to its backward untouched.
+
+scaled_dot_product_attention never calls it for a tensor or a sequence without elements, nor do we. Its torch.nn.attention.bias
+warns of NaN in a bottom-right mask with more queries than keys, a Problem like others here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.kernels.torch.ops import DETERMINISTIC, Op, Part, Peer, Step, missing_op
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnfuzz.kernels.problem import Causal
+
+__all__ = ["KERNEL"]
+
+_CAPABILITIES: Final = Capabilities(
+    packings=("ragged", "dense"),
+    dtypes=("float16", "bfloat16", "float32"),
+    dims=((64, 64), (32, 32), (16, 16), (128, 128), (64, 48), (40, 72), (192, 128), (96, 96), (8, 8), (256, 256)),
+    # 16-byte rows, as scaled_dot_product_attention asks.
+    dim_multiple=8,
+    dim_max=256,
+    groups=(1,),
+    causal=(None, "bottom_right", "top_left"),
+    unequal=True,
+    slack=True,
+    layouts=False,
+    compiles_on=(),
+    deterministic=("o", "lse", "dk", "dv"),
+)
+
+_OPS: Final = (
+    Op(
+        "_efficient_attention_forward",
+        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p custom_mask_type compute_log_sumexp",
+    ),
+    Op(
+        "_efficient_attention_backward",
+        "grad_out_ query key value bias out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k logsumexp dropout_p "
+        "philox_seed philox_offset custom_mask_type bias_requires_grad",
+    ),
+)
+_MASKS: Final[dict[Causal | None, int]] = {None: 0, "top_left": 1, "bottom_right": 2}
+
+
+class _Efficient(Step):
+    """`aten::_efficient_attention_forward` and its backward: q (batch, seqlen, heads, dim), a ragged batch as a batch of one."""
+
+    def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """LSE comes as `(batch, heads, longest query sequence, padded)`."""
+        import torch
+
+        q, k, v = (_batched(part, x) for x in (part.q, part.k, part.v))
+        o, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward.default(
+            q, k, v, None, *_lengths(part), 0.0, _MASKS[part.problem.causal], True, scale=part.problem.scale
+        )
+        return o if part.dense else o[0], _unpadded(part, lse), (o, lse, seed, offset)
+
+    def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The op's own backward."""
+        import torch
+
+        o, lse, seed, offset = kept
+        d_o, q, k, v = (_batched(part, x) for x in (part.d_o, part.q, part.k, part.v))
+        mask = _MASKS[part.problem.causal]
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward.default(
+            d_o, q, k, v, None, o, *_lengths(part), lse, 0.0, seed, offset, mask, False, scale=part.problem.scale
+        )
+        return (dq, dk, dv) if part.dense else (dq[0], dk[0], dv[0])
+
+
+def _batched(part: Part, x: torch.Tensor) -> torch.Tensor:
+    return x if part.dense else x[None]
+
+
+def _lengths(part: Part) -> tuple[Any, ...]:
+    offsets = (None, None) if part.dense else (part.cu_seqlens_q, part.cu_seqlens_k)
+    return *offsets, part.max_seqlen_q, part.max_seqlen_k
+
+
+def _unpadded(part: Part, lse: torch.Tensor) -> torch.Tensor:
+    """`(batch, heads, seqlen_q)` dense, `(heads, total_q)` ragged."""
+    import torch
+
+    if part.dense:
+        return lse[:, :, : part.max_seqlen_q]
+    return torch.cat([lse[number, :, :length] for number, _, length in part.sequences()], dim=-1)
+
+
+KERNEL: Final = Peer(
+    name="torch.efficient",
+    file=__file__,
+    capabilities=_CAPABILITIES,
+    step=_Efficient,
+    missing=lambda: missing_op(_OPS),
+    configs=DETERMINISTIC,
+)

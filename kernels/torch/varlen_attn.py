@@ -1,0 +1,87 @@
+"""`torch.varlen_attn`: torch.nn.attention.varlen.varlen_attn, the public function over ragged flash-attention 2.
+
+Gradients come from autograd: the graph lives from forward to backward. The function takes no gradient of LSE.
+Its causal mask is bottom-right aligned, asked for as window_size=(-1, 0), or as is_causal where it has that argument.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from attnfuzz.kernels.torch.flash import FLASH_CAPABILITIES, OPS
+from attnfuzz.kernels.torch.ops import Part, Peer, Step, missing_op, without_keys
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnfuzz.kernels.problem import Problem
+
+__all__ = ["KERNEL", "arguments"]
+
+
+def arguments(problem: Problem, parameters: frozenset[str]) -> dict[str, Any]:
+    """What varlen_attn with these `parameters` is given for `problem` besides tensors and lengths."""
+    given: dict[str, Any] = {"scale": problem.scale}
+    if problem.causal is not None:
+        given |= {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+    if "enable_gqa" in parameters:
+        given["enable_gqa"] = problem.groups > 1
+    return given
+
+
+class _VarlenAttn(Step):
+    """Leaves of its own, so that no gradient reaches the harness' tensors."""
+
+    def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """LSE is `(heads, total_q)`."""
+        import torch
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        leaves = tuple(x.detach().requires_grad_() for x in (part.q, part.k, part.v))
+        with torch.enable_grad():
+            o, lse = varlen_attn(
+                *(*leaves, part.cu_seqlens_q, part.cu_seqlens_k, part.max_seqlen_q, part.max_seqlen_k),
+                return_aux=AuxRequest(lse=True),
+                **arguments(part.problem, _parameters(varlen_attn)),
+            )
+        return o.detach(), without_keys(lse.detach()), (o, leaves)
+
+    def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By autograd."""
+        import torch
+
+        o, leaves = kept
+        dq, dk, dv = torch.autograd.grad(o, leaves, part.d_o, retain_graph=True)
+        return dq, dk, dv
+
+
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _missing() -> str | None:
+    import torch
+
+    if reason := missing_op(OPS):
+        return reason
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: F401 - both are needed
+    except ImportError as error:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen.varlen_attn ({error}); install torch 2.11 or newer"
+    lacking = sorted({"scale", "return_aux"} - _parameters(varlen_attn))
+    if lacking or not {"is_causal", "window_size"} & _parameters(varlen_attn):
+        which = ", ".join(lacking) or "is_causal or window_size"
+        return f"varlen_attn of torch {torch.__version__} takes no {which}; install torch 2.11 or newer"
+    return None
+
+
+KERNEL: Final = Peer(
+    name="torch.varlen_attn",
+    file=__file__,
+    capabilities=replace(FLASH_CAPABILITIES, packings=("ragged",)),
+    step=_VarlenAttn,
+    missing=_missing,
+)
