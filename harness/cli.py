@@ -312,7 +312,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     if not as_json:
         console.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
     finished = campaign([registry.get("demo.varlen")], settings, Terminal(console))
-    planted = [each for each in finished.found if each.identity.kind == "nonfinite" and each.identity.output in ("dk", "dv")]
+    planted = [each for each in finished.found if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
     reproduced = [_again(each.path, device, console) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)
     if as_json:

@@ -14,7 +14,7 @@ from attnfuzz.kernels.contract import Deviations, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import attention, bounds
 
-__all__ = ["Truth", "judge", "truth"]
+__all__ = ["Truth", "heads_first", "judge", "place_of", "truth"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _BY_QUERY = ("o", "lse", "dq")
@@ -65,7 +65,7 @@ def judge(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputNa
         if true.unjudged:
             figures[name] = Figures(elements=0, unjudged=true.unjudged)
             continue
-        figures[name], failure = _elements(kernel, problem, name, _heads_first(problem, name, got), true)
+        figures[name], failure = _elements(kernel, problem, name, heads_first(problem, name, got), true)
         if failure is not None:
             failures.append(failure)
     return Verdict(status="fail" if failures else "pass", figures=figures, failures=tuple(failures))
@@ -104,6 +104,8 @@ def _contract(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor
         return broken("device", device, got.device)
     if (held := got.untyped_storage().nbytes()) < (needed := _bytes_needed(got)):
         return broken("storage", f"{needed} bytes", f"{held} bytes")
+    if _overlaps(got):
+        return broken("strides", "memory of its own for each element", got.stride())
     return None
 
 
@@ -115,7 +117,25 @@ def _bytes_needed(x: torch.Tensor) -> int:
     return int((last + 1) * x.element_size())
 
 
-def _heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether two elements share memory, as in an expanded tensor."""
+    if not x.numel():
+        return False
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    # Interleaved, perhaps, without sharing any: count.
+    taken = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        taken = (taken[:, None] + stride * torch.arange(size)).flatten()
+    return bool(taken.unique().numel() < x.numel())
+
+
+def heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
     """A kernel's output as float64 (heads, tokens[, dim]), slack rows left out."""
     lengths = problem.seqlens_q if name in _BY_QUERY else problem.seqlens_k
     got = got.detach()
@@ -153,7 +173,7 @@ def _elements(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor
         return figures, None
     nonfinite = counts[1] > 0
     flat = int((broken if nonfinite else _without_nan(ratio)).flatten().double().argmax())
-    place = _place(problem, name, flat, got, true)
+    place = place_of(problem, name, flat, got, true)
     return figures, _failure(kernel, name, place, figures, "nonfinite" if nonfinite else "mismatch")
 
 
@@ -172,7 +192,7 @@ def _excess(got: torch.Tensor, centre: torch.Tensor, allowed: torch.Tensor, form
     )
 
 
-def _place(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
+def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
     """Where the element number `flat` of a heads-first output lies."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape)]
     head, token, dim = index[0], index[1], index[2] if len(index) > 2 else None

@@ -99,14 +99,14 @@ class Bands:
 
 
 class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
-    """Within it every new tensor lies between `bands`, an uninitialised one filled with NaN (integers: the largest value).
+    """Within it every new tensor lies between `bands`, an uninitialised one filled with `fill` (integers: the largest value).
 
     A kernel that leaves part of an output or a workspace unwritten then shows it, whatever the allocator had there before.
     """
 
-    def __init__(self, bands: Bands) -> None:
+    def __init__(self, bands: Bands, *, fill: float = math.nan) -> None:
         super().__init__()
-        self._bands = bands
+        self._bands, self._value = bands, fill
 
     def __torch_dispatch__(
         self,
@@ -122,7 +122,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             return made
         between = self._bands.like(made, "a tensor of the kernel's own,")
         if empty:
-            _fill(between)
+            _fill(between, self._value)
         else:
             between.copy_(made)
         return between
@@ -133,8 +133,8 @@ def _bandable(made: Any) -> bool:
     return bool(plain and made.numel() and all(stride >= 0 for stride in made.stride()))
 
 
-def _fill(tensor: torch.Tensor) -> None:
+def _fill(tensor: torch.Tensor, value: float) -> None:
     if tensor.is_floating_point():
-        tensor.fill_(math.nan)
+        tensor.fill_(value)
     elif tensor.dtype is not torch.bool and not tensor.is_complex():
         tensor.fill_(torch.iinfo(tensor.dtype).max)

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from attnfuzz.harness.failure import Failure, Identity
 from attnfuzz.harness.verdict import Verdict
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.simpler import simpler
 
@@ -95,16 +97,39 @@ class Shrinker:
             if time.monotonic() < end:
                 found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
         if all(found):
-            return
-        self._fresh()
+            afresh = time.monotonic() >= end or self._shows_afresh(seen, seen.case, identity)
+            if afresh or self._told_by_calls(seen, identity, end):
+                return
+            found.append(False)
+        else:
+            self._fresh()
         for _ in range(_RERUNS):
             if time.monotonic() >= end:
                 break
             found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
         seen.rate = (sum(found), len(found))
 
+    def _shows_afresh(self, seen: Sighting, case: Case, identity: Identity) -> bool:
+        """Whether it shows in a process that has made no calls yet."""
+        self._fresh()
+        return _has(self._attempted(seen, case, patient=False), identity)
+
+    def _told_by_calls(self, seen: Sighting, identity: Identity, end: float) -> bool:
+        """Take a Case with earlier calls of its own for one that failed by what earlier Cases had left in its process."""
+        for check in CALLS if seen.case.check == "oracle" else ():
+            case = replace(seen.case, check=check)
+            if time.monotonic() < end and self._supported(case) and self._shows_afresh(seen, case, identity):
+                self._fresh()
+                verdict = self._attempted(seen, case, patient=False)
+                if _has(verdict, identity):
+                    seen.case, seen.verdict = case, verdict
+                    return True
+        return False
+
     def _stands(self, seen: Sighting, identity: Identity) -> bool:
         """Whether the minimal Case fails once more, patiently tried; that Verdict is the one to show."""
+        if seen.case.check in CALLS:
+            self._fresh()
         for _ in range(tries(seen.rate)):
             verdict = self._attempted(seen, seen.case, patient=True)
             if _has(verdict, identity):
@@ -129,6 +154,9 @@ class Shrinker:
     def _tried(self, seen: Sighting, case: Case, identity: Identity, end: float) -> Verdict | None:
         """The first verdict with the failure, or the last without; None when time is up."""
         verdict = None
+        if case.check != seen.case.check:
+            # What earlier Cases left in the process must not stand for the calls that this one makes no more.
+            self._fresh()
         for _ in range(tries(seen.rate)):
             if time.monotonic() >= end:
                 return None

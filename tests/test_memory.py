@@ -1,0 +1,130 @@
+"""Each planted fault of memory, or of what one call leaves to the next, is found as what it is; clean kernels pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support_memory import FAULTS, RACING, MemoryFault, planted
+
+import attnfuzz.harness.hunt as hunting
+from attnfuzz.harness import environment
+from attnfuzz.harness.corpus import Corpus
+from attnfuzz.harness.executors import Executor, InProcess
+from attnfuzz.harness.hunt import Hunt
+from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.settings import PROFILES
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.strategies.calls import drawn_call
+from attnfuzz.strategies.case import Case, Check
+from attnfuzz.strategies.cases import cases
+from attnfuzz.strategies.shapes import all_variants
+
+CASES = 150
+
+
+def with_calls(only: Check | None = None):
+    """The strategy of Cases whose checks are sequences of calls as well, or `only` one of these."""
+
+    def mixed(kernel: Kernel, *, device: Device, **chosen) -> st.SearchStrategy[Case]:
+        def checked(case: Case) -> st.SearchStrategy[Case]:
+            checks = drawn_call(kernel, case.problem, case.config, device)
+            wanted = checks if only is None else checks.filter(lambda check: check == only)
+            return wanted.map(lambda check: replace(case, check=check))
+
+        return cases(kernel, device=device, **chosen).flatmap(checked)
+
+    return mixed
+
+
+def hunted(
+    kernel: Kernel,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    check: Check | None,
+    dtype: str,
+    most: int,
+    isolated: bool = False,
+) -> Hunt:
+    """A hunt among the simplest variants of `dtype`: each costs TileLang a compile."""
+    device: Device = "cuda" if environment.has_cuda() else "cpu"
+    environment.prepare(device)
+    if reason := kernel.unavailable(device):
+        pytest.skip(reason)
+    if check != "oracle":
+        monkeypatch.setattr(hunting, "cases", with_calls(check))
+    registry.register(kernel)
+    variants = all_variants(kernel, device)
+    first = next(each for each in variants if each.dtype == dtype)
+    executor: Executor = Isolated(device, backends=[kernel.backend]) if isolated else InProcess(device)
+    hunt = Hunt(
+        kernel,
+        device,
+        limits=PROFILES["quick"].limits["cpu"],
+        executor=executor,
+        listener=lambda _: None,
+        corpus=Corpus(folder),
+        seed=3,
+        seconds=None,
+        most=most,
+        most_failures=1,
+        shrink_seconds=30.0,
+    )
+    try:
+        hunt.run([each for each in variants if (each.dtype, each.dims, each.config) == (dtype, first.dims, first.config)][:1])
+    finally:
+        executor.close()
+        registry.unregister(kernel.name)
+    return hunt
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.backend}: {fault.name}")
+def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hunt = hunted(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
+    assert hunt.found, f"not found in {hunt.tally.cases} cases"
+    found = next(iter(hunt.found.values()))
+    failure = next(each for each in found.verdict.failures if each.identity == found.identity)
+    assert failure.kind in fault.kinds, failure.message
+    assert fault.says in failure.message
+    assert found.case.problem.batch <= 2
+
+
+def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the oracle in a process that earlier Cases have used: shrunk to calls that show it in any process."""
+    fault = next(each for each in FAULTS if each.check == "other_scale")
+    kernel = planted(fault)
+    hunt = hunted(kernel, tmp_path, monkeypatch, check="oracle", dtype="float16", most=CASES, isolated=True)
+    found = next(iter(hunt.found.values()))
+    assert found.case.check in ("other_scale", "other_shape")
+    assert found.rate is None
+    assert not found.partly
+    registry.register(kernel)
+    executor = Isolated("cpu", backends=["triton"])
+    try:
+        assert executor.trial(found.case).failures[0].identity == found.identity
+        assert executor.trial(replace(found.case, check="oracle")).failures, "the process keeps the scale"
+        executor.fresh()
+        assert not executor.trial(replace(found.case, check="oracle")).failures
+    finally:
+        executor.close()
+        registry.unregister(kernel.name)
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = planted(MemoryFault("nothing", backend, ()))
+    hunt = hunted(kernel, tmp_path, monkeypatch, check=None, dtype="float16", most=40)
+    assert not hunt.found
+    assert hunt.tally.cases == 40
+
+
+def test_another_order_of_additions_is_right_where_nothing_else_is_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = planted(MemoryFault("order", "triton", (), device=RACING), deterministic=("o", "lse", "dk", "dv"))
+    hunt = hunted(kernel, tmp_path, monkeypatch, check="twice", dtype="float32", most=40)
+    assert not hunt.found
