@@ -28,6 +28,8 @@ class MemoryFault:
     says: str = ""
     """What the message must tell."""
     dtype: str = "float16"
+    cpu_only: bool = False
+    """Its code cannot be compiled for a GPU, or is guarded there."""
 
 
 def _after(anchor: str, code: str, times: int = 1) -> Edit:
@@ -101,6 +103,7 @@ FAULTS = (
             ),
         ),
         says="written past the end of a tensor of the kernel's own",
+        cpu_only=True,
     ),
     MemoryFault(
         "one element in front of dK written",
@@ -206,6 +209,7 @@ FAULTS = (
         check="twice",
         says="differ between two equal calls (declared deterministic)",
         dtype="float32",
+        cpu_only=True,
     ),
 )
 

@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from support_calls import PROBLEM, WIDE, Spoil, Subject
 from support_memory import KEPT_WORKSPACE, planted
 
+from attnfuzz.harness import environment
 from attnfuzz.harness.runnable import why_not_case
 from attnfuzz.harness.shrink import Shrinker, Sighting
 from attnfuzz.harness.trial import check_runnable, run_trial
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.contract import Config, Device
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
 from attnfuzz.strategies.calls import drawn_call
 from attnfuzz.strategies.case import CALLS, Case, Check, Recipe
@@ -250,7 +251,10 @@ def test_a_value_kept_from_the_first_call_shows_in_the_last(check: Check, key: C
 
 
 def test_a_workspace_of_other_lengths_is_watched_in_later_calls() -> None:
+    device: Device = "cuda" if environment.has_cuda() else "cpu"
     kernel = planted(KEPT_WORKSPACE)
+    if reason := kernel.unavailable(device):
+        pytest.skip(reason)
     registry.register(kernel)
     problem = replace(PROBLEM, dim_qk=64, dim_v=64, dtype="float16")
     try:
@@ -259,10 +263,10 @@ def test_a_workspace_of_other_lengths_is_watched_in_later_calls() -> None:
             kernel = planted(KEPT_WORKSPACE)
             registry.register(kernel)
             case = Case(kernel=kernel.name, problem=problem, recipe=Recipe(seed=seed), config=kernel.configs(problem)[0])
-            assert run_trial(case, "cpu").status == "pass"
+            assert run_trial(case, device).status == "pass"
             kernel = planted(KEPT_WORKSPACE)
             registry.register(kernel)
-            kinds |= {each.check for each in run_trial(replace(case, check="other_shape"), "cpu").failures}
+            kinds |= {each.check for each in run_trial(replace(case, check="other_shape"), device).failures}
     finally:
         registry.unregister(kernel.name)
     assert kinds == {"earlier memory"}

@@ -84,6 +84,8 @@ def hunted(
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.backend}: {fault.name}")
 def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault.cpu_only and environment.has_cuda():
+        pytest.skip("its code is the CPU's")
     hunt = hunted(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
     assert hunt.found, f"not found in {hunt.tally.cases} cases"
     found = next(iter(hunt.found.values()))
@@ -103,7 +105,7 @@ def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Pa
     assert found.rate is None
     assert not found.partly
     registry.register(kernel)
-    executor = Isolated("cpu", backends=["triton"])
+    executor = Isolated("cuda" if environment.has_cuda() else "cpu", backends=["triton"])
     try:
         assert executor.trial(found.case).failures[0].identity == found.identity
         assert executor.trial(replace(found.case, check="oracle")).failures, "the process keeps the scale"
@@ -122,6 +124,7 @@ def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: P
     assert hunt.tally.cases == 40
 
 
+@pytest.mark.skipif(environment.has_cuda(), reason="its code is the CPU's")
 def test_another_order_of_additions_is_right_where_nothing_else_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
