@@ -22,6 +22,7 @@ _EMPTY = frozenset(
         _aten.empty.memory_format,
         _aten.empty_strided.default,
         _aten.empty_like.default,
+        _aten.empty_permuted.default,
         _aten.new_empty.default,
         _aten.new_empty_strided.default,
     }
@@ -116,7 +117,10 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the op; move what it made between bands."""
+        held = _held(args[0]) if func is _aten.resize_.default else None
         made = func(*args, **(kwargs or {}))
+        if held is not None and _bandable(made) and (grown := _held(made) - held) > 0:
+            _fill(made.as_strided((grown,), (1,), held), self._value)
         empty = func in _EMPTY
         if not (empty or func in _FILLED) or not _bandable(made):
             return made
@@ -126,6 +130,11 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         else:
             between.copy_(made)
         return between
+
+
+def _held(tensor: Any) -> int:
+    """Elements that its storage has room for."""
+    return int(tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
 def _bandable(made: Any) -> bool:

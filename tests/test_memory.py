@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support_memory import FAULTS, RACING, MemoryFault, planted
@@ -15,6 +17,7 @@ from attnfuzz.harness.corpus import Corpus
 from attnfuzz.harness.executors import Executor, InProcess
 from attnfuzz.harness.hunt import Hunt
 from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.poison import Bands, PoisonEmpty
 from attnfuzz.harness.settings import PROFILES
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
@@ -80,6 +83,36 @@ def hunted(
         executor.close()
         registry.unregister(kernel.name)
     return hunt
+
+
+ALLOCATIONS = {
+    "empty": lambda x: torch.empty(2, 3),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda x: torch.empty_strided((2, 3), (1, 2)),
+    "empty_permuted": lambda x: torch.empty_permuted((2, 3), (1, 0)),
+    "new_empty": lambda x: x.new_empty(2, 3),
+    "new_empty_strided": lambda x: x.new_empty_strided((2, 3), (3, 1)),
+    "Tensor": lambda x: torch.Tensor(2, 3),
+    "new": lambda x: x.new(2, 3),
+    "resize_": lambda x: torch.empty(0).resize_(2, 3),
+    "half": lambda x: torch.empty(2, 3, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("way", ALLOCATIONS)
+@pytest.mark.parametrize("fill", [math.nan, 0.34375])
+def test_every_way_to_allocate_gives_the_filling(way: str, fill: float) -> None:
+    with torch.no_grad(), PoisonEmpty(Bands(), fill=fill):
+        made = ALLOCATIONS[way](torch.ones(2, 3))
+    assert made.shape == (2, 3)
+    torch.testing.assert_close(made, torch.full((2, 3), fill, dtype=made.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_tensor_holds_survives_its_growth() -> None:
+    with torch.no_grad(), PoisonEmpty(Bands()):
+        made = torch.arange(4.0).resize_(3, 2)
+    assert made.flatten()[:4].tolist() == [0, 1, 2, 3]
+    assert made.flatten()[4:].isnan().all()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.backend}: {fault.name}")
