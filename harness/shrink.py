@@ -27,6 +27,7 @@ Rate = tuple[int, int]
 _CONFIRMATIONS = 2
 _RERUNS = 8
 _MOST_TRIES = 12
+_DEADLY = ("crash", "hang", "illegal-access")
 
 
 def tries(rate: Rate | None) -> int:
@@ -76,11 +77,12 @@ class Shrinker:
     ) -> None:
         self._attempt, self._supported, self._fresh = attempt, supported, fresh
         self._memo, self._variants = memo, variants
+        self._needs_its_check = False
 
     def shrink(self, seen: Sighting, identity: Identity, seconds: float) -> None:
         """Take the first simpler Case that fails alike, again and again, until none does or `seconds` are spent."""
         end = time.monotonic() + seconds
-        seen.partly = True
+        seen.partly, self._needs_its_check = True, False
         self._confirm(seen, identity, end)
         first, passed = (seen.case, seen.verdict), set[Case]()
         while (step := self._step(seen, identity, passed, end)) is not None:
@@ -97,8 +99,9 @@ class Shrinker:
             if time.monotonic() < end:
                 found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
         if all(found):
-            afresh = time.monotonic() >= end or self._shows_afresh(seen, seen.case, identity)
-            if afresh or self._told_by_calls(seen, identity, end):
+            # What ends its process has shown in new ones already.
+            known = identity.kind in _DEADLY or time.monotonic() >= end
+            if known or self._shows_afresh(seen, seen.case, identity) or self._told_by_calls(seen, identity, end):
                 return
             found.append(False)
         else:
@@ -122,7 +125,7 @@ class Shrinker:
                 self._fresh()
                 verdict = self._attempted(seen, case, patient=False)
                 if _has(verdict, identity):
-                    seen.case, seen.verdict = case, verdict
+                    seen.case, seen.verdict, self._needs_its_check = case, verdict, True
                     return True
         return False
 
@@ -139,9 +142,10 @@ class Shrinker:
 
     def _step(self, seen: Sighting, identity: Identity, passed: set[Case], end: float) -> tuple[Case, Verdict] | None:
         for case in simpler(seen.case, self._variants):
-            if case in passed or not self._supported(case):
+            other_check = case.check != seen.case.check
+            if case in passed or (other_check and self._needs_its_check) or not self._supported(case):
                 continue
-            verdict = self._memo.get(case)
+            verdict = None if other_check else self._memo.get(case)
             if verdict is None or (seen.rate is not None and not _has(verdict, identity)):
                 verdict = self._tried(seen, case, identity, end)
             if verdict is None:
@@ -149,6 +153,8 @@ class Shrinker:
             if _has(verdict, identity):
                 return case, verdict
             passed.add(case)
+            # Asked once: every answer costs a new process.
+            self._needs_its_check |= other_check
         return None
 
     def _tried(self, seen: Sighting, case: Case, identity: Identity, end: float) -> Verdict | None:
