@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from attnfuzz.harness.failure import Failure, printable
 from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import HeadTruths, Truth, Truths, judge, truth
 from attnfuzz.harness.launch import launch
+from attnfuzz.harness.poison import Bands
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
@@ -73,15 +75,15 @@ class Bench:
         with self.clock.stage("inputs"):
             return materialise(problem or self.case.problem, recipe or self.case.recipe, self.device)
 
-    def launch(self, ready: Built, inputs: Inputs) -> Outputs:
-        """Run forward and backward on copies of `inputs`.
+    def launch(self, ready: Built, inputs: Inputs, *, fill: float = math.nan, bands: Bands | None = None) -> Outputs:
+        """Run forward and backward on copies of `inputs`; `fill` and `bands` as in harness/launch.py.
 
         Raises:
             WentWrong: it raised, or wrote where it may not.
             DeviceLost: it broke the device for this process.
         """
         with self.clock.stage("kernel"):
-            outcome = launch(self.case, ready, inputs, self.device)
+            outcome = launch(self.case, ready, inputs, self.device, fill=fill, bands=bands)
         if isinstance(outcome, Failure):
             raise WentWrong(outcome)
         return outcome

@@ -245,8 +245,13 @@ def show_command(case: str, as_json: bool) -> None:
 @_device
 @_deadline
 @_in_process
+@click.option(
+    "--sanitize",
+    metavar="memcheck|racecheck|initcheck",
+    help="Run it under NVIDIA's compute-sanitizer: exit 0 clean, 1 if that reports anything [deadline: 10m for all of it].",
+)
 @_json
-def repro_command(case: str, device: str, deadline: str | None, in_process: bool, as_json: bool) -> None:
+def repro_command(case: str, device: str, deadline: str | None, in_process: bool, sanitize: str | None, as_json: bool) -> None:
     """Run a case file again: FIXED (exit 0), FAILED (1) or ERROR (2)."""
     from attnfuzz.harness.corpus import read_case
     from attnfuzz.harness.report.terminal import show_reproduction
@@ -255,6 +260,8 @@ def repro_command(case: str, device: str, deadline: str | None, in_process: bool
 
     stored = read_case(case)
     seconds = None if deadline is None else duration(deadline, "deadline")
+    if sanitize is not None:
+        click.get_current_context().exit(_sanitized(case, sanitize, device, seconds, in_process=in_process, as_json=as_json))
     try:
         done = reproduce(stored.case, device, rate=stored.rate, in_process=in_process, deadline=seconds)
     except BadArgument as error:
@@ -337,6 +344,25 @@ def _writable(path: str) -> Path:
         return file
 
 
+def _sanitized(path: str, tool: str, device: str, seconds: float | None, *, in_process: bool, as_json: bool) -> int:
+    from attnfuzz.harness.corpus import read_case
+    from attnfuzz.harness.report.sanitizer import sanitized_object, show_sanitized
+    from attnfuzz.harness.sanitize import sanitize
+
+    if in_process:
+        raise reject("in_process", in_process, "compute-sanitizer watches a process of its own", "leave --in-process out")
+    stored = read_case(path)
+    try:
+        done = sanitize(stored.case, tool, device, deadline=seconds)
+    except BadArgument as error:
+        raise BadArgument(f"ERROR {path}: {error}") from None
+    if as_json:
+        click.echo(dumps(sanitized_object(stored, done)))
+    else:
+        show_sanitized(_console(), stored, done)
+    return CLEAN if done.clean else FAILURES
+
+
 @main.group("selftest")
 def selftest_group() -> None:
     """Try attnfuzz itself on faults that are known."""
@@ -379,7 +405,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     if not as_json:
         console.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
     finished = campaign([registry.get("demo.varlen")], settings, Terminal(console))
-    planted = [each for each in finished.found if each.identity.kind == "nonfinite" and each.identity.output in ("dk", "dv")]
+    planted = [each for each in finished.found if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
     reproduced = [_again(each.path, device, console) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)
     if as_json:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import torch
 
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure
+from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["BY_QUERY", "broken_contract", "heads_first"]
+__all__ = ["BY_QUERY", "broken_contract", "heads_first", "why_unfit"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 BY_QUERY = ("o", "lse", "dq")
+
+
+def why_unfit(kernel: str, inputs: Inputs, outputs: Outputs) -> tuple[Failure, ...]:
+    """Outputs that are not what the contract says: shape, dtype, device, storage. Their values are not looked at."""
+    problem = inputs.problem
+    found = (broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
+    return tuple(failure for failure in found if failure is not None)
 
 
 def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
@@ -49,6 +57,8 @@ def broken_contract(
         return broken("device", device, got.device)
     if (held := got.untyped_storage().nbytes()) < (needed := _bytes_needed(got)):
         return broken("storage", f"{needed} bytes", f"{held} bytes")
+    if _overlaps(got):
+        return broken("strides", "memory of its own for each element", got.stride())
     return None
 
 
@@ -58,6 +68,24 @@ def _bytes_needed(x: torch.Tensor) -> int:
         return 0
     last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return int((last + 1) * x.element_size())
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether two elements share memory, as in an expanded tensor."""
+    if not x.numel():
+        return False
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    # Interleaved, perhaps, without sharing any: count.
+    taken = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        taken = (taken[:, None] + stride * torch.arange(size)).flatten()
+    return bool(taken.unique().numel() < x.numel())
 
 
 def heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Place
-from attnfuzz.harness.form import BY_QUERY, broken_contract, heads_first
+from attnfuzz.harness.form import BY_QUERY, broken_contract, heads_first, why_unfit
 from attnfuzz.harness.measure import Measured, measured
 from attnfuzz.harness.pattern import pattern
 from attnfuzz.harness.truth import HeadTruths, Truth, Truths, truth
@@ -23,7 +23,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import aggregate
 from attnfuzz.oracles.formats import Format
 
-__all__ = ["HeadTruths", "Truth", "Truths", "judge", "truth"]
+__all__ = ["HeadTruths", "Truth", "Truths", "judge", "place_of", "truth"]
 
 _NO_CONFIG = Config()
 
@@ -68,13 +68,8 @@ def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[Output
 def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config) -> Verdict:
     """Each key/value head judged by itself; of an output that is wrong in several, the worst place is told."""
     problem = inputs.problem
-    broken = [
-        failure
-        for name in problem.needs.outputs
-        if (failure := broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device)) is not None
-    ]
-    if broken:
-        return Verdict(status="fail", failures=tuple(broken))
+    if broken := why_unfit(kernel, inputs, outputs):
+        return Verdict(status="fail", failures=broken)
     figures: dict[OutputName, Figures] = {}
     worst: dict[OutputName, tuple[Figures, Failure]] = {}
     for head, part, truths in expected.parts():
@@ -161,14 +156,14 @@ def _wrong(
     true = expected[name]
     worst = measured_.broken if measured_.nonfinite else measured_.ratio
     flat = int(worst.flatten().double().argmax())
-    place = _place(problem, name, flat, got, true)
+    place = place_of(problem, name, flat, got, true)
     failure = _failure(kernel, name, place, measured_.figures, "nonfinite" if measured_.nonfinite else "mismatch")
     others = {other: each.expected for other, each in expected.items()}
     seen = pattern(problem, config, name, got, true.expected, true.allowed, measured_.outside, others)
     return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}")
 
 
-def _place(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
+def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
     """Where the element number `flat` of a heads-first output lies."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape)]
     head, token, dim = index[0], index[1], index[2] if len(index) > 2 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from msgspec.structs import replace
@@ -27,25 +28,35 @@ _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 _INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 
 
-def launch(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
+def launch(
+    case: Case, ready: Built, inputs: Inputs, device: Device, *, fill: float = math.nan, bands: Bands | None = None
+) -> Outputs | Failure:
     """Run the kernel on copies of `inputs`; then see whether it wrote where it may not.
+
+    Args:
+        case: whose kernel it is.
+        ready: the kernel, compiled.
+        inputs: left as they are.
+        device: where they lie.
+        fill: what memory holds that the kernel allocates and does not write.
+        bands: new ones, where the caller will ask them again; they keep all tensors of this launch alive.
 
     Raises:
         DeviceLost: the kernel broke the device for this process.
     """
-    bands = Bands()
+    bands = Bands() if bands is None else bands
     given = copied(inputs, bands)
-    outcome = _run(case, ready, given, device, bands)
+    outcome = _run(case, ready, given, device, bands, fill)
     if isinstance(outcome, Failure):
         return outcome
     return _overstepped(case, bands) or _changed_input(case, inputs, given) or outcome
 
 
-def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands) -> Outputs | Failure:
+def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, fill: float) -> Outputs | Failure:
     needs, step = inputs.problem.needs.outputs, "forward"
     d_q = d_k = d_v = None
     try:
-        with torch.no_grad(), PoisonEmpty(bands):
+        with torch.no_grad(), PoisonEmpty(bands, fill=fill):
             o, lse = ready.forward(inputs)
             # So that an error of the device shows in the step that made it.
             environment.synchronise(device)

@@ -22,6 +22,7 @@ _EMPTY = frozenset(
         _aten.empty.memory_format,
         _aten.empty_strided.default,
         _aten.empty_like.default,
+        _aten.empty_permuted.default,
         _aten.new_empty.default,
         _aten.new_empty_strided.default,
     }
@@ -99,14 +100,14 @@ class Bands:
 
 
 class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
-    """Within it every new tensor lies between `bands`, an uninitialised one filled with NaN (integers: the largest value).
+    """Within it every new tensor lies between `bands`, an uninitialised one filled with `fill` (integers: the largest value).
 
     A kernel that leaves part of an output or a workspace unwritten then shows it, whatever the allocator had there before.
     """
 
-    def __init__(self, bands: Bands) -> None:
+    def __init__(self, bands: Bands, *, fill: float = math.nan) -> None:
         super().__init__()
-        self._bands = bands
+        self._bands, self._value = bands, fill
 
     def __torch_dispatch__(
         self,
@@ -116,16 +117,24 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the op; move what it made between bands."""
+        held = _held(args[0]) if func is _aten.resize_.default else None
         made = func(*args, **(kwargs or {}))
+        if held is not None and _bandable(made) and (grown := _held(made) - held) > 0:
+            _fill(made.as_strided((grown,), (1,), held), self._value)
         empty = func in _EMPTY
         if not (empty or func in _FILLED) or not _bandable(made):
             return made
         between = self._bands.like(made, "a tensor of the kernel's own,")
         if empty:
-            _fill(between)
+            _fill(between, self._value)
         else:
             between.copy_(made)
         return between
+
+
+def _held(tensor: Any) -> int:
+    """Elements that its storage has room for."""
+    return int(tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
 def _bandable(made: Any) -> bool:
@@ -133,8 +142,8 @@ def _bandable(made: Any) -> bool:
     return bool(plain and made.numel() and all(stride >= 0 for stride in made.stride()))
 
 
-def _fill(tensor: torch.Tensor) -> None:
+def _fill(tensor: torch.Tensor, value: float) -> None:
     if tensor.is_floating_point():
-        tensor.fill_(math.nan)
+        tensor.fill_(value)
     elif tensor.dtype is not torch.bool and not tensor.is_complex():
         tensor.fill_(torch.iinfo(tensor.dtype).max)

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from attnfuzz.harness.failure import Failure, Identity
 from attnfuzz.harness.verdict import Verdict
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.simpler import simpler
 
@@ -25,6 +27,7 @@ Rate = tuple[int, int]
 _CONFIRMATIONS = 2
 _RERUNS = 8
 _MOST_TRIES = 12
+_DEADLY = ("crash", "hang", "illegal-access")
 
 
 def tries(rate: Rate | None) -> int:
@@ -74,11 +77,12 @@ class Shrinker:
     ) -> None:
         self._attempt, self._supported, self._fresh = attempt, supported, fresh
         self._memo, self._variants = memo, variants
+        self._needs_its_check = False
 
     def shrink(self, seen: Sighting, identity: Identity, seconds: float) -> None:
         """Take the first simpler Case that fails alike, again and again, until none does or `seconds` are spent."""
         end = time.monotonic() + seconds
-        seen.partly = True
+        seen.partly, self._needs_its_check = True, False
         self._confirm(seen, identity, end)
         first, passed = (seen.case, seen.verdict), set[Case]()
         while (step := self._step(seen, identity, passed, end)) is not None:
@@ -95,16 +99,40 @@ class Shrinker:
             if time.monotonic() < end:
                 found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
         if all(found):
-            return
-        self._fresh()
+            # What ends its process has shown in new ones already.
+            known = identity.kind in _DEADLY or time.monotonic() >= end
+            if known or self._shows_afresh(seen, seen.case, identity) or self._told_by_calls(seen, identity, end):
+                return
+            found.append(False)
+        else:
+            self._fresh()
         for _ in range(_RERUNS):
             if time.monotonic() >= end:
                 break
             found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
         seen.rate = (sum(found), len(found))
 
+    def _shows_afresh(self, seen: Sighting, case: Case, identity: Identity) -> bool:
+        """Whether it shows in a process that has made no calls yet."""
+        self._fresh()
+        return _has(self._attempted(seen, case, patient=False), identity)
+
+    def _told_by_calls(self, seen: Sighting, identity: Identity, end: float) -> bool:
+        """Take a Case with earlier calls of its own for one that failed by what earlier Cases had left in its process."""
+        for check in CALLS if seen.case.check == "oracle" else ():
+            case = replace(seen.case, check=check)
+            if time.monotonic() < end and self._supported(case) and self._shows_afresh(seen, case, identity):
+                self._fresh()
+                verdict = self._attempted(seen, case, patient=False)
+                if _has(verdict, identity):
+                    seen.case, seen.verdict, self._needs_its_check = case, verdict, True
+                    return True
+        return False
+
     def _stands(self, seen: Sighting, identity: Identity) -> bool:
         """Whether the minimal Case fails once more, patiently tried; that Verdict is the one to show."""
+        if seen.case.check in CALLS:
+            self._fresh()
         for _ in range(tries(seen.rate)):
             verdict = self._attempted(seen, seen.case, patient=True)
             if _has(verdict, identity):
@@ -114,9 +142,10 @@ class Shrinker:
 
     def _step(self, seen: Sighting, identity: Identity, passed: set[Case], end: float) -> tuple[Case, Verdict] | None:
         for case in simpler(seen.case, self._variants):
-            if case in passed or not self._supported(case):
+            other_check = case.check != seen.case.check
+            if case in passed or (other_check and self._needs_its_check) or not self._supported(case):
                 continue
-            verdict = self._memo.get(case)
+            verdict = None if other_check else self._memo.get(case)
             if verdict is None or (seen.rate is not None and not _has(verdict, identity)):
                 verdict = self._tried(seen, case, identity, end)
             if verdict is None:
@@ -124,11 +153,16 @@ class Shrinker:
             if _has(verdict, identity):
                 return case, verdict
             passed.add(case)
+            # Asked once: every answer costs a new process.
+            self._needs_its_check |= other_check
         return None
 
     def _tried(self, seen: Sighting, case: Case, identity: Identity, end: float) -> Verdict | None:
         """The first verdict with the failure, or the last without; None when time is up."""
         verdict = None
+        if case.check != seen.case.check:
+            # What earlier Cases left in the process must not stand for the calls that this one makes no more.
+            self._fresh()
         for _ in range(tries(seen.rate)):
             if time.monotonic() >= end:
                 return None
