@@ -20,6 +20,7 @@ from attnfuzz.harness.executors import Executor
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Identity
 from attnfuzz.harness.journal import Journal, LeftBehind
 from attnfuzz.harness.lost import DeviceLost
+from attnfuzz.harness.runnable import why_not_case
 from attnfuzz.harness.shrink import Shrinker, Sighting, tries
 from attnfuzz.harness.tally import Tally
 from attnfuzz.harness.verdict import Verdict
@@ -130,7 +131,7 @@ class Hunt:
         """Cases that were in flight when their runs died: what kills every run with it must not do so for ever."""
         for left in self.left_behind:
             self.listener(events.CaseResumed(left.case, left.deaths))
-            if reason := self.kernel.supports(left.case.problem, left.case.config, self.device):
+            if reason := why_not_case(self.kernel, left.case, self.device):
                 self.listener(events.CaseSkipped(str(left.path), reason))
             elif left.deaths >= _DEATHS and self.corpus:
                 message = f"{left.deaths} runs died while this Case was in flight"
@@ -161,7 +162,7 @@ class Hunt:
         told = stored.found.get("identity")
         if isinstance(told, dict) and told.get("check") == DEADLY:
             return f"{stored.found.get('message')}; only `attnfuzz repro` tries it again"
-        return self.kernel.supports(stored.case.problem, stored.case.config, self.device)
+        return why_not_case(self.kernel, stored.case, self.device)
 
     def _tried_first(self, case: Case, *, runs: int = 1, left: LeftBehind | None = None) -> Identity | None:
         """Try a Case known from before, shrink what it shows; returns the identity that it is kept under."""
@@ -260,7 +261,7 @@ class Hunt:
         return self._landed(case, "shrink")
 
     def _supported(self, case: Case) -> bool:
-        return self.kernel.supports(case.problem, case.config, self.device) is None
+        return why_not_case(self.kernel, case, self.device) is None
 
     def _enough_failures(self) -> bool:
         return self.most_failures is not None and len(self.found) >= self.most_failures

@@ -14,7 +14,7 @@ from attnfuzz.kernels.contract import Deviations, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import attention, bounds
 
-__all__ = ["Truth", "judge", "truth"]
+__all__ = ["Truth", "judge", "truth", "why_unfit"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _BY_QUERY = ("o", "lse", "dq")
@@ -81,6 +81,13 @@ def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
         return (problem.batch, heads, rows) if name == "lse" else (problem.batch, rows, heads, dim)
     rows = sum(lengths) + slack
     return (heads, rows) if name == "lse" else (rows, heads, dim)
+
+
+def why_unfit(kernel: str, inputs: Inputs, outputs: Outputs) -> tuple[Failure, ...]:
+    """Outputs that are not what the contract says: shape, dtype, device, storage. Their values are not looked at."""
+    problem = inputs.problem
+    found = (_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
+    return tuple(failure for failure in found if failure is not None)
 
 
 def _contract(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor | None, device: torch.device) -> Failure | None:

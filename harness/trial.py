@@ -13,6 +13,8 @@ from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
 from attnfuzz.harness.launch import copied, is_out_of_memory
 from attnfuzz.harness.poison import Bands, PoisonEmpty
+from attnfuzz.harness.related import RELATION_CHECKS
+from attnfuzz.harness.runnable import why_not_case
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
@@ -29,7 +31,7 @@ def against_oracle(bench: Bench) -> Verdict:
     return bench.judge(inputs, outputs, bench.truth(inputs))
 
 
-_CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle}
+_CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **RELATION_CHECKS}
 
 
 def check_runnable(case: Case, device: Device) -> Kernel:
@@ -41,7 +43,7 @@ def check_runnable(case: Case, device: Device) -> Kernel:
     kernel = registry.get(case.kernel)
     if reason := kernel.unavailable(device):
         raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
-    if reason := kernel.supports(case.problem, case.config, device):
+    if reason := why_not_case(kernel, case, device):
         raise reject(
             "case", case.canonical(), f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities"
         )
