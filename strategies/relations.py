@@ -13,7 +13,7 @@ from attnfuzz.kernels.problem import BadArgument, Needs, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.lengths import Room, batches
-from attnfuzz.strategies.related import SPREAD, spread, why_not_relation
+from attnfuzz.strategies.related import SPREAD, related_problems, spread, why_not_relation
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 
 __all__ = ["RELATION_LIMITS", "relation_cases", "relations_of"]
@@ -28,7 +28,7 @@ _FACTORS = (1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 4.0)
 _Pairs = tuple[tuple[int, int], ...]
 
 
-def relations_of(kernel: Kernel, variants: Sequence[Variant]) -> dict[Check, tuple[Variant, ...]]:
+def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) -> dict[Check, tuple[Variant, ...]]:
     """The relations that make sense for `kernel`, and the variants that each can be tried on."""
     can = kernel.capabilities
     wanted: dict[Check, bool] = {
@@ -39,17 +39,21 @@ def relations_of(kernel: Kernel, variants: Sequence[Variant]) -> dict[Check, tup
     }
     found = {}
     for check in RELATIONS:
-        fitting = tuple(each for each in variants if wanted.get(check, True) and _fits(check, each))
+        fitting = tuple(each for each in variants if wanted.get(check, True) and _fits(check, each, kernel, device))
         if fitting:
             found[check] = fitting
     return found
 
 
-def _fits(check: Check, variant: Variant) -> bool:
+def _fits(check: Check, variant: Variant, kernel: Kernel, device: Device) -> bool:
     if check in ("permuted_keys", "split_keys"):
         return variant.causal is None
     if check == "future_keys":
         return variant.causal is not None
+    if check == "huge_strides":
+        # A kernel with other layouts need not take these.
+        tiny = replace(variant.problem(kernel.capabilities), seqlens_q=(2,), seqlens_k=(2,))
+        return all(kernel.supports(each, variant.config, device) is None for each in related_problems(check, tiny, 0))
     return check != "shifted_scores" or variant.dims[0] > 1
 
 
@@ -62,7 +66,7 @@ def relation_cases(
         BadArgument: no relation makes sense for the kernel.
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
-    found = relations_of(kernel, chosen)
+    found = relations_of(kernel, chosen, device)
     if not found:
         raise BadArgument(f"kernel={kernel.name!r}: no relation makes sense for it on {device}; give it more variants")
     return _relation_cases(kernel, device, limits or RELATION_LIMITS[device], found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import msgspec
@@ -21,8 +22,10 @@ from attnfuzz.harness.runnable import why_not_case
 from attnfuzz.harness.shrink import Shrinker, Sighting
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Deviations, Kernel
+from attnfuzz.kernels.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Needs, Problem
 from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
+from attnfuzz.kernels.triton.varlen import TritonVarlen
 from attnfuzz.oracles.relations import strides
 from attnfuzz.oracles.relations.difference import Difference, limit, worst
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
@@ -91,6 +94,55 @@ def test_a_fault_far_along_is_found_and_named(check: Check, dtype: str) -> None:
 def test_the_same_case_passes_without_the_fault(check: Check, dtype: str) -> None:
     for number in range(2):
         assert not tried(Long(), replace(SHOWS[check][1], dtype=dtype), check, Recipe(seed=number))
+
+
+IN_TRITON: list[tuple[Check, Edit, Problem, set[str]]] = [
+    (
+        "repeated_heads",
+        Edit("for member in range(groups):", "for member in range(tl.minimum(groups, 2)):"),
+        problem(5, 20, heads=3, dtype="float16"),
+        {"dk", "dv"},
+    ),
+    (
+        "future_keys",
+        Edit("cols[None, :] <= last[:, None],", "cols[None, :] <= last[:, None] + (last[:, None] > 35),"),
+        problem(45, 45, causal="bottom_right", dtype="float16"),
+        {"o", "lse", "dq"},
+    ),
+    (
+        "constant_v",
+        Edit("alpha + tl.sum(p, 1)", "alpha + tl.sum(tl.where(cols[None, :] == 70, 0.0, p), 1)"),
+        problem(4, 90, dtype="float16"),
+        {"o"},
+    ),
+    (
+        "split_batch",
+        Edit("return begin, end - begin", "return begin + tl.where(begin > 60, 1, 0), end - begin - tl.where(begin > 60, 1, 0)"),
+        Problem(seqlens_q=(50, 30, 4), seqlens_k=(50, 30, 4), dim_qk=16, dim_v=16),
+        {"o", "lse", "dq", "dk", "dv"},
+    ),
+]
+"""Faults of bugs that were real (GQA-02, MSK, CMP-09, RAG-08), as edits of triton.varlen."""
+
+
+@pytest.mark.parametrize(("check", "edit", "of", "outputs"), IN_TRITON, ids=[each[0] for each in IN_TRITON])
+def test_faults_of_a_real_kernel_are_found(check: Check, edit: Edit, of: Problem, outputs: set[str]) -> None:
+    good = registry.get("triton.varlen")
+    if reason := good.unavailable("cpu"):
+        pytest.skip(reason)
+    code = functools.partial(planted_copy, "attnfuzz.kernels.triton.varlen_device", [edit])
+    bad = TritonVarlen(name="test.planted", device_code=code)
+    config = good.configs(of)[0]
+    found: set[str] = set()
+    for number in range(4):
+        case = Case(kernel="test.planted", problem=of, config=config, check=check, recipe=Recipe(seed=number))
+        registry.register(bad)
+        found |= {str(each.output) for each in trial.run_trial(case, "cpu").failures}
+        registry.unregister("test.planted")
+        assert not trial.run_trial(replace(case, kernel="triton.varlen"), "cpu").failures
+        if found:
+            break
+    assert outputs <= found
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
