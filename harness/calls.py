@@ -22,7 +22,6 @@ from attnfuzz.harness.unwritten import told_apart
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
-from attnfuzz.oracles import bounds
 from attnfuzz.strategies.case import CALLS, Check
 from attnfuzz.strategies.others import earlier_problems
 
@@ -106,7 +105,7 @@ def _differences(bench: Bench, first: Outputs, last: Outputs, expected: dict[Out
     for name, true in expected.items():
         before, after = getattr(first, name), getattr(last, name)
         exact = name in bench.kernel.capabilities.deterministic
-        if not (_plain(before) and _plain(after)) or (true.unjudged and not exact):
+        if not (_plain(before) and _plain(after)):
             continue
         if before.shape != after.shape or before.dtype != after.dtype:
             message = f"{OUTPUT_TITLES[name]}: {_form(before)} in the first of two equal calls, {_form(after)} in the last"
@@ -121,7 +120,7 @@ def _difference(
     problem = bench.case.problem
     was, now = heads_first(problem, name, before), heads_first(problem, name, after)
     same = (was == now) & (was.signbit() == now.signbit()) | was.isnan() & now.isnan()
-    limit = torch.zeros_like(was) if exact else _reorder(name, problem, was, true)
+    limit = torch.zeros_like(was) if exact else true.reorder
     if not exact:
         same |= (was == now) | ((now - was).abs() <= limit)
     count = int((~same).sum())
@@ -136,16 +135,6 @@ def _difference(
         f"{where(name, place)}: {place.expected:.9g} in the first call, {place.got:.9g} in the last"
     )
     return replace(_failure(bench, name, message), place=place)
-
-
-def _reorder(name: OutputName, problem: Problem, was: torch.Tensor, true: Truth) -> torch.Tensor:
-    """How far two right results of one call may be apart, for each element."""
-    found: torch.Tensor | None = getattr(true, "reorder", None)
-    if found is not None:
-        return found
-    # Each within its budget of the truth before its own last rounding.
-    form = bounds.Format.of("float32" if name == "lse" else problem.dtype)
-    return 2 * true.allowed + 2 * bounds.half_ulp(was.nan_to_num(nan=0.0), form)
 
 
 def _reused(bench: Bench, first: Outputs, last: Outputs) -> Iterator[Failure]:

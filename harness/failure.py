@@ -32,7 +32,10 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _TOLD_BY_CHECK: frozenset[Kind] = frozenset(
-    ("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "guard", "contract", "hang", "out-of-memory")
+    (
+        *("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "relation", "guard", "contract", "hang"),
+        "out-of-memory",
+    )
 )
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
 

@@ -16,7 +16,7 @@ from attnfuzz.harness.raised import may_catch, told, trace
 from attnfuzz.kernels.contract import Built, Device, Inputs, Outputs
 from attnfuzz.strategies.case import Case
 
-__all__ = ["copied", "is_out_of_memory", "launch"]
+__all__ = ["copied", "is_out_of_memory", "launch", "launch_in_place"]
 
 _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
@@ -50,6 +50,17 @@ def launch(
     if isinstance(outcome, Failure):
         return outcome
     return _overstepped(case, bands) or _changed_input(case, inputs, given) or outcome
+
+
+def launch_in_place(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
+    """Run the kernel on `inputs` themselves, without bands round them: they may be too far apart in memory to be copied.
+
+    Raises:
+        DeviceLost: the kernel broke the device for this process.
+    """
+    bands = Bands()
+    outcome = _run(case, ready, inputs, device, bands, math.nan)
+    return outcome if isinstance(outcome, Failure) else _overstepped(case, bands) or outcome
 
 
 def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, fill: float) -> Outputs | Failure:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.strategies.case import CALLS, Case, Check
+from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Check
 from attnfuzz.strategies.others import why_not_call
+from attnfuzz.strategies.related import why_not_relation
 
 __all__ = ["why_not_case"]
 
 _WHY_NOT: dict[Check, Callable[[Kernel, Case, Device], str | None]] = {
-    "oracle": lambda kernel, case, device: None,  # noqa: ARG005
     **dict.fromkeys(CALLS, why_not_call),
+    **dict.fromkeys(RELATIONS, why_not_relation),
 }
-"""For each check the reason why a Case that its kernel supports cannot be tried by it, or None."""
+"""For each check but the oracle the reason why a Case that its kernel supports cannot be tried by it, or None."""
 
 
 def why_not_case(kernel: Kernel, case: Case, device: Device) -> str | None:
     """Why `case` cannot be run with `kernel` on `device`, or None. Shrinking leaves such Cases out."""
     if reason := kernel.supports(case.problem, case.config, device):
         return reason
-    if case.check not in _WHY_NOT:
-        return f"check={case.check!r}: this attnfuzz has no such check yet"
-    return _WHY_NOT[case.check](kernel, case, device)
+    return _WHY_NOT[case.check](kernel, case, device) if case.check in _WHY_NOT else None

@@ -14,6 +14,7 @@ from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
 from attnfuzz.harness.launch import copied, is_out_of_memory
 from attnfuzz.harness.poison import Bands, PoisonEmpty
+from attnfuzz.harness.related import RELATION_CHECKS
 from attnfuzz.harness.runnable import why_not_case
 from attnfuzz.harness.unwritten import told_apart
 from attnfuzz.harness.verdict import Verdict
@@ -32,7 +33,7 @@ def against_oracle(bench: Bench) -> Verdict:
     return told_apart(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
 
 
-_CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS}
+_CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
 
 
 def check_runnable(case: Case, device: Device) -> Kernel:

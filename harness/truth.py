@@ -30,14 +30,15 @@ class Truth:
     expected: torch.Tensor
     allowed: torch.Tensor
     budget: Budget | None = None
-    form: Format | None = None
+    form: Format = Format.of("float32")
 
     @property
     def reorder(self) -> torch.Tensor:
         """How far apart two runs may be that add in different orders: two sums' errors and two last roundings."""
-        if self.budget is None or self.budget.reorder is None or self.form is None:
-            return 2 * self.allowed
-        return 2 * (self.budget.reorder + half_ulp(self.expected.abs() + self.budget.reorder, self.form))
+        if self.budget is None or self.budget.reorder is None:
+            return 2 * (self.allowed + half_ulp(self.expected.nan_to_num(neginf=0.0), self.form))
+        apart = 2 * (self.budget.reorder + half_ulp(self.expected.abs() + self.budget.reorder, self.form))
+        return apart.masked_fill_(self.allowed == torch.inf, torch.inf)
 
 
 class Truths(dict[OutputName, Truth]):

@@ -18,7 +18,10 @@ def failure(**changed: Any) -> Failure:
 
 
 PLACE = Place(sequence=1, position=2, head=3, dim=4, got=1.0, expected=2.0, allowed=0.1)
-NUMERIC = ("contract", "mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "guard", "hang", "out-of-memory")
+NUMERIC = (
+    *("contract", "mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "relation", "guard", "hang"),
+    "out-of-memory",
+)
 
 
 @pytest.mark.parametrize("kind", NUMERIC)

@@ -1,0 +1,1 @@
+"""Metamorphic relations: what two related launches of one kernel must agree on, at any size, without a float64 attention."""

@@ -1,0 +1,125 @@
+"""V constant over the keys of each sequence: O is that constant, dS is 0, and P's rows, of which dV is made, sum to 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from attnfuzz.kernels.contract import Outputs
+from attnfuzz.oracles.attention import SequenceData, sequences
+from attnfuzz.oracles.bounds import EPS, Format, rounded
+from attnfuzz.oracles.relations.difference import Difference, Given, Related
+from attnfuzz.oracles.relations.sizes import Noise, seen_keys, sum_of_seeing
+from attnfuzz.oracles.relations.tensors import output, packed
+
+__all__ = ["constant_v"]
+
+
+def constant_v(given: Given) -> Related:
+    """The first key's V for all keys, beside a launch with V as it is: LSE and dV have no V in them and must not change.
+
+    With c that row of V, u the dtype's unit roundoff, p_i as in `sizes`:
+
+        |O_i - c| <= M_i = |c| min(u, 5 u p_i) + fp32 terms, before its rounding (P is rounded, its row sum is not)
+        |dS_ij| <= P_ij B_i,   B_i = sum_d |dO| (|O_i - c| + M_i) + eps (8 + dim_v / 8) sum_d |dO c|
+        |dQ_i| <= |scale| B_i max_j |k_j|
+        |dK_j| <= |scale| sum_i B_i |q_i| min(1, exp(|scale| |q_i| max_j |k_j| - LSE_i))
+        sum_j dV_j = sum of dO over the rows that see a key, whatever V is
+
+    O in B_i is the kernel's own, so that a wrong O alone does not show twice.
+    """
+    (problem,) = given.problems
+    parts = list(sequences(given.inputs))
+    constant = [dataclasses.replace(part, v=part.v[:, :1].expand_as(part.v)) for part in parts]
+
+    def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
+        needs = problem.needs.outputs
+        for part in constant:
+            noise = Noise(problem, part, given.deviations, given.device)
+            for name in (each for each in ("lse", "dv") if each in needs):
+                expected = output(problem, outputs[0], name, part.index)
+                got = output(problem, outputs[1], name, part.index)
+                exact = name in given.deterministic
+                allowed = torch.zeros_like(expected) if exact else noise.unit(name, expected)
+                yield Difference(name, part.index, got, expected, allowed, noise=not exact and name != "lse")
+            if "o" in needs:
+                yield from _constant_o(given, part, noise, outputs[1])
+            if "dv" in needs and part.v.shape[1]:
+                yield _sums(given, part, noise, outputs[0])
+
+    return Related((given.inputs, packed(problem, constant)), differences)
+
+
+def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Iterator[Difference]:
+    (problem,) = given.problems
+    form, groups = Format.of(problem.dtype), problem.groups
+    heads, rows = part.q.shape[:2]
+    got = output(problem, made, "o", part.index)
+    if not part.v.shape[1]:
+        yield Difference("o", part.index, got, torch.zeros_like(got), torch.zeros_like(got))
+        return
+    c = part.v[:, :1].double().repeat_interleave(groups, 0)
+    live = noise.live[:, None]
+    expected = torch.where(live, c.expand(heads, rows, -1), 0.0)
+    u = noise.u if noise.half or noise.u > form.u else 0.0
+    relative = (5 * torch.hypot(torch.full_like(noise.p, u), form.eta * noise.n) * noise.p).clamp(max=u + form.eta)
+    # The terms of O have one sign: tensor cores truncate their sum at each step of 16 keys.
+    steps = noise.n / 8 if noise.half or u else 0.0
+    relative = relative + EPS * (8 + 2 * noise.n.sqrt() + steps)
+    before = relative[..., None] * expected.abs()
+    top, bottom = rounded(expected + before, form), rounded(expected - before, form)
+    allowed = torch.maximum(top - expected, expected - bottom)
+    yield Difference("o", part.index, got, expected, torch.where(live, allowed, 0.0))
+    needs = problem.needs.outputs
+    if not {"dq", "dk"} & set(needs):
+        return
+    scale, d_o, q, k = abs(problem.scale), part.d_o.double(), part.q.double(), part.k.double()
+    off = (d_o.abs() * ((got - expected).abs().nan_to_num(nan=0.0, posinf=0.0) + before)).sum(2)
+    off = off + EPS * (8 + problem.dim_v / 8) * (d_o * expected).abs().sum(2)
+    off = torch.where(noise.live, off, 0.0)
+    least = torch.where(live, form.eta, 0.0)
+    if "dq" in needs:
+        largest = k.abs().amax(1, keepdim=True).repeat_interleave(groups, 0)
+        d_q = output(problem, made, "dq", part.index)
+        yield Difference("dq", part.index, d_q, torch.zeros_like(d_q), 1.1 * scale * off[..., None] * largest + least)
+    if "dk" in needs:
+        seen = seen_keys(problem, part.index, q.device)
+        longest = k.norm(dim=2).amax(1).repeat_interleave(groups)[:, None]
+        p = torch.exp((scale * q.norm(dim=2) * longest - _lse(given, part, made)).clamp(max=0.0)).nan_to_num(nan=1.0)
+        rowwise = ((off * p)[..., None] * q.abs()).unflatten(0, (-1, groups)).sum(1)
+        allowed = 1.1 * scale * sum_of_seeing(seen, k.shape[1], rowwise)
+        d_k = output(problem, made, "dk", part.index)
+        touched = sum_of_seeing(seen, k.shape[1], noise.live.double()[None])[..., None] > 0
+        yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), allowed + torch.where(touched, form.eta, 0.0))
+
+
+def _lse(given: Given, part: SequenceData, made: Outputs) -> torch.Tensor:
+    """LSE in natural logarithms; endless where the kernel gives none, since P <= 1 is then all that is known."""
+    (problem,) = given.problems
+    if made.lse is None:
+        return torch.full(part.q.shape[:2], -torch.inf, dtype=torch.float64, device=part.q.device)
+    base = math.log(2.0) if given.deviations.lse_base2 else 1.0
+    return output(problem, made, "lse", part.index) * base
+
+
+def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Difference:
+    """Over the keys dV sums to the dO of all rows that see a key: `(kv_heads, 1, dim_v)`."""
+    (problem,) = given.problems
+    form = Format.of(problem.dtype)
+    d_v = output(problem, made, "dv", part.index)
+    d_o = torch.where(noise.live[:, None], part.d_o.double(), 0.0)
+
+    def grouped(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (-1, problem.groups)).sum((1, 2))[:, None]
+
+    expected = grouped(d_o)
+    u = noise.u if noise.half or noise.u > form.u else 0.0
+    by_row = torch.hypot(u * noise.p, form.eta * noise.n.sqrt()) + EPS * (8 + 2 * noise.exponent)
+    terms = problem.groups * part.q.shape[1]
+    carried = form.u + EPS * (math.sqrt(terms) + (terms / 32 if noise.half or u else 0.0))
+    spread = (grouped((d_o * by_row[..., None]).square()) + carried**2 * d_v.square().sum(1, keepdim=True)).sqrt()
+    spread = spread + form.eta * math.sqrt(d_v.shape[1]) + carried * expected.abs() / 8
+    return Difference("dv", part.index, d_v.sum(1, keepdim=True), expected, 7 * spread, what="the sum of dV over all keys")

@@ -1,0 +1,132 @@
+"""Relations that put the same tokens together in another way: parts of a batch, permuted keys, repeated heads, split keys.
+
+None is bit by bit: a kernel may add in another order. What two correct runs may differ by is `sizes.Noise`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.attention import SequenceData, sequences
+from attnfuzz.oracles.relations.difference import Difference, Given, Related
+from attnfuzz.oracles.relations.sizes import Noise
+from attnfuzz.oracles.relations.tensors import output, packed
+
+__all__ = ["permuted_keys", "repeated_heads", "split_batch", "split_keys"]
+
+_LN_2 = math.log(2.0)
+
+
+def _noisy(given: Given, data: SequenceData, name: OutputName, got: torch.Tensor, expected: torch.Tensor) -> Difference:
+    noise = Noise(given.inputs.problem, data, given.deviations, given.device)
+    allowed = noise.unit(name, expected)
+    return Difference(name, data.index, got, expected, allowed, noise=name != "lse")
+
+
+def split_batch(given: Given) -> Related:
+    """A batch is its sequences run alone: launches of the whole and of each of `given.problems`, all outputs equal."""
+    parts = list(sequences(given.inputs))
+    alone = [packed(problem, [dataclasses.replace(part, index=0)]) for problem, part in zip(given.problems, parts, strict=True)]
+
+    def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
+        whole = given.inputs.problem
+        for part, problem, made in zip(parts, given.problems, outputs[1:], strict=True):
+            for name in whole.needs.outputs:
+                got = output(whole, outputs[0], name, part.index)
+                yield _noisy(given, part, name, got, output(problem, made, name, 0))
+
+    return Related((given.inputs, *alone), differences)
+
+
+def _order(keys: int, seed: int, device: torch.device) -> torch.Tensor:
+    """A permutation of the keys: j -> (a j + b) mod keys, neighbours far apart. Plain arithmetic, the same everywhere."""
+    step = max(1, round(keys * 0.6180339887))
+    while math.gcd(step, keys) != 1:
+        step += 1
+    return (torch.arange(keys, device=device) * step + seed) % max(1, keys)
+
+
+def permuted_keys(given: Given) -> Related:
+    """Without a mask the order of keys does not matter: O, LSE, dQ stay, dK and dV are permuted alike."""
+    (problem,) = given.problems
+    parts = list(sequences(given.inputs))
+    orders = [_order(part.k.shape[1], given.seed, part.k.device) for part in parts]
+    moved = [dataclasses.replace(part, k=part.k[:, order], v=part.v[:, order]) for part, order in zip(parts, orders, strict=True)]
+
+    def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
+        for part, order in zip(parts, orders, strict=True):
+            for name in problem.needs.outputs:
+                got = output(problem, outputs[0], name, part.index)
+                expected = output(problem, outputs[1], name, part.index)
+                if name in ("dk", "dv"):
+                    expected = torch.empty_like(expected).index_copy_(1, order, expected)
+                yield _noisy(given, part, name, got, expected)
+
+    return Related((given.inputs, packed(problem, moved)), differences)
+
+
+def repeated_heads(given: Given) -> Related:
+    """Grouped heads are multi-head attention over repeated key/value heads; dK, dV are their groups' sums."""
+    (problem,) = given.problems
+    parts, groups = list(sequences(given.inputs)), given.inputs.problem.groups
+    repeated = [
+        dataclasses.replace(part, k=part.k.repeat_interleave(groups, 0), v=part.v.repeat_interleave(groups, 0)) for part in parts
+    ]
+
+    def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
+        whole = given.inputs.problem
+        for part in parts:
+            for name in problem.needs.outputs:
+                expected = output(problem, outputs[1], name, part.index)
+                if name in ("dk", "dv"):
+                    expected = expected.unflatten(0, (whole.kv_heads, groups)).sum(1)
+                yield _noisy(given, part, name, output(whole, outputs[0], name, part.index), expected)
+
+    return Related((given.inputs, packed(problem, repeated)), differences)
+
+
+def split_keys(given: Given) -> Related:
+    """Without a mask attention over all keys is that over two parts, merged by their LSE.
+
+    LSE = log(exp(LSE_a) + exp(LSE_b)), O = exp(LSE_a - LSE) O_a + exp(LSE_b - LSE) O_b (Dao et al., FlashDecoding, 2023).
+    """
+    parts = list(sequences(given.inputs))
+    cuts = [problem.seqlens_k for problem in given.problems]
+    halves = [
+        [
+            dataclasses.replace(part, k=part.k[:, keys], v=part.v[:, keys])
+            for part in parts
+            for keys in [slice(cut[part.index]) if first else slice(part.k.shape[1] - cut[part.index], None)]
+        ]
+        for first, cut in zip((True, False), cuts, strict=True)
+    ]
+    launches = [packed(problem, half) for problem, half in zip(given.problems, halves, strict=True)]
+    base = _LN_2 if given.deviations.lse_base2 else 1.0
+
+    def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
+        whole = given.inputs.problem
+        for part in parts:
+            pairs = list(zip(given.problems, outputs[1:], strict=True))
+            logs = torch.stack([output(problem, made, "lse", part.index) for problem, made in pairs]) * base
+            total = torch.logsumexp(logs, 0)
+            weights = torch.exp(logs - torch.where(torch.isinf(total), 0.0, total))
+            o = sum(weight[..., None] * output(*pair, "o", part.index) for weight, pair in zip(weights, pairs, strict=True))
+            assert isinstance(o, torch.Tensor)
+            if "lse" in whole.needs.outputs:
+                yield _noisy(given, part, "lse", output(whole, outputs[0], "lse", part.index), total / base)
+            if "o" in whole.needs.outputs:
+                yield _noisy(given, part, "o", output(whole, outputs[0], "o", part.index), o)
+
+    first = dataclasses.replace(given.inputs, problem=_forward_only(given.inputs.problem))
+    return Related((first, *launches), differences)
+
+
+def _forward_only(problem: Problem) -> Problem:
+    return replace(problem, needs=replace(problem.needs, outputs=("o", "lse")))

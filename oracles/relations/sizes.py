@@ -1,0 +1,154 @@
+"""How large the outputs and their errors typically are, from O(tokens * dim) quantities: no score is computed.
+
+For values that are generic (near normal, independent, scores of a deviation of at most about 1.5), with n_i keys seen by row i:
+
+    p_i = sqrt(sum_j P_ij^2) ~ min(1, exp(sigma_i^2 / 2) / sqrt(n_i)),   sigma_i = |scale| |q_i| rms(k)
+    |O_i|  ~ rms(v) p_i                          |dQ_i| ~ |scale| |dO_i| rms(v) rms(k) p_i
+    |dV_j| ~ sqrt(sum_i (rms(dO_i) P_ij)^2)      |dK_j| ~ |scale| sqrt(sum_i (|dO_i| rms(v) rms(q_i) P_ij)^2)
+
+per element, with P_ij^2 ~ exp(2 tau_j^2) / n_i^2, tau_j = |scale| |k_j| rms(q). Rounding P (dS) to the input dtype gives
+every term an independent error of 0.42 u of it, so the sum one of 0.42 u of these sizes; the output's own rounding another 0.42 u
+of its value; the difference of two runs has sqrt(2) times both. The error of Delta, dO . dO(O), moves a row of dS by
+0.42 u |dO_i| rms(v) p_i P: it enters dQ as p_i times what the roundings of dS are, and counts where few keys are seen. Subnormals
+of P and dS lose eta each. fp32 arithmetic adds eps times a few, times the magnitude of the exponents, and sqrt(n) of
+accumulation. The unit that `Noise` gives is all of them, with u in place of 0.6 u.
+
+Limits are multiples of it: 6.2 for an element, 1.8 for the root mean square of a row of 64, 1.2 for a long head
+(`difference.limit`). Largest error found between correct runs, in units of the limit, over some 1,600 Cases on the CPU (an
+emulated half-precision kernel to 1,500 tokens, torch's flash attention to 20,000, Triton's interpreter, TileLang's C code):
+
+    permuted_keys    O 0.18  LSE 0.38  dQ 0.31  dK 0.23  dV 0.27
+    repeated_heads   O 0     LSE 0     dQ 0     dK 0.26  dV 0.33
+    shifted_scores   O 0.33  LSE 0.62  dQ 0.62  dK 0.33  dV 0.31
+    split_keys       O 0.57  LSE 0.36
+    constant_v       O 0.52  LSE 0     dQ 0.11  dK 0.09  dV 0.17 (sum over the keys)
+    split_batch, future_keys, scaled_values: 0, but for subnormals of float16, 0.8 of the one rounding allowed
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attnfuzz.kernels.contract import Deviations, Device
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.attention import SequenceData
+from attnfuzz.oracles.bounds import EPS, Format
+
+__all__ = ["Noise", "seen_keys", "sum_of_seeing"]
+
+_TF32 = 2.0**-10
+_LN_2 = math.log(2.0)
+
+
+def seen_keys(problem: Problem, index: int, device: torch.device | str) -> torch.Tensor:
+    """How many keys each query of sequence `index` sees, `(seqlen_q,)` int64: it sees the first so many."""
+    n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
+    if problem.causal is None:
+        return torch.full((n_q,), n_k, device=device)
+    diagonal = 1 if problem.causal == "top_left" else n_k - n_q + 1
+    return (torch.arange(n_q, device=device) + diagonal).clamp(0, n_k)
+
+
+def sum_of_seeing(seen: torch.Tensor, keys: int, by_row: torch.Tensor) -> torch.Tensor:
+    """Sum of `by_row (heads, seqlen_q, ...)` over the rows that see each key: `(heads, keys, ...)`."""
+    first = torch.searchsorted(seen, torch.arange(keys, device=seen.device), right=True)
+    total = torch.nn.functional.pad(by_row.flip(1).cumsum(1).flip(1).movedim(1, -1), (0, 1)).movedim(-1, 1)
+    return total[:, first]
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+class Noise:
+    """The typical error of each output of one sequence, as the difference of two correct runs has it at most.
+
+    Args:
+        problem: which keys are seen, dtype, scale.
+        data: the sequence's tensors.
+        deviations: what the kernel declares.
+        device: where it runs.
+        shift: `(heads, seqlen_q)`, how much larger the scores of some launch are than `data` makes them.
+    """
+
+    def __init__(
+        self, problem: Problem, data: SequenceData, deviations: Deviations, device: Device, shift: torch.Tensor | None = None
+    ) -> None:
+        form = Format.of(problem.dtype)
+        self._groups, self._deviations, self.keys = problem.groups, deviations, data.k.shape[1]
+        tf32 = problem.dtype == "float32" and device in deviations.tf32_on
+        self.half = problem.dtype != "float32"
+        self.u = _TF32 if tf32 else form.u
+        self._eta, self._form = form.eta, form
+        scale = self._scale = abs(problem.scale)
+        q, k, v, d_o = (x.double() for x in (data.q, data.k, data.v, data.d_o))
+        self.seen = seen_keys(problem, data.index, q.device)
+        n = self.n = self.seen.double().clamp(min=1)
+        self.live = self.seen > 0
+        rms_k, rms_v = _rms(k), _rms(v)
+        q_size = q.norm(dim=2)
+        sigma = scale * q_size * rms_k
+        self.p = (torch.exp(sigma.square() / 2) / n.sqrt()).clamp(max=1.0)
+        lifted = 3 * sigma + (0 if shift is None else shift.abs() * max(1.0, problem.dim_qk / 32))
+        self.exponent = n.log() + lifted
+        self._fp32 = EPS * (4 + 2 * self.exponent + n.sqrt() / 2)
+        self._t = d_o.norm(dim=2) * rms_v
+        self._w = d_o.square().mean(2).sqrt()
+        self._q = q_size / math.sqrt(problem.dim_qk)
+        self._rms_k, self._rms_v = rms_k, rms_v
+        tau = scale * k.norm(dim=2) * _rms(q)
+        self._peak = torch.exp(tau.square()).clamp(max=20.0)
+
+    def unit(self, name: OutputName, expected: torch.Tensor) -> torch.Tensor:
+        """The typical error of each element of an output whose value is `expected`; for LSE the largest error."""
+        match name:
+            case "lse":
+                return self._lse()
+            case "o":
+                size = self._rms_v * self.p
+                rounding = torch.hypot(self.u * size, self._eta * self.n * size)
+                return self._total(expected, size, rounding, self._fp32)
+            case "dq":
+                size = self._scale * self._t * self._rms_k * self.p
+                flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self.n
+                rounding = torch.hypot(self.u * size * (1 + 2 * self.p), flushed * self._scale * self._rms_k * self.p)
+                return self._total(expected, size, rounding, self._fp32)
+            case "dv":
+                rounding = torch.hypot(torch.full_like(self.n, self.u), self._eta * self.n)
+                return self._by_key(expected, self._w / self.n, self._w / self.n * rounding)
+            case "dk":
+                size = self._scale * self._t * self._q / self.n
+                flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self._scale * self._q
+                return self._by_key(expected, size, torch.hypot(self.u * size * (1 + 2 * self.p), flushed))
+
+    def _lse(self) -> torch.Tensor:
+        allowed = EPS * (16 + 4 * self.exponent + 2 * self.n.log2())
+        if self._deviations.l_from_rounded_p:
+            allowed = allowed + 4 * self.u * self.p
+        return allowed / _LN_2 if self._deviations.lse_base2 else allowed
+
+    def _total(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
+        fixed = torch.where(self.live, torch.hypot(rounding, fp32 * size), 0.0)[..., None]
+        own = (self.u if self.half else 2 * self._form.u) + fp32[..., None]
+        least = torch.where(self.live, self._eta, 0.0)[:, None]
+        return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
+
+    def _by_key(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
+        """Rows that see a key add up, over the query heads of its group."""
+        if not self.n.numel():
+            return torch.zeros_like(expected)
+
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            grouped = torch.where(self.live, x.square(), 0.0).unflatten(0, (-1, self._groups)).sum(1)
+            return sum_of_seeing(self.seen, self.keys, grouped).sqrt() * self._peak
+
+        fp32 = float(self._fp32.max()) + EPS * math.sqrt(self.n.numel() * self._groups) / 2
+        if self._deviations.half_partials:
+            rounding = 1.5 * rounding
+        fixed = torch.hypot(gathered(rounding), fp32 * gathered(size))[..., None]
+        own = (self.u if self.half else 2 * self._form.u) + fp32
+        touched = sum_of_seeing(self.seen, self.keys, self.live.double()[None])[0] > 0
+        least = torch.where(touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
+        return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)

@@ -1,0 +1,71 @@
+"""A tiny tensor whose rows lie so far apart that row * stride passes 2^31 elements: the same results as contiguous."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from attnfuzz.kernels.contract import Inputs, Outputs
+from attnfuzz.kernels.problem import Layout
+from attnfuzz.oracles.attention import sequences
+from attnfuzz.oracles.relations.difference import Difference, Given, Related
+from attnfuzz.oracles.relations.sizes import Noise
+from attnfuzz.oracles.relations.tensors import output
+
+__all__ = ["huge_strides", "stretched"]
+
+TENSORS = (("q", "layout_q"), ("k", "layout_k"), ("v", "layout_v"), ("d_o", "layout_do"))
+
+
+def huge_strides(given: Given) -> Related:
+    """The Case contiguous, then each of `given.problems`, which have one tensor with a huge pitch: all outputs equal.
+
+    The inputs of the related launches are contiguous here: `stretched` makes them one at a time, since each takes gigabytes of
+    address space.
+    """
+    whole = given.inputs.problem
+    parts = list(sequences(given.inputs))
+
+    def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
+        for problem, made in zip(given.problems, outputs[1:], strict=True):
+            wide = next(name for name, layout in TENSORS if getattr(problem, layout) != Layout())
+            for part in parts:
+                noise = Noise(whole, part, given.deviations, given.device)
+                for name in whole.needs.outputs:
+                    expected = output(whole, outputs[0], name, part.index)
+                    got = output(problem, made, name, part.index)
+                    allowed, what = noise.unit(name, expected), f"with rows of {wide} a huge pitch apart"
+                    yield Difference(name, part.index, got, expected, allowed, noise=name != "lse", what=what)
+
+    others = (dataclasses.replace(given.inputs, problem=problem) for problem in given.problems)
+    return Related((given.inputs, *others), differences)
+
+
+def stretched(inputs: Inputs) -> Inputs:
+    """`inputs`, contiguous, as the layouts of its Problem have it: only pitches. What lies between rows is never touched.
+
+    Raises:
+        RuntimeError: so much memory cannot be had.
+    """
+    problem = inputs.problem
+    made = {}
+    for name, layout in TENSORS:
+        pitch = getattr(problem, layout).pitch
+        if pitch:
+            made[name] = _stretched(getattr(inputs, name), pitch)
+    return dataclasses.replace(inputs, **made)
+
+
+def _stretched(x: torch.Tensor, pitch: int) -> torch.Tensor:
+    *outer, heads, dim = x.shape
+    row = heads * dim + pitch
+    rows = 1
+    for size in outer:
+        rows *= size
+    strides = [row] if len(outer) == 1 else [outer[1] * row, row]
+    memory = torch.empty((rows - 1) * row + heads * dim, dtype=x.dtype, device=x.device)
+    view = memory.as_strided(x.shape, (*strides, dim, 1))
+    view.copy_(x)
+    return view

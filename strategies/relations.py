@@ -1,0 +1,161 @@
+"""The strategy of Cases for each metamorphic relation, at sizes that only the kernel's own cost bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import assume
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Capabilities, Device, Kernel
+from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
+from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.lengths import Room, batches
+from attnfuzz.strategies.related import SPREAD, related_problems, spread, why_not_relation
+from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
+
+__all__ = ["RELATION_LIMITS", "relation_cases", "relations_of"]
+
+RELATION_LIMITS: dict[Device, Limits] = {
+    "cpu": Limits(batch=4, heads=6, length=300, tiles=12),
+    "cuda": Limits(batch=8, heads=8, length=1 << 17, tiles=1 << 20),
+}
+"""What a Trial without an oracle may cost: on CUDA up to 65,536 x 65,536 in tiles of 64 for one head, or 131,072 keys."""
+_DEFAULT_TILE = 64
+_FACTORS = (1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 4.0)
+_Pairs = tuple[tuple[int, int], ...]
+
+
+def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) -> dict[Check, tuple[Variant, ...]]:
+    """The relations that make sense for `kernel`, and the variants that each can be tried on."""
+    can = kernel.capabilities
+    wanted: dict[Check, bool] = {
+        "repeated_heads": can.groups is None or (1 in can.groups and max(can.groups) > 1),
+        "shifted_scores": not can.deviations.prescaled_q,
+        "split_keys": can.unequal and {"o", "lse"} <= set(can.outputs),
+        "huge_strides": can.layouts,
+    }
+    found = {}
+    for check in RELATIONS:
+        fitting = tuple(each for each in variants if wanted.get(check, True) and _fits(check, each, kernel, device))
+        if fitting:
+            found[check] = fitting
+    return found
+
+
+def _fits(check: Check, variant: Variant, kernel: Kernel, device: Device) -> bool:
+    if check in ("permuted_keys", "split_keys"):
+        return variant.causal is None
+    if check == "future_keys":
+        return variant.causal is not None
+    if check == "huge_strides":
+        # A kernel with other layouts need not take these.
+        tiny = replace(variant.problem(kernel.capabilities), seqlens_q=(2,), seqlens_k=(2,))
+        return all(kernel.supports(each, variant.config, device) is None for each in related_problems(check, tiny, 0))
+    return check != "shifted_scores" or variant.dims[0] > 1
+
+
+def relation_cases(
+    kernel: Kernel, *, device: Device, limits: Limits | None = None, variants: Sequence[Variant] | None = None
+) -> st.SearchStrategy[Case]:
+    """Cases whose check is a relation, drawn from `variants` (default: all that `kernel` declares), no larger than `limits`.
+
+    Raises:
+        BadArgument: no relation makes sense for the kernel.
+    """
+    chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
+    found = relations_of(kernel, chosen, device)
+    if not found:
+        raise BadArgument(f"kernel={kernel.name!r}: no relation makes sense for it on {device}; give it more variants")
+    return _relation_cases(kernel, device, limits or RELATION_LIMITS[device], found)
+
+
+@st.composite
+def _relation_cases(
+    draw: st.DrawFn, kernel: Kernel, device: Device, limits: Limits, found: dict[Check, tuple[Variant, ...]]
+) -> Case:
+    can = kernel.capabilities
+    check = draw(st.sampled_from(tuple(found)))
+    variant = draw(drawn_variant(found[check]))
+    heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, limits.tiles // 2))))
+    packing = draw(st.sampled_from(can.packings))
+    room = Room(
+        batch=limits.batch,
+        length=limits.length,
+        tiles=max(heads_q, limits.tiles // 2 if check == "split_batch" else limits.tiles),
+        heads=heads_q,
+        tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
+        tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
+    )
+    dense = packing == "dense"
+    pairs = draw(_tiny(can) if check == "huge_strides" else batches(can, room, dense=dense))
+    pairs = _suited(check, can, variant, pairs, dense)
+    slack = st.sampled_from((0, 0, 0, 1, 3)) if can.slack and check != "huge_strides" else st.just(0)
+    problem = Problem(
+        seqlens_q=tuple(pair[0] for pair in pairs),
+        seqlens_k=tuple(pair[1] for pair in pairs),
+        packing=packing,
+        heads=heads_q,
+        kv_heads=kv_heads,
+        dim_qk=variant.dims[0],
+        dim_v=variant.dims[1],
+        dtype=variant.dtype,
+        causal=variant.causal,
+        slack_q=draw(slack),
+        slack_k=draw(slack),
+        needs=Needs(outputs=can.outputs),
+    )
+    scale = draw(scales(can))
+    problem = replace(problem, softmax_scale=scale if spread(replace(problem, softmax_scale=scale)) <= SPREAD else None)
+    case = Case(kernel=kernel.name, problem=problem, recipe=draw(_recipes(problem)), config=variant.config, check=check)
+    # Sequences of one key cannot be cut for a kernel that takes no empty ones; another seed cuts elsewhere.
+    seeds = (replace(case, recipe=replace(case.recipe, seed=case.recipe.seed + step)) for step in range(5))
+    fitting = next((each for each in seeds if why_not_relation(kernel, each, device) is None), None)
+    assume(fitting is not None)
+    assert fitting is not None
+    return fitting
+
+
+def _heads(check: Check, can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
+    if check != "repeated_heads":
+        return heads(can, most)
+    groups = [each for each in (can.groups or range(2, 9)) if each > 1]
+    groups = [each for each in groups if each <= most] or [min(groups)]
+    return st.sampled_from(sorted((group * kv, kv) for group in groups for kv in range(1, max(1, most // group) + 1)))
+
+
+def _tiny(can: Capabilities) -> st.SearchStrategy[_Pairs]:
+    pair = st.tuples(st.integers(2, 9), st.integers(2, 9))
+    pair = pair if can.unequal else pair.map(lambda drawn: (drawn[0], drawn[0]))
+    return st.lists(pair, min_size=1, max_size=3).map(tuple)
+
+
+def _suited(check: Check, can: Capabilities, variant: Variant, pairs: _Pairs, dense: bool) -> _Pairs:
+    """The drawn batch, changed as little as the relation needs."""
+    least = (1, 1)
+    if check == "future_keys":
+        least = (2, 2) if not can.unequal else (1, 2) if variant.causal == "top_left" else (2, 1)
+    if check == "split_keys" and not can.zero_k:
+        pairs = tuple((q, max(2, k)) for q, k in pairs)
+    if not any(q >= least[0] and k >= least[1] for q, k in pairs):
+        pairs = ((max(pairs[0][0], least[0]), max(pairs[0][1], least[1])), *pairs[1:])
+    if check == "split_batch" and len(pairs) == 1:
+        pairs = pairs * 2
+    return (pairs[0],) * len(pairs) if dense else pairs
+
+
+@st.composite
+def _recipes(draw: st.DrawFn, problem: Problem) -> Recipe:
+    """Near-normal values whose scores stay generic."""
+    q_scale = draw(st.sampled_from([each for each in _FACTORS if spread(problem, each) <= SPREAD or each == 1.0]))
+    fitting = [each for each in _FACTORS if spread(problem, q_scale * each) <= SPREAD or each * q_scale == 1.0]
+    moderate = st.sampled_from((1.0, 1.0, 1.0, 0.25, 4.0))
+    return Recipe(
+        q_scale=q_scale,
+        k_scale=draw(st.sampled_from(fitting)),
+        v_scale=draw(moderate),
+        do_scale=draw(moderate),
+        seed=draw(st.integers(0, 2**16 - 1)),
+    )
