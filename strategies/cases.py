@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
-from attnfuzz.kernels.problem import Layout, Needs, Problem
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches
@@ -50,8 +51,8 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
     # Early: the last choices of a draw are the ones that Hypothesis leaves simplest most often.
     recipe = draw(recipes(variant.dtype))
     packing = draw(st.sampled_from(can.packings))
-    laid_out = draw(layouts(can, packing, variant.dtype))
-    packed = laid_out.get("layout_q", Layout()).packed
+    laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
+    packed = "layout_q" in laid_out and laid_out["layout_q"].packed
     most = draw(st.sampled_from((1, 2, limits.heads, limits.heads)))
     heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
     room = Room(

@@ -14,25 +14,25 @@ from msgspec.structs import replace
 from support_emulated import Emulated
 from support_faults import TRITON
 
-from attnfuzz.harness import trial
+from attnfuzz.harness import environment, trial
 from attnfuzz.harness.corpus import Corpus
 from attnfuzz.harness.events import Found
 from attnfuzz.harness.executors import InProcess
 from attnfuzz.harness.hunt import Hunt
+from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.settings import PROFILES
+from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Inputs, Kernel
+from attnfuzz.kernels.contract import Device, Inputs, Kernel
 from attnfuzz.kernels.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
-from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.varlen import KERNEL, TritonVarlen
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.shapes import all_variants
 
-interpreted = pytest.mark.skipif(
-    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
-)
+DEVICE: Device = "cuda" if environment.has_cuda() else "cpu"
+launchable = pytest.mark.skipif(KERNEL.unavailable(DEVICE) is not None, reason=f"no Triton on {DEVICE}")
 RAGGED = Problem(seqlens_q=(7, 0, 40), seqlens_k=(7, 0, 40), heads=4, kv_heads=2, dim_qk=16, dim_v=40, slack_q=2, slack_k=2)
 PACKED = Layout(packed=True, offset=3, pitch=5)
 ALL = {
@@ -47,10 +47,10 @@ ALL = {
 }
 
 
-def verdict_of(kernel: Kernel, problem: Problem):
+def verdict_of(kernel: Kernel, problem: Problem, device: Device = "cpu") -> Verdict:
     registry.register(kernel)
     try:
-        return trial.run_trial(Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0]), "cpu")
+        return trial.run_trial(Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0]), device)
     finally:
         registry.unregister(kernel.name)
 
@@ -62,11 +62,11 @@ def test_a_right_kernel_passes_with_every_layout(layout: str, dtype: str) -> Non
     assert verdict.status == "pass", [each.message for each in verdict.failures]
 
 
-@interpreted
+@launchable
 @pytest.mark.parametrize("layout", ALL)
 def test_triton_varlen_passes_with_every_layout(layout: str) -> None:
     problem = replace(RAGGED, causal="bottom_right", **ALL[layout])
-    verdict = trial.run_trial(Case(kernel=KERNEL.name, problem=problem, config=KERNEL.configs(problem)[2]), "cpu")
+    verdict = trial.run_trial(Case(kernel=KERNEL.name, problem=problem, config=KERNEL.configs(problem)[2]), DEVICE)
     assert verdict.status == "pass", [each.message for each in verdict.failures]
 
 
@@ -188,11 +188,24 @@ TRITON_FAULTS = {
 }
 
 
-@interpreted
+@launchable
 @pytest.mark.parametrize("name", TRITON_FAULTS)
 def test_a_stride_fault_of_a_real_kernel_is_found(name: str) -> None:
     edit, layout = TRITON_FAULTS[name]
     kernel = TritonVarlen(name="test.strides", device_code=functools.partial(planted_copy, TRITON, [edit]))
-    assert verdict_of(kernel, RAGGED).status == "pass"
-    verdict = verdict_of(kernel, replace(RAGGED, **ALL[layout]))
+    assert verdict_of(kernel, RAGGED, DEVICE).status == "pass"
+    verdict = verdict_of(kernel, replace(RAGGED, **ALL[layout]), DEVICE)
     assert {each.kind for each in verdict.failures} & {"mismatch", "nonfinite"}
+
+
+def test_layouts_in_words() -> None:
+    layouts = {
+        "layout_q": Layout(order="htd", offset=2),
+        "layout_k": Layout(expanded_heads=True, pitch=8),
+        "layout_do": Layout(expanded=True),
+    }
+    rows = dict(describe_case(Case(kernel="k", problem=replace(RAGGED, **layouts))))
+    assert rows["layout of q"] == "stored as htd, 2 elements into its allocation"
+    assert rows["layout of k"] == "8 elements of padding after each row, one head shown as all (stride 0)"
+    assert rows["layout of dO"] == "one element shown everywhere (stride 0)"
+    assert "layout of v" not in rows
