@@ -190,7 +190,7 @@ class Hunt:
             suppress_health_check=list(HealthCheck),
             print_blob=False,
         )
-        @given(case=cases(self.kernel, device=self.device, limits=self.limits, variants=variants))
+        @given(case=trial_cases(self.kernel, device=self.device, limits=self.limits, variants=variants))
         def one_round(case: Case) -> None:
             try:
                 if case == self._flying:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from attnfuzz.harness import environment
 from attnfuzz.harness.failure import Failure, Kind
 from attnfuzz.harness.lost import DeviceLost
-from attnfuzz.harness.poison import Bands, PoisonEmpty
+from attnfuzz.harness.poison import Bands, PoisonEmpty, memory
 from attnfuzz.harness.raised import may_catch, told, trace
 from attnfuzz.kernels.contract import Built, Device, Inputs, Outputs
 from attnfuzz.strategies.case import Case
@@ -110,8 +110,8 @@ def _device_error(failure: Failure) -> Failure:
 
 def copied(inputs: Inputs, bands: Bands) -> Inputs:
     """What the kernel gets: tensors of its own, so that nothing it writes can reach the oracle."""
-    tensors = {name: bands.copy(value, f"its input {name}") for name in _INPUTS if (value := getattr(inputs, name)) is not None}
-    return dataclasses.replace(inputs, **tensors)
+    given = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
+    return dataclasses.replace(inputs, **bands.copies(given, "its input"))
 
 
 def _overstepped(case: Case, bands: Bands) -> Failure | None:
@@ -121,15 +121,29 @@ def _overstepped(case: Case, bands: Bands) -> Failure | None:
 
 
 def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:
-    """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing)."""
-    for name in _INPUTS:
-        before, after = getattr(inputs, name), getattr(given, name)
-        if before is None:
-            continue
-        if after.untyped_storage().nbytes() < before.untyped_storage().nbytes():
-            message = f"the kernel took away the memory of its input {name}"
-            return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
-        if not torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
-            message = f"the kernel wrote to its input {name}"
-            return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
+    """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing), and what is between."""
+    names = [name for name in _INPUTS if getattr(inputs, name) is not None]
+    for change in (_taken, _written, _written_between):
+        for name in names:
+            if told_change := change(getattr(inputs, name), getattr(given, name)):
+                message = f"the kernel {told_change} its input {name}"
+                return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
     return None
+
+
+def _taken(before: torch.Tensor, after: torch.Tensor) -> str | None:
+    needed = after.storage_offset() * after.element_size() + memory(before).numel() if before.numel() else 0
+    return "took away the memory of" if after.untyped_storage().nbytes() < needed else None
+
+
+def _written(before: torch.Tensor, after: torch.Tensor) -> str | None:
+    words = torch.int16 if before.element_size() == 2 else torch.int32
+    same = before.dtype == after.dtype and torch.equal(before.view(words), after.view(words))
+    return None if same else "wrote to"
+
+
+def _written_between(before: torch.Tensor, after: torch.Tensor) -> str | None:
+    """For a tensor with gaps: what lies between its rows; packed tensors' own elements are known to be whole by now."""
+    if not before.numel() or memory(before).numel() <= before.numel() * before.element_size():
+        return None
+    return None if torch.equal(memory(before), memory(after)) else "wrote between the rows of"

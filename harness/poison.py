@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Bands", "PoisonEmpty"]
+__all__ = ["Bands", "PoisonEmpty", "memory"]
 
 _aten = torch.ops.aten
 _EMPTY = frozenset(
@@ -47,11 +47,17 @@ _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
 changes them. Each tensor has a word of its own: what was read in one band still shows when it is written to another."""
 
 
+_ALIGNMENT = 256
+"""Bytes: a copy is as well aligned as its original, up to this."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Band:
     what: str
     words: torch.Tensor
     """The whole buffer as int16: band, tensor, band."""
+    before: int
+    """Words in front of the tensor."""
     pattern: int
 
 
@@ -63,21 +69,47 @@ class Bands:
 
     def like(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """A tensor of the same shape, strides, dtype and device, unfilled, between bands. `what` names it in messages."""
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        size = extent * tensor.element_size()
-        pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
-        words = torch.full(((2 * _BAND + size + 1) // 2,), pattern, dtype=torch.int16, device=tensor.device)
-        self._kept.append(_Band(f"{what} {tuple(tensor.shape)} {tensor.dtype}", words, pattern))
-        flat = words.view(torch.uint8)[_BAND : _BAND + size].view(tensor.dtype)
-        return flat.as_strided(tensor.shape, tensor.stride())
+        size = _reach(tensor) * tensor.element_size()
+        held = self._between(size, 0, tensor.device, f"{what} {tuple(tensor.shape)} {tensor.dtype}")
+        return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
-    def copy(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """A copy of `tensor` between bands."""
-        if not tensor.numel():
-            return tensor.clone()
-        made = self.like(tensor, what)
-        made.copy_(tensor)
+    def copies(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+        """Copies of `tensors` between bands, as they lie in memory: strides, alignment, what is between rows.
+
+        Tensors that share an allocation share one in their copies. `what` and their names name them in messages.
+        """
+        made: dict[str, torch.Tensor] = {}
+        groups: dict[object, list[str]] = {}
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
+            else:
+                made[name] = tensor.clone()
+        for names in groups.values():
+            made |= self._copied({name: tensors[name] for name in names}, what)
+        return {name: made[name] for name in tensors}
+
+    def _copied(self, sharing: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+        """Copies of tensors of one allocation: all that lies between the first byte and the last of any."""
+        spans = [_span(tensor) for tensor in sharing.values()]
+        begin, end = min(first for first, _ in spans), max(last for _, last in spans)
+        first = next(iter(sharing.values()))
+        detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
+        held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}")
+        held.copy_(memory(first, begin, end))
+        made = {}
+        for (name, tensor), (start, stop) in zip(sharing.items(), spans, strict=True):
+            own = held[start - begin : stop - begin].view(tensor.dtype)
+            made[name] = own.as_strided(tensor.shape, tensor.stride())
         return made
+
+    def _between(self, size: int, lead: int, device: torch.device, what: str) -> torch.Tensor:
+        """`size` bytes between bands, the first `lead` bytes (an even number) past a multiple of the alignment."""
+        pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
+        before = _BAND + lead // 2 * 2
+        words = torch.full(((before + size + _BAND + 1) // 2,), pattern, dtype=torch.int16, device=device)
+        self._kept.append(_Band(what, words, before // 2, pattern))
+        return words.view(torch.uint8)[before : before + size]
 
     def broken(self) -> str | None:
         """What was written beyond the ends of which tensor, or None."""
@@ -87,7 +119,7 @@ class Bands:
             if each.words.untyped_storage().nbytes() < each.words.numel() * each.words.element_size():
                 return f"the memory was taken away from {each.what}"
         half = _BAND // 2
-        counts = [(band != each.pattern).sum() for each in self._kept for band in (each.words[:half], each.words[-half:])]
+        counts = [(band != each.pattern).sum() for each in self._kept for band in (each.words[: each.before], each.words[-half:])]
         found = torch.stack(counts).tolist()
         if not any(found):
             return None
@@ -97,6 +129,28 @@ class Bands:
                 side, count = ("before the start", before) if before else ("past the end", after)
                 return f"{count} 2-byte words were written {side} of {each.what}"
         return None
+
+
+def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = None) -> torch.Tensor:
+    """The bytes of `tensor`'s allocation from `begin` to `end`: uint8, without copying.
+
+    By default those from its first element to its last, with what lies between them.
+    """
+    first, last = _span(tensor)
+    begin, end = first if begin is None else begin, last if end is None else end
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its allocation, and the byte after its last."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    return begin, begin + _reach(tensor) * tensor.element_size()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, with what lies between them."""
+    return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]

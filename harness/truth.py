@@ -16,6 +16,7 @@ from attnfuzz.oracles.formats import Format, half_ulp
 __all__ = ["HeadTruths", "Truth", "Truths", "truth"]
 
 _LOG_2 = 0.6931471805599453
+_SINGLE = Format.of("float32")
 _WHOLE = 1 << 24
 """Scores of one sequence, all heads, above which the oracle goes by blocks."""
 
@@ -30,7 +31,7 @@ class Truth:
     expected: torch.Tensor
     allowed: torch.Tensor
     budget: Budget | None = None
-    form: Format = Format.of("float32")
+    form: Format = _SINGLE
 
     @property
     def reorder(self) -> torch.Tensor:

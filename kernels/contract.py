@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from attnfuzz.kernels.problem import OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
+from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     score_mod: bool = False
     mask_mod: bool = False
     layouts: bool = False
-    """Other memory layouts than contiguous."""
+    """Every memory layout that a Problem can have: it reads q, k, v and dO by their strides."""
     length_max: int | None = None
     min_seqlen_k: int = 1
     """The shortest sequence of keys, empty ones aside."""
@@ -151,7 +151,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """Tensors of one Case, all on one device, as `Problem` shapes them.
+    """Tensors of one Case, all on one device, as `Problem` shapes them and lays them out: strides are theirs to say.
 
     `cu_seqlens_q`, `cu_seqlens_k` are `(batch + 1,)` int32 (ragged and dense). `d_lse` is `(heads, total_q)` float32.
     """
@@ -263,7 +263,7 @@ def _why_not_form(can: Capabilities, problem: Problem, device: Device) -> str | 
         return f"dim_qk, dim_v={dims}: supports {', '.join(map(str, can.dims))}{also}"
     if can.groups is not None and problem.groups not in can.groups:
         return f"groups={problem.groups}: supports {', '.join(map(str, can.groups))}"
-    for name in ("layout_q", "layout_k", "layout_v", "layout_do"):
+    for name in LAYOUTS:
         if not can.layouts and getattr(problem, name) != Layout():
             return f"{name}={getattr(problem, name)}: only contiguous tensors"
     return None

@@ -7,14 +7,33 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-__all__ = ["OUTPUT_NAMES", "BadArgument", "Causal", "Dtype", "Layout", "Needs", "OutputName", "Problem", "reject"]
+__all__ = [
+    "LAYOUTS",
+    "ORDERS",
+    "OUTPUT_NAMES",
+    "BadArgument",
+    "Causal",
+    "Dtype",
+    "Layout",
+    "Needs",
+    "Order",
+    "OutputName",
+    "Packing",
+    "Problem",
+    "reject",
+]
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 Causal = Literal["bottom_right", "top_left"]
 Packing = Literal["ragged", "dense"]
+Order = Literal["thd", "htd", "bshd", "bhsd", "sbhd"]
 OutputName = Literal["o", "lse", "dq", "dk", "dv"]
 
 OUTPUT_NAMES: tuple[OutputName, ...] = ("o", "lse", "dq", "dk", "dv")
+ORDERS: dict[Packing, tuple[Order, ...]] = {"ragged": ("thd", "htd"), "dense": ("bshd", "bhsd", "sbhd")}
+"""The orders that a packing has, its own first."""
+LAYOUTS = ("layout_q", "layout_k", "layout_v", "layout_do")
+"""The Problem's fields that say how a tensor lies in memory."""
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
@@ -28,23 +47,37 @@ def reject(argument: str, value: object, reason: str, remedy: str) -> BadArgumen
     return BadArgument(f"{argument}={value!r}: {reason}; {remedy}")
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one tensor lies in memory. The default is contiguous in the packing's own order."""
+class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, repr_omit_defaults=True):
+    """How one tensor lies in memory; its shape stays as `Problem` has it. The default is contiguous in the packing's own order.
 
-    order: Literal["bshd", "bhsd", "thd"] | None = None
+    A row is what lies together of one token: `heads * dim` elements, or `dim` where heads are stored further out than tokens.
+    """
+
+    order: Order | None = None
+    """Stored dimensions, outermost first: "thd" (the default) or "htd" ragged; "bshd" (the default), "bhsd", "sbhd" dense."""
     offset: int = 0
     """Elements between the start of the allocation and the tensor."""
     pitch: int = 0
-    """Elements of padding after each row of `heads * dim` elements."""
+    """Elements of padding after each row."""
     expanded_heads: bool = False
     """One stored head, shown to every head with stride 0."""
     packed: bool = False
-    """A slice of one packed q, k, v allocation."""
+    """A slice of one allocation whose rows hold k and v, or q, k and v, side by side."""
+    expanded: bool = False
+    """dO only: one stored element, shown everywhere with stride 0, as the gradient of `o.sum()` is."""
 
     def __post_init__(self) -> None:
         for name in ("offset", "pitch"):
             if getattr(self, name) < 0:
                 raise reject(f"layout.{name}", getattr(self, name), "elements cannot be negative", "give 0 or more")
+        for name in ("order", "pitch", "expanded_heads", "packed"):
+            if self.expanded and getattr(self, name):
+                raise reject(f"layout.{name}", getattr(self, name), "an expanded tensor is one element", "leave one of them out")
+        for name in ("order", "expanded_heads"):
+            if self.packed and getattr(self, name):
+                raise reject(
+                    f"layout.{name}", getattr(self, name), "a packed tensor is a part of each row", "leave one of them out"
+                )
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -109,6 +142,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         self._check_lengths()
         self._check_heads()
         self._check_scores()
+        self._check_layouts()
+        self._check_packed()
 
     def _check_types(self) -> None:
         for name in ("heads", "kv_heads", "dim_qk", "dim_v", "slack_q", "slack_k"):
@@ -182,6 +217,37 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 raise reject(
                     "window", self.window, "a side counts keys from the diagonal", "give 0 or more, or null for no limit"
                 )
+
+    def _check_layouts(self) -> None:
+        orders = ORDERS[self.packing]
+        for name in LAYOUTS:
+            layout: Layout = getattr(self, name)
+            if layout.order is not None and layout.order not in orders:
+                names = " or ".join(map(repr, orders))
+                raise reject(f"{name}.order", layout.order, f"packing={self.packing!r} has no such order", f"use {names}")
+            if layout.order == orders[0]:
+                # Equal problems have one spelling.
+                msgspec.structs.force_setattr(self, name, msgspec.structs.replace(layout, order=None))
+            if layout.expanded and name != "layout_do":
+                raise reject(f"{name}.expanded", True, "q, k and v are no constants", "use it for layout_do only")
+
+    def _check_packed(self) -> None:
+        if self.layout_do.packed:
+            raise reject("layout_do.packed", True, "dO has no part in q, k, v", "leave it out")
+        q, k, v = self.layout_q, self.layout_k, self.layout_v
+        if k.packed != v.packed or (q.packed and not k.packed):
+            flags = (q.packed, k.packed, v.packed)
+            raise reject("layout.packed", flags, "k and v lie in one allocation, alone or with q", "pack k and v, or all three")
+        together = {each for each in (q, k, v) if each.packed}
+        if len(together) > 1:
+            raise reject("layout", (q, k, v), "packed tensors lie in the same rows", "give them one offset and one pitch")
+        if q.packed and (self.seqlens_q, self.slack_q) != (self.seqlens_k, self.slack_k):
+            raise reject(
+                "layout_q.packed",
+                True,
+                "a packed row is one token of q, k and v",
+                "give queries and keys the same lengths and slack",
+            )
 
     @property
     def batch(self) -> int:

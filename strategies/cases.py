@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
 from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches, long_enough
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 from attnfuzz.strategies.values import recipes
@@ -47,6 +50,9 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
     variant = draw(drawn_variant(variants))
     # Early: the last choices of a draw are the ones that Hypothesis leaves simplest most often.
     recipe = draw(recipes(variant.dtype))
+    packing = draw(st.sampled_from(can.packings))
+    laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
+    packed = "layout_q" in laid_out and laid_out["layout_q"].packed
     most = draw(st.sampled_from((1, 2, limits.heads, limits.heads)))
     heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
     room = Room(
@@ -57,9 +63,10 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
         tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
         tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
     )
-    packing = draw(st.sampled_from(can.packings))
-    pairs = long_enough(draw(batches(can, room, dense=packing == "dense")), can)
+    pairs = draw(batches(replace(can, unequal=can.unequal and not packed), room, dense=packing == "dense"))
+    pairs = long_enough(pairs, can)
     slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
+    slack_q = draw(slack)
     problem = Problem(
         seqlens_q=tuple(pair[0] for pair in pairs),
         seqlens_k=tuple(pair[1] for pair in pairs),
@@ -71,8 +78,9 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
         dtype=variant.dtype,
         causal=variant.causal,
         softmax_scale=draw(scales(can)),
-        slack_q=draw(slack),
-        slack_k=draw(slack),
+        slack_q=slack_q,
+        slack_k=slack_q if packed else draw(slack),
         needs=Needs(outputs=can.outputs),
+        **laid_out,
     )
     return Case(kernel=name, problem=problem, recipe=recipe, config=variant.config)

@@ -11,12 +11,23 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["simpler"]
 
+_CONTIGUOUS: dict[str, object] = dict.fromkeys(LAYOUTS, Layout())
+_PLAINER: tuple[tuple[str, object], ...] = (
+    ("order", None),
+    ("expanded_heads", False),
+    ("expanded", False),
+    ("packed", False),
+    ("pitch", 0),
+    ("offset", 0),
+    ("pitch", 1),
+    ("offset", 1),
+)
 _VARIANT_PARTS = ("dtype", "causal", "dims", "config")
 
 
@@ -30,6 +41,7 @@ def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
         yield replace(case, check="oracle")
     yield from _fewer_sequences(case)
     yield from _fewer_heads(case)
+    yield from _plainer_layouts(case)
     yield from _plainer_values(case)
     yield from _plainer_problem(case)
     yield from _simpler_variants(case, variants)
@@ -37,7 +49,34 @@ def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
 
 
 def _with(case: Case, **changes: object) -> Case:
-    return replace(case, problem=replace(case.problem, **changes))
+    """`case` with parts of its Problem changed; contiguous where its layouts do not fit any more."""
+    try:
+        return replace(case, problem=replace(case.problem, **changes))
+    except BadArgument:
+        return replace(case, problem=replace(case.problem, **(_CONTIGUOUS | changes)))
+
+
+def _plainer_layouts(case: Case) -> Iterator[Case]:
+    """All tensors contiguous, then each (packed ones together), then each part of each layout."""
+    p = case.problem
+    now: dict[str, Layout] = {name: getattr(p, name) for name in LAYOUTS if getattr(p, name) != Layout()}
+    if not now:
+        return
+    yield _with(case, **_CONTIGUOUS)
+    if p.layout_q.packed:
+        yield _with(case, layout_q=Layout())
+    packed = [name for name in now if now[name].packed]
+    for names in [*([packed] if packed else []), *([name] for name in now if name not in packed)]:
+        yield _with(case, **dict.fromkeys(names, Layout()))
+        yield from (_with(case, **dict.fromkeys(names, layout)) for layout in _plainer(now[names[0]]))
+
+
+def _plainer(layout: Layout) -> Iterator[Layout]:
+    """`layout` with one part left out, or as small as it can be."""
+    for part, plain in _PLAINER:
+        now = getattr(layout, part)
+        if now != plain and (plain != 1 or now > 1):
+            yield replace(layout, **{part: plain})
 
 
 def _fewer_sequences(case: Case) -> Iterator[Case]:
@@ -76,6 +115,8 @@ def _plainer_values(case: Case) -> Iterator[Case]:
 
 def _plainer_problem(case: Case) -> Iterator[Case]:
     p = case.problem
+    if p.slack_q and p.slack_k:
+        yield _with(case, slack_q=0, slack_k=0)
     for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), ("window", None), ("softcap", 0.0)):
         if getattr(p, name) != plain:
             yield _with(case, **{name: plain})

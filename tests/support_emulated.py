@@ -24,6 +24,7 @@ WIDE = Capabilities(
     zero_k=True,
     unequal=True,
     slack=True,
+    layouts=True,
     scale_any=True,
     devices=("cpu",),
     compiles_on=(),

@@ -72,7 +72,7 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] =
     "layout": (
         {},
         {"layout_k": Layout(pitch=8)},
-        "layout_k=Layout(order=None, offset=0, pitch=8, expanded_heads=False, packed=False): only contiguous tensors",
+        "layout_k=Layout(pitch=8): only contiguous tensors",
         {"layouts": True},
     ),
     "zero_q": (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem, reject
+from attnfuzz.kernels.problem import ORDERS, BadArgument, Layout, Needs, Problem, reject
 
 
 def problem(**changed: Any) -> Problem:
@@ -100,6 +100,74 @@ def test_an_impossible_problem_cannot_be_built_and_the_error_says_why(name: str)
     with pytest.raises(BadArgument) as caught:
         problem(**changed)
     assert str(caught.value) == text
+
+
+IMPOSSIBLE_LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "heads of a dense batch": (
+        {"layout_k": Layout(order="bhsd")},
+        "layout_k.order='bhsd': packing='ragged' has no such order; use 'thd' or 'htd'",
+    ),
+    "heads of a ragged batch": (
+        {"packing": "dense", "seqlens_q": (3,), "seqlens_k": (5,), "layout_do": Layout(order="htd")},
+        "layout_do.order='htd': packing='dense' has no such order; use 'bshd' or 'bhsd' or 'sbhd'",
+    ),
+    "constant values": (
+        {"layout_v": Layout(expanded=True)},
+        "layout_v.expanded=True: q, k and v are no constants; use it for layout_do only",
+    ),
+    "packed gradients": (
+        {"layout_do": Layout(packed=True)},
+        "layout_do.packed=True: dO has no part in q, k, v; leave it out",
+    ),
+    "k alone": (
+        {"layout_k": Layout(packed=True)},
+        "layout.packed=(False, True, False): k and v lie in one allocation, alone or with q; pack k and v, or all three",
+    ),
+    "q with v": (
+        {"layout_q": Layout(packed=True), "layout_v": Layout(packed=True)},
+        "layout.packed=(True, False, True): k and v lie in one allocation, alone or with q; pack k and v, or all three",
+    ),
+    "rows of two lengths": (
+        {"layout_k": Layout(packed=True), "layout_v": Layout(packed=True, pitch=2)},
+        "layout=(Layout(), Layout(packed=True), Layout(pitch=2, packed=True)): packed tensors lie in the same rows; "
+        "give them one offset and one pitch",
+    ),
+    "rows of two totals": (
+        {name: Layout(packed=True) for name in ("layout_q", "layout_k", "layout_v")} | {"slack_k": 1},
+        "layout_q.packed=True: a packed row is one token of q, k and v; give queries and keys the same lengths and slack",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE_LAYOUTS)
+def test_an_impossible_layout_cannot_be_built(name: str) -> None:
+    changed, text = IMPOSSIBLE_LAYOUTS[name]
+    with pytest.raises(BadArgument) as caught:
+        problem(**changed)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"expanded": True, "pitch": 3}, "layout.pitch=3: an expanded tensor is one element; leave one of them out"),
+        ({"expanded": True, "order": "htd"}, "layout.order='htd': an expanded tensor is one element; leave one of them out"),
+        (
+            {"packed": True, "expanded_heads": True},
+            "layout.expanded_heads=True: a packed tensor is a part of each row; leave one of them out",
+        ),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadArgument) as caught:
+        Layout(**changed)
+    assert str(caught.value) == text
+
+
+def test_the_packings_own_order_needs_no_saying() -> None:
+    assert problem(layout_q=Layout(order="thd", offset=2)) == problem(layout_q=Layout(offset=2))
+    dense = {"packing": "dense", "seqlens_q": (3,), "seqlens_k": (5,)}
+    assert problem(**dense, layout_q=Layout(order="bshd")) == problem(**dense)
 
 
 @pytest.mark.parametrize("name", ["offset", "pitch"])
@@ -196,14 +264,10 @@ def problems(draw: st.DrawFn) -> Problem:
         lengths = [tuple(draw(st.lists(st.integers(0, 2**28), min_size=batch, max_size=batch))) for _ in "qk"]
     kv_heads = draw(st.integers(1, 4))
     side = st.none() | st.integers(0, 99)
-    layout = st.builds(
-        Layout,
-        order=st.sampled_from((None, "bshd", "bhsd", "thd")),
-        offset=st.integers(0, 9),
-        pitch=st.integers(0, 9),
-        expanded_heads=st.booleans(),
-        packed=st.booleans(),
-    )
+    place = {"offset": st.integers(0, 9), "pitch": st.integers(0, 9)}
+    layout = st.builds(Layout, order=st.sampled_from((None, *ORDERS[packing])), expanded_heads=st.booleans(), **place)
+    packed = draw(st.none() | st.builds(Layout, packed=st.just(True), **place))
+    constant = st.builds(Layout, expanded=st.just(True), offset=st.integers(0, 9))
     needs = st.builds(Needs, outputs=st.sampled_from((("o",), ("o", "lse"), ("o", "lse", "dq", "dk", "dv"))), dlse=st.booleans())
     tree = st.recursive(st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=6)
     return Problem(
@@ -224,7 +288,9 @@ def problems(draw: st.DrawFn) -> Problem:
         score_mod=draw(st.none() | st.lists(tree, max_size=3).map(tuple)),
         mask_mod=draw(st.none() | st.lists(tree, max_size=3).map(tuple)),
         layout_q=draw(layout),
-        layout_do=draw(layout),
+        layout_k=packed or draw(layout),
+        layout_v=packed or draw(layout),
+        layout_do=draw(layout | constant),
         needs=draw(needs),
     )
 

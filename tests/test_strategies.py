@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.statistics import collector
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, why_unsupported
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.lengths import Room, edges, fitted
@@ -251,6 +251,69 @@ def test_what_is_not_declared_is_not_drawn(name: str) -> None:
         assert holds(case)
 
 
+LAYOUTS_DRAWN: dict[str, Callable[[Problem], object]] = {
+    "contiguous": lambda p: not laid_out(p),
+    "one tensor": lambda p: len(laid_out(p)) == 1,
+    "every tensor": lambda p: len(laid_out(p)) == 4,
+    "packed k, v": lambda p: p.layout_v.packed and not p.layout_q.packed,
+    "packed q, k, v": lambda p: p.layout_q.packed,
+    "a constant dO": lambda p: p.layout_do.expanded,
+    "one head for all": lambda p: p.layout_k.expanded_heads and p.kv_heads > 1,
+    "heads outermost": lambda p: p.layout_q.order == "htd",
+    "heads before rows": lambda p: p.layout_q.order == "bhsd",
+    "batch within rows": lambda p: p.layout_q.order == "sbhd",
+    "dO other than O": lambda p: p.layout_do.order is not None,
+    "padded rows": lambda p: p.layout_q.pitch,
+    **{
+        f"aligned to {width} bytes": lambda p, width=width: any(
+            getattr(p, name).offset * (4 if p.dtype == "float32" else 2) == width for name in LAYOUTS
+        )
+        for width in (2, 4, 8, 16)
+    },
+}
+
+
+def laid_out(problem: Problem) -> list[str]:
+    return [name for name in LAYOUTS if getattr(problem, name) != Layout()]
+
+
+@pytest.fixture(scope="module")
+def strided() -> list[Case]:
+    return drawn(Subject(can={"layouts": True, "packings": ("ragged", "dense")}), 600)
+
+
+@pytest.mark.parametrize("name", LAYOUTS_DRAWN)
+def test_every_layout_is_drawn(strided: list[Case], name: str) -> None:
+    assert sum(bool(LAYOUTS_DRAWN[name](case.problem)) for case in strided) >= 3
+
+
+def test_contiguous_is_drawn_often_and_alone_where_no_other_is_declared(many: list[Case], strided: list[Case]) -> None:
+    assert 0.35 < sum(not laid_out(case.problem) for case in strided) / len(strided) < 0.8
+    assert not any(laid_out(case.problem) for case in many)
+
+
+SHRUNK_LAYOUTS: dict[str, tuple[Callable[[Problem], object], dict[str, Layout]]] = {
+    "no layout": (lambda p: p.heads, {}),
+    "padded rows": (lambda p: p.layout_q.pitch, {"layout_q": Layout(pitch=1)}),
+    "an offset": (lambda p: p.layout_do.offset, {"layout_do": Layout(offset=1)}),
+    "an order": (lambda p: p.layout_v.order == "htd", {"layout_v": Layout(order="htd")}),
+    "packed": (lambda p: p.layout_k.packed, {name: Layout(packed=True) for name in ("layout_k", "layout_v")}),
+    "all packed": (lambda p: p.layout_q.packed, {name: Layout(packed=True) for name in LAYOUTS[:3]}),
+    "one head for all": (lambda p: p.layout_k.expanded_heads, {"layout_k": Layout(expanded_heads=True)}),
+    "a constant dO": (lambda p: p.layout_do.expanded, {"layout_do": Layout(expanded=True)}),
+}
+
+
+@pytest.mark.parametrize("name", SHRUNK_LAYOUTS)
+def test_a_layout_that_does_not_matter_shrinks_away(strided: list[Case], name: str) -> None:
+    holds, layouts = SHRUNK_LAYOUTS[name]
+    starts = [case for case in strided if laid_out(case.problem) and holds(case.problem)][:8]
+    assert starts
+    for start in starts:
+        found = minimal(start, lambda case: holds(case.problem), can={"layouts": True, "packings": ("ragged", "dense")})
+        assert found.problem == plain(**layouts)
+
+
 def test_both_packings_are_drawn() -> None:
     packings = [case.problem.packing for case in drawn(Subject(can={"packings": ("ragged", "dense")}), 100)]
     assert min(packings.count("ragged"), packings.count("dense")) > 10
@@ -287,11 +350,12 @@ def test_only_the_given_variants_are_drawn() -> None:
 # --- shrinking
 
 
-def minimal(start: Case, predicate: Callable[[Case], object]) -> Case:
+def minimal(start: Case, predicate: Callable[[Case], object], can: dict[str, Any] | None = None) -> Case:
     """The end of taking the first simpler Case that still fails, again and again."""
-    variants, now = all_variants(Subject(), "cpu"), start
+    subject = Subject(can=can or {})
+    variants, now = all_variants(subject, "cpu"), start
     for _ in range(500):
-        steps = (each for each in simpler(now, variants) if Subject().supports(each.problem, each.config, "cpu") is None)
+        steps = (each for each in simpler(now, variants) if subject.supports(each.problem, each.config, "cpu") is None)
         better = next((each for each in steps if predicate(each)), None)
         if better is None:
             return now
@@ -332,7 +396,12 @@ SHRUNK: dict[str, tuple[Callable[[Case], object], Problem, Recipe, Config]] = {
         CONFIGS[0],
     ),
     "scale": (lambda c: c.problem.scale < 0, plain(softmax_scale=-0.125), Recipe(), CONFIGS[0]),
-    "pattern": (lambda c: c.recipe.pattern == "needle", plain(), Recipe(pattern="needle"), CONFIGS[0]),
+    "pattern": (
+        lambda c: c.recipe.pattern in PATTERNS[PATTERNS.index("needle") :],
+        plain(),
+        Recipe(pattern="needle"),
+        CONFIGS[0],
+    ),
     "magnitude": (lambda c: c.recipe.v_scale > 4, plain(), Recipe(v_scale=16.0), CONFIGS[0]),
     "long keys": (lambda c: max(c.problem.seqlens_k) > 5, plain(seqlens_k=(6,)), Recipe(), CONFIGS[0]),
     "more than a tile": (lambda c: max(c.problem.seqlens_k) > 64, plain(seqlens_k=(65,)), Recipe(), CONFIGS[0]),

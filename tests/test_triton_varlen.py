@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attnfuzz.kernels.contract import Config, Inputs, Kernel
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Problem
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.varlen import KERNEL, TritonVarlen
 
@@ -253,7 +253,7 @@ def test_fulfils_the_contract() -> None:
     assert "not among" in str(KERNEL.supports(RAGGED, unknown, "cpu"))
 
 
-def test_compile_key_depends_on_dims_causal_dtype_and_config_only() -> None:
+def test_compile_key_depends_on_dims_causal_dtype_config_and_whether_all_is_contiguous() -> None:
     def key(**changes: Any) -> str:
         problem = changed(RAGGED, **changes)
         return KERNEL.compile_key(problem, KERNEL.configs(RAGGED)[0])
@@ -266,6 +266,9 @@ def test_compile_key_depends_on_dims_causal_dtype_and_config_only() -> None:
         {"slack_k": 0},
     ]
     other: list[dict[str, Any]] = [{"dim_qk": 48}, {"dim_v": 40}, {"causal": "bottom_right"}, {"dtype": "bfloat16"}]
+    other += [{"layout_q": Layout(pitch=8)}]
+    strided: list[dict[str, Any]] = [{"layout_q": Layout(pitch=8)}, {"layout_do": Layout(expanded=True)}]
+    assert len({key(**changes) for changes in strided}) == 1
     assert len({key(**changes) for changes in same}) == 1
     assert len({key(**changes) for changes in [{}, *other]}) == 1 + len(other)
     assert len({KERNEL.compile_key(RAGGED, config) for config in KERNEL.configs(RAGGED)}) == len(KERNEL.configs(RAGGED))

@@ -6,7 +6,7 @@ import msgspec
 
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.verdict import Verdict
-from attnfuzz.kernels.problem import Layout, Needs
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Needs
 from attnfuzz.strategies.case import Case, Recipe
 
 __all__ = ["describe_case", "describe_verdict", "lengths"]
@@ -35,9 +35,9 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
     for name in ("score_mod", "mask_mod"):
         if getattr(p, name) is not None:
             rows.append((name, str(getattr(p, name))))
-    for name in ("layout_q", "layout_k", "layout_v", "layout_do"):
-        if getattr(p, name) != Layout():
-            rows.append((name, ", ".join(f"{key}={value}" for key, value in msgspec.to_builtins(getattr(p, name)).items())))
+    for name, title in zip(LAYOUTS, ("q", "k", "v", "dO"), strict=True):
+        if (layout := getattr(p, name)) != Layout():
+            rows.append((f"layout of {title}", _layout(layout)))
     if p.needs != Needs():
         rows.append(("needs", ", ".join([*p.needs.outputs, *(["dLSE given"] if p.needs.dlse else [])])))
     if p.slack_q or p.slack_k:
@@ -54,6 +54,18 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
     if case.config:
         rows.append(("config", str(case.config)))
     return rows
+
+
+def _layout(layout: Layout) -> str:
+    said = {
+        "order": f"stored as {layout.order}",
+        "offset": f"{layout.offset} elements into its allocation",
+        "pitch": f"{layout.pitch} elements of padding after each row",
+        "expanded_heads": "one head shown as all (stride 0)",
+        "packed": "packed with the others",
+        "expanded": "one element shown everywhere (stride 0)",
+    }
+    return ", ".join(said[name] for name in msgspec.to_builtins(layout))
 
 
 def describe_verdict(verdict: Verdict) -> list[str]:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import BuildError, Capabilities, Config, Device, Inputs, why_unsupported
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, BadArgument, Layout, Problem
 from attnfuzz.kernels.triton import runtime
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _CAPABILITIES: Final = Capabilities(
     zero_k=True,
     unequal=True,
     slack=True,
+    layouts=True,
     scale_any=True,
     devices=("cpu", "cuda"),
     deterministic=OUTPUT_NAMES,
@@ -65,7 +66,8 @@ class TritonVarlen:
 
     Args:
         name: the kernel's name.
-        device_code: returns the module with `forward`, `preprocess` and `backward`; called once, after Triton is loaded.
+        device_code: returns the module with `forward`, `preprocess` and `backward`, each also `_strided`; called once, after
+            Triton is loaded.
         files: the source files of that module; None: this package's own.
     """
 
@@ -109,8 +111,9 @@ class TritonVarlen:
         return reason
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """Dims, causal, dtype and Config; lengths, heads and scale are run-time values."""
-        return f"{self.name} {problem.dim_qk} {problem.dim_v} {problem.causal} {problem.dtype} {config.canonical()}"
+        """Dims, causal, dtype, Config, and whether all is contiguous; lengths, heads, strides and scale are run-time values."""
+        strided = " strided" if _strided(problem) else ""
+        return f"{self.name} {problem.dim_qk} {problem.dim_v} {problem.causal} {problem.dtype}{strided} {config.canonical()}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> BuiltVarlen:
         """Compile all three device functions at once on CUDA; nothing to compile on the CPU.
@@ -143,7 +146,10 @@ class BuiltVarlen:
     """
 
     def __init__(self, module: ModuleType, problem: Problem, config: Config) -> None:
-        self._module = module
+        strided = _strided(problem)
+        self._forward, self._preprocess, self._backward = (
+            getattr(module, f"{name}_strided" if strided else name) for name in ("forward", "preprocess", "backward")
+        )
         self._dtype = problem.dtype
         self._tile_m, self._tile_n = config.integer("tile_m"), config.integer("tile_n")
         options = {**_COMPILE_OPTIONS, "num_warps": config.integer("num_warps")}
@@ -153,20 +159,22 @@ class BuiltVarlen:
             "PAD_QK": _padded(problem.dim_qk),
             "PAD_V": _padded(problem.dim_v),
             "CAUSAL": problem.causal == "bottom_right",
+            "STRIDED": strided,
             "TILE_M": self._tile_m,
             "TILE_N": self._tile_n,
             "num_stages": config.integer("num_stages"),
             **options,
         }
-        self._preprocess: dict[str, Any] = {
+        self._delta: dict[str, Any] = {
             "DIM_V": problem.dim_v,
             "PAD_V": _padded(problem.dim_v),
+            "STRIDED": strided,
             "TILE_M": _PREPROCESS_ROWS,
             **options,
         }
 
     def compile(self) -> None:
-        """Compile for CUDA now, for 16-byte aligned tensors as torch allocates them.
+        """Compile for CUDA now: for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided.
 
         Raises:
             BuildError: with the compiler's text.
@@ -175,11 +183,15 @@ class BuiltVarlen:
 
         x, f32, i32 = getattr(torch, self._dtype), torch.float32, torch.int32
         scale, heads, kv_heads, stride, tiles = 1.0, 2, 2, 2, 2
+        steps = (stride,) * 9
         try:
-            self._module.forward.warmup(x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride, grid=(1,), **self._attention)
-            self._module.preprocess.warmup(x, x, f32, stride, grid=(1,), **self._preprocess)
-            self._module.backward.warmup(
+            self._forward.warmup(
+                *(x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride), *steps[:6], grid=(1,), **self._attention
+            )
+            self._preprocess.warmup(x, x, f32, stride, heads, *steps[6:], grid=(1,), **self._delta)
+            self._backward.warmup(
                 *(x, x, x, x, f32, f32, x, x, x, i32, i32, scale, heads, kv_heads, stride, tiles, tiles),
+                *steps,
                 grid=(1,),
                 **self._attention,
             )
@@ -196,7 +208,7 @@ class BuiltVarlen:
         lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=inputs.q.device)
         grid = (_tiles(inputs.max_seqlen_q, self._tile_m), problem.heads, problem.batch)
         if grid[0]:
-            self._module.forward[grid](
+            self._forward[grid](
                 inputs.q,
                 inputs.k,
                 inputs.v,
@@ -208,6 +220,7 @@ class BuiltVarlen:
                 problem.heads,
                 problem.kv_heads,
                 rows,
+                *_steps(inputs)[:6],
                 **self._attention,
             )
         return o, lse
@@ -221,15 +234,16 @@ class BuiltVarlen:
         if lse is None:
             raise BadArgument("lse=None: the backward reads it; pass what forward returned")
         problem = inputs.problem
-        dq, dk, dv = torch.empty_like(inputs.q), torch.empty_like(inputs.k), torch.empty_like(inputs.v)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
         rows_total = problem.total_q * problem.heads
         delta = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)
         if rows_total:
-            self._module.preprocess[(_tiles(rows_total, _PREPROCESS_ROWS),)](o, inputs.d_o, delta, rows_total, **self._preprocess)
+            grid_delta = (_tiles(rows_total, _PREPROCESS_ROWS),)
+            self._preprocess[grid_delta](o, inputs.d_o, delta, rows_total, problem.heads, *_steps(inputs)[6:], **self._delta)
         q_tiles, k_tiles = _tiles(inputs.max_seqlen_q, self._tile_m), _tiles(inputs.max_seqlen_k, self._tile_n)
         grid = (k_tiles * problem.kv_heads + q_tiles * problem.heads, problem.batch)
         if grid[0]:
-            self._module.backward[grid](
+            self._backward[grid](
                 inputs.q,
                 inputs.k,
                 inputs.v,
@@ -247,9 +261,20 @@ class BuiltVarlen:
                 inputs.q.shape[0],
                 q_tiles,
                 k_tiles,
+                *_steps(inputs),
                 **self._attention,
             )
         return dq, dk, dv
+
+
+def _strided(problem: Problem) -> bool:
+    """Whether any tensor is other than contiguous."""
+    return any(getattr(problem, name) != Layout() for name in LAYOUTS)
+
+
+def _steps(inputs: Inputs) -> tuple[int, ...]:
+    """Strides of tokens and heads in q, k, v; of tokens, heads and dims in dO. No layout has q, k, v with another last stride."""
+    return (*inputs.q.stride()[:2], *inputs.k.stride()[:2], *inputs.v.stride()[:2], *inputs.d_o.stride())
 
 
 def _padded(dim: int) -> int:

@@ -1,8 +1,9 @@
 """Device code of ragged attention with grouped heads: forward, Delta, and a backward without atomics.
 
-Token tensors are contiguous `(tokens, heads, dim)`; `lse` is `(heads, lse_stride)` fp32, natural log; `delta` is
-`(total_q, heads)` fp32. Sequence b owns the rows `cu_seqlens[b] <= row < cu_seqlens[b + 1]`: nothing outside them is
-read or written. With c = scale * log2(e), per query row i and key j,
+Token tensors are `(tokens, heads, dim)`. The kernel's own (o, dq, dk, dv) are contiguous, and so are q, k, v and do unless
+STRIDED: then their strides count, of which the last is 1, but for do. `lse` is `(heads, lse_stride)` fp32, natural log;
+`delta` is `(total_q, heads)` fp32. Sequence b owns the rows `cu_seqlens[b] <= row < cu_seqlens[b + 1]`: nothing outside them
+is read or written. With c = scale * log2(e), per query row i and key j,
 
     s_ij = c * q_i . k_j   (-inf where j is hidden)      m_i = max_j s_ij      l_i = sum_j 2^(s_ij - m_i)
     o_i = sum_j 2^(s_ij - m_i) v_j / l_i                 lse_i = (m_i + log2 l_i) * ln 2
@@ -23,6 +24,12 @@ except ImportError:
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+_KEY_STEPS = ["q_token", "q_head", "k_token", "k_head", "v_token", "v_head"]
+_GRADIENT_STEPS = ["do_token", "do_head", "do_dim"]
+_FORWARD_SCALARS = ["scale", "heads", "kv_heads", "lse_stride", *_KEY_STEPS]
+_PREPROCESS_SCALARS = ["rows_total", "heads", *_GRADIENT_STEPS]
+_BACKWARD_SCALARS = ["scale", "heads", "kv_heads", "lse_stride", "q_tiles", "k_tiles", *_KEY_STEPS, *_GRADIENT_STEPS]
 
 
 @triton.jit
@@ -65,9 +72,19 @@ def _inside(rows, length, dims, DIM: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _offsets(begin, rows, dims, head, heads, DIM: tl.constexpr):
-    """Element offsets (rows, dims) of a head's rows in a (tokens, heads, dim) tensor, in int64."""
+    """Element offsets (rows, dims) of a head's rows in a contiguous (tokens, heads, dim) tensor, in int64."""
     tokens = (begin + rows).to(tl.int64)
     return ((tokens * heads + head) * DIM)[:, None] + dims[None, :]
+
+
+@triton.jit
+def _input_offsets(begin, rows, dims, head, heads, steps, DIM: tl.constexpr, STRIDED: tl.constexpr):
+    """Element offsets (rows, dims) of a head's rows in an input of strides `steps` (token, head, dim), in int64."""
+    offsets = _offsets(begin, rows, dims, head, heads, DIM)
+    if STRIDED:
+        tokens = (begin + rows).to(tl.int64) * steps[0] + head.to(tl.int64) * steps[1]
+        offsets = tokens[:, None] + dims.to(tl.int64)[None, :] * steps[2]
+    return offsets
 
 
 @triton.jit
@@ -77,7 +94,7 @@ def _scores(q, k, last, cols, scale):
     return tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride"])
+@triton.jit(do_not_specialize=_FORWARD_SCALARS)
 def forward(
     q,
     k,
@@ -90,11 +107,18 @@ def forward(
     heads,
     kv_heads,
     lse_stride,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
     PAD_QK: tl.constexpr,
     PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr,
+    STRIDED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
@@ -107,12 +131,15 @@ def forward(
     begin_k, seqlen_k = _sequence(cu_seqlens_k, seq)
     head = tl.program_id(1)
     kv_head = _kv_head(head, heads, kv_heads)
+    q_steps = (q_token, q_head, 1)
+    k_steps = (k_token, k_head, 1)
+    v_steps = (v_token, v_head, 1)
 
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     rows = start_m + tl.arange(0, TILE_M)
     last = _last_key(rows, seqlen_q, seqlen_k, CAUSAL)
-    q_offsets = _offsets(begin_q, rows, dims_qk, head, heads, DIM_QK)
+    q_offsets = _input_offsets(begin_q, rows, dims_qk, head, heads, q_steps, DIM_QK, STRIDED)
     q_tile = tl.load(q + q_offsets, mask=_inside(rows, seqlen_q, dims_qk, DIM_QK, PAD_QK), other=0.0)
 
     acc = tl.zeros([TILE_M, PAD_V], tl.float32)
@@ -123,7 +150,7 @@ def forward(
         end_n = tl.minimum(seqlen_k, start_m + TILE_M + _diagonal(seqlen_q, seqlen_k))
     for start_n in range(0, end_n, TILE_N):
         cols = start_n + tl.arange(0, TILE_N)
-        k_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
+        k_offsets = _input_offsets(begin_k, cols, dims_qk, kv_head, kv_heads, k_steps, DIM_QK, STRIDED)
         k_tile = tl.load(k + k_offsets, mask=_inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK), other=0.0)
         s = _scores(q_tile, k_tile, last, cols, scale)
         new_max = tl.maximum(row_max, tl.max(s, 1))
@@ -133,7 +160,7 @@ def forward(
         p = tl.math.exp2(s - shift[:, None])
         row_sum = row_sum * alpha + tl.sum(p, 1)
         row_max = new_max
-        v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
+        v_offsets = _input_offsets(begin_k, cols, dims_v, kv_head, kv_heads, v_steps, DIM_V, STRIDED)
         v_tile = tl.load(v + v_offsets, mask=_inside(cols, seqlen_k, dims_v, DIM_V, PAD_V), other=0.0)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
@@ -147,15 +174,32 @@ def forward(
     tl.store(lse + lse_offsets, row_lse, mask=rows < seqlen_q)
 
 
-@triton.jit(do_not_specialize=["rows_total"])
-def preprocess(o, do, delta, rows_total, DIM_V: tl.constexpr, PAD_V: tl.constexpr, TILE_M: tl.constexpr):
+@triton.jit(do_not_specialize=_PREPROCESS_SCALARS)
+def preprocess(
+    o,
+    do,
+    delta,
+    rows_total,
+    heads,
+    do_token,
+    do_head,
+    do_dim,
+    DIM_V: tl.constexpr,
+    PAD_V: tl.constexpr,
+    STRIDED: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
     """Delta of `rows_total` = total_q * heads rows. Grid (row tiles,)."""
     rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     dims = tl.arange(0, PAD_V)
     offsets = rows[:, None] * DIM_V + dims[None, :]
+    do_offsets = offsets
+    if STRIDED:
+        do_rows = rows // heads * do_token + rows % heads * do_head
+        do_offsets = do_rows[:, None] + dims.to(tl.int64)[None, :] * do_dim
     inside = _inside(rows, rows_total, dims, DIM_V, PAD_V)
     o_tile = tl.load(o + offsets, mask=inside, other=0.0).to(tl.float32)
-    do_tile = tl.load(do + offsets, mask=inside, other=0.0).to(tl.float32)
+    do_tile = tl.load(do + do_offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(delta + rows, tl.sum(o_tile * do_tile, 1), mask=rows < rows_total)
 
 
@@ -197,11 +241,16 @@ def _backward_queries(
     heads,
     kv_heads,
     lse_stride,
+    q_steps,
+    k_steps,
+    v_steps,
+    do_steps,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
     PAD_QK: tl.constexpr,
     PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr,
+    STRIDED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
@@ -211,10 +260,10 @@ def _backward_queries(
     dims_v = tl.arange(0, PAD_V)
     rows = start_m + tl.arange(0, TILE_M)
     last = _last_key(rows, seqlen_q, seqlen_k, CAUSAL)
-    q_offsets = _offsets(begin_q, rows, dims_qk, head, heads, DIM_QK)
+    q_offsets = _input_offsets(begin_q, rows, dims_qk, head, heads, q_steps, DIM_QK, STRIDED)
     q_inside = _inside(rows, seqlen_q, dims_qk, DIM_QK, PAD_QK)
     q_tile = tl.load(q + q_offsets, mask=q_inside, other=0.0)
-    do_offsets = _offsets(begin_q, rows, dims_v, head, heads, DIM_V)
+    do_offsets = _input_offsets(begin_q, rows, dims_v, head, heads, do_steps, DIM_V, STRIDED)
     do_tile = tl.load(do + do_offsets, mask=_inside(rows, seqlen_q, dims_v, DIM_V, PAD_V), other=0.0)
     row_lse, row_delta = _row_statistics(lse, delta, begin_q, rows, seqlen_q, head, heads, lse_stride)
 
@@ -224,13 +273,14 @@ def _backward_queries(
         end_n = tl.minimum(seqlen_k, start_m + TILE_M + _diagonal(seqlen_q, seqlen_k))
     for start_n in range(0, end_n, TILE_N):
         cols = start_n + tl.arange(0, TILE_N)
-        k_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
+        k_offsets = _input_offsets(begin_k, cols, dims_qk, kv_head, kv_heads, k_steps, DIM_QK, STRIDED)
         k_tile = tl.load(k + k_offsets, mask=_inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK), other=0.0)
-        v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
+        v_offsets = _input_offsets(begin_k, cols, dims_v, kv_head, kv_heads, v_steps, DIM_V, STRIDED)
         v_tile = tl.load(v + v_offsets, mask=_inside(cols, seqlen_k, dims_v, DIM_V, PAD_V), other=0.0)
         _p, ds = _p_ds(q_tile, k_tile, v_tile, do_tile, row_lse, row_delta, last, cols, scale)
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
-    tl.store(dq + q_offsets, (acc * scale).to(dq.dtype.element_ty), mask=q_inside)
+    dq_offsets = _offsets(begin_q, rows, dims_qk, head, heads, DIM_QK)
+    tl.store(dq + dq_offsets, (acc * scale).to(dq.dtype.element_ty), mask=q_inside)
 
 
 @triton.jit
@@ -253,11 +303,16 @@ def _backward_keys(
     heads,
     kv_heads,
     lse_stride,
+    q_steps,
+    k_steps,
+    v_steps,
+    do_steps,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
     PAD_QK: tl.constexpr,
     PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr,
+    STRIDED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
@@ -265,10 +320,10 @@ def _backward_keys(
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     cols = start_n + tl.arange(0, TILE_N)
-    k_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
+    k_offsets = _input_offsets(begin_k, cols, dims_qk, kv_head, kv_heads, k_steps, DIM_QK, STRIDED)
     k_inside = _inside(cols, seqlen_k, dims_qk, DIM_QK, PAD_QK)
     k_tile = tl.load(k + k_offsets, mask=k_inside, other=0.0)
-    v_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
+    v_offsets = _input_offsets(begin_k, cols, dims_v, kv_head, kv_heads, v_steps, DIM_V, STRIDED)
     v_inside = _inside(cols, seqlen_k, dims_v, DIM_V, PAD_V)
     v_tile = tl.load(v + v_offsets, mask=v_inside, other=0.0)
 
@@ -284,19 +339,21 @@ def _backward_keys(
         for start_m in range(begin_m, seqlen_q, TILE_M):
             rows = start_m + tl.arange(0, TILE_M)
             last = _last_key(rows, seqlen_q, seqlen_k, CAUSAL)
-            q_offsets = _offsets(begin_q, rows, dims_qk, head, heads, DIM_QK)
+            q_offsets = _input_offsets(begin_q, rows, dims_qk, head, heads, q_steps, DIM_QK, STRIDED)
             q_tile = tl.load(q + q_offsets, mask=_inside(rows, seqlen_q, dims_qk, DIM_QK, PAD_QK), other=0.0)
-            do_offsets = _offsets(begin_q, rows, dims_v, head, heads, DIM_V)
+            do_offsets = _input_offsets(begin_q, rows, dims_v, head, heads, do_steps, DIM_V, STRIDED)
             do_tile = tl.load(do + do_offsets, mask=_inside(rows, seqlen_q, dims_v, DIM_V, PAD_V), other=0.0)
             row_lse, row_delta = _row_statistics(lse, delta, begin_q, rows, seqlen_q, head, heads, lse_stride)
             p, ds = _p_ds(q_tile, k_tile, v_tile, do_tile, row_lse, row_delta, last, cols, scale)
             acc_dv = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, acc_dv, input_precision="ieee")
             acc_dk = tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, acc_dk, input_precision="ieee")
-    tl.store(dk + k_offsets, (acc_dk * scale).to(dk.dtype.element_ty), mask=k_inside)
-    tl.store(dv + v_offsets, acc_dv.to(dv.dtype.element_ty), mask=v_inside)
+    dk_offsets = _offsets(begin_k, cols, dims_qk, kv_head, kv_heads, DIM_QK)
+    tl.store(dk + dk_offsets, (acc_dk * scale).to(dk.dtype.element_ty), mask=k_inside)
+    dv_offsets = _offsets(begin_k, cols, dims_v, kv_head, kv_heads, DIM_V)
+    tl.store(dv + dv_offsets, acc_dv.to(dv.dtype.element_ty), mask=v_inside)
 
 
-@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride", "q_tiles", "k_tiles"])
+@triton.jit(do_not_specialize=_BACKWARD_SCALARS)
 def backward(
     q,
     k,
@@ -315,11 +372,21 @@ def backward(
     lse_stride,
     q_tiles,
     k_tiles,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    do_token,
+    do_head,
+    do_dim,
     DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr,
     PAD_QK: tl.constexpr,
     PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr,
+    STRIDED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
@@ -328,6 +395,10 @@ def backward(
     seq = tl.program_id(1)
     begin_q, seqlen_q = _sequence(cu_seqlens_q, seq)
     begin_k, seqlen_k = _sequence(cu_seqlens_k, seq)
+    q_steps = (q_token, q_head, 1)
+    k_steps = (k_token, k_head, 1)
+    v_steps = (v_token, v_head, 1)
+    do_steps = (do_token, do_head, do_dim)
     key_programs = k_tiles * kv_heads
     if program < key_programs:
         start_n = program % k_tiles * TILE_N
@@ -335,7 +406,7 @@ def backward(
             _backward_keys(
                 q, k, v, do, lse, delta, dk, dv, begin_q, seqlen_q, begin_k, seqlen_k,
                 start_n, program // k_tiles, scale, heads, kv_heads, lse_stride,
-                DIM_QK, DIM_V, PAD_QK, PAD_V, CAUSAL, TILE_M, TILE_N,
+                q_steps, k_steps, v_steps, do_steps, DIM_QK, DIM_V, PAD_QK, PAD_V, CAUSAL, STRIDED, TILE_M, TILE_N,
             )  # fmt: skip
     else:
         start_m = (program - key_programs) % q_tiles * TILE_M
@@ -343,5 +414,12 @@ def backward(
             _backward_queries(
                 q, k, v, do, lse, delta, dq, begin_q, seqlen_q, begin_k, seqlen_k,
                 start_m, (program - key_programs) // q_tiles, scale, heads, kv_heads, lse_stride,
-                DIM_QK, DIM_V, PAD_QK, PAD_V, CAUSAL, TILE_M, TILE_N,
+                q_steps, k_steps, v_steps, do_steps, DIM_QK, DIM_V, PAD_QK, PAD_V, CAUSAL, STRIDED, TILE_M, TILE_N,
             )  # fmt: skip
+
+
+# Inputs of another layout may begin anywhere: one compile for all.
+_INPUTS = ["q", "k", "v", "do"]
+forward_strided = triton.jit(do_not_specialize=_FORWARD_SCALARS, do_not_specialize_on_alignment=_INPUTS)(forward.fn)
+preprocess_strided = triton.jit(do_not_specialize=_PREPROCESS_SCALARS, do_not_specialize_on_alignment=_INPUTS)(preprocess.fn)
+backward_strided = triton.jit(do_not_specialize=_BACKWARD_SCALARS, do_not_specialize_on_alignment=_INPUTS)(backward.fn)

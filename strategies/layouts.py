@@ -1,0 +1,56 @@
+"""Memory layouts of q, k, v and dO: within what a packing allows, contiguous first."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.kernels.problem import LAYOUTS, ORDERS, Dtype, Layout, Packing
+
+__all__ = ["layouts"]
+
+_ITEM_BYTES: dict[Dtype, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+_ALIGNED_TO = (2, 4, 8, 16)
+"""Bytes: an offset of so many, and no more, shows what loads a kernel may use."""
+_PITCHES = (0, 1, 2, 3, 8, 16, 64)
+_KINDS = (*["contiguous"] * 8, "one", "each", "each", "constant dO", "packed k, v", "packed q, k, v")
+
+
+@st.composite
+def layouts(draw: st.DrawFn, can: Capabilities, packing: Packing, dtype: Dtype) -> dict[str, Layout]:
+    """Fields of a Problem: none where the kernel takes contiguous tensors only, and for many others.
+
+    Where q is packed, the Problem must have as many keys as queries in every sequence, and as much slack.
+    """
+    kind = draw(st.sampled_from(_KINDS)) if can.layouts else "contiguous"
+    match kind:
+        case "one":
+            name = draw(st.sampled_from(LAYOUTS))
+            return {name: draw(_layout(packing, dtype, name))}
+        case "each":
+            return {name: draw(_layout(packing, dtype, name)) for name in LAYOUTS}
+        case "constant dO":
+            return {"layout_do": Layout(expanded=True, offset=draw(_offsets(dtype)))}
+        case "packed k, v" | "packed q, k, v":
+            packed = Layout(packed=True, offset=draw(_offsets(dtype)), pitch=draw(st.sampled_from(_PITCHES)))
+            names = LAYOUTS[:3] if kind == "packed q, k, v" else LAYOUTS[1:3]
+            return {**dict.fromkeys(names, packed), "layout_do": draw(_layout(packing, dtype, "layout_do"))}
+        case _:
+            return {}
+
+
+def _layout(packing: Packing, dtype: Dtype, name: str) -> st.SearchStrategy[Layout]:
+    expanded = st.sampled_from((False, False, True)) if name in ("layout_k", "layout_v") else st.just(False)
+    return st.builds(
+        Layout,
+        order=st.sampled_from((None, *ORDERS[packing][1:])),
+        expanded_heads=expanded,
+        pitch=st.sampled_from(_PITCHES),
+        offset=_offsets(dtype),
+    )
+
+
+def _offsets(dtype: Dtype) -> st.SearchStrategy[int]:
+    """Elements; the least aligned offset is no plainer than the others."""
+    size = _ITEM_BYTES[dtype]
+    return st.sampled_from((0, 0, *(width // size for width in reversed(_ALIGNED_TO) if width >= size)))

@@ -1,0 +1,69 @@
+"""The strategy of everything that a campaign tries: mostly one call against the oracle, then sequences of calls and relations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.strategies.calls import drawn_call
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.others import other_problems
+from attnfuzz.strategies.relations import RELATION_LIMITS, relation_cases, relations_of
+from attnfuzz.strategies.shapes import Variant, all_variants
+
+__all__ = ["trial_cases"]
+
+_OUT_OF = 16
+_RELATIONS, _CALLS = 2, 3
+"""Of 16 Cases, so many are relations, and so many have earlier calls drawn for them: "oracle" and "twice" among these."""
+
+
+def trial_cases(
+    kernel: Kernel, *, device: Device, limits: Limits | None = None, variants: Sequence[Variant] | None = None
+) -> st.SearchStrategy[Case]:
+    """Cases of `kernel` on `device` with whatever check makes sense, drawn from `variants` (default: all it declares).
+
+    Raises:
+        BadArgument: the kernel declares nothing that could be drawn.
+    """
+    chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
+    plain = cases(kernel, device=device, limits=limits, variants=chosen)
+    related = None
+    if relations_of(kernel, chosen, device):
+        room = limits if limits is not None and device == "cpu" else RELATION_LIMITS[device]
+        related = relation_cases(kernel, device=device, limits=room, variants=chosen)
+    return _trials(kernel, device, chosen, plain, related)
+
+
+@st.composite
+def _trials(
+    draw: st.DrawFn,
+    kernel: Kernel,
+    device: Device,
+    variants: tuple[Variant, ...],
+    plain: st.SearchStrategy[Case],
+    related: st.SearchStrategy[Case] | None,
+) -> Case:
+    kind = draw(st.integers(0, _OUT_OF - 1))
+    if related is not None and kind >= _OUT_OF - _RELATIONS:
+        return draw(related)
+    case = draw(plain)
+    if kind < _OUT_OF - _RELATIONS - _CALLS:
+        return case
+    check = draw(drawn_call(kernel, case.problem, case.config, device))
+    if check == "other_mask" and not _compiled(kernel, device, variants, case):
+        check = "twice"
+    return replace(case, check=check)
+
+
+def _compiled(kernel: Kernel, device: Device, variants: tuple[Variant, ...], case: Case) -> bool:
+    """Whether every other mask that an earlier call may have is compiled already: a Trial is no place to wait for a compiler."""
+    if device not in kernel.capabilities.compiles_on:
+        return True
+    keys = {kernel.compile_key(each.problem(kernel.capabilities), each.config) for each in variants}
+    others = other_problems(kernel, "other_mask", case.problem, case.config, device)
+    return all(kernel.compile_key(other, case.config) in keys for other in others)
