@@ -12,6 +12,8 @@ __all__ = ["BY_QUERY", "broken_contract", "heads_first", "why_unfit"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 BY_QUERY = ("o", "lse", "dq")
+_LARGE = 1 << 24
+"""Elements of an output of which a float64 copy is not made without need: 128 MiB."""
 
 
 def why_unfit(kernel: str, inputs: Inputs, outputs: Outputs) -> tuple[Failure, ...]:
@@ -94,6 +96,8 @@ def heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.
     got = got.detach()
     if problem.packing == "dense":
         got = got if name == "lse" else got.transpose(1, 2)
-        return got[:, :, : lengths[0]].transpose(0, 1).flatten(1, 2).double()
-    got = got if name == "lse" else got.transpose(0, 1)
-    return got[:, : sum(lengths)].double()
+        got = got[:, :, : lengths[0]].transpose(0, 1).flatten(1, 2)
+    else:
+        got = got if name == "lse" else got.transpose(0, 1)
+        got = got[:, : sum(lengths)]
+    return got if got.numel() > _LARGE else got.double()

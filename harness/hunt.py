@@ -26,8 +26,9 @@ from attnfuzz.harness.tally import Tally
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["DEADLY", "Hunt"]
 

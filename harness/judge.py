@@ -153,7 +153,7 @@ def _wrong(
     config: Config,
 ) -> Failure:
     """The Failure of an output with elements outside their intervals: at its worst element, with the pattern of them all."""
-    true = expected[name]
+    true, got = expected[name], got.double()
     worst = measured_.broken if measured_.nonfinite else measured_.ratio
     flat = int(worst.flatten().double().argmax())
     place = place_of(problem, name, flat, got, true)

@@ -29,7 +29,9 @@ __all__ = ["Budget", "Budgets", "budgets"]
 
 _PARTS = 6
 _SUMS = ("result", "size", "sigma2", "tau2", "hard", "b", "flush", "noise")
-_LEAN = _SUMS[:6]
+_LEAN = ("result", "size", "sigma2", "hard", "b")
+_LEAN_CHUNK = 4
+"""How much smaller the frames of a batch are whose memory counts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,11 +85,11 @@ def budgets(
     for name in ("softcap", "score_mod", "mask_mod"):
         if getattr(problem, name):
             raise reject(f"problem.{name}", getattr(problem, name), "its error budget is not known yet", "leave it out")
-    chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"] if chunk is None else chunk
+    chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"] // (_LEAN_CHUNK if lean else 1) if chunk is None else chunk
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)
-        made = _Made(tokens, lean=lean)
+        made = _Made(tokens, lean=lean, ties=ties)
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
             t = scores(placed, tokens, deviations, device)
@@ -99,11 +101,11 @@ def budgets(
 class _Made:
     """Collects the frames' results."""
 
-    def __init__(self, tokens: Tokens, *, lean: bool) -> None:
+    def __init__(self, tokens: Tokens, *, lean: bool, ties: bool) -> None:
         p: Problem = tokens.problem
         self._tokens = tokens
         self._parts = 1 if lean else _PARTS
-        self._sums: tuple[str, ...] = _LEAN if lean else _SUMS
+        self._sums: tuple[str, ...] = ((*_LEAN, "tau2") if ties else _LEAN) if lean else _SUMS
 
         def zeros(heads: int, total: int, dim: int) -> torch.Tensor:
             return torch.zeros((heads, total, dim), dtype=torch.float64, device=tokens.q.device)
@@ -111,7 +113,10 @@ class _Made:
         sums = len(self._sums)
         self._lse = zeros(p.heads, p.total_q, 1)
         self._o, self._dq = (zeros(p.heads, p.total_q, self._parts * dim) for dim in (p.dim_v, p.dim_qk))
-        self._dk, self._dv = (zeros(p.kv_heads, p.total_k, sums * dim) for dim in (p.dim_qk, p.dim_v))
+        self._keys: dict[OutputName, torch.Tensor] = {
+            "dk": zeros(p.kv_heads, p.total_k, sums * p.dim_qk),
+            "dv": zeros(p.kv_heads, p.total_k, sums * p.dim_v),
+        }
         self._repeats = Repeats() if not lean and p.total_q * p.heads >= Repeats.FEWEST else None
 
     def add(self, placed: Placed, t: Scores, f: Forward, g: Gradients) -> None:
@@ -125,20 +130,20 @@ class _Made:
         placed.store_rows(self._lse, t.m_lse)
         placed.store_rows(self._o, o)
         placed.store_rows(self._dq, dq)
-        placed.store_keys(self._dk, g.dk.stacked(self._sums))
-        placed.store_keys(self._dv, g.dv.stacked(self._sums))
+        placed.store_keys(self._keys["dk"], g.dk.stacked(self._sums))
+        placed.store_keys(self._keys["dv"], g.dv.stacked(self._sums))
         if self._repeats is not None:
             self._repeats.add(t, f, g, whole=placed.frame.whole)
 
     def finished(self) -> Budgets:
-        """Everything over the whole batch."""
+        """Everything over the whole batch; what it is made of is given up."""
         steps = _row_steps(self._tokens.problem, self._lse.device)
         found: dict[OutputName, Budget] = {
             "o": Budget(*self._o.chunk(self._parts, -1)),
             "dq": Budget(*self._dq.chunk(self._parts, -1)),
-            "dk": self._summed(self._dk, steps),
-            "dv": self._summed(self._dv, steps),
         }
+        for name in ("dk", "dv"):
+            found[name] = self._summed(self._keys.pop(name), steps)
         return Budgets(lse=self._lse[..., 0], outputs=found, repeats=self._repeats)
 
     def _summed(self, stacked: torch.Tensor, steps: float | torch.Tensor) -> Budget:
@@ -147,10 +152,10 @@ class _Made:
         reorder = accumulated(steps, x["result"], x["size"])
         b = x["b"] + reorder
         half = self._tokens.problem.dtype != "float32"
-        allowed = (torch.minimum(x["hard"], spread_of(x["sigma2"], x["tau2"])) if half else x["hard"]) + b
+        allowed = (torch.minimum(x["hard"], spread_of(x["sigma2"], x.get("tau2"))) if half else x["hard"]) + b
         if self._parts == 1:
             return Budget(allowed)
-        return Budget(allowed, _limiting(x["hard"], x["sigma2"], x["tau2"]), b, x["flush"], x["noise"], reorder)
+        return Budget(allowed, _limiting(x["hard"], x["sigma2"], x.get("tau2")), b, x["flush"], x["noise"], reorder)
 
 
 def _joined(

@@ -13,6 +13,9 @@ from attnfuzz.oracles.roundings import near, neighbours
 __all__ = ["Repeats"]
 
 _SAMPLED = 64
+_WINDOW = 64.0
+"""Values count as equal within u / 64. Values that lie within a few u of each other are rounded alike as well: seen with P between
+1 - u and 1, as tiny scores make it, where z came to 1.1 x its limit while u / 256 still took 31 of them for generic."""
 
 
 class Repeats:
@@ -35,7 +38,7 @@ class Repeats:
         self._whole &= whole
         if not self._whole:
             return
-        window = t.form.u / 256
+        window = t.form.u / _WINDOW
         self._g += [_repeated([t.p, g.d_s], window), _repeated([t.p.mT, g.d_s.mT], window), _repeated_rows(t, f)]
         self._carried.append(g.carried.flatten())
 

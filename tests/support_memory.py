@@ -109,7 +109,7 @@ FAULTS = (
         "one element in front of dK written",
         "triton",
         ("guard",),
-        device=(_before("    tl.store(dk + k_offsets", "    tl.store(dk - 1, 0.0)\n"),),
+        device=(_before("    tl.store(dk + dk_offsets", "    tl.store(dk - 1, 0.0)\n"),),
         says="written before the start of a tensor of the kernel's own",
     ),
     MemoryFault(
@@ -222,7 +222,7 @@ KEPT_WORKSPACE = MemoryFault(
         Edit(
             "delta = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)",
             "made = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)\n"
-            '        delta = self.__dict__.setdefault("_delta", made)',
+            '        delta = self.__dict__.setdefault("_kept_delta", made)',
         ),
     ),
     check="other_shape",

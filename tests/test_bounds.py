@@ -6,6 +6,7 @@ import pytest
 import torch
 from support_emulated import Emulated
 
+from attnfuzz.harness import measure
 from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
 from attnfuzz.kernels.contract import Deviations, Outputs
@@ -106,3 +107,19 @@ def test_a_long_batch_is_judged_head_by_head(monkeypatch: pytest.MonkeyPatch) ->
     assert [repr(each.place) for each in heads.failures] == [repr(each.place) for each in whole.failures]
     assert all(one.message.startswith(other.message) for one, other in zip(whole.failures, heads.failures, strict=True))
     assert heads.figures["dk"].over == whole.figures["dk"].over == 1
+
+
+def test_large_outputs_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, problem = Emulated(), PROBLEMS["ragged"]
+    inputs = materialise(problem, Recipe(seed=1), "cpu")
+    o, lse = kernel.forward(inputs)
+    dq, dk, dv = kernel.backward(inputs, o, lse)
+    o[7, 2, 1] += 1.0
+    lse[4, 12] = torch.inf
+    outputs = Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+    whole = judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu"))
+    monkeypatch.setattr(measure, "_AT_ONCE", 100)
+    pieces = judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu"))
+    assert [each.message for each in pieces.failures] == [each.message for each in whole.failures]
+    for name, figures in whole.figures.items():
+        assert pieces.figures[name] == figures

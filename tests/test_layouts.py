@@ -144,7 +144,8 @@ def test_a_kernel_that_ignores_strides_is_found(tensor: str, hunted: Callable[[K
     own = f"layout_{tensor.replace('_', '')}"
     assert getattr(problem, own) != Layout()
     assert all(getattr(problem, name) == Layout() for name in LAYOUTS if name != own) or getattr(problem, own).packed
-    assert problem.batch == 1
+    # One row alone lies where it would lie anyway.
+    assert (problem.total_q if tensor in ("q", "d_o") else problem.total_k) <= 2
 
 
 def test_a_write_between_rows_is_found(hunted: Callable[[Kernel], Found]) -> None:

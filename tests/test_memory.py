@@ -59,7 +59,7 @@ def hunted(
     if reason := kernel.unavailable(device):
         pytest.skip(reason)
     if check != "oracle":
-        monkeypatch.setattr(hunting, "cases", with_calls(check))
+        monkeypatch.setattr(hunting, "trial_cases", with_calls(check))
     registry.register(kernel)
     variants = all_variants(kernel, device)
     first = next(each for each in variants if each.dtype == dtype)

@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
-from attnfuzz.oracles.bounds import EPS, Format, rounded
+from attnfuzz.oracles.formats import EPS, Format, rounded
 from attnfuzz.oracles.relations.difference import Difference, Given, Related
 from attnfuzz.oracles.relations.sizes import Noise, seen_keys, sum_of_seeing
 from attnfuzz.oracles.relations.tensors import output, packed

@@ -11,7 +11,7 @@ import torch
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData, sequences
-from attnfuzz.oracles.bounds import Format
+from attnfuzz.oracles.formats import Format
 from attnfuzz.oracles.relations.difference import Difference, Given, Related
 from attnfuzz.oracles.relations.sizes import Noise, seen_keys
 from attnfuzz.oracles.relations.tensors import output, packed

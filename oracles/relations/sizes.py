@@ -34,7 +34,7 @@ import torch
 from attnfuzz.kernels.contract import Deviations, Device
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
-from attnfuzz.oracles.bounds import EPS, Format
+from attnfuzz.oracles.formats import EPS, Format
 
 __all__ = ["Noise", "seen_keys", "sum_of_seeing"]
 
