@@ -93,6 +93,8 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The running maximum may lag, so that the largest P is not exactly 1."""
     half_partials: bool = False
     """Partial dK, dV sums are rounded to the input dtype before they are added."""
+    ds_from_rounded_p: bool = False
+    """dS is made from P after its rounding to the input dtype, and rounded again."""
     lse_base2: bool = False
     """LSE is returned as log2."""
     tf32_on: tuple[Device, ...] = ()

@@ -142,7 +142,7 @@ def backward(t: Scores, f: Forward, deviations: Deviations, *, ties: bool) -> Gr
     e_s = inner.mul_(grown).addcmul_(e, gap).mul_(t.p).add_((gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0))
     around = delta.b + (torch.minimum(delta.hard, spread_of(delta.sigma2, delta.tau2)) if t.rounding.half else delta.hard)
     slack = (t.p * around).mul_(grown).add_(e_s)
-    return _dq_dk(t, f, delta, _Ds(d_s, slack, e, e_s), dv, deviations, ties=ties)
+    return _dq_dk(t, f, delta, _Ds(d_s, slack, e, e_s, gap), dv, deviations, ties=ties)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +153,8 @@ class _Ds:
     e: torch.Tensor
     e_s: torch.Tensor
     """E: the part of it that is arithmetic of this entry alone."""
+    gap: torch.Tensor
+    """|dP - D|."""
 
 
 def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Sums:
@@ -171,8 +173,6 @@ def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Su
     flush = h_b.mT @ d_size
     b = pe.mT @ d_size + flush
     b += t.touched * t.lost
-    if deviations.half_partials:
-        b += _partials(t, t.p, t.d_o)
     units = half_ulp(t.p, t.form).square_().mul_(1 / 3).masked_fill_(v_b == 0, 0.0) if t.rounding.half else v_b
     sigma2, noise = v_b.mT @ d2, units.mT @ d2
     tau2 = torch.zeros_like(sigma2)
@@ -180,7 +180,10 @@ def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Su
         n = neighbours(t.p.mT.contiguous(), u / 16).mT
         tau2 = ((n - 1).mul_(v_b)).mT @ d2
     hard = c_b.mul_(e + 1).mT @ d_size
-    return Sums(result=result, size=size, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=noise)
+    found = Sums(result=result, size=size, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=noise)
+    if deviations.half_partials:
+        _add_partials(t, found, t.p, t.d_o, 1.0)
+    return found
 
 
 def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: Deviations, *, ties: bool) -> Gradients:
@@ -194,6 +197,11 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     h_s = t.rounding.flushed(d_size, x.slack, eta).masked_fill_(t.unseen, 0.0)
     c_s = t.rounding.worst(size, eta)
     rounding2 = v_s + x.slack.square().mul_(VARIANCE * u * u) if t.rounding.half else v_s
+    if deviations.ds_from_rounded_p:
+        # dS = rounded(P) (dP - D): the rounding of P on top of that of dS.
+        rounding2 = rounding2 + t.rounding.variance(t.p, t.form.eta) * x.gap * x.gap
+        c_s = c_s + t.rounding.worst(t.p, t.form.eta) * x.gap
+        h_s = h_s + t.rounding.flushed(t.p, t.p * x.e, t.form.eta) * x.gap
     w = x.e_s + h_s
     s2 = scale * scale
     k_size, k2 = t.k_size, t.k2
@@ -241,15 +249,16 @@ def _dk(
     b = ((t.p + pe).mul_(delta.b).add_(w).mT @ q_size).mul_(scale)
     b += t.touched * more
     b.masked_fill_(over.any(1)[..., None], torch.inf)
-    if deviations.half_partials:
-        b += scale * _partials(t, x.d_s, t.q)
     tau2 = torch.zeros_like(sigma2)
     if row_ties is not None and delta.tau2 is not None:
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16).mT
         tau2 = ((n - 1).mul_(v_s)).mT @ q2
         carried = delta.tau2 + (row_ties - 1) * (delta.sigma2 + delta.tau2)
         tau2 = tau2.add_(p2.mT @ (carried * q2)).mul_(s2)
-    return Sums(result=result, size=reach, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=sigma2)
+    found = Sums(result=result, size=reach, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=sigma2)
+    if deviations.half_partials:
+        _add_partials(t, found, x.d_s, t.q, scale)
+    return found
 
 
 def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
@@ -268,8 +277,19 @@ def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
     return torch.maximum(*counts)[..., None]
 
 
-def _partials(t: Scores, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """One rounding of each query head's share of x^T y before the group is summed: u sum_g |x_g^T y_g| + eta per head."""
-    rows = t.rows
-    shares = x.unflatten(1, (-1, rows)).mT @ y.unflatten(1, (-1, rows))
-    return 1.01 * t.form.u * shares.abs().sum(1) + t.form.eta * shares.shape[1]
+def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+    """One rounding of each query head's share of x^T y before the group is summed, added to the sums of dK or dV.
+
+    Of a frame that has not all rows, the shares are not whole: u sum_g |share| then stands for their roundings.
+    """
+    shares = (x.unflatten(1, (-1, t.rows)).mT @ y.unflatten(1, (-1, t.rows))).abs_().mul_(scale)
+    worst = t.rounding.worst(shares, t.form.eta).sum(1).mul_(1.01)
+    if not t.whole:
+        sums.b.add_(worst)
+        return
+    random = t.rounding.variance(shares, t.form.eta).sum(1)
+    sums.hard.add_(worst)
+    sums.sigma2.add_(random)
+    sums.b.add_(t.rounding.flushed(shares, None, t.form.eta).sum(1))
+    if sums.noise is not sums.sigma2:
+        sums.noise.add_(random)

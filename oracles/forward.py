@@ -80,6 +80,8 @@ class Scores:
     """Keys of the sequence, or `(Z, 1, 1)` of each."""
     rows: int
     """Rows of each query head."""
+    whole: bool
+    """All rows of the sequences are here."""
     lost: torch.Tensor
     """What flushing of float32 may take from any sum of products here but those of dS: a scalar."""
     touched: torch.Tensor
@@ -171,7 +173,8 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str) 
     found = Scores(
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v * v, d2=d_o * d_o, unseen=unseen, dead=dead, s=s, top=top, m=m, e=e, l=total,
-        p=p, lse=lse, delta=delta, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), lost=lost,
+        p=p, lse=lse, delta=delta, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows),
+        whole=placed.frame.whole, lost=lost,
         touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
     )  # fmt: skip
     if deviations.l_from_rounded_p:

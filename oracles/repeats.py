@@ -14,7 +14,7 @@ __all__ = ["Repeats"]
 
 _SAMPLED = 64
 _WINDOW = 64.0
-"""Values count as equal within u / 64. Values that lie within a few u of each other are rounded alike as well: seen with P between
+"""Values count as equal within u / 64. What lies within a few u of each other is rounded alike as well: seen with P between
 1 - u and 1, as tiny scores make it, where z came to 1.1 x its limit while u / 256 still took 31 of them for generic."""
 
 

@@ -3,7 +3,7 @@
 Query and value dims may differ; heads may not be grouped. float32 products are made of three tf32 products each (CUTLASS'
 OpMultiplyAddFastF32), close to float32 itself and therefore declared as no deviation. LSE comes padded to a multiple of 32 rows
 with +inf; the padding is the op's own to read and goes back to its backward untouched. The backward makes dS from P as it was
-rounded for dV, one rounding more than the verdict assumes; Deviations has no word for that.
+rounded for dV, which is declared.
 
 scaled_dot_product_attention never calls it for a tensor or a sequence without elements, nor do we. Its torch.nn.attention.bias
 warns of NaN in a bottom-right mask with more queries than keys, a Problem like others here.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.kernels.contract import Capabilities, Deviations
 from attnfuzz.kernels.torch.ops import DETERMINISTIC, Op, Part, Peer, Step, missing_op
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _CAPABILITIES: Final = Capabilities(
     layouts=False,
     compiles_on=(),
     deterministic=("o", "lse", "dk", "dv"),
+    deviations=Deviations(ds_from_rounded_p=True),
 )
 
 _OPS: Final = (
