@@ -1,6 +1,6 @@
 """The emulated kernel as subjects of the harness: "emulated", "emulated.prescaled" and "fault.numeric.<slug>". Never listed.
 
-What is judged with it is the judge: the correct ones must pass every time, the faulty ones be found (`attnfuzz selftest verdict`).
+They try the judge: the correct ones must always pass, the faulty ones be found (`attnfuzz selftest verdict`).
 """
 
 from __future__ import annotations

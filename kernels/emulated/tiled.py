@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.emulated.arithmetic import Accumulation, product, rounded, truncated
 from attnfuzz.kernels.emulated.choices import Choices
-from attnfuzz.kernels.emulated.faults import LOG2_E, Change, Rounding
+from attnfuzz.kernels.emulated.faults import Change, Rounding
 
 __all__ = ["Sequence", "Tiled"]
 
@@ -21,8 +21,8 @@ _INF = math.inf
 class Sequence:
     """Tensors of one sequence, float32 holding values of `dtype`, heads as [kv_heads, groups].
 
-    `q [kv_heads, groups, n, dim_qk]`, `k, v [kv_heads, 1, m, dim]`, `d_o` like q with dim_v, `d_lse [kv_heads, groups, n]` or None,
-    `seen [n, m]`.
+    `q [kv_heads, groups, n, dim_qk]`, `k, v [kv_heads, 1, m, dim]`, `d_o` like q with dim_v, `seen [n, m]`,
+    `d_lse [kv_heads, groups, n]` or None.
     """
 
     dtype: torch.dtype
@@ -159,11 +159,9 @@ class Tiled:
             o = o.clone()
             o[:, :, -1:] = 0
         at = torch.where(torch.isinf(m), torch.where(m < 0, 0.0, m), m) * factor
-        if self._natural:
-            lse = at + torch.log(total)
-        else:
-            # A kernel whose log2(e) is wrong goes back by the same wrong number.
-            lse = (torch.log2(total) + at) * self._f32(1.0 / change.log2_e_forward)
+        # A kernel whose log2(e) is wrong goes back by the same wrong number.
+        base2 = (torch.log2(total) + at) * self._f32(1.0 / change.log2_e_forward)
+        lse = at + torch.log(total) if self._natural else base2
         lse = torch.where(blind, -_INF, lse)
         return o, rounded(lse, self.dtype) if change.lse_rounded else lse, o32
 
