@@ -15,6 +15,7 @@ from attnfuzz.kernels.problem import BadArgument, Problem, reject
 __all__ = [
     "CALLS",
     "CHECKS",
+    "FAMILIES",
     "FORMAT",
     "PATTERNS",
     "RELATIONS",
@@ -33,20 +34,43 @@ FORMAT = 1
 Pattern = Literal[
     "normal",
     "zeros",
+    "uniform01",
+    "fewvalued",
+    "sparse",
     "constant_v",
     "ties",
+    "ties_q",
+    "dup_keys",
+    "block_const",
     "needle",
+    "small_logits",
+    "normal_scaled",
     "large_logits",
+    "huge_logits",
     "falling",
     "rising",
     "negative",
+    "sink",
+    "onehot",
+    "k_offset",
+    "v_mean",
+    "sorted_do",
     "outlier",
+    "chan_outlier",
+    "tok_outlier",
+    "lognormal",
     "do_orthogonal",
     "do_parallel",
     "tiny",
     "subnormal",
+    "near_overflow",
 ]
+"""How values are distributed, simplest first; harness/values.py makes them and says what each is for."""
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+FAMILIES: tuple[Pattern, ...] = tuple(
+    each for each in PATTERNS if each not in ("needle", "falling", "rising", "negative", "outlier", "do_parallel")
+)
+"""The patterns on which the verdict is calibrated. Padded keys, the last family, are lengths and slack rows, not values."""
 Calls = Literal["twice", "other_shape", "other_scale", "other_mask"]
 Relation = Literal[
     "split_batch",
