@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import signal
 import traceback
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 
 __all__ = ["LostProcess", "finished"]
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -52,11 +55,11 @@ def finished(function: Callable[[Task], Result], tasks: Sequence[Task], jobs: in
                 else:
                     busy.discard(ready)
     finally:
-        for connection, process in workers.items():
+        for connection, worker in workers.items():
             connection.close()
-            process.kill()
-        for process in workers.values():
-            process.join()
+            worker.kill()
+        for worker in workers.values():
+            worker.join()
 
 
 def _received(connection: Connection, process: BaseProcess) -> Any:
@@ -73,6 +76,7 @@ def _received(connection: Connection, process: BaseProcess) -> Any:
 def _serve(connection: Connection, function: Callable[[Any], Any]) -> None:
     """Do tasks until the other end is closed: Ctrl-C is the parent's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _keep_memory()
     try:
         while True:
             task = connection.recv()
@@ -83,3 +87,11 @@ def _serve(connection: Connection, function: Callable[[Any], Any]) -> None:
             connection.send(answer)
     except (EOFError, OSError):
         return
+
+
+def _keep_memory() -> None:
+    """Have freed memory kept: large tensors come and go by the thousand, and a third of the time would go into page faults."""
+    with contextlib.suppress(AttributeError):  # another C library than GNU's
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

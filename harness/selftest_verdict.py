@@ -24,8 +24,8 @@ from attnfuzz.kernels.problem import reject
 __all__ = ["CASES", "FamilyRow", "FaultRow", "Progress", "Rate", "VerdictTried", "verdict"]
 
 CASES: Final = 3000
-_PER_FAULT: dict[Table, int] = {"plain": 50, "mixed": 93}
-"""Cases per fault beside 3000 correct ones: those of the floors."""
+_PER_FAULT: dict[Table, int] = {"plain": 100, "mixed": 186}
+"""Cases per fault beside 3000 correct ones: twice those of the floors, so that the error here is the smaller one."""
 _FEWEST = 8
 _CHUNK: dict[Table, int] = {"correct": 20, "plain": 1, "mixed": 3}
 _TABLES: tuple[Table, ...] = ("plain", "mixed")
@@ -48,7 +48,7 @@ class FamilyRow:
     unjudged: int
     """Cases in which dQ and dK could not be judged: dS overflows float16."""
     rival_cases: int
-    """Those without prescaled q, of which the rivals know nothing."""
+    """Those that the rivals are made for: float16 or bfloat16, q not prescaled."""
     rivals: dict[Rival, int]
 
 
@@ -70,6 +70,11 @@ class Rate:
     def below(self) -> bool:
         """Whether it is below its floor, as harness/verdict_floors.py defines it. No case at all is below any floor."""
         return not self.cases or self.rate < self.limit
+
+    @property
+    def short(self) -> bool:
+        """Whether it lies between the limit and the floor."""
+        return not self.below and self.rate < self.floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ def verdict(
 
 def _correct_work(seed: int, cases: int) -> list[Work]:
     step = _CHUNK["correct"]
-    return [Work("correct", seed, {i: () for i in range(at, min(cases, at + step))}) for at in range(0, cases, step)]
+    return [Work("correct", seed, dict.fromkeys(range(at, min(cases, at + step)), ())) for at in range(0, cases, step)]
 
 
 def _fault_work(seed: int, cases: int, chosen: tuple[str, ...]) -> list[Work]:
@@ -195,7 +200,7 @@ def _fault_work(seed: int, cases: int, chosen: tuple[str, ...]) -> list[Work]:
 
 def _family(name: str, judged: Sequence[Judged]) -> FamilyRow:
     mine = [each for each in judged if each.family == name and each.table == "correct"]
-    plain = [each for each in mine if not each.prescaled]
+    plain = [each for each in mine if each.rivalled]
     alarmed = Counter(rule for each in plain for rule in each.rivals)
     return FamilyRow(
         family=name,
@@ -241,5 +246,5 @@ def machine_object(done: VerdictTried) -> dict[str, Any]:
     for row, told in zip(done.faults, found["faults"], strict=True):
         for name in ("element", "every"):
             rate: Rate = getattr(row, name)
-            told[name] |= {"rate": rate.rate, "below": rate.below}
+            told[name] |= {"rate": rate.rate, "below": rate.below, "short": rate.short}
     return {"right": done.right, "below": [f"{row.fault} ({row.table})" for row in done.below], **found}

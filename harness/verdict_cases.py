@@ -12,12 +12,12 @@ from typing import Final, Literal, NamedTuple
 
 from attnfuzz.kernels.emulated.choices import drawn_config
 from attnfuzz.kernels.problem import Causal, Dtype, Problem
-from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe
+from attnfuzz.strategies.case import FAMILIES, PATTERNS, Case, Pattern, Recipe
 
 __all__ = ["PADDED", "Drawn", "Table", "drawn", "families"]
 
 Table = Literal["correct", "plain", "mixed"]
-"""correct: all families and dtypes, for false alarms. plain: normal values, table A of the floors. mixed: table B."""
+"""correct: all patterns and dtypes, for false alarms. plain: normal values, table A of the floors. mixed: 27 families, B."""
 PADDED: Final = "padmask"
 """Sequences of very different key lengths in one batch, with rows beyond the last: the family that is no pattern of values."""
 
@@ -25,7 +25,8 @@ _KERNEL, _PRESCALED = "emulated", "emulated.prescaled"
 _SMALL_N = (1, 1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 160, 200, 256)
 _SMALL_M = (1, 2, 7, 16, 33, 64, 65, 100, 128, 129, 192, 256, 300, 511)
 _MID: tuple[tuple[int, int], ...] = (
-    (256, 256), (512, 512), (1, 1024), (1, 2048), (4, 2048), (2048, 4), (2048, 64), (64, 2048), (300, 700), (511, 513), (129, 1025),
+    (256, 256), (512, 512), (1, 1024), (1, 2048), (4, 2048), (2048, 4),
+    (2048, 64), (64, 2048), (300, 700), (511, 513), (129, 1025),
 )  # fmt: skip
 _BIG = ((1024, 1024), (2048, 1024), (1000, 2000))
 _DIMS = (16, 32, 64, 64, 64, 96, 128, 128, 192, 256)
@@ -48,7 +49,7 @@ def families(table: Table) -> tuple[str, ...]:
     """The families of values in a table, each as often as the others."""
     if table == "plain":
         return ("normal",)
-    return (*(PATTERNS if table == "correct" else PATTERNS), PADDED)
+    return (*(PATTERNS if table == "correct" else FAMILIES), PADDED)
 
 
 def drawn(table: Table, seed: int, index: int) -> Drawn:

@@ -8,7 +8,7 @@ outputs, `every` the aggregate tests R and z as well; where R and z were not mea
 A rate of some dozen cases has an error of its own: 36 per cent of 50 is anything from 25 to 49. So a rate is *below its floor*
 where it is below `Floor.limit`, the one-sided 95 per cent lower confidence limit (Clopper and Pearson 1934) of the floor at the
 number of cases of which it was measured, or of which it is measured now where those are fewer. A rate of 100 per cent of 50 may
-thus fall to 94.2 and no further. Every report shows both numbers and the limit; what lies between limit and floor is shown as such.
+thus fall to 94.2 and no further. Every report shows both numbers and the limit, and marks what lies between limit and floor.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class Judged:
     table: Table
     index: int
     family: str
-    prescaled: bool
+    rivalled: bool
+    """Whether the rivals are made for it: float16 or bfloat16, q not prescaled."""
     elements: int
     worst: float
     sigmas: float
@@ -102,7 +103,7 @@ def _judged(table: Table, index: int, one: Drawn, faults: tuple[str, ...]) -> Ju
         table=table,
         index=index,
         family=one.family,
-        prescaled=kernel.capabilities.deviations.prescaled_q,
+        rivalled=case.problem.dtype != "float32" and not kernel.capabilities.deviations.prescaled_q,
         elements=sum(each.elements for each in figures),
         worst=max((each.worst for each in figures), default=0.0),
         sigmas=max((each.sigmas for each in figures), default=0.0),
@@ -137,7 +138,7 @@ def _shown(case: Case, name: str, inputs: Inputs, expected: Any, against: Refere
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     bits = _BITS[a.element_size()]
-    return torch.equal(a.view(bits), b.view(bits))
+    return bool(torch.equal(a.view(bits), b.view(bits)))
 
 
 def _alarm(table: Table, index: int, one: Drawn, told: Verdict) -> Alarm | None:

@@ -50,7 +50,7 @@ class Choices:
             if name not in _KINDS:
                 raise reject("config", name, "no such choice", f"use some of {', '.join(_KINDS)}")
             kind, values = _KINDS[name], _VALUES.get(name)
-            if type(value) is not kind or (values is not None and value not in values) or (kind is int and value < 0):
+            if type(value) is not kind or (values is not None and value not in values) or (type(value) is int and value < 0):
                 raise reject(f"config.{name}", value, "no such value", f"use {_described(name)}")
         found: dict[str, Any] = dict(config)
         for name in ("tile_m", "tile_n"):
