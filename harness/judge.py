@@ -1,4 +1,8 @@
-"""Outputs + reference + budgets -> Verdict: pass iff rd(ref - M) <= out <= rd(ref + M) for every element of every output."""
+"""Outputs + reference + budgets -> Verdict: pass iff rd(ref - M) <= out <= rd(ref + M) for every element of every output.
+
+The budget without ties is tried first, since it is never larger; only where that is exceeded, equal values are counted. On top of
+it two statistics over a whole output say what stays inside every element's budget (oracles/aggregate.py).
+"""
 
 from __future__ import annotations
 
@@ -7,68 +11,108 @@ from itertools import accumulate
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.verdict import Figures, Verdict
 from attnfuzz.kernels.contract import Deviations, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
-from attnfuzz.oracles import attention, bounds
+from attnfuzz.oracles import aggregate, attention, blockwise
+from attnfuzz.oracles.bounds import Budget, Budgets, budgets
+from attnfuzz.oracles.formats import Format, half_ulp, rounded
 
-__all__ = ["Truth", "judge", "truth"]
+__all__ = ["Truth", "Truths", "judge", "truth"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _BY_QUERY = ("o", "lse", "dq")
 _LOG_2 = 0.6931471805599453
+_WHOLE = 1 << 24
+"""Scores of one sequence, all heads, above which the oracle goes by blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """Expected value and allowed error of one output over the whole batch, float64, heads first: (heads, tokens[, dim])."""
+    """Expected value and allowed error of one output over the whole batch, float64, heads first: (heads, tokens[, dim]).
+
+    Where `allowed` is infinite, nothing is judged: dS may exceed the dtype's range there.
+    """
 
     expected: torch.Tensor
     allowed: torch.Tensor
-    unjudged: str = ""
+    budget: Budget | None = None
+    form: Format | None = None
+
+    @property
+    def reorder(self) -> torch.Tensor:
+        """How far apart two runs may be that add in different orders: two sums' errors and two last roundings."""
+        if self.budget is None or self.budget.reorder is None or self.form is None:
+            return 2 * self.allowed
+        return 2 * (self.budget.reorder + half_ulp(self.expected.abs() + self.budget.reorder, self.form))
 
 
-def truth(inputs: Inputs, deviations: Deviations, device: str) -> dict[OutputName, Truth]:
+class Truths(dict[OutputName, Truth]):
+    """The Truth of every output; can count ties, should a budget without them be exceeded."""
+
+    def __init__(self, inputs: Inputs, deviations: Deviations, device: str, expected: dict[OutputName, torch.Tensor]) -> None:
+        super().__init__()
+        self._inputs, self._deviations, self._device = inputs, deviations, device
+        self.ties = False
+        self.large = blockwise.is_large(inputs.problem)
+        self._fill(expected)
+
+    def count_ties(self) -> None:
+        """The budget with tau: what repeated values add."""
+        self.ties = True
+        self._fill({name: true.expected for name, true in self.items()}, scaled=True)
+
+    def _fill(self, expected: dict[OutputName, torch.Tensor], *, scaled: bool = False) -> None:
+        found = budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self.large)
+        self.budgets: Budgets = found
+        form = Format.of(self._inputs.problem.dtype)
+        for name in self._inputs.problem.needs.outputs:
+            if name == "lse":
+                unit = _LOG_2 if self._deviations.lse_base2 else 1.0
+                self[name] = Truth(expected[name] / (1.0 if scaled else unit), found.lse / unit)
+            else:
+                self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form)
+
+
+def truth(inputs: Inputs, deviations: Deviations, device: str) -> Truths:
     """Oracle and budgets of every output the Problem needs; tokens of all sequences one after the other."""
     problem = inputs.problem
-    references, allowed = [], []
+    references = []
     for data in attention.sequences(inputs):
-        references.append(attention.reference(problem, data))
-        allowed.append(bounds.budgets(problem, data, deviations, device))
-    overflow = torch.stack([budget.ds_overflows for budget in allowed]).any().item()
-    found: dict[OutputName, Truth] = {}
-    for name in problem.needs.outputs:
-        found[name] = Truth(
-            expected=torch.cat([getattr(each, name) for each in references], dim=1),
-            allowed=torch.cat([getattr(each, name) for each in allowed], dim=1),
-            unjudged="dS overflows the dtype" if overflow and name in ("dq", "dk") else "",
-        )
-    if deviations.lse_base2 and "lse" in found:
-        found["lse"] = Truth(expected=found["lse"].expected / _LOG_2, allowed=found["lse"].allowed / _LOG_2)
-    return found
+        scores = data.q.shape[0] * data.q.shape[1] * data.k.shape[1]
+        references.append((attention if scores <= _WHOLE else blockwise).reference(problem, data))
+    expected = {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in problem.needs.outputs}
+    return Truths(inputs, deviations, device, expected)
 
 
 def judge(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
-    """Shape, dtype and device first, then NaN patterns, then every element against its budget."""
+    """Shape, dtype and device first, then NaN patterns, then every element against its budget, then the whole of each output."""
     problem = inputs.problem
     failures: list[Failure] = []
-    figures: dict[OutputName, Figures] = {}
-    for name, true in expected.items():
-        got: torch.Tensor | None = getattr(outputs, name)
-        broken = _contract(kernel, problem, name, got, inputs.q.device)
+    got: dict[OutputName, torch.Tensor] = {}
+    for name in expected:
+        found: torch.Tensor | None = getattr(outputs, name)
+        broken = _contract(kernel, problem, name, found, inputs.q.device)
         if broken is not None:
             failures.append(broken)
-            continue
-        assert got is not None
-        if true.unjudged:
-            figures[name] = Figures(elements=0, unjudged=true.unjudged)
-            continue
-        figures[name], failure = _elements(kernel, problem, name, _heads_first(problem, name, got), true)
-        if failure is not None:
-            failures.append(failure)
-    return Verdict(status="fail" if failures else "pass", figures=figures, failures=tuple(failures))
+        elif found is not None:
+            got[name] = _heads_first(problem, name, found)
+    measured = _measured(problem, got, expected)
+    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in measured.values()):
+        expected.count_ties()
+        measured = _measured(problem, got, expected)
+    figures: dict[OutputName, Figures] = {}
+    for name, each in measured.items():
+        figures[name] = each.figures
+        if each.over:
+            failures.append(_wrong(kernel, problem, name, got[name], expected[name], each))
+    if isinstance(expected, Truths) and not any(each.over for each in measured.values()):
+        failures += _as_a_whole(kernel, problem, got, expected, figures)
+    ordered = sorted(failures, key=lambda each: list(expected).index(each.output) if each.output else -1)
+    return Verdict(status="fail" if ordered else "pass", figures=figures, failures=tuple(ordered))
 
 
 def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
@@ -126,50 +170,127 @@ def _heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch
     return got[:, : sum(lengths)].double()
 
 
-def _elements(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor, true: Truth) -> tuple[Figures, Failure | None]:
-    """Figures of one output, and its Failure where an element is outside its interval."""
-    form = bounds.Format.of("float32" if name == "lse" else problem.dtype)
-    expected, allowed = true.expected, true.allowed
-    if not got.numel():
-        return Figures(elements=0), None
-    # LSE is compared as it is; what the budget of -inf would be is no number, and -inf must be met exactly.
-    endless = torch.isinf(expected)
-    centre = torch.where(endless, 0.0, expected)
-    low = bounds.rounded(centre - allowed, form)
-    high = bounds.rounded(centre + allowed, form)
-    if name == "lse":
-        low, high = torch.minimum(low, centre - allowed), torch.maximum(high, centre + allowed)
-    inside = torch.where(endless, got == expected, (low <= got) & (got <= high))
-    excess = _excess(got, centre, allowed, form, exact=name == "lse")
-    ratio = torch.where(inside & (allowed == 0), 0.0, excess / allowed)
-    ratio = torch.where(endless | torch.isnan(got), torch.where(inside, 0.0, torch.inf), ratio)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """One output against its Truth: which elements are outside, how far off each is, and the counts."""
+
+    outside: torch.Tensor
+    broken: torch.Tensor
+    ratio: torch.Tensor
+    figures: Figures
+    nonfinite: bool
+
+    @property
+    def over(self) -> int:
+        """Wrong elements."""
+        return self.figures.over
+
+
+def _measured(
+    problem: Problem, got: dict[OutputName, torch.Tensor], expected: dict[OutputName, Truth]
+) -> dict[OutputName, _Measured]:
+    """Every output; all of them at once, since a launch costs more than their elements, and the device is waited for once."""
+    names = [name for name, x in got.items() if x.numel()]
+    found = {name: _Measured(x, x, x, Figures(elements=0), nonfinite=False) for name, x in got.items() if not x.numel()}
+    if not names:
+        return found
+    sizes = [got[name].numel() for name in names]
+    compared = _compared(problem, names, sizes, got, expected)
+    # Outside, not finite, worst ratio, judged, largest sigma multiple.
+    sums = torch.stack([x.to(torch.float64) for x in (compared[0], compared[1], compared[3])]).split(sizes, 1)
+    largest = torch.stack([compared[2], compared[4]]).split(sizes, 1)
+    counts = torch.stack([torch.cat([each.sum(1), most.amax(1)]) for each, most in zip(sums, largest, strict=True)]).tolist()
+    for index, name in enumerate(names):
+        over, nonfinite, judged, worst, sigmas = counts[index]
+        shape = got[name].shape
+        outside, broken, ratio = (x.split(sizes)[index].reshape(shape) for x in compared[:3])
+        unjudged = "" if judged else "dS overflows the dtype"
+        figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged)
+        found[name] = _Measured(outside, broken, ratio, figures, nonfinite > 0)
+    return {name: found[name] for name in got}
+
+
+def _compared(
+    problem: Problem,
+    names: list[OutputName],
+    sizes: list[int],
+    outputs: dict[OutputName, torch.Tensor],
+    expected: dict[OutputName, Truth],
+) -> tuple[torch.Tensor, ...]:
+    """(outside, broken, ratio, judged, sigma multiple) of each element of all outputs, one after the other."""
+    form = Format.of(problem.dtype)
+    got = torch.cat([outputs[name].flatten() for name in names])
+    truth_ = torch.cat([expected[name].expected.flatten() for name in names])
+    allowed = torch.cat([expected[name].allowed.flatten() for name in names])
+    # What the budget of -inf would be is no number, and -inf must be met exactly.
+    endless = torch.isinf(truth_)
+    centre = truth_.masked_fill(endless, 0.0)
+    judged, finite = allowed < torch.inf, torch.isfinite(got)
+    ends = torch.stack([centre - allowed, centre + allowed])
+    low, high = rounded(ends, form)
+    cell = half_ulp(got.nan_to_num(nan=0.0, posinf=form.largest, neginf=-form.largest), form)
+    if "lse" in names:
+        # LSE is float32 whatever the dtype, and compared as it is.
+        begin = sum(sizes[: names.index("lse")])
+        lse = slice(begin, begin + sizes[names.index("lse")])
+        low[lse], high[lse] = ends[0, lse], ends[1, lse]
+        cell[lse] = 0.0
+    error = (got - centre).abs_()
+    excess = (error - cell).clamp_(min=0.0)
+    inside = torch.where(endless, got == truth_, (low <= got) & (got <= high)) | ~judged
     # Judged by the interval; the ratio only measures. It may touch 1 by its own rounding on either side.
+    ratio = (excess / allowed).nan_to_num_(nan=0.0, posinf=torch.inf)
     ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=1.0 + 1e-6))
-    broken = torch.isnan(got) | torch.isinf(got) & ~inside
-    over = ~inside
-    counts = torch.stack([over.sum().double(), broken.sum().double(), _without_nan(ratio).max()]).tolist()
-    figures = Figures(elements=got.numel(), worst=counts[2], over=int(counts[0]))
-    if not figures.over:
-        return figures, None
-    nonfinite = counts[1] > 0
-    flat = int((broken if nonfinite else _without_nan(ratio)).flatten().double().argmax())
+    ratio = torch.where(inside | finite & ~endless, ratio, torch.inf).masked_fill_(inside & (endless | ~finite), 0.0)
+    broken = (torch.isnan(got) & judged) | (~finite & ~inside)
+    return ~inside, broken, ratio, judged, _multiples(excess, names, expected)
+
+
+def _multiples(excess: torch.Tensor, names: list[OutputName], expected: dict[OutputName, Truth]) -> torch.Tensor:
+    """Each error beyond B in multiples of its root mean square, where that is what limits; else 0."""
+    zero = torch.zeros_like(excess)
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, size in zip(names, [expected[name].expected.numel() for name in names], strict=True):
+        budget = expected[name].budget
+        if budget is None or budget.random is None or budget.b is None:
+            parts.append((zero[:size], zero[:size]))
+        else:
+            parts.append((budget.random.flatten(), budget.b.flatten()))
+    random, b = (torch.cat(each) for each in zip(*parts, strict=True))
+    multiples = (excess - b).clamp_(min=0.0).mul_(6).div_(random)
+    return multiples.masked_fill_(random == 0, 0.0).nan_to_num_(nan=0.0)
+
+
+def _as_a_whole(
+    kernel: str,
+    problem: Problem,
+    got: dict[OutputName, torch.Tensor],
+    expected: Truths,
+    figures: dict[OutputName, Figures],
+) -> list[Failure]:
+    """Failures of the aggregate tests; their statistics go into `figures`."""
+    form, found = Format.of(problem.dtype), []
+    pairs = {
+        name: (x, expected[name].expected, budget)
+        for name, x in got.items()
+        if (budget := expected[name].budget) is not None and x.numel()
+    }
+    for name, (r, z) in aggregate.statistics(pairs, expected.budgets.repeats, form).items():
+        figures[name] = replace(figures[name], r=r, z=z)
+        for check, value, what in (("R", r, "more noise than roundings make"), ("z", z, "a scale or a bias in all of it")):
+            if value > 1:
+                message = f"{OUTPUT_TITLES[name]}: no element is beyond its budget, but together they show {what}: "
+                message += f"{check} is {value:.3g} x its limit"
+                found.append(Failure(kernel=kernel, kind="aggregate", output=name, check=check, message=message))
+    return found
+
+
+def _wrong(kernel: str, problem: Problem, name: OutputName, got: torch.Tensor, true: Truth, measured: _Measured) -> Failure:
+    """The Failure of an output with elements outside their intervals: at its worst element."""
+    worst = measured.broken if measured.nonfinite else measured.ratio
+    flat = int(worst.flatten().double().argmax())
     place = _place(problem, name, flat, got, true)
-    return figures, _failure(kernel, name, place, figures, "nonfinite" if nonfinite else "mismatch")
-
-
-def _without_nan(ratio: torch.Tensor) -> torch.Tensor:
-    return ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def _excess(got: torch.Tensor, centre: torch.Tensor, allowed: torch.Tensor, form: bounds.Format, exact: bool) -> torch.Tensor:
-    """Error beyond the one final rounding: distance of `centre` from the cell of values that round to `got`."""
-    error = (got - centre).abs()
-    if exact:
-        return error
-    finite = torch.where(torch.isfinite(got), got, torch.sign(got) * form.largest)
-    return torch.where(torch.isfinite(got), (error - bounds.half_ulp(finite, form)).clamp(min=0.0), torch.inf).where(
-        error > 0, torch.zeros_like(allowed)
-    )
+    return _failure(kernel, name, place, measured.figures, "nonfinite" if measured.nonfinite else "mismatch")
 
 
 def _place(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:

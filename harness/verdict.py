@@ -15,8 +15,8 @@ __all__ = ["Figures", "Verdict"]
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was measured of one output: elements judged, the worst error over its budget (1 is the limit), elements over it.
 
-    `sigmas`: the largest error beyond B in multiples of its root-mean-square size (6 is the limit where that decides). `r`, `z`: the
-    aggregate statistics in units of their limits (1 is the limit), None where the values are not generic enough for them.
+    `sigmas`: the largest error beyond B in multiples of its root-mean-square size (6 is the limit where that decides). `r`, `z`:
+    the aggregate statistics in units of their limits (1 is the limit), None where the values are not generic enough for them.
     """
 
     elements: int

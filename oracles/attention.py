@@ -10,7 +10,7 @@ import torch
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Problem, reject
 
-__all__ = ["Reference", "SequenceData", "attention", "reference", "sequences", "visible"]
+__all__ = ["Reference", "SequenceData", "attention", "reference", "refuse_modifiers", "sees", "sequences", "visible"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,23 +59,28 @@ def sequences(inputs: Inputs) -> Iterator[SequenceData]:
 
 
 def visible(problem: Problem, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which keys each query of sequence `index` sees: bool `(seqlen_q, seqlen_k)`.
+    """Which keys each query of sequence `index` sees: bool `(seqlen_q, seqlen_k)`."""
+    n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
+    rows, keys = torch.arange(n_q, device=device)[:, None], torch.arange(n_k, device=device)[None, :]
+    return sees(problem, rows, keys, n_q, n_k)
+
+
+def sees(problem: Problem, i: torch.Tensor, j: torch.Tensor, n_q: int | torch.Tensor, n_k: int | torch.Tensor) -> torch.Tensor:
+    """Whether query i sees key j in a sequence of n_q queries and n_k keys, broadcast.
 
     Bottom-right causal is `j <= i + seqlen_k - seqlen_q`, top-left `j <= i`. The window counts keys left and right of that
     diagonal (the bottom-right one where there is no causal mask).
     """
-    n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
-    diagonal = torch.arange(n_q, device=device)[:, None] + (0 if problem.causal == "top_left" else n_k - n_q)
-    j = torch.arange(n_k, device=device)[None, :]
-    seen = torch.ones(n_q, n_k, dtype=torch.bool, device=device)
+    diagonal = i + (0 if problem.causal == "top_left" else n_k - n_q)
+    seen = (i < n_q) & (j < n_k)
     if problem.causal is not None:
-        seen &= j <= diagonal
+        seen = seen & (j <= diagonal)
     if problem.window is not None:
         left, right = problem.window
         if left is not None:
-            seen &= j >= diagonal - left
+            seen = seen & (j >= diagonal - left)
         if right is not None:
-            seen &= j <= diagonal + right
+            seen = seen & (j <= diagonal + right)
     return seen
 
 
@@ -108,15 +113,24 @@ def attention(
     return o.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
 
 
+def refuse_modifiers(problem: Problem) -> None:
+    """Modifiers are not known yet.
+
+    Raises:
+        BadArgument: the problem has one.
+    """
+    for name in ("score_mod", "mask_mod"):
+        if getattr(problem, name) is not None:
+            raise reject(f"problem.{name}", getattr(problem, name), "the oracle knows no modifiers yet", "leave it out")
+
+
 def reference(problem: Problem, data: SequenceData) -> Reference:
     """float64 O, LSE, dQ, dK, dV of one sequence: gradients of `sum(dO * O) + sum(dLSE * LSE)` by torch.autograd.
 
     Raises:
         BadArgument: the problem has a modifier that this oracle does not know.
     """
-    for name in ("score_mod", "mask_mod"):
-        if getattr(problem, name) is not None:
-            raise reject(f"problem.{name}", getattr(problem, name), "the oracle knows no modifiers yet", "leave it out")
+    refuse_modifiers(problem)
     seen = visible(problem, data.index, data.q.device)
     q, k, v = (x.detach().double().requires_grad_() for x in (data.q, data.k, data.v))
     o, lse = attention(q, k, v, seen, problem.scale, problem.softcap)

@@ -15,7 +15,7 @@ from attnfuzz.harness.judge import judge, truth
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.oracles import bounds
+from attnfuzz.oracles import formats
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
 
@@ -177,18 +177,18 @@ def test_infinity_is_right_only_where_the_value_overflows() -> None:
     ("dtype", "torch_dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16), ("float32", torch.float32)]
 )
 def test_rounding_is_the_dtypes_own(dtype: str, torch_dtype: torch.dtype) -> None:
-    form = bounds.Format.of(dtype)
+    form = formats.Format.of(dtype)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20000, generator=generator, dtype=torch.float32) * torch.exp2(
         torch.randint(-30, 12, (20000,), generator=generator)
     )
-    assert torch.equal(bounds.rounded(x.double(), form), x.to(torch_dtype).double())
-    assert bounds.rounded(torch.tensor([form.largest * 1.001]).double(), form).item() in (form.largest, math.inf)
+    assert torch.equal(formats.rounded(x.double(), form), x.to(torch_dtype).double())
+    assert formats.rounded(torch.tensor([form.largest * 1.001]).double(), form).item() in (form.largest, math.inf)
     neighbours = (
         torch.nextafter(x.to(torch_dtype), torch.tensor(math.inf, dtype=torch_dtype)).double() - x.to(torch_dtype).double()
     )
     positive = (x > 0) & (x.to(torch_dtype) > 0)
-    assert torch.equal(bounds.half_ulp(x.to(torch_dtype).double(), form)[positive] * 2, neighbours[positive])
+    assert torch.equal(formats.half_ulp(x.to(torch_dtype).double(), form)[positive] * 2, neighbours[positive])
 
 
 def test_declared_deviations_widen_only_their_own_term() -> None:

@@ -1,0 +1,119 @@
+"""Sequences whose score matrix does not fit into memory: one key/value head at a time, rows of queries in blocks.
+
+The attention is that of oracles/attention.py, and its gradients are torch.autograd's: each block of rows is a graph of its own,
+which is gone before the next one, and the gradients of k and v are the blocks' sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Inputs
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.attention import Reference, SequenceData, attention, refuse_modifiers, sees
+from attnfuzz.oracles.frames import CHUNK, key_range
+
+__all__ = ["by_head", "is_large", "reference"]
+
+_LARGE = 1 << 28
+"""Elements of q, k, v and dO times the parts of a budget, above which heads are judged one by one: 2 GiB in float64."""
+_PARTS = 8
+
+
+def is_large(problem: Problem) -> bool:
+    """Whether all heads' reference and budgets at once would take gigabytes."""
+    rows = problem.total_q * problem.heads + problem.total_k * problem.kv_heads
+    return rows * (problem.dim_qk + problem.dim_v) * _PARTS > _LARGE and problem.kv_heads >= 1
+
+
+def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
+    """(number, inputs) of each key/value head with its query heads."""
+    problem = inputs.problem
+    one = replace(problem, heads=problem.groups, kv_heads=1)
+    for head in range(problem.kv_heads):
+        rows = slice(head * problem.groups, (head + 1) * problem.groups)
+        keys = slice(head, head + 1)
+        d_lse = inputs.d_lse
+        if d_lse is not None:
+            d_lse = d_lse[:, rows] if problem.packing == "dense" else d_lse[rows]
+        yield (
+            head,
+            dataclasses.replace(
+                inputs,
+                problem=one,
+                q=inputs.q[..., rows, :],
+                k=inputs.k[..., keys, :],
+                v=inputs.v[..., keys, :],
+                d_o=inputs.d_o[..., rows, :],
+                d_lse=d_lse,
+            ),
+        )
+
+
+def reference(problem: Problem, data: SequenceData, chunk: int | None = None) -> Reference:
+    """float64 O, LSE, dQ, dK, dV of one sequence, in blocks of at most about `chunk` scores.
+
+    Raises:
+        BadArgument: the problem has a modifier that this oracle does not know.
+    """
+    refuse_modifiers(problem)
+    chunk = CHUNK["cuda" if data.q.is_cuda else "cpu"] if chunk is None else chunk
+    found = _empty(data)
+    block = max(1, chunk // max(1, data.k.shape[1]))
+    for head in range(data.q.shape[0]):
+        kv = head // problem.groups
+        k, v = data.k[kv].double(), data.v[kv].double()
+        for start in range(0, data.q.shape[1], block):
+            rows = range(start, min(start + block, data.q.shape[1]))
+            keys = key_range(problem, data.index, rows)
+            if keys:
+                _block(problem, data, found, (head, kv), rows, keys, k, v)
+    return found
+
+
+def _empty(data: SequenceData) -> Reference:
+    """The result of rows that see no key."""
+    heads, rows, _ = data.q.shape
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=data.q.device)
+
+    return Reference(
+        o=zeros(heads, rows, data.v.shape[-1]),
+        lse=zeros(heads, rows).fill_(-torch.inf),
+        dq=zeros(*data.q.shape),
+        dk=zeros(*data.k.shape),
+        dv=zeros(*data.v.shape),
+    )
+
+
+def _block(
+    problem: Problem,
+    data: SequenceData,
+    found: Reference,
+    heads: tuple[int, int],
+    rows: range,
+    keys: range,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """One head's block of rows: its part of O, LSE and dQ, and what it adds to dK and dV."""
+    head, kv = heads
+    at, seen_keys = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+    device = data.q.device
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    seen = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
+    leaves = tuple(x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[seen_keys], v[seen_keys]))
+    o, lse = attention(*leaves, seen, problem.scale, problem.softcap)
+    loss = (o * data.d_o[head : head + 1, at].double()).sum()
+    if data.d_lse is not None:
+        loss = loss + (lse.masked_fill(~seen.any(-1), 0.0) * data.d_lse[head : head + 1, at].double()).sum()
+    dq, dk, dv = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    found.o[head, at], found.lse[head, at], found.dq[head, at] = o[0].detach(), lse[0].detach(), dq[0]
+    found.dk[kv, seen_keys] += dk[0]
+    found.dv[kv, seen_keys] += dv[0]

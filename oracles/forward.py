@@ -1,0 +1,236 @@
+"""Scores, probabilities, O and LSE of a frame in float64, and how far off a kernel's may be.
+
+Notation as in oracles/bounds.py. Tensors are `(Z, rows, keys)` and `(Z, rows, dim)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.kernels.contract import Deviations
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
+from attnfuzz.oracles.frames import Placed, Tokens
+from attnfuzz.oracles.roundings import Rounding, neighbours
+
+__all__ = [
+    "LAMBDA",
+    "TIES",
+    "Forward",
+    "Scores",
+    "Steps",
+    "accumulated",
+    "forward",
+    "least",
+    "scores",
+    "spread_of",
+    "steps_of",
+]
+
+LAMBDA, TIES = 6.0, 4.0
+"""How many times the root mean square of independent roundings, and of those that repeat, an error may be."""
+_HUGE = 1e60
+Steps = float | torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """float64 quantities of the forward on a frame. q, d_o: `(Z, rows, dim)`; k, v: `(Z, keys, dim)`."""
+
+    rounding: Rounding
+    form: Format
+    scale: float
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_o: torch.Tensor
+    d_lse: torch.Tensor | None
+    q_size: torch.Tensor
+    k_size: torch.Tensor
+    v_size: torch.Tensor
+    d_size: torch.Tensor
+    """|q|, |k|, |v|, |dO|."""
+    k2: torch.Tensor
+    v2: torch.Tensor
+    d2: torch.Tensor
+    """Squares of k, v, dO."""
+    unseen: torch.Tensor
+    dead: torch.Tensor
+    """(Z, rows, 1): whether the row sees no key."""
+    s: torch.Tensor
+    top: torch.Tensor
+    """Scores that are their row's maximum, where P is exactly 1."""
+    m: torch.Tensor
+    e: torch.Tensor
+    """exp(s - m): P before it is normalised."""
+    l: torch.Tensor  # noqa: E741
+    p: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    """Bound on the error of a score's exponent argument."""
+    m_lse: torch.Tensor
+    shift: torch.Tensor
+    l_error: torch.Tensor | None
+    """Relative error of a row sum that adds rounded P, where that is declared."""
+    n_k: Steps
+    """Keys of the sequence, or `(Z, 1, 1)` of each."""
+    rows: int
+    """Rows of each query head."""
+    lost: torch.Tensor
+    """What flushing of float32 may take from any sum of products here but those of dS: a scalar."""
+    touched: torch.Tensor
+    """(Z, keys, 1): 1 for keys that some row sees, else 0."""
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """O and its budget M = min(H, 6 sigma + 4 tau) + B; what the backward needs of P's errors."""
+
+    o: torch.Tensor
+    pk: torch.Tensor
+    """P @ k."""
+    sigma2: torch.Tensor
+    tau2: torch.Tensor | None
+    hard: torch.Tensor
+    b: torch.Tensor
+    flush: torch.Tensor
+    """The part of B that is flushed values."""
+    reorder: torch.Tensor
+    """The part of B that is accumulation."""
+    m_o: torch.Tensor
+    e_f2: torch.Tensor
+    """sum_j P e_f^2: the square of P's relative error by its score's, averaged."""
+    v_f: torch.Tensor
+    t_f: torch.Tensor | None
+    c_f: torch.Tensor
+    h_f: torch.Tensor
+
+
+def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """fp32 accumulation over `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X), X the sum of the terms' sizes."""
+    root = steps.sqrt() if isinstance(steps, torch.Tensor) else math.sqrt(steps)
+    return result.abs().mul_(4 * EPS * steps).add_(size * (6 * EPS * root))
+
+
+def steps_of(n: Steps) -> Steps:
+    """Matrix steps of 16 over `n` terms, and two more."""
+    return (n / 16).ceil() + 2 if isinstance(n, torch.Tensor) else math.ceil(n / 16) + 2
+
+
+def spread_of(sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
+    """6 sigma + 4 tau."""
+    found = sigma2.sqrt().mul_(LAMBDA)
+    return found if tau2 is None else found.add_(tau2.sqrt(), alpha=TIES)
+
+
+def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str) -> Scores:
+    """Scores, probabilities and the budget of LSE.
+
+    delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
+    Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
+    """
+    problem: Problem = tokens.problem
+    q, k, v, d_o = placed.rows(tokens.q), placed.keys(tokens.k), placed.keys(tokens.v), placed.rows(tokens.d_o)
+    d_lse = None if tokens.d_lse is None else placed.rows(tokens.d_lse.T[:, :, None])
+    unseen, scale, form = ~placed.seen(), problem.scale, Format.of(problem.dtype)
+    q_size, k_size, v_size, d_size = q.abs(), k.abs(), v.abs(), d_o.abs()
+    rounding = Rounding(form, problem.dtype != "float32", problem.dtype == "float32" and device in deviations.tf32_on)
+    s = (q * scale) @ k.mT
+    hidden = s.masked_fill(unseen, -torch.inf)
+    m = hidden.amax(-1, keepdim=True)
+    dead = m == -torch.inf
+    m.masked_fill_(dead, 0.0)
+    e = torch.exp(hidden - m)
+    total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
+    lse = m + torch.log(total)
+    size = (q_size * abs(scale)) @ k_size.mT
+    steps, k2 = max(1.0, problem.dim_qk / 16), k * k
+    delta = s.abs().mul_(steps).add_(size, alpha=math.sqrt(steps)).add_(m.abs()).mul_(4 * EPS).add_(4 * TINY)
+    if rounding.tf32:
+        delta += TF32 * size
+    if deviations.prescaled_q:
+        random = 2.12 * form.u * abs(scale) * torch.sqrt((q * q) @ k2.mT)
+        delta += torch.minimum(form.u * size, random + form.u * s.abs()) + 0.7 * form.eta * k_size.sum(-1)[:, None, :]
+    delta.masked_fill_(unseen, 0.0)
+    # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
+    shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
+    keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
+    m_lse = (lse.abs() + m.abs()).mul_(4 * EPS).add_(shift).add_(8 * EPS * (1 + keys))
+    top = hidden == m
+    if deviations.lazy_rescale or rounding.tf32:
+        top = torch.zeros_like(top)
+    else:
+        top &= delta < form.u / 8
+    p = e / total
+    terms = float(s.shape[1] * s.shape[2] + problem.dim_qk + problem.dim_v)
+    lost = (k_size.sum() + v_size.sum() + d_size.sum() + q_size.sum()).add_(terms).mul_(TINY)
+    found = Scores(
+        rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
+        v_size=v_size, d_size=d_size, k2=k2, v2=v * v, d2=d_o * d_o, unseen=unseen, dead=dead, s=s, top=top, m=m, e=e, l=total,
+        p=p, lse=lse, delta=delta, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), lost=lost,
+        touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
+    )  # fmt: skip
+    if deviations.l_from_rounded_p:
+        found.l_error = _rounded_sum(found)
+        m_lse += found.l_error
+    m_lse.masked_fill_(dead, 0.0)
+    return found
+
+
+def _rounded_sum(t: Scores) -> torch.Tensor:
+    """The error of a row sum of rounded P, relative: at most u, and mostly of the size of its random walk.
+
+    With ties counted always: a sum of equal P is off by all of one rounding.
+    """
+    random = t.rounding.variance(t.e, t.form.eta, t.top)
+    random = (
+        LAMBDA * random.sum(-1, keepdim=True).sqrt()
+        + TIES * (random * (neighbours(t.e, t.form.u / 16) - 1)).sum(-1, keepdim=True).sqrt()
+    )
+    return (
+        torch.minimum(random / t.l, torch.full_like(t.l, t.form.u * 1.01))
+        + t.rounding.flushed(t.e, None, t.form.eta).sum(-1, keepdim=True) / t.l
+    )
+
+
+def forward(t: Scores, *, ties: bool) -> Forward:
+    """The budget of O.
+
+    pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
+    sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
+    H = cap(pi) / l @ |v|
+    B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost
+    """
+    eta, l2 = t.form.eta, t.l * t.l
+    e_f = torch.expm1(t.delta.clamp(max=80.0)).mul_(torch.exp(t.shift.clamp(max=80.0)))
+    e_f2 = (t.p * e_f).mul_(e_f).sum(-1, keepdim=True).clamp_(max=_HUGE)
+    v_f = t.rounding.variance(t.e, eta, t.top)
+    c_f = t.rounding.worst(t.e, eta).masked_fill_(t.top, 0.0)
+    h_f = t.rounding.flushed(t.e, None, eta)
+    h_f = torch.where(t.top, 8 * EPS * (1 + t.m.abs()), h_f)
+    v_size, v2 = t.v_size, t.v2
+    dim = t.v.shape[-1]
+    o, size, mean2, pk = (t.p @ torch.cat([t.v, v_size, v2, t.k], -1)).split([dim, dim, dim, t.k.shape[-1]], -1)
+    hard, sigma2, flush = (c_f @ v_size).div_(t.l), (v_f @ v2).div_(l2), (h_f @ v_size).div_(t.l)
+    tau2 = t_f = None
+    if ties and t.rounding.half:
+        t_f = (neighbours(t.e, t.form.u / 16) - 1).mul_(v_f)
+        tau2 = (t_f @ v2).div_(l2)
+    variance = (mean2 - o * o).clamp_(min=0).mul_(e_f2).sqrt_()
+    reorder = accumulated(steps_of(t.n_k), o, size)
+    b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush).add_(t.lost)
+    if t.l_error is not None:
+        b += o.abs() * t.l_error
+    m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
+    return Forward(
+        o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, m_o=m_o, e_f2=e_f2,
+        v_f=v_f, t_f=t_f, c_f=c_f, h_f=h_f,
+    )  # fmt: skip
+
+
+def least(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None, t: Scores) -> torch.Tensor:
+    """min(H, 6 sigma + 4 tau); tf32's truncation is not random, so that H stands alone there."""
+    return torch.minimum(hard, spread_of(sigma2, tau2)) if t.rounding.half else hard.clone()

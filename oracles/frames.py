@@ -1,0 +1,202 @@
+"""Which scores are handled at once: several small sequences side by side, padded, or some rows of one long sequence.
+
+A frame is a rectangle of scores `(Z, rows, keys)`: Z counts sequences x key/value heads, and rows are those of all query heads of
+the group. Small sequences share a frame, since a launch costs more than their padding; a long one is cut into rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.kernels.contract import Inputs
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.attention import sees
+
+__all__ = ["CHUNK", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_of"]
+
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
+"""Scores handled at once: each float64 temporary stays under 8 MiB, within a cache, or under 64 MiB on a GPU."""
+_PADDING = 2.0
+_FREE = 1 << 16
+"""Scores that cost no more than their launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Sequences, key/value heads and a range of rows and keys (positions in the sequence) that are handled at once."""
+
+    problem: Problem
+    sequences: tuple[int, ...]
+    kv_heads: range
+    rows: range
+    keys: range
+
+    @property
+    def whole(self) -> bool:
+        """All rows of its sequences."""
+        return len(self.rows) == max(self.problem.seqlens_q[i] for i in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Tensors of a batch with one token after the other: `(tokens, heads, dim)`, slack left out; d_lse `(heads, tokens)`."""
+
+    problem: Problem
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_o: torch.Tensor
+    d_lse: torch.Tensor | None
+
+
+class Placed:
+    """A frame in its batch: loads tensors onto it and stores results back."""
+
+    def __init__(self, tokens: Tokens, frame: Frame) -> None:
+        self.tokens, self.frame = tokens, frame
+        device = tokens.q.device
+        problem = tokens.problem
+        self._rows = _Side(frame, problem.seqlens_q, frame.rows, problem.groups, device)
+        self._keys = _Side(frame, problem.seqlens_k, frame.keys, 1, device)
+        self.n_q, self.n_k = self._rows.counts, self._keys.counts
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """`x (tokens, heads, dim)` on the frame, float64 `(Z, rows of all heads of the group, dim)`; 0 beyond a sequence."""
+        return self._rows.load(x)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """`x (tokens, kv_heads, dim)` on the frame, float64 `(Z, keys, dim)`, 0 beyond a sequence's end."""
+        return self._keys.load(x)
+
+    def store_rows(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Put `part (Z, rows of all heads of the group, n)` into `out (heads, tokens, n)`."""
+        self._rows.store(out, part, add=False)
+
+    def store_keys(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Put `part (Z, keys, n)` into `out (kv_heads, tokens, n)`; add it there where the frame has not all rows."""
+        self._keys.store(out, part, add=not self.frame.whole)
+
+    def seen(self) -> torch.Tensor:
+        """Which keys each row sees: bool `(1 or Z, rows of all heads of the group, keys)`."""
+        frame, problem, device = self.frame, self.tokens.problem, self.tokens.q.device
+        i = torch.arange(frame.rows.start, frame.rows.stop, device=device)[:, None]
+        j = torch.arange(frame.keys.start, frame.keys.stop, device=device)[None, :]
+        if len(frame.sequences) == 1:
+            (index,) = frame.sequences
+            seen = sees(problem, i, j, problem.seqlens_q[index], problem.seqlens_k[index])[None]
+            return seen.repeat(1, problem.groups, 1) if problem.groups > 1 else seen
+        seen = sees(problem, i, j, self._rows.lengths[:, None, None], self._keys.lengths[:, None, None])
+        return seen.repeat(1, problem.groups, 1).repeat_interleave(len(frame.kv_heads), 0)
+
+
+class _Side:
+    """The rows, or the keys, of a frame."""
+
+    def __init__(self, frame: Frame, lengths: tuple[int, ...], along: range, groups: int, device: torch.device) -> None:
+        self._along, self._groups = along, groups
+        self._kv_heads, self._sequences = len(frame.kv_heads), len(frame.sequences)
+        self._heads = slice(frame.kv_heads.start * groups, frame.kv_heads.stop * groups)
+        starts, counts = [sum(lengths[:i]) for i in frame.sequences], [lengths[i] for i in frame.sequences]
+        self.counts: float | torch.Tensor
+        if self._sequences == 1:
+            self._at = slice(starts[0] + along.start, starts[0] + along.stop)
+            self.counts = float(counts[0])
+            return
+        # One copy to the device; the numbers of the real places are made on the host, so that nothing waits for the device.
+        real = [n * len(along) + t for n, count in enumerate(counts) for t in range(count)]
+        sent = torch.tensor([*starts, *counts, *real], device=device)
+        begins, self.lengths, self._real = sent.split([len(starts), len(counts), len(real)])
+        step = torch.arange(len(along), device=device)[None, :]
+        self._inside = step < self.lengths[:, None]
+        self._index = torch.where(self._inside, begins[:, None] + step, 0)
+        self.counts = self.lengths.to(torch.float64).repeat_interleave(self._kv_heads)[:, None, None]
+
+    def load(self, x: torch.Tensor) -> torch.Tensor:
+        if self._sequences == 1:
+            part = x[self._at, self._heads].to(torch.float64)[None]
+        else:
+            part = x[:, self._heads][self._index].to(torch.float64).masked_fill_(~self._inside[..., None, None], 0.0)
+        # (sequences, tokens, heads, dim) -> (sequences x kv heads, group's heads x tokens, dim)
+        part = part.transpose(1, 2).unflatten(1, (self._kv_heads, self._groups))
+        return part.flatten(2, 3).flatten(0, 1)
+
+    def store(self, out: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
+        part = part.unflatten(1, (self._groups, len(self._along))).unflatten(0, (self._sequences, self._kv_heads))
+        if self._sequences == 1:
+            at = out[self._heads, self._at]
+            part = part[0].flatten(0, 1)
+            at.copy_(at + part if add else part)
+            return
+        # (sequences, kv heads, group, tokens, n) -> (heads, sequences x tokens, n), of these the real ones
+        flat = part.permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2)
+        out[self._heads, self._index.flatten()[self._real]] = flat[:, self._real]
+
+
+def tokens_of(inputs: Inputs) -> Tokens:
+    """The batch without slack, one token after the other."""
+    p = inputs.problem
+
+    def flat(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+        return x[:, : lengths[0]].flatten(0, 1) if p.packing == "dense" else x[: sum(lengths)]
+
+    d_lse = inputs.d_lse
+    if d_lse is not None:
+        d_lse = d_lse[:, :, : p.seqlens_q[0]].transpose(0, 1).flatten(1, 2) if p.packing == "dense" else d_lse[:, : p.total_q]
+    return Tokens(
+        problem=p, q=flat(inputs.q, p.seqlens_q), k=flat(inputs.k, p.seqlens_k), v=flat(inputs.v, p.seqlens_k),
+        d_o=flat(inputs.d_o, p.seqlens_q), d_lse=d_lse,
+    )  # fmt: skip
+
+
+def frames(problem: Problem, chunk: int) -> Iterator[Frame]:
+    """Frames of at most about `chunk` scores that cover every sequence with queries and keys."""
+    sizes = {i: n_q * n_k for i, (n_q, n_k) in enumerate(zip(problem.seqlens_q, problem.seqlens_k, strict=True)) if n_q * n_k}
+    together: list[int] = []
+    for index in sorted(sizes, key=lambda i: (sizes[i], i)):
+        if together and not _fit(problem, [*together, index], sum(sizes[i] for i in [*together, index]), chunk):
+            yield from _cut(problem, together, chunk)
+            together = []
+        together.append(index)
+    if together:
+        yield from _cut(problem, together, chunk)
+
+
+def key_range(problem: Problem, index: int, rows: range) -> range:
+    """The keys of sequence `index` that some of `rows` may see."""
+    n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
+    offset = 0 if problem.causal == "top_left" else n_k - n_q
+    left, right = problem.window or (None, None)
+    limits = [n_k]
+    if problem.causal is not None:
+        limits.append(rows.stop + offset)
+    if right is not None:
+        limits.append(rows.stop + offset + right)
+    start = 0 if left is None else rows.start + offset - left
+    stop = max(0, min(limits))
+    return range(min(max(0, start), stop), stop)
+
+
+def _fit(problem: Problem, together: list[int], real: int, chunk: int) -> bool:
+    area = max(problem.seqlens_q[i] for i in together) * max(problem.seqlens_k[i] for i in together) * len(together)
+    padded = area * problem.heads
+    return padded <= chunk and padded <= max(_FREE, _PADDING * real * problem.heads)
+
+
+def _cut(problem: Problem, together: list[int], chunk: int) -> Iterator[Frame]:
+    n_q, n_k = (max(lengths[i] for i in together) for lengths in (problem.seqlens_q, problem.seqlens_k))
+    sequences, scores = tuple(together), n_q * n_k * problem.groups
+    if len(together) > 1:
+        yield Frame(problem, sequences, range(problem.kv_heads), range(n_q), range(n_k))
+        return
+    at_once = max(1, min(problem.kv_heads, chunk // scores))
+    rows_at_once = n_q if scores <= chunk else max(1, chunk // (n_k * problem.groups))
+    for head in range(0, problem.kv_heads, at_once):
+        kv_heads = range(head, min(head + at_once, problem.kv_heads))
+        for row in range(0, n_q, rows_at_once):
+            rows = range(row, min(row + rows_at_once, n_q))
+            keys = range(n_k) if len(rows) == n_q else key_range(problem, together[0], rows)
+            if keys:
+                yield Frame(problem, sequences, kv_heads, rows, keys)

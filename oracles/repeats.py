@@ -1,0 +1,72 @@
+"""Whether a Case's values are generic: the aggregate tests count errors as independent, which those of equal values are not."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from attnfuzz.oracles.backward import Gradients
+from attnfuzz.oracles.forward import Forward, Scores
+from attnfuzz.oracles.roundings import near, neighbours
+
+__all__ = ["Repeats"]
+
+_SAMPLED = 64
+
+
+class Repeats:
+    """How often values repeat in P, dS (rows and columns) and in whole rows of q and O; how dK's error spreads over rows.
+
+    g is the mean count of neighbours, weighted by the values' squares, over sampled rows and columns; 1 is generic.
+    """
+
+    FEWEST = 16
+    """Rows that the aggregate tests need at least."""
+    LIMIT = 1.25
+
+    def __init__(self) -> None:
+        self._g: list[torch.Tensor] = []
+        self._carried: list[torch.Tensor] = []
+        self._whole = True
+
+    def add(self, t: Scores, f: Forward, g: Gradients, *, whole: bool) -> None:
+        """Look at one frame."""
+        self._whole &= whole
+        if not self._whole:
+            return
+        window = t.form.u / 256
+        self._g += [_repeated([t.p, g.d_s], window), _repeated([t.p.mT, g.d_s.mT], window), _repeated_rows(t, f)]
+        self._carried.append(g.carried.flatten())
+
+    def figures(self) -> torch.Tensor | None:
+        """(g, the effective number of rows that carry the error of D into dK), on the device; None: not generic for certain."""
+        if not self._whole or not self._g:
+            return None
+        carried = torch.cat(self._carried)
+        rows = carried.sum().square() / carried.square().sum().clamp(min=1e-300)
+        return torch.stack([torch.stack(self._g).nan_to_num(nan=torch.inf).amax(), rows])
+
+
+def _repeated(values: list[torch.Tensor], window: float) -> torch.Tensor:
+    """Mean count of neighbours in a row, weighted by the square, over rows spread evenly: the largest of `values`."""
+    rows = values[0].shape[0] * values[0].shape[1]
+    sample = torch.stack([x.flatten(0, 1)[:: -(-rows // _SAMPLED)] for x in values])
+    weight = sample * sample
+    counted = (neighbours(sample, window) * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_(min=1e-300)
+    return counted.amax()
+
+
+def _repeated_rows(t: Scores, f: Forward) -> torch.Tensor:
+    """Mean count of rows with the same q, or the same O, told by a random projection."""
+    place = torch.stack([x @ _direction(x.shape[-1], x.device) for x in (t.q, f.o)])
+    place.masked_fill_(t.dead[None, ..., 0], torch.inf)
+    norm = torch.stack([t.q.norm(dim=-1).div_(2), f.o.norm(dim=-1)])
+    counts = near(place, norm.mul_(t.form.u / 128)).masked_fill_(t.dead[None, ..., 0], 0.0)
+    return counts.sum((1, 2)).amax() / (t.dead.numel() - t.dead.sum())
+
+
+@functools.cache
+def _direction(dim: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dim)
+    return torch.randn(dim, generator=generator, dtype=torch.float64).to(device)

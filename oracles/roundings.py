@@ -1,0 +1,67 @@
+"""What happens to a factor on its way into a product: rounded once to the dtype, truncated to tf32, or flushed to zero.
+
+Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.oracles.formats import TF32, Format
+
+__all__ = ["VARIANCE", "Rounding", "near", "neighbours"]
+
+VARIANCE = 0.18
+"""Mean square of a relative rounding error over u**2, for a log-uniform mantissa."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Rounding of intermediate values to `form`: only of half-precision kernels, or tf32's where that is declared."""
+
+    form: Format
+    half: bool
+    tf32: bool
+
+    def variance(self, x: torch.Tensor, eta: float, exact: torch.Tensor | None = None) -> torch.Tensor:
+        """Mean square of one rounding of x >= 0: 0 where it may be flushed (that is `flushed`'s), or where `exact`.
+
+        max(0.18 u^2 x^2, eta^2 / 3 below the smallest normal), as one rounding in the subnormals is even over 2 eta.
+        """
+        if not self.half:
+            return torch.zeros_like(x)
+        found = (x * x).mul_(VARIANCE * self.form.u**2)
+        found.masked_fill_(x < eta / self.form.u, eta * eta / 3)
+        gone = x <= 4 * eta
+        return found.masked_fill_(gone if exact is None else gone | exact, 0.0)
+
+    def worst(self, x: torch.Tensor, eta: float) -> torch.Tensor:
+        """The largest error of x >= 0: max(u x, min(x, eta)), or tf32's truncation."""
+        if self.half:
+            return torch.maximum(self.form.u * x, x.clamp(max=eta))
+        return x * TF32 if self.tf32 else torch.zeros_like(x)
+
+    def flushed(self, x: torch.Tensor, slack: torch.Tensor | None, eta: float) -> torch.Tensor:
+        """min(x + slack, eta) where x >= 0 is so small that it may be flushed as a whole, else 0: coherent, not random."""
+        if not self.half:
+            return torch.zeros_like(x)
+        size = x if slack is None else x + slack
+        return size.clamp(max=eta).masked_fill_(x > 4 * eta, 0.0)
+
+
+def neighbours(x: torch.Tensor, window: float) -> torch.Tensor:
+    """How many entries of its last dimension lie within `window * |x|` of each x, itself among them; float64, at least 1.
+
+    Values that repeat are rounded alike, so that their errors add up and do not average out.
+    """
+    return near(x, window * x.abs())
+
+
+def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """How many entries of the last dimension lie within `distance` of each x; float64, at least 1."""
+    ordered = x.sort(-1)[0].contiguous()
+    above = torch.searchsorted(ordered, (x + distance).contiguous(), right=True)
+    below = torch.searchsorted(ordered, (x - distance).contiguous())
+    return (above - below).to(torch.float64).clamp_(min=1)
