@@ -5,19 +5,21 @@ The oracle, the budgets and the rivals' references are made once for a Case and 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from attnfuzz.harness.inputs import materialise
-from attnfuzz.harness.judge import judge, truth
+from attnfuzz.harness.judge import Truth, Truths, judge, truth
 from attnfuzz.harness.rivals import References, Rival, alarms, compared, references
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.harness.verdict_cases import Drawn, Table, drawn
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Inputs, Outputs
-from attnfuzz.kernels.problem import OUTPUT_NAMES
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Alarm", "Judged", "Shown", "Work", "work"]
@@ -96,8 +98,9 @@ def _judged(table: Table, index: int, one: Drawn, faults: tuple[str, ...]) -> Ju
         expected = truth(inputs, kernel.capabilities.deviations, "cpu")
     against = references(inputs, {name: each.expected for name, each in expected.items()})
     made = _outputs(case, case.kernel, inputs)
-    told = judge(case.kernel, inputs, made, expected)
-    shown = {slug: _shown(case, f"fault.numeric.{slug}", inputs, expected, against, made) for slug in faults}
+    fresh = _copies(expected)
+    told = judge(case.kernel, inputs, made, fresh())
+    shown = {slug: _shown(case, f"fault.numeric.{slug}", inputs, fresh(), against, made) for slug in faults}
     figures = told.figures.values()
     return Judged(
         table=table,
@@ -120,6 +123,36 @@ def _outputs(case: Case, name: str, inputs: Inputs) -> Outputs:
     built = registry.get(name).build(case.problem, case.config, "cpu")
     o, lse = built.forward(inputs)
     return Outputs(o, lse, *built.backward(inputs, o, lse))
+
+
+class _Copy(Truths):
+    """A Truths as it was made, whatever was judged with it before; ties are counted once for all copies."""
+
+    def __init__(self, made: Truths, tied: Callable[[], Truths]) -> None:
+        dict.__init__(self, made)
+        self.__dict__.update(vars(made))
+        self._tied = tied
+
+    def count_ties(self) -> None:
+        """Take over what the shared one has counted."""
+        tied = self._tied()
+        self.update(tied)
+        self.ties, self.budgets = tied.ties, tied.budgets
+
+
+def _copies(made: dict[OutputName, Truth]) -> Callable[[], dict[OutputName, Truth]]:
+    """A judge may count ties and keep them, which the next kernel on the same Case must not see: each gets a copy."""
+    if not isinstance(made, Truths):
+        return lambda: made
+    plain = made
+    tied = copy.copy(plain)
+
+    def counted() -> Truths:
+        if not tied.ties:
+            tied.count_ties()
+        return tied
+
+    return lambda: _Copy(plain, counted)
 
 
 def _shown(case: Case, name: str, inputs: Inputs, expected: Any, against: References, correct: Outputs) -> Shown:

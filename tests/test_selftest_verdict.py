@@ -157,17 +157,17 @@ def test_drawn_cases_are_supported_and_the_same_again(table: Any) -> None:
 
 
 def test_a_sharp_judge_is_right_and_the_figures_do_not_depend_on_the_processes() -> None:
-    done = verdict(12, jobs=1, seed=1, faults=SURE)
+    done = verdict(6, jobs=1, seed=1, faults=SURE)
     assert done.right, (done.alarms, done.below)
     assert [row.fault for row in done.faults] == ["drop_key_fwdbwd"] * 2 + ["O_lastrow_missing"] * 2
-    assert sum(row.cases for row in done.families) == 12
+    assert sum(row.cases for row in done.families) == 6
     assert all(row.cases and row.outputs for row in done.faults)
     told = machine_object(done)
     assert json.dumps(told)
     assert told["right"] is True
-    again = verdict(12, jobs=2, seed=1, faults=SURE)
+    again = verdict(6, jobs=2, seed=1, faults=SURE)
     assert (again.families, again.faults, again.elements) == (done.families, done.faults, done.elements)
-    assert verdict(12, jobs=1, seed=2, faults=SURE[:1]).families != done.families
+    assert verdict(6, jobs=1, seed=2, faults=SURE[:1]).families != done.families
 
 
 def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
@@ -250,6 +250,14 @@ def test_a_false_alarm_on_a_faults_case_counts(monkeypatch: pytest.MonkeyPatch) 
     case = case_from_object(judged[0].alarm.case)
     monkeypatch.undo()
     assert run_trial(case, "cpu").status == "pass", "the Case of an alarm is one that `attnfuzz repro` can run"
+
+
+def test_a_fault_is_judged_as_if_it_were_alone() -> None:
+    """What the judge counts for one kernel does not loosen what it says of the next."""
+    slugs = ("O_lastrow_missing", "dQdK_scale_0.1pct", "P_truncated")
+    together = work(Work("mixed", 3, {2: slugs}))[0]
+    for slug in slugs:
+        assert work(Work("mixed", 3, {2: (slug,)}))[0].faults[slug] == together.faults[slug]
 
 
 def test_wrong_arguments_are_refused() -> None:
