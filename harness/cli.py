@@ -389,6 +389,25 @@ def selftest_faults_command(kernels: tuple[str, ...], device: str, as_json: bool
     click.get_current_context().exit(CLEAN if done.right else FAILURES)
 
 
+@selftest_group.command("verdict")
+@click.option("--cases", default=3000, show_default=True, type=int, metavar="N", help="Correct cases; faulty ones in proportion.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes [default: the cores].")
+@_seed
+@_json
+def selftest_verdict_command(cases: int, jobs: int | None, seed: int, as_json: bool) -> None:
+    """Judge emulated kernels, right ones and 36 that are wrong by little: exit 0 only if none is accused and all are found."""
+    from attnfuzz.harness.report.selftest_verdict import CaseProgress, show_verdict
+    from attnfuzz.harness.selftest_verdict import machine_object, verdict
+
+    with CaseProgress(_console(stderr=as_json)) as progress:
+        done = verdict(cases, seed=seed, jobs=jobs, progress=progress)
+    if as_json:
+        click.echo(dumps(machine_object(done)))
+    else:
+        show_verdict(_console(), done)
+    click.get_current_context().exit(CLEAN if done.right else FAILURES)
+
+
 @main.command("demo")
 @_out
 @_seed

@@ -26,8 +26,12 @@ _BUILT_IN = {
     "torch.flex": "attnfuzz.kernels.torch.flex:KERNEL",
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
-_HIDDEN = {"demo.varlen": "attnfuzz.kernels.planted:demo_kernel"}
-"""Found by name, never listed: kernels that are wrong on purpose. So are those whose name begins with "fault."."""
+_HIDDEN = {
+    "demo.varlen": "attnfuzz.kernels.planted:demo_kernel",
+    "emulated": "attnfuzz.kernels.emulated.kernel:KERNEL",
+    "emulated.prescaled": "attnfuzz.kernels.emulated.kernel:PRESCALED",
+}
+"""Found by name, never listed: they are there to try the harness. So are those whose name begins with "fault."."""
 _FAULT = "fault."
 
 _MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
@@ -91,6 +95,8 @@ def get(name: str) -> Kernel:
 
 def _fault(slug: str) -> Kernel | None:
     backend, dot, rest = slug.partition(".")
+    if backend == "numeric":
+        return importlib.import_module("attnfuzz.kernels.emulated.kernel").fault_kernel(rest)  # type: ignore[no-any-return]
     if dot:
         return importlib.import_module("attnfuzz.kernels.faults.device").fault_kernel(backend, rest)  # type: ignore[no-any-return]
     return importlib.import_module("attnfuzz.kernels.faults.host").fault_kernel(slug)  # type: ignore[no-any-return]

@@ -1,0 +1,83 @@
+"""Arithmetic of GPU kernels in torch on the CPU: roundings to half, and products accumulated as tensor cores do it.
+
+Operands are float32 tensors that hold values of the input dtype, so that products of half values are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+__all__ = ["DTYPES", "Accumulation", "product", "rounded", "toward_zero", "truncated"]
+
+Accumulation = Literal["f32", "rz", "tc", "half"]
+"""f32: torch's own. rz: exact blocks of 16, added to float32 toward zero. tc: blocks of 16 aligned to the largest term and cut
+two bits below float32's last, as measured of Hopper's tensor cores (Fasi et al. 2021; Khattak and Mikaitis 2025). half: blocks
+of 16 added in the input dtype, which is a fault."""
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_BLOCK = 16
+_TC_BITS = 25
+"""Bits below the largest term's leading one that a tensor core keeps: 23 of float32 and 2 more."""
+_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 -> `dtype` to nearest even, as float32."""
+    return x.to(dtype).float()
+
+
+def truncated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 -> `dtype` toward zero, as float32."""
+    return toward_zero(x, dtype).float()
+
+
+def toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float64 or float32 -> `dtype` toward zero: where the nearest is too large in size, the value below it."""
+    y = x.to(dtype)
+    over = y.double().abs() > x.double().abs()
+    bits = _BITS[dtype]
+    return (y.view(bits) - over.to(bits)).view(dtype)
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    accumulation: Accumulation = "f32",
+    start: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """start + a @ b, float32: `a (..., n, k)`, `b (..., k, m)`, accumulated over k in blocks of 16.
+
+    Args:
+        a: left operand, float32.
+        b: right operand, float32.
+        accumulation: how blocks are added.
+        start: float32 accumulator to begin with; None: 0.
+        dtype: of the accumulator where accumulation is "half".
+    """
+    if accumulation == "f32":
+        found = torch.matmul(a, b)
+        return found if start is None else start + found
+    left, right = a.double(), b.double()
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = a.new_zeros((*batch, a.shape[-2], b.shape[-1]), dtype=torch.float64) if start is None else start.double()
+    for at in range(0, a.shape[-1], _BLOCK):
+        x, y = left[..., at : at + _BLOCK], right[..., at : at + _BLOCK, :]
+        if accumulation == "tc":
+            total = toward_zero(_aligned_sum(x, y, total), torch.float32).double()
+        elif accumulation == "rz":
+            total = toward_zero(total + x @ y, torch.float32).double()
+        else:
+            total = (total + x @ y).float().to(dtype).double()
+    return total.float()
+
+
+def _aligned_sum(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """total + x @ y of one block, every term cut at the same bit before the exact sum; float64."""
+    terms = x.unsqueeze(-1) * y.unsqueeze(-3)
+    largest = torch.maximum(terms.abs().amax(-2), total.abs())
+    exponent = torch.frexp(largest)[1].double() - 1
+    unit = torch.exp2(torch.where(largest > 0, exponent, 0.0) - _TC_BITS)
+    return (torch.trunc(terms / unit.unsqueeze(-2)).sum(-2) + torch.trunc(total / unit)) * unit

@@ -1,0 +1,204 @@
+"""The emulated kernel as subjects of the harness: "emulated", "emulated.prescaled" and "fault.numeric.<slug>". Never listed.
+
+They try the judge: the correct ones must always pass, the faulty ones be found (`attnfuzz selftest verdict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
+from attnfuzz.kernels.emulated.arithmetic import DTYPES
+from attnfuzz.kernels.emulated.choices import Choices, sample
+from attnfuzz.kernels.emulated.faults import Change, fault
+from attnfuzz.kernels.emulated.tiled import Sequence, Tiled
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+
+__all__ = ["FAULT_PREFIX", "KERNEL", "PRESCALED", "Emulated", "fault_kernel"]
+
+FAULT_PREFIX: Final = "fault.numeric."
+_FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+_CORRECT: Final = Change()
+
+
+def _capabilities(*, prescaled_q: bool) -> Capabilities:
+    return Capabilities(
+        packings=("ragged", "dense"),
+        dtypes=("float16", "bfloat16", "float32"),
+        dims=((64, 64), (32, 32), (16, 16), (128, 128), (96, 96), (64, 48), (192, 128), (40, 72), (256, 256)),
+        dim_multiple=1,
+        groups=None,
+        causal=(None, "bottom_right", "top_left"),
+        window=True,
+        zero_q=True,
+        zero_k=True,
+        unequal=True,
+        slack=True,
+        scale_any=True,
+        devices=("cpu",),
+        compiles_on=(),
+        dlse=True,
+        deterministic=OUTPUT_NAMES,
+        deviations=Deviations(prescaled_q=prescaled_q),
+    )
+
+
+class Emulated:
+    """Tiled flash attention in torch on the CPU; deterministic, whatever its Config draws."""
+
+    backend = "torch"
+    files = _FILES
+
+    def __init__(self, name: str, change: Change = _CORRECT, *, prescaled_q: bool = False) -> None:
+        self.name, self.change, self.prescaled_q = name, change, prescaled_q
+        self.capabilities = _capabilities(prescaled_q=prescaled_q)
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        """Some two dozen, the plainest first; any other combination of choices is taken too."""
+        return sample(problem)
+
+    def unavailable(self, device: Device) -> str | None:
+        """None on the CPU."""
+        return None if device == "cpu" else f"device={device!r}: the emulation runs on the CPU only"
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        """Why not, or None."""
+        try:
+            choices = Choices.of(config)
+        except BadArgument as error:
+            return str(error)
+        if choices.mma != "f32" and problem.dtype == "float32":
+            return f"mma={choices.mma!r}: tensor cores take float16 and bfloat16"
+        return why_unsupported(self.capabilities, problem, device)
+
+    def compile_key(self, problem: Problem, config: Config) -> str:  # noqa: ARG002 - the contract's signature
+        """Nothing is compiled: one key for all."""
+        return self.name
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        """Nothing to compile.
+
+        Raises:
+            BadArgument: `problem` or `config` is not supported.
+        """
+        if reason := self.supports(problem, config, device):
+            raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
+        return _Emulation(Choices.of(config), self.change, prescaled_q=self.prescaled_q)
+
+
+class _Emulation:
+    """Sequence by sequence. Slack rows of outputs are 0."""
+
+    def __init__(self, choices: Choices, change: Change, *, prescaled_q: bool) -> None:
+        self.choices, self.change, self.prescaled_q = choices, change, prescaled_q
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """`o` like q with dim_v; `lse (heads, rows)` beside a ragged q, `(batch, heads, rows)` beside a dense one."""
+        p, q = inputs.problem, inputs.q
+        o = q.new_zeros((*q.shape[:-1], p.dim_v))
+        shape = (p.batch, p.heads, q.shape[1]) if p.packing == "dense" else (p.heads, q.shape[0])
+        lse = torch.zeros(shape, dtype=torch.float32)
+        for index, at in enumerate(_places(p, p.seqlens_q)):
+            if p.seqlens_q[index]:
+                o_part, lse_part, _ = self._tiled(inputs, index).forward()
+                o[at] = _tokens_first(o_part).to(o.dtype)
+                lse[_of_lse(at)] = lse_part.flatten(0, 1)
+        return o, lse
+
+    def backward(
+        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`dq, dk, dv` like `q, k, v`. `lse` is required."""
+        if lse is None:
+            raise BadArgument("lse=None: the backward recomputes P from it; pass what forward returned")
+        p = inputs.problem
+        dq, dk, dv = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
+        places = zip(_places(p, p.seqlens_q), _places(p, p.seqlens_k), strict=True)
+        for index, (at_q, at_k) in enumerate(places):
+            if not (p.seqlens_q[index] and p.seqlens_k[index]):
+                continue
+            tiled = self._tiled(inputs, index)
+            o_part = _heads_first(p, o[at_q].float())
+            # The fp32 O is not among the outputs: a kernel that takes D from it fuses both passes.
+            fused = self.choices.delta == "fp32_o" or self.change.delta == "bfloat16_o"
+            o32 = self._tiled(inputs, index).forward()[2] if fused else o_part
+            lse_part = lse[_of_lse(at_q)].unflatten(0, (p.kv_heads, p.groups))
+            dq_part, dk_part, dv_part = tiled.backward(o_part, lse_part, o32)
+            dq[at_q] = _tokens_first(dq_part).to(dq.dtype)
+            dk[at_k] = dk_part.transpose(0, 1).to(dk.dtype)
+            dv[at_k] = dv_part.transpose(0, 1).to(dv.dtype)
+        return dq, dk, dv
+
+    def _tiled(self, inputs: Inputs, index: int) -> Tiled:
+        p = inputs.problem
+        at_q, at_k = list(_places(p, p.seqlens_q))[index], list(_places(p, p.seqlens_k))[index]
+        d_lse = inputs.d_lse
+        sequence = Sequence(
+            dtype=DTYPES[p.dtype],
+            q=_heads_first(p, inputs.q[at_q].float()),
+            k=inputs.k[at_k].float().transpose(0, 1)[:, None],
+            v=inputs.v[at_k].float().transpose(0, 1)[:, None],
+            d_o=_heads_first(p, inputs.d_o[at_q].float()),
+            d_lse=None if d_lse is None else d_lse[_of_lse(at_q)].unflatten(0, (p.kv_heads, p.groups)),
+            seen=_seen(p, index, self.change.causal_shift),
+        )
+        return Tiled(sequence, p.scale, self.choices, self.change, prescaled_q=self.prescaled_q)
+
+
+_Place = tuple[slice | int, ...]
+
+
+def _places(problem: Problem, lengths: tuple[int, ...]) -> Iterator[_Place]:
+    """Where each sequence's rows are: (batch, rows) of a dense tensor, (rows,) of a ragged one."""
+    start = 0
+    for index, length in enumerate(lengths):
+        if problem.packing == "dense":
+            yield index, slice(length)
+        else:
+            yield (slice(start, start + length),)
+            start += length
+
+
+def _of_lse(at: _Place) -> _Place:
+    """The same place in LSE, which has its heads before its rows."""
+    return (*at[:-1], slice(None), at[-1])
+
+
+def _heads_first(problem: Problem, x: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, dim) -> [kv_heads, groups, rows, dim]."""
+    return x.transpose(0, 1).unflatten(0, (problem.kv_heads, problem.groups))
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """[kv_heads, groups, rows, dim] -> (rows, heads, dim)."""
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+def _seen(problem: Problem, index: int, shift: int) -> torch.Tensor:
+    """Which keys each query sees, bool (seqlen_q, seqlen_k); the causal edge `shift` keys too far right."""
+    n, m = problem.seqlens_q[index], problem.seqlens_k[index]
+    rows, keys = torch.arange(n)[:, None], torch.arange(m)[None, :]
+    diagonal = rows if problem.causal == "top_left" else rows + (m - n)
+    seen = torch.ones(n, m, dtype=torch.bool)
+    if problem.causal is not None:
+        seen &= keys <= diagonal + shift
+    left, right = problem.window or (None, None)
+    if left is not None:
+        seen &= keys >= diagonal - left
+    if right is not None:
+        seen &= keys <= diagonal + right
+    return seen
+
+
+KERNEL: Final = Emulated("emulated")
+PRESCALED: Final = Emulated("emulated.prescaled", prescaled_q=True)
+
+
+def fault_kernel(slug: str) -> Emulated | None:
+    """The kernel called "fault.numeric." and `slug`; None: there is none."""
+    found = fault(slug)
+    return None if found is None else Emulated(FAULT_PREFIX + slug, found.change)
