@@ -22,6 +22,7 @@ _BUILT_IN = {
     "torch.cudnn": "attnfuzz.kernels.torch.cudnn:DENSE",
     "torch.cudnn_varlen": "attnfuzz.kernels.torch.cudnn:RAGGED",
     "torch.efficient": "attnfuzz.kernels.torch.efficient:KERNEL",
+    "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
     "torch.flash": "attnfuzz.kernels.torch.flash:KERNEL",
     "torch.flex": "attnfuzz.kernels.torch.flex:KERNEL",
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",

@@ -5,13 +5,18 @@ OpMultiplyAddFastF32), close to float32 itself and therefore declared as no devi
 with +inf; the padding is the op's own to read and goes back to its backward untouched. The backward makes dS from P as it was
 rounded for dV, which is declared.
 
-scaled_dot_product_attention never calls it for a tensor or a sequence without elements, nor do we. Its torch.nn.attention.bias
-warns of NaN in a bottom-right mask with more queries than keys, a Problem like others here.
+scaled_dot_product_attention never calls it for a tensor or a sequence without elements, nor do we.
+
+With a bottom-right mask and more queries than keys the op is wrong (torch.nn.attention.bias warns of NaN there), in every output:
+its mask test subtracts without a sign. `torch.efficient` leaves such sequences out, `torch.efficient_more_queries` is the same op
+with them, so that what is known of these hides nothing else.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Deviations
 from attnfuzz.kernels.torch.ops import DETERMINISTIC, Op, Part, Peer, Step, missing_op
@@ -19,9 +24,9 @@ from attnfuzz.kernels.torch.ops import DETERMINISTIC, Op, Part, Peer, Step, miss
 if TYPE_CHECKING:
     import torch
 
-    from attnfuzz.kernels.problem import Causal
+    from attnfuzz.kernels.problem import Causal, Problem
 
-__all__ = ["KERNEL"]
+__all__ = ["KERNEL", "MORE_QUERIES"]
 
 _CAPABILITIES: Final = Capabilities(
     packings=("ragged", "dense"),
@@ -98,10 +103,27 @@ def _unpadded(part: Part, lse: torch.Tensor) -> torch.Tensor:
     return torch.cat([lse[number, :, :length] for number, _, length in part.sequences()], dim=-1)
 
 
+def _more_queries(problem: Problem) -> str | None:
+    """Where the op is known to be wrong."""
+    pairs = zip(problem.seqlens_q, problem.seqlens_k, strict=True)
+    if problem.causal == "bottom_right" and any(n_q > n_k for n_q, n_k in pairs):
+        return "causal='bottom_right': no more queries than keys here; torch.efficient_more_queries is the same op with them"
+    return None
+
+
 KERNEL: Final = Peer(
     name="torch.efficient",
     file=__file__,
     capabilities=_CAPABILITIES,
+    step=_Efficient,
+    missing=lambda: missing_op(_OPS),
+    refuses=_more_queries,
+    configs=DETERMINISTIC,
+)
+MORE_QUERIES: Final = Peer(
+    name="torch.efficient_more_queries",
+    file=__file__,
+    capabilities=replace(_CAPABILITIES, causal=("bottom_right",), deterministic=()),
     step=_Efficient,
     missing=lambda: missing_op(_OPS),
     configs=DETERMINISTIC,
