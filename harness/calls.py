@@ -120,7 +120,7 @@ def _difference(
     problem = bench.case.problem
     was, now = heads_first(problem, name, before), heads_first(problem, name, after)
     same = (was == now) & (was.signbit() == now.signbit()) | was.isnan() & now.isnan()
-    limit = torch.zeros_like(was) if exact else true.reorder
+    limit = torch.zeros_like(was) if exact else true.reorder(was, now)
     if not exact:
         same |= (was == now) | ((now - was).abs() <= limit)
     count = int((~same).sum())

@@ -133,7 +133,7 @@ def _compared(sides: list[_Side], form: Format, exact: slice) -> tuple[torch.Ten
     ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=1.0 + 1e-6))
     ratio = torch.where(inside | finite & ~endless, ratio, torch.inf).masked_fill_(inside & (endless | ~finite), 0.0)
     broken = (torch.isnan(got) & judged) | (~finite & ~inside)
-    return ~inside, broken, ratio, judged, _multiples(excess, sides)
+    return ~inside, broken, ratio, judged, _multiples(excess, sides).masked_fill_(~judged, 0.0)
 
 
 def _multiples(excess: torch.Tensor, sides: list[_Side]) -> torch.Tensor:

@@ -33,13 +33,11 @@ class Truth:
     budget: Budget | None = None
     form: Format = _SINGLE
 
-    @property
-    def reorder(self) -> torch.Tensor:
-        """How far apart two runs may be that add in different orders: two sums' errors and two last roundings."""
-        if self.budget is None or self.budget.reorder is None:
-            return 2 * (self.allowed + half_ulp(self.expected.nan_to_num(neginf=0.0), self.form))
-        apart = 2 * (self.budget.reorder + half_ulp(self.expected.abs() + self.budget.reorder, self.form))
-        return apart.masked_fill_(self.allowed == torch.inf, torch.inf)
+    def reorder(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """How far apart two runs' outputs may be that add in different orders: two sums' errors and two last roundings."""
+        error = self.allowed if self.budget is None or self.budget.reorder is None else self.budget.reorder
+        largest = torch.maximum(one.abs(), other.abs()).nan_to_num(nan=0.0, posinf=self.form.largest)
+        return (2 * (error + half_ulp(largest, self.form))).masked_fill_(self.allowed == torch.inf, torch.inf)
 
 
 class Truths(dict[OutputName, Truth]):

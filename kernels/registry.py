@@ -21,6 +21,7 @@ _BUILT_IN = {
     "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",
     "torch.cudnn": "attnfuzz.kernels.torch.cudnn:DENSE",
     "torch.cudnn_varlen": "attnfuzz.kernels.torch.cudnn:RAGGED",
+    "torch.cudnn_varlen_long": "attnfuzz.kernels.torch.cudnn:LONG",
     "torch.efficient": "attnfuzz.kernels.torch.efficient:KERNEL",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
     "torch.flash": "attnfuzz.kernels.torch.flash:KERNEL",

@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
-from attnfuzz.oracles.forward import Forward, Scores, accumulated, least, spread_of, steps_of
+from attnfuzz.oracles.forward import TIES, Forward, Scores, accumulated, least, spread_of, steps_of
 from attnfuzz.oracles.roundings import VARIANCE, near, neighbours
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
@@ -179,11 +179,38 @@ def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Su
     if ties and t.rounding.half:
         n = neighbours(t.p.mT.contiguous(), u / 16).mT
         tau2 = ((n - 1).mul_(v_b)).mT @ d2
+        if t.whole:
+            tau2 = torch.maximum(tau2, _known_roundings(t, v_b > 0, sigma2))
     hard = c_b.mul_(e + 1).mT @ d_size
     found = Sums(result=result, size=size, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=noise)
     if deviations.half_partials:
         _add_partials(t, found, t.p, t.d_o, 1.0)
     return found
+
+
+def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the rounding of P does to dS = rounded(P) (dP - D): worst case, mean square, and what of it is no random error.
+
+    That is P which may be flushed, and P next to 1, which becomes 1.
+    """
+    u, eta = t.form.u, t.form.eta
+    rest, flushed = 1 - t.p, t.rounding.flushed(t.p, t.p * x.e, eta)
+    top = rest < u
+    units = half_ulp(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
+    coherent = torch.where(top, rest.clamp(max=u / 2), flushed)
+    return t.rounding.worst(t.p, eta) * x.gap, units * x.gap * x.gap, coherent * x.gap
+
+
+def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> torch.Tensor:
+    """tau^2 such that 6 sigma + 4 tau is at least 3 sigma + |the sum of P's roundings|, where that sum is known to be large.
+
+    The kernel's P is the exact one to float32, so its rounding is known but for what lies next to a tie. Equal rows under a
+    causal mask, say, have P in steps of an even size, which are rounded alike though no two are equal (seen: 6.4 sigma in dV).
+    """
+    unit = 2 * half_ulp(t.p, t.form)
+    error = torch.round(t.p / unit).mul_(unit).sub_(t.p).masked_fill_(~random, 0.0)
+    known = (error.mT @ t.d_o).abs_()
+    return (known - 3 * sigma2.sqrt()).clamp_(min=0.0).div_(TIES).square_()
 
 
 def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: Deviations, *, ties: bool) -> Gradients:
@@ -194,14 +221,16 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     size = d_size + x.slack
     over = size >= 0.999 * t.form.largest / max(1.0, scale)
     v_s = t.rounding.variance(d_size, eta)
-    h_s = t.rounding.flushed(d_size, x.slack, eta).masked_fill_(t.unseen, 0.0)
-    c_s = t.rounding.worst(size, eta)
-    rounding2 = v_s + x.slack.square().mul_(VARIANCE * u * u) if t.rounding.half else v_s
+    slack, rounding2, of_p = x.slack, v_s, None
+    if t.rounding.half:
+        rounding2 = v_s + x.slack.square().mul_(VARIANCE * u * u)
     if deviations.ds_from_rounded_p:
-        # dS = rounded(P) (dP - D): the rounding of P on top of that of dS.
-        rounding2 = rounding2 + t.rounding.variance(t.p, t.form.eta) * x.gap * x.gap
-        c_s = c_s + t.rounding.worst(t.p, t.form.eta) * x.gap
-        h_s = h_s + t.rounding.flushed(t.p, t.p * x.e, t.form.eta) * x.gap
+        worst, random2, of_p = _rounded_p(t, x)
+        slack, rounding2 = slack + worst, rounding2 + random2
+    h_s = t.rounding.flushed(d_size, slack, eta).masked_fill_(t.unseen, 0.0)
+    c_s = t.rounding.worst(d_size + slack, eta)
+    if of_p is not None:
+        c_s, h_s = c_s + worst, h_s + of_p
     w = x.e_s + h_s
     s2 = scale * scale
     k_size, k2 = t.k_size, t.k2
@@ -287,7 +316,8 @@ def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale
     if not t.whole:
         sums.b.add_(worst)
         return
-    random = t.rounding.variance(shares, t.form.eta).sum(1)
+    # With their true units: over all of an output the mean square of 0.18 u^2 x^2 is off by more than the statistics allow.
+    random = half_ulp(shares, t.form).square_().mul_(1 / 3).sum(1)
     sums.hard.add_(worst)
     sums.sigma2.add_(random)
     sums.b.add_(t.rounding.flushed(shares, None, t.form.eta).sum(1))

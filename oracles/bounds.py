@@ -30,8 +30,6 @@ __all__ = ["Budget", "Budgets", "budgets"]
 _PARTS = 6
 _SUMS = ("result", "size", "sigma2", "tau2", "hard", "b", "flush", "noise")
 _LEAN = ("result", "size", "sigma2", "hard", "b")
-_LEAN_CHUNK = 4
-"""How much smaller the frames of a batch are whose memory counts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +83,7 @@ def budgets(
     for name in ("softcap", "score_mod", "mask_mod"):
         if getattr(problem, name):
             raise reject(f"problem.{name}", getattr(problem, name), "its error budget is not known yet", "leave it out")
-    chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"] // (_LEAN_CHUNK if lean else 1) if chunk is None else chunk
+    chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"] if chunk is None else chunk
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)
@@ -117,7 +115,9 @@ class _Made:
             "dk": zeros(p.kv_heads, p.total_k, sums * p.dim_qk),
             "dv": zeros(p.kv_heads, p.total_k, sums * p.dim_v),
         }
-        self._repeats = Repeats() if not lean and p.total_q * p.heads >= Repeats.FEWEST else None
+        # The statistics are those of roundings to half precision; the errors of float32 arithmetic are bounded, not modelled.
+        generic = not lean and p.dtype != "float32" and p.total_q * p.heads >= Repeats.FEWEST
+        self._repeats = Repeats() if generic else None
 
     def add(self, placed: Placed, t: Scores, f: Forward, g: Gradients) -> None:
         """Put one frame's results into their places."""

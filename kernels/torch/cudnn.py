@@ -2,8 +2,12 @@
 
 The causal mask is top-left aligned. Dims are multiples of 8 up to 128, and 192/128 from cuDNN 9.11 on;
 scaled_dot_product_attention calls it for no tensor without elements and not for a single key, so neither is declared here.
-How cuDNN computes is not published. Measured on cuDNN 9 (H200): dK and dV of grouped heads have the noise of one rounding for each
-query head before the group is summed, and without groups they do not; so that is declared.
+How cuDNN computes is not published. Measured on cuDNN 9 (H200): dK and dV of grouped heads have the noise of one rounding for
+each query head before the group is summed, and without groups they do not; so that is declared.
+
+The ragged backward gets the head dim for the longest query sequence (query.size(2) of a ragged q is its dim), so that dQ and dK
+are wrong, unwritten or other each time, as soon as a sequence has more queries than that. `torch.cudnn_varlen` leaves such
+sequences out, `torch.cudnn_varlen_long` is the same op with them, so that what is known of these hides nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
     from attnfuzz.kernels.problem import Problem
 
-__all__ = ["DENSE", "RAGGED"]
+__all__ = ["DENSE", "LONG", "RAGGED"]
 
 _CAPABILITIES: Final = Capabilities(
     packings=("dense",),
@@ -149,10 +153,28 @@ DENSE: Final = Peer(
     missing=lambda: _without_cudnn(_DENSE_OPS),
     refuses=_too_wide,
 )
+_RAGGED_CAPABILITIES: Final = replace(_CAPABILITIES, packings=("ragged",), slack=True, groups=(1,))
+
+
+def _too_long(problem: Problem) -> str | None:
+    """Where the ragged backward is known to be wrong."""
+    if (longest := max(problem.seqlens_q)) > problem.dim_qk:
+        return f"seqlen_q={longest}: no more queries than dim_qk here; torch.cudnn_varlen_long is the same op with more"
+    return _too_wide(problem)
+
+
 RAGGED: Final = Peer(
     name="torch.cudnn_varlen",
     file=__file__,
-    capabilities=replace(_CAPABILITIES, packings=("ragged",), slack=True, groups=(1,)),
+    capabilities=replace(_RAGGED_CAPABILITIES, length_max=192),
+    step=_Ragged,
+    missing=lambda: _without_cudnn(_RAGGED_OPS),
+    refuses=_too_long,
+)
+LONG: Final = Peer(
+    name="torch.cudnn_varlen_long",
+    file=__file__,
+    capabilities=replace(_RAGGED_CAPABILITIES, deterministic=()),
     step=_Ragged,
     missing=lambda: _without_cudnn(_RAGGED_OPS),
     refuses=_too_wide,
