@@ -184,6 +184,7 @@ class _Turn:
             most=settings.max_examples,
             most_failures=settings.max_failures,
             shrink_seconds=profile.shrink,
+            plain=settings.plain,
         )
 
     def run(self) -> None:

@@ -26,7 +26,7 @@ from attnfuzz.harness.tally import Tally
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.trials import trial_cases
 
@@ -66,11 +66,13 @@ class Hunt:
         most: int | None,
         most_failures: int | None = None,
         shrink_seconds: float,
+        plain: bool = False,
     ) -> None:
         self.kernel, self.device, self.limits = kernel, device, limits
         self.executor, self.listener, self.corpus, self.seed = executor, listener, corpus, seed
         self.stored, self.journal, self.left_behind, self.most_failures = stored, journal, left_behind, most_failures
         self.seconds, self.most, self.shrink_seconds = seconds, most, shrink_seconds
+        self._strategy = cases if plain else trial_cases
         self.found: dict[Identity, Found] = {}
         self._known: set[Identity] = set()
         self.tally = Tally()
@@ -191,7 +193,7 @@ class Hunt:
             suppress_health_check=list(HealthCheck),
             print_blob=False,
         )
-        @given(case=trial_cases(self.kernel, device=self.device, limits=self.limits, variants=variants))
+        @given(case=self._strategy(self.kernel, device=self.device, limits=self.limits, variants=variants))
         def one_round(case: Case) -> None:
             try:
                 if case == self._flying:

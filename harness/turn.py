@@ -61,6 +61,7 @@ class Plan:
             out=str(Path(self.out) / "calibrate" / kernel),
             jobs=max(1, cores // self.jobs),
             replay=False,
+            plain=True,
             memory=max(_LEAST_MEMORY, total // 2 // self.jobs) if self.jobs > 1 else None,
         )
 

@@ -42,7 +42,9 @@ def cases(
         BadArgument: the kernel declares nothing that could be drawn.
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
-    return _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen)
+    # A kernel may refuse what its capabilities cannot say: two lengths together, for one.
+    drawn = _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen)
+    return drawn.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
 
 
 @st.composite
