@@ -133,7 +133,10 @@ def _compared(sides: list[_Side], form: Format, exact: slice) -> tuple[torch.Ten
     ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=1.0 + 1e-6))
     ratio = torch.where(inside | finite & ~endless, ratio, torch.inf).masked_fill_(inside & (endless | ~finite), 0.0)
     broken = (torch.isnan(got) & judged) | (~finite & ~inside)
-    return ~inside, broken, ratio, judged, _multiples(excess, sides).masked_fill_(~judged, 0.0)
+    # What rounds to the right value at the edge of two binades is inside, though its distance is measured by the finer one.
+    multiples = _multiples(excess, sides)
+    multiples = torch.where(inside, multiples.clamp(max=6.0), multiples).masked_fill_(~judged, 0.0)
+    return ~inside, broken, ratio, judged, multiples
 
 
 def _multiples(excess: torch.Tensor, sides: list[_Side]) -> torch.Tensor:

@@ -4,7 +4,7 @@ With err = out - ref, h = half an ulp of ref, res = |rd(ref) - ref|, S = sigma^2
 B, and f = 1 - exp(-4 S / h^2):
 
     w = 1 / (S + h^2 / 3);  Ex = S + res^2 (1 - f) + f h^2 / 3, the expected square of the error
-    R = sum w err^2 / sum w Ex                                                                      limit 1 + 3 / sqrt(nu)
+    R = sum w err^2 / (g sum w Ex)                                                                      limit 1 + 3 / sqrt(nu)
     z = max(0, |sum_r t_r| - sum w |ref| (Bh + (B - Bh) / 4)) / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row;   limit 6
 
 nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, at least 16; both are taken only where values are
@@ -52,7 +52,8 @@ def statistics(
         if name == "dk":
             nu = min(nu, carrying)
         if g < Repeats.LIMIT and nu >= _FEWEST_ROWS:
-            r = noise / max(expected, _NOTHING) / (1 + _R_LIMIT / nu**0.5)
+            # Values that repeat g times in the mean have g times the noise.
+            r = noise / max(expected * max(g, 1.0), _NOTHING) / (1 + _R_LIMIT / nu**0.5)
             z = max(0.0, abs(t1) - slope) / max(t2, _NOTHING) ** 0.5 / _Z_LIMIT
             found[name] = (r, z)
     return found

@@ -221,7 +221,7 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     size = d_size + x.slack
     over = size >= 0.999 * t.form.largest / max(1.0, scale)
     v_s = t.rounding.variance(d_size, eta)
-    slack, rounding2, of_p = x.slack, v_s, None
+    slack, rounding2, of_p, random2 = x.slack, v_s, None, torch.zeros_like(v_s)
     if t.rounding.half:
         rounding2 = v_s + x.slack.square().mul_(VARIANCE * u * u)
     if deviations.ds_from_rounded_p:
@@ -251,13 +251,15 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     row_ties = None
     if ties and t.rounding.half:
         tau2 = ((neighbours(x.d_s, u / 16) - 1).mul_(v_s) @ k2).mul_(s2)
+        if deviations.ds_from_rounded_p:
+            tau2 += ((neighbours(t.p, u / 16) - 1).mul_(random2) @ k2).mul_(s2)
         if delta.tau2 is not None:
             tau2 += s2 * delta.tau2 * pk * pk
         row_ties = _equal_rows(t, f)
     m_dq = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_dq.masked_fill_(over.any(-1, keepdim=True), torch.inf)
     p2, q2 = t.p * t.p, t.q * t.q
-    dk = _dk(t, delta, x, (size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2), row_ties, deviations)
+    dk = _dk(t, delta, x, (size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2), row_ties, deviations)
     carried = (delta.sigma2 * p2.sum(-1, keepdim=True) * q2.sum(-1, keepdim=True))[..., 0]
     return Gradients(
         dq=dq, m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, dk=dk, dv=dv, d_s=x.d_s,
@@ -268,7 +270,7 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
 def _dk(
     t: Scores, delta: Delta, x: _Ds, parts: tuple[torch.Tensor, ...], row_ties: torch.Tensor | None, deviations: Deviations
 ) -> Sums:
-    size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2 = parts
+    size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2 = parts
     scale = abs(t.scale)
     s2, q_size = scale * scale, t.q_size
     result, reach = (x.d_s.mT @ t.q).mul_(t.scale), (size.mT @ q_size).mul_(scale)
@@ -282,6 +284,9 @@ def _dk(
     if row_ties is not None and delta.tau2 is not None:
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16).mT
         tau2 = ((n - 1).mul_(v_s)).mT @ q2
+        if deviations.ds_from_rounded_p:
+            n = neighbours(t.p.mT.contiguous(), t.form.u / 16).mT
+            tau2 += ((n - 1).mul_(random2)).mT @ q2
         carried = delta.tau2 + (row_ties - 1) * (delta.sigma2 + delta.tau2)
         tau2 = tau2.add_(p2.mT @ (carried * q2)).mul_(s2)
     found = Sums(result=result, size=reach, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=sigma2)

@@ -21,6 +21,7 @@ import torch
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import OutputName, Problem, reject
 from attnfuzz.oracles.backward import Gradients, backward
+from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.frames import CHUNK, Placed, Tokens, frames, tokens_of
 from attnfuzz.oracles.repeats import Repeats
@@ -87,10 +88,10 @@ def budgets(
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)
-        made = _Made(tokens, lean=lean, ties=ties)
+        made = _Made(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1)
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
-            t = scores(placed, tokens, deviations, device)
+            t = scores(placed, tokens, deviations, device, ties=ties)
             f = forward(t, ties=ties)
             made.add(placed, t, f, backward(t, f, deviations, ties=ties))
         return made.finished()
@@ -99,9 +100,9 @@ def budgets(
 class _Made:
     """Collects the frames' results."""
 
-    def __init__(self, tokens: Tokens, *, lean: bool, ties: bool) -> None:
+    def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool) -> None:
         p: Problem = tokens.problem
-        self._tokens = tokens
+        self._tokens, self._partials = tokens, partials
         self._parts = 1 if lean else _PARTS
         self._sums: tuple[str, ...] = ((*_LEAN, "tau2") if ties else _LEAN) if lean else _SUMS
 
@@ -125,8 +126,8 @@ class _Made:
         if self._parts == 1:
             o, dq = f.m_o, g.m_dq
         else:
-            o = _joined(f.m_o, f.hard, f.sigma2, f.tau2, f.b, f.flush, f.reorder).masked_fill_(dead, 0.0)
-            dq = _joined(g.m_dq, g.hard, g.sigma2, g.tau2, g.b, g.flush, g.reorder).masked_fill_(dead, 0.0)
+            o = _joined(f.m_o, f.hard, f.sigma2, f.tau2, f.b, f.flush, f.noise, f.reorder).masked_fill_(dead, 0.0)
+            dq = _joined(g.m_dq, g.hard, g.sigma2, g.tau2, g.b, g.flush, g.sigma2, g.reorder).masked_fill_(dead, 0.0)
         placed.store_rows(self._lse, t.m_lse)
         placed.store_rows(self._o, o)
         placed.store_rows(self._dq, dq)
@@ -155,7 +156,11 @@ class _Made:
         allowed = (torch.minimum(x["hard"], spread_of(x["sigma2"], x.get("tau2"))) if half else x["hard"]) + b
         if self._parts == 1:
             return Budget(allowed)
-        return Budget(allowed, _limiting(x["hard"], x["sigma2"], x.get("tau2")), b, x["flush"], x["noise"], reorder)
+        noise = x["noise"]
+        if self._partials:
+            # A sum of two half-precision numbers lies on half units: rounding it does nothing or breaks a tie, h^2 / 2, not h^2 / 3.
+            noise = noise + half_ulp(x["result"], Format.of(self._tokens.problem.dtype)).square_().div_(6)
+        return Budget(allowed, _limiting(x["hard"], x["sigma2"], x.get("tau2")), b, x["flush"], noise, reorder)
 
 
 def _joined(
@@ -165,10 +170,11 @@ def _joined(
     tau2: torch.Tensor | None,
     b: torch.Tensor,
     flush: torch.Tensor,
+    noise: torch.Tensor,
     reorder: torch.Tensor,
 ) -> torch.Tensor:
     """The parts of a Budget side by side."""
-    return torch.cat([allowed, _limiting(hard, sigma2, tau2), b, flush, sigma2, reorder], -1)
+    return torch.cat([allowed, _limiting(hard, sigma2, tau2), b, flush, noise, reorder], -1)
 
 
 def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:

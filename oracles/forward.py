@@ -13,7 +13,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
+from attnfuzz.oracles.formats import EPS, TF32, TINY, Format, half_ulp
 from attnfuzz.oracles.frames import Placed, Tokens
 from attnfuzz.oracles.roundings import Rounding, neighbours
 
@@ -103,6 +103,8 @@ class Forward:
     """The part of B that is flushed values."""
     reorder: torch.Tensor
     """The part of B that is accumulation."""
+    noise: torch.Tensor
+    """sigma^2 by P's true units."""
     m_o: torch.Tensor
     e_f2: torch.Tensor
     """sum_j P e_f^2: the square of P's relative error by its score's, averaged."""
@@ -129,11 +131,12 @@ def spread_of(sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
     return found if tau2 is None else found.add_(tau2.sqrt(), alpha=TIES)
 
 
-def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str) -> Scores:
+def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, *, ties: bool = False) -> Scores:
     """Scores, probabilities and the budget of LSE.
 
     delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
     Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
+    Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
     """
     problem: Problem = tokens.problem
     q, k, v, d_o = placed.rows(tokens.q), placed.keys(tokens.k), placed.keys(tokens.v), placed.rows(tokens.d_o)
@@ -177,6 +180,8 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str) 
         whole=placed.frame.whole, lost=lost,
         touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
     )  # fmt: skip
+    if ties:
+        m_lse += (p * (neighbours(e, EPS) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
     if deviations.l_from_rounded_p:
         found.l_error = _rounded_sum(found)
         m_lse += found.l_error
@@ -218,7 +223,9 @@ def forward(t: Scores, *, ties: bool) -> Forward:
     v_size, v2 = t.v_size, t.v2
     dim = t.v.shape[-1]
     o, size, mean2, pk = (t.p @ torch.cat([t.v, v_size, v2, t.k], -1)).split([dim, dim, dim, t.k.shape[-1]], -1)
-    hard, sigma2, flush = (c_f @ v_size).div_(t.l), (v_f @ v2).div_(l2), (h_f @ v_size).div_(t.l)
+    units = half_ulp(t.e, t.form).square_().mul_(1 / 3).masked_fill_(v_f == 0, 0.0) if t.rounding.half else v_f
+    hard, noise = (c_f @ v_size).div_(t.l), (units @ v2).div_(l2)
+    sigma2, flush = (v_f @ v2).div_(l2), (h_f @ v_size).div_(t.l)
     tau2 = t_f = None
     if ties and t.rounding.half:
         t_f = (neighbours(t.e, t.form.u / 16) - 1).mul_(v_f)
@@ -230,7 +237,7 @@ def forward(t: Scores, *, ties: bool) -> Forward:
         b += o.abs() * t.l_error
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     return Forward(
-        o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, m_o=m_o, e_f2=e_f2,
+        o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2,
         v_f=v_f, t_f=t_f, c_f=c_f, h_f=h_f,
     )  # fmt: skip
 

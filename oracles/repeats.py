@@ -13,6 +13,8 @@ from attnfuzz.oracles.roundings import near, neighbours
 __all__ = ["Repeats"]
 
 _SAMPLED = 64
+_ACROSS = 5.0
+"""Of equal P in other rows a twentieth is too many: they are a sample of the rows, and a bias adds up over all of them."""
 _WINDOW = 64.0
 """Values count as equal within u / 64. What lies within a few u of each other is rounded alike as well: seen with P between
 1 - u and 1, as tiny scores make it, where z came to 1.1 x its limit while u / 256 still took 31 of them for generic."""
@@ -40,6 +42,7 @@ class Repeats:
             return
         window = t.form.u / _WINDOW
         self._g += [_repeated([t.p, g.d_s], window), _repeated([t.p.mT, g.d_s.mT], window), _repeated_rows(t, f)]
+        self._g.append(1 + (_repeated_anywhere(t) - 1) * _ACROSS)
         self._carried.append(g.carried.flatten())
 
     def figures(self) -> torch.Tensor | None:
@@ -58,6 +61,15 @@ def _repeated(values: list[torch.Tensor], window: float) -> torch.Tensor:
     weight = sample * sample
     counted = (neighbours(sample, window) * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_(min=1e-300)
     return counted.amax()
+
+
+def _repeated_anywhere(t: Scores) -> torch.Tensor:
+    """Mean count of exactly equal P, before it is normalised, in all of the sampled rows: few-valued scores make them."""
+    rows = t.e.shape[0] * t.e.shape[1]
+    step = -(-rows // _SAMPLED)
+    sample = t.e.flatten(0, 1)[::step].masked_fill(t.top.flatten(0, 1)[::step], 0.0).flatten()
+    weight = sample * sample
+    return (neighbours(sample, t.form.u * 2.0**-14) * weight).sum() / weight.sum().clamp(min=1e-300)
 
 
 def _repeated_rows(t: Scores, f: Forward) -> torch.Tensor:
