@@ -158,7 +158,7 @@ class _Made:
             return Budget(allowed)
         noise = x["noise"]
         if self._partials:
-            # A sum of two half-precision numbers lies on half units: rounding it does nothing or breaks a tie, h^2 / 2, not h^2 / 3.
+            # A sum of two half-precision numbers lies on half units: rounding it does nothing or breaks a tie, so h^2 / 2.
             noise = noise + half_ulp(x["result"], Format.of(self._tokens.problem.dtype)).square_().div_(6)
         return Budget(allowed, _limiting(x["hard"], x["sigma2"], x.get("tau2")), b, x["flush"], noise, reorder)
 

@@ -290,10 +290,18 @@ def _missing() -> str | None:
     return None
 
 
+def _too_wide(problem: Problem) -> str | None:
+    """Inductor finds no tiles for it: "No valid triton configs", 280 KB of shared memory (torch 2.11 on an H200)."""
+    if problem.dtype == "float32" and problem.dim_qk > 128:
+        return f"dtype='float32', dim_qk={problem.dim_qk}: inductor finds no tiles that fit; at most 128"
+    return None
+
+
 KERNEL: Final = Flex(
     name="torch.flex",
     file=__file__,
     capabilities=_CAPABILITIES,
     step=_FlexStep,
     missing=_missing,
+    refuses=_too_wide,
 )
