@@ -21,6 +21,9 @@ Table = Literal["correct", "plain", "mixed"]
 PADDED: Final = "padmask"
 """Sequences of very different key lengths in one batch, with rows beyond the last: the family that is no pattern of values."""
 
+ZERO_Q: Final = "zero_q"
+"""q is all but 0 (in float16: 0), and k is not, as it is in the pattern "zeros": every P is 1/n, and dQ is not 0."""
+
 _KERNEL, _PRESCALED = "emulated", "emulated.prescaled"
 _SMALL_N = (1, 1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 160, 200, 256)
 _SMALL_M = (1, 2, 7, 16, 33, 64, 65, 100, 128, 129, 192, 256, 300, 511)
@@ -51,7 +54,9 @@ def families(table: Table) -> tuple[str, ...]:
     """The families of values in a table, each as often as the others."""
     if table == "plain":
         return ("normal",)
-    return (*(PATTERNS if table == "correct" else FAMILIES), PADDED)
+    if table == "correct":
+        return (*PATTERNS, ZERO_Q, PADDED)
+    return (*(each for each in FAMILIES if each != "zeros"), ZERO_Q, PADDED)
 
 
 def drawn(table: Table, seed: int, index: int) -> Drawn:
@@ -62,15 +67,23 @@ def drawn(table: Table, seed: int, index: int) -> Drawn:
     names = families(table)
     family = names[index % len(names)]
     dtype = rng.choice(_HALF if table == "mixed" else _ALL)
-    pattern: Pattern = "normal" if family == PADDED else family  # type: ignore[assignment]
     problem = _problem(rng, dtype, table, padded=family == PADDED)
     kernel = _PRESCALED if table == "correct" and dtype != "float32" and rng.random() < 0.1 else _KERNEL
     config = drawn_config(rng, problem, plain_mma=table == "mixed")
-    return Drawn(family, Case(kernel=kernel, problem=problem, recipe=_recipe(rng, pattern), config=config))
+    return Drawn(family, Case(kernel=kernel, problem=problem, recipe=_recipe(rng, family), config=config))
 
 
-def _recipe(rng: random.Random, pattern: Pattern) -> Recipe:
-    return Recipe(pattern=pattern, seed=rng.randrange(1 << 16))
+def _recipe(rng: random.Random, family: str) -> Recipe:
+    """Values of a family, at the magnitudes that it had where the floors were measured."""
+    seed = rng.randrange(1 << 16)
+    if family == ZERO_Q:
+        return Recipe(q_scale=2.0**-40, seed=seed)
+    if family == "tiny":
+        # Of a deviation of 1e-4 to 1e-1 in q and k, 1e-5 to 1e-2 in v, 1e-6 to 1e-2 in dO.
+        q, k, v, d_o = (2.0 ** rng.randint(*each) for each in ((-5, 4), (-5, 4), (-7, 3), (-10, 3)))
+        return Recipe(pattern="tiny", q_scale=q, k_scale=k, v_scale=v, do_scale=d_o, seed=seed)
+    pattern: Pattern = "normal" if family == PADDED else family  # type: ignore[assignment]
+    return Recipe(pattern=pattern, seed=seed)
 
 
 def _plain(rng: random.Random, index: int) -> Case:

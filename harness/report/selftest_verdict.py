@@ -47,7 +47,7 @@ def show_verdict(console: Console, done: VerdictTried) -> None:
     console.print(
         "A: normal values, B: all families. n: cases in which the fault changed a bit; found in per cent of them / the floor.\n"
         "E: every element against its budget; all: R and z too. The three rules after them look at O, dQ, dK and dV, and count\n"
-        "only where they pass the correct kernel on the same case. Yellow: under the floor, within its lower 95 % limit.",
+        "only where they pass the correct kernel on the same case. Yellow: under the floor, not below its confidence limit.",
         highlight=False,
     )
     for alarm in done.alarms[:_ALARMS_SHOWN]:
