@@ -6,8 +6,9 @@ How cuDNN computes is not published. Measured on cuDNN 9 (H200): dK and dV of gr
 each query head before the group is summed, and without groups they do not; so that is declared.
 
 The ragged backward gets the head dim for the longest query sequence (query.size(2) of a ragged q is its dim), so that dQ and dK
-are wrong, unwritten or other each time, as soon as a sequence has more queries than that. `torch.cudnn_varlen` leaves such
-sequences out, `torch.cudnn_varlen_long` is the same op with them, so that what is known of these hides nothing else.
+are wrong, unwritten or other each time, as soon as a sequence has more queries than that. Where no sequence has more than one
+query, it may not end at all. `torch.cudnn_varlen` leaves such batches out, `torch.cudnn_varlen_any` is the same op with them, so
+that what is known of these hides nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from attnfuzz.kernels.problem import Problem
 
-__all__ = ["DENSE", "LONG", "RAGGED"]
+__all__ = ["ANY", "DENSE", "RAGGED"]
 
 _CAPABILITIES: Final = Capabilities(
     packings=("dense",),
@@ -158,8 +159,9 @@ _RAGGED_CAPABILITIES: Final = replace(_CAPABILITIES, packings=("ragged",), slack
 
 def _too_long(problem: Problem) -> str | None:
     """Where the ragged backward is known to be wrong."""
-    if (longest := max(problem.seqlens_q)) > problem.dim_qk:
-        return f"seqlen_q={longest}: no more queries than dim_qk here; torch.cudnn_varlen_long is the same op with more"
+    longest = max(problem.seqlens_q)
+    if not 1 < longest <= problem.dim_qk:
+        return f"seqlen_q={longest}: 2 to dim_qk queries here at the most; torch.cudnn_varlen_any is the same op with others"
     return _too_wide(problem)
 
 
@@ -171,8 +173,8 @@ RAGGED: Final = Peer(
     missing=lambda: _without_cudnn(_RAGGED_OPS),
     refuses=_too_long,
 )
-LONG: Final = Peer(
-    name="torch.cudnn_varlen_long",
+ANY: Final = Peer(
+    name="torch.cudnn_varlen_any",
     file=__file__,
     capabilities=replace(_RAGGED_CAPABILITIES, deterministic=()),
     step=_Ragged,
