@@ -21,9 +21,7 @@ _BUILT_IN = {
     "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",
     "torch.cudnn": "attnfuzz.kernels.torch.cudnn:DENSE",
     "torch.cudnn_varlen": "attnfuzz.kernels.torch.cudnn:RAGGED",
-    "torch.cudnn_varlen_long": "attnfuzz.kernels.torch.cudnn:LONG",
     "torch.efficient": "attnfuzz.kernels.torch.efficient:KERNEL",
-    "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
     "torch.flash": "attnfuzz.kernels.torch.flash:KERNEL",
     "torch.flex": "attnfuzz.kernels.torch.flex:KERNEL",
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
@@ -32,8 +30,10 @@ _HIDDEN = {
     "demo.varlen": "attnfuzz.kernels.planted:demo_kernel",
     "emulated": "attnfuzz.kernels.emulated.kernel:KERNEL",
     "emulated.prescaled": "attnfuzz.kernels.emulated.kernel:PRESCALED",
+    "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
+    "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
 }
-"""Found by name, never listed: they are there to try the harness. So are those whose name begins with "fault."."""
+"""Found by name, never listed: they are there to try the harness, or known to be wrong. So are those whose name begins with "fault."."""
 _FAULT = "fault."
 
 _MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
