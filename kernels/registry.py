@@ -33,7 +33,7 @@ _HIDDEN = {
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
 }
-"""Found by name, never listed: they are there to try the harness, or known to be wrong. So are those whose name begins with "fault."."""
+"""Found by name, never listed: they are there to try the harness, or known to be wrong. So are names that begin with "fault."."""
 _FAULT = "fault."
 
 _MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")

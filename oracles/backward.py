@@ -65,6 +65,8 @@ class Gradients:
     d_s: torch.Tensor
     carried: torch.Tensor
     """V_D sum_j P^2 |q|^2 of each row, (Z, rows): how the errors of D spread over dK."""
+    share: torch.Tensor
+    """The errors of D in dK's sigma^2, as a share: one row's error of D is in all keys that it sees, not independent there."""
 
 
 def delta_error(t: Scores, f: Forward, d_p: torch.Tensor) -> Delta:
@@ -142,7 +144,8 @@ def backward(t: Scores, f: Forward, deviations: Deviations, *, ties: bool) -> Gr
     e_s = inner.mul_(grown).addcmul_(e, gap).mul_(t.p).add_((gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0))
     around = delta.b + (torch.minimum(delta.hard, spread_of(delta.sigma2, delta.tau2)) if t.rounding.half else delta.hard)
     slack = (t.p * around).mul_(grown).add_(e_s)
-    return _dq_dk(t, f, delta, _Ds(d_s, slack, e, e_s, gap), dv, deviations, ties=ties)
+    eta = t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
+    return _dq_dk(t, f, delta, _Ds(d_s, slack, e, e_s, gap, eta), dv, deviations, ties=ties)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +158,8 @@ class _Ds:
     """E: the part of it that is arithmetic of this entry alone."""
     gap: torch.Tensor
     """|dP - D|."""
+    eta: float
+    """Half a subnormal unit of dS: a kernel may scale dS before its rounding, so that it grows by 1 / scale."""
 
 
 def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Sums:
@@ -177,7 +182,7 @@ def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Su
     sigma2, noise = v_b.mT @ d2, units.mT @ d2
     tau2 = torch.zeros_like(sigma2)
     if ties and t.rounding.half:
-        n = neighbours(t.p.mT.contiguous(), u / 16).mT
+        n = neighbours(t.p.mT.contiguous(), u / 16, eta / 8).mT
         tau2 = ((n - 1).mul_(v_b)).mT @ d2
         if t.whole:
             tau2 = torch.maximum(tau2, _known_roundings(t, v_b > 0, sigma2))
@@ -215,8 +220,7 @@ def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> t
 
 def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: Deviations, *, ties: bool) -> Gradients:
     scale, u = abs(t.scale), t.form.u
-    # A kernel may scale dS before its rounding, so that what is flushed of dS itself grows by 1 / scale.
-    eta = t.form.eta * max(1.0, 1 / scale if scale else 1.0)
+    eta = x.eta
     d_size = x.d_s.abs()
     size = d_size + x.slack
     over = size >= 0.999 * t.form.largest / max(1.0, scale)
@@ -244,13 +248,13 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     b = ((w + pe * delta.b) @ k_size).add_(delta.b * pk).mul_(scale)
     n_k = t.n_k
     halves = (n_k / 32).ceil() if isinstance(n_k, torch.Tensor) else math.ceil(n_k / 32)
-    reorder = accumulated(steps_of(n_k) + halves, dq, reach)
+    reorder = accumulated(steps_of(n_k) + halves, dq, reach, t.form)
     more = (size.sum().mul_(TINY).add_(t.lost)).mul_(1 + scale)
     b += reorder.add(more)
     tau2 = None
     row_ties = None
     if ties and t.rounding.half:
-        tau2 = ((neighbours(x.d_s, u / 16) - 1).mul_(v_s) @ k2).mul_(s2)
+        tau2 = ((neighbours(x.d_s, u / 16, eta / 8) - 1).mul_(v_s) @ k2).mul_(s2)
         if deviations.ds_from_rounded_p:
             tau2 += ((neighbours(t.p, u / 16) - 1).mul_(random2) @ k2).mul_(s2)
         if delta.tau2 is not None:
@@ -259,22 +263,24 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     m_dq = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_dq.masked_fill_(over.any(-1, keepdim=True), torch.inf)
     p2, q2 = t.p * t.p, t.q * t.q
-    dk = _dk(t, delta, x, (size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2), row_ties, deviations)
+    dk, share = _dk(t, delta, x, (size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2), row_ties, deviations)
     carried = (delta.sigma2 * p2.sum(-1, keepdim=True) * q2.sum(-1, keepdim=True))[..., 0]
     return Gradients(
         dq=dq, m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, dk=dk, dv=dv, d_s=x.d_s,
-        carried=carried,
+        carried=carried, share=share,
     )  # fmt: skip
 
 
 def _dk(
     t: Scores, delta: Delta, x: _Ds, parts: tuple[torch.Tensor, ...], row_ties: torch.Tensor | None, deviations: Deviations
-) -> Sums:
+) -> tuple[Sums, torch.Tensor]:
     size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2 = parts
     scale = abs(t.scale)
     s2, q_size = scale * scale, t.q_size
     result, reach = (x.d_s.mT @ t.q).mul_(t.scale), (size.mT @ q_size).mul_(scale)
-    sigma2 = (rounding2.mT @ q2).add_(p2.mT @ (delta.sigma2 * q2)).mul_(s2)
+    of_d = p2.mT @ (delta.sigma2 * q2)
+    sigma2 = (rounding2.mT @ q2).add_(of_d).mul_(s2)
+    share = of_d.sum().mul_(s2) / sigma2.sum().clamp(min=1e-300)
     hard = (c_s.mT @ q_size).add_(t.p.mT @ (delta.hard * q_size)).mul_(scale)
     flush = (h_s.mT @ q_size).mul_(scale)
     b = ((t.p + pe).mul_(delta.b).add_(w).mT @ q_size).mul_(scale)
@@ -282,7 +288,7 @@ def _dk(
     b.masked_fill_(over.any(1)[..., None], torch.inf)
     tau2 = torch.zeros_like(sigma2)
     if row_ties is not None and delta.tau2 is not None:
-        n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16).mT
+        n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
         tau2 = ((n - 1).mul_(v_s)).mT @ q2
         if deviations.ds_from_rounded_p:
             n = neighbours(t.p.mT.contiguous(), t.form.u / 16).mT
@@ -292,7 +298,7 @@ def _dk(
     found = Sums(result=result, size=reach, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=sigma2)
     if deviations.half_partials:
         _add_partials(t, found, x.d_s, t.q, scale)
-    return found
+    return found, share
 
 
 def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
@@ -325,6 +331,8 @@ def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale
     random = half_ulp(shares, t.form).square_().mul_(1 / 3).sum(1)
     sums.hard.add_(worst)
     sums.sigma2.add_(random)
+    # A share may overflow where their sum does not.
+    sums.b.masked_fill_((shares >= 0.999 * t.form.largest).any(1), torch.inf)
     sums.b.add_(t.rounding.flushed(shares, None, t.form.eta).sum(1))
     if sums.noise is not sums.sigma2:
         sums.noise.add_(random)

@@ -150,7 +150,7 @@ class _Made:
     def _summed(self, stacked: torch.Tensor, steps: float | torch.Tensor) -> Budget:
         """The budget of dK or dV from sums over all rows."""
         x = dict(zip(self._sums, stacked.chunk(len(self._sums), -1), strict=True))
-        reorder = accumulated(steps, x["result"], x["size"])
+        reorder = accumulated(steps, x["result"], x["size"], Format.of(self._tokens.problem.dtype))
         b = x["b"] + reorder
         half = self._tokens.problem.dtype != "float32"
         allowed = (torch.minimum(x["hard"], spread_of(x["sigma2"], x.get("tau2"))) if half else x["hard"]) + b

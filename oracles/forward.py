@@ -114,9 +114,13 @@ class Forward:
     h_f: torch.Tensor
 
 
-def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """fp32 accumulation over `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X), X the sum of the terms' sizes."""
-    root = steps.sqrt() if isinstance(steps, torch.Tensor) else math.sqrt(steps)
+def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Format) -> torch.Tensor:
+    """fp32 accumulation over `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X), X the sum of the terms' sizes.
+
+    float32 products are added one by one, so that sqrt(16 n) roundings stand in for sqrt(n).
+    """
+    steps_ = steps * 16 if form.u == EPS else steps
+    root = steps_.sqrt() if isinstance(steps_, torch.Tensor) else math.sqrt(steps_)
     return result.abs().mul_(4 * EPS * steps).add_(size * (6 * EPS * root))
 
 
@@ -181,7 +185,8 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
     )  # fmt: skip
     if ties:
-        m_lse += (p * (neighbours(e, EPS) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
+        # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
+        m_lse += (p * (neighbours(e, EPS * s.shape[-1] / 2) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
     if deviations.l_from_rounded_p:
         found.l_error = _rounded_sum(found)
         m_lse += found.l_error
@@ -228,10 +233,10 @@ def forward(t: Scores, *, ties: bool) -> Forward:
     sigma2, flush = (v_f @ v2).div_(l2), (h_f @ v_size).div_(t.l)
     tau2 = t_f = None
     if ties and t.rounding.half:
-        t_f = (neighbours(t.e, t.form.u / 16) - 1).mul_(v_f)
+        t_f = (neighbours(t.e, t.form.u / 16, eta / 8) - 1).mul_(v_f)
         tau2 = (t_f @ v2).div_(l2)
     variance = (mean2 - o * o).clamp_(min=0).mul_(e_f2).sqrt_()
-    reorder = accumulated(steps_of(t.n_k), o, size)
+    reorder = accumulated(steps_of(t.n_k), o, size, t.form)
     b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush).add_(t.lost)
     if t.l_error is not None:
         b += o.abs() * t.l_error

@@ -15,8 +15,9 @@ __all__ = ["Repeats"]
 _SAMPLED = 64
 _ACROSS = 5.0
 """Of equal P in other rows a twentieth is too many: they are a sample of the rows, and a bias adds up over all of them."""
-_WINDOW = 64.0
-"""Values count as equal within u / 64. What lies within a few u of each other is rounded alike as well: seen with P between
+_OF_D = 0.1
+_WINDOW = 16.0
+"""Values count as equal within u / 16. What lies within a few u of each other is rounded alike as well: seen with P between
 1 - u and 1, as tiny scores make it, where z came to 1.1 x its limit while u / 256 still took 31 of them for generic."""
 
 
@@ -33,6 +34,7 @@ class Repeats:
     def __init__(self) -> None:
         self._g: list[torch.Tensor] = []
         self._carried: list[torch.Tensor] = []
+        self._share: list[torch.Tensor] = []
         self._whole = True
 
     def add(self, t: Scores, f: Forward, g: Gradients, *, whole: bool) -> None:
@@ -44,6 +46,7 @@ class Repeats:
         self._g += [_repeated([t.p, g.d_s], window), _repeated([t.p.mT, g.d_s.mT], window), _repeated_rows(t, f)]
         self._g.append(1 + (_repeated_anywhere(t) - 1) * _ACROSS)
         self._carried.append(g.carried.flatten())
+        self._share.append(g.share)
 
     def figures(self) -> torch.Tensor | None:
         """(g, the effective number of rows that carry the error of D into dK), on the device; None: not generic for certain."""
@@ -51,6 +54,8 @@ class Repeats:
             return None
         carried = torch.cat(self._carried)
         rows = carried.sum().square() / carried.square().sum().clamp(min=1e-300)
+        # Where much of dK's error is that of D, it is a few numbers spread over all keys, of which no statistic can be made.
+        rows = torch.where(torch.stack(self._share).amax() <= _OF_D, rows, 0.0)
         return torch.stack([torch.stack(self._g).nan_to_num(nan=torch.inf).amax(), rows])
 
 

@@ -51,12 +51,13 @@ class Rounding:
         return size.clamp(max=eta).masked_fill_(x > 4 * eta, 0.0)
 
 
-def neighbours(x: torch.Tensor, window: float) -> torch.Tensor:
+def neighbours(x: torch.Tensor, window: float, least: float = 0.0) -> torch.Tensor:
     """How many entries of its last dimension lie within `window * |x|` of each x, itself among them; float64, at least 1.
 
-    Values that repeat are rounded alike, so that their errors add up and do not average out.
+    Values that repeat are rounded alike, so that their errors add up and do not average out. `least`: the least distance that
+    counts, for values whose units do not shrink with them.
     """
-    return near(x, window * x.abs())
+    return near(x, (window * x.abs()).clamp_(min=least) if least else window * x.abs())
 
 
 def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ How cuDNN computes is not published. Measured on cuDNN 9 (H200): dK and dV of gr
 each query head before the group is summed, and without groups they do not; so that is declared.
 
 The ragged backward gets the head dim for the longest query sequence (query.size(2) of a ragged q is its dim), so that dQ and dK
-are wrong, unwritten or other each time, as soon as a sequence has more queries than that. Where no sequence has more than one
-query, it may not end at all. `torch.cudnn_varlen` leaves such batches out, `torch.cudnn_varlen_any` is the same op with them, so
+are wrong, unwritten or other each time, as soon as a sequence has more queries than that. Where several sequences have one query
+each, it may not end at all. `torch.cudnn_varlen` leaves such batches out, `torch.cudnn_varlen_any` is the same op with them, so
 that what is known of these hides nothing else.
 """
 
@@ -160,8 +160,8 @@ _RAGGED_CAPABILITIES: Final = replace(_CAPABILITIES, packings=("ragged",), slack
 def _too_long(problem: Problem) -> str | None:
     """Where the ragged backward is known to be wrong."""
     longest = max(problem.seqlens_q)
-    if not 1 < longest <= problem.dim_qk:
-        return f"seqlen_q={longest}: 2 to dim_qk queries here at the most; torch.cudnn_varlen_any is the same op with others"
+    if longest > problem.dim_qk or longest == 1 < problem.batch:
+        return f"seqlen_q={longest}: 2 to dim_qk queries in the longest of several; torch.cudnn_varlen_any takes others"
     return _too_wide(problem)
 
 
