@@ -206,6 +206,31 @@ def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return t.rounding.worst(t.p, eta) * x.gap, units * x.gap * x.gap, coherent * x.gap
 
 
+def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """|sum of dS's roundings @ k| and |their sum^T @ q|, the largest of what a kernel may do, times |scale|.
+
+    dS is known where D is: taken from the exact O or from the rounded one, and rounded before or after it is scaled.
+    """
+    unit = 2 * half_ulp(f.o, t.form)
+    of_rounded = d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
+    scale = abs(t.scale)
+    found_q, found_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
+    d_p = t.d_o @ t.v.mT
+    for delta in (d, of_rounded):
+        exact = t.p * (d_p - delta)
+        for factor in {1.0, scale} - {0.0}:
+            steps = 2 * half_ulp(exact * factor, t.form) / factor
+            error = torch.round(exact / steps).mul_(steps).sub_(exact)
+            found_q = torch.maximum(found_q, (error @ t.k).abs_().mul_(scale))
+            found_k = torch.maximum(found_k, (error.mT @ t.q).abs_().mul_(scale))
+    return found_q, found_k
+
+
+def _beyond(known: torch.Tensor, sigma2: torch.Tensor) -> torch.Tensor:
+    """tau^2 such that 6 sigma + 4 tau is at least 3 sigma + `known`."""
+    return (known - 3 * sigma2.sqrt()).clamp_(min=0.0).div_(TIES).square_()
+
+
 def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> torch.Tensor:
     """tau^2 such that 6 sigma + 4 tau is at least 3 sigma + |the sum of P's roundings|, where that sum is known to be large.
 
@@ -215,7 +240,7 @@ def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> t
     unit = 2 * half_ulp(t.p, t.form)
     error = torch.round(t.p / unit).mul_(unit).sub_(t.p).masked_fill_(~random, 0.0)
     known = (error.mT @ t.d_o).abs_()
-    return (known - 3 * sigma2.sqrt()).clamp_(min=0.0).div_(TIES).square_()
+    return _beyond(known, sigma2)
 
 
 def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: Deviations, *, ties: bool) -> Gradients:
@@ -251,19 +276,22 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     reorder = accumulated(steps_of(n_k) + halves, dq, reach, t.form)
     more = (size.sum().mul_(TINY).add_(t.lost)).mul_(1 + scale)
     b += reorder.add(more)
-    tau2 = None
-    row_ties = None
+    tau2 = row_ties = known_k = None
     if ties and t.rounding.half:
         tau2 = ((neighbours(x.d_s, u / 16, eta / 8) - 1).mul_(v_s) @ k2).mul_(s2)
         if deviations.ds_from_rounded_p:
             tau2 += ((neighbours(t.p, u / 16) - 1).mul_(random2) @ k2).mul_(s2)
         if delta.tau2 is not None:
             tau2 += s2 * delta.tau2 * pk * pk
+        known_q, known_k = _known_of_ds(t, f, delta.d)
+        tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
     m_dq = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_dq.masked_fill_(over.any(-1, keepdim=True), torch.inf)
     p2, q2 = t.p * t.p, t.q * t.q
-    dk, share = _dk(t, delta, x, (size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2), row_ties, deviations)
+    dk, share = _dk(
+        t, delta, x, (size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2), row_ties, known_k, deviations
+    )
     carried = (delta.sigma2 * p2.sum(-1, keepdim=True) * q2.sum(-1, keepdim=True))[..., 0]
     return Gradients(
         dq=dq, m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, dk=dk, dv=dv, d_s=x.d_s,
@@ -272,7 +300,13 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
 
 
 def _dk(
-    t: Scores, delta: Delta, x: _Ds, parts: tuple[torch.Tensor, ...], row_ties: torch.Tensor | None, deviations: Deviations
+    t: Scores,
+    delta: Delta,
+    x: _Ds,
+    parts: tuple[torch.Tensor, ...],
+    row_ties: torch.Tensor | None,
+    known: torch.Tensor | None,
+    deviations: Deviations,
 ) -> tuple[Sums, torch.Tensor]:
     size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2 = parts
     scale = abs(t.scale)
@@ -295,6 +329,8 @@ def _dk(
             tau2 += ((n - 1).mul_(random2)).mT @ q2
         carried = delta.tau2 + (row_ties - 1) * (delta.sigma2 + delta.tau2)
         tau2 = tau2.add_(p2.mT @ (carried * q2)).mul_(s2)
+        if known is not None and t.whole:
+            tau2 = torch.maximum(tau2, _beyond(known, sigma2))
     found = Sums(result=result, size=reach, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=sigma2)
     if deviations.half_partials:
         _add_partials(t, found, x.d_s, t.q, scale)
@@ -326,13 +362,15 @@ def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale
     worst = t.rounding.worst(shares, t.form.eta).sum(1).mul_(1.01)
     if not t.whole:
         sums.b.add_(worst)
+        # A share may overflow where their sum does not; of a part of the rows it may have that part of the range.
+        sums.b.masked_fill_((shares >= 0.999 * t.form.largest * t.part).any(1), torch.inf)
         return
     # With their true units: over all of an output the mean square of 0.18 u^2 x^2 is off by more than the statistics allow.
     random = half_ulp(shares, t.form).square_().mul_(1 / 3).sum(1)
     sums.hard.add_(worst)
     sums.sigma2.add_(random)
     # A share may overflow where their sum does not.
-    sums.b.masked_fill_((shares >= 0.999 * t.form.largest).any(1), torch.inf)
+    sums.b.masked_fill_((shares + (sums.hard + sums.b)[:, None] >= 0.999 * t.form.largest).any(1), torch.inf)
     sums.b.add_(t.rounding.flushed(shares, None, t.form.eta).sum(1))
     if sums.noise is not sums.sigma2:
         sums.noise.add_(random)

@@ -80,12 +80,17 @@ class Scores:
     """Keys of the sequence, or `(Z, 1, 1)` of each."""
     rows: int
     """Rows of each query head."""
-    whole: bool
-    """All rows of the sequences are here."""
+    part: float
+    """Of the rows of the longest sequence, how many are here."""
     lost: torch.Tensor
     """What flushing of float32 may take from any sum of products here but those of dS: a scalar."""
     touched: torch.Tensor
     """(Z, keys, 1): 1 for keys that some row sees, else 0."""
+
+    @property
+    def whole(self) -> bool:
+        """All rows of the sequences are here."""
+        return self.part == 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +186,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v * v, d2=d_o * d_o, unseen=unseen, dead=dead, s=s, top=top, m=m, e=e, l=total,
         p=p, lse=lse, delta=delta, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows),
-        whole=placed.frame.whole, lost=lost,
+        part=placed.frame.part, lost=lost,
         touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
     )  # fmt: skip
     if ties:

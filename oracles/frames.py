@@ -35,9 +35,14 @@ class Frame:
     keys: range
 
     @property
+    def part(self) -> float:
+        """Of the rows of its longest sequence, how many it has."""
+        return len(self.rows) / max(self.problem.seqlens_q[i] for i in self.sequences)
+
+    @property
     def whole(self) -> bool:
         """All rows of its sequences."""
-        return len(self.rows) == max(self.problem.seqlens_q[i] for i in self.sequences)
+        return self.part == 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -75,7 +75,8 @@ def within(kernel: Kernel, problem: Problem) -> Problem:
     pairs = [
         (min(n_q, n_k, problem.dim_qk), min(n_k, 192)) for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True)
     ]
-    shorter = replace(problem, seqlens_q=tuple(pair[0] for pair in pairs), seqlens_k=tuple(pair[1] for pair in pairs))
+    queries = (max(2, pairs[0][0]), *(pair[0] for pair in pairs[1:]))
+    shorter = replace(problem, seqlens_q=queries, seqlens_k=tuple(pair[1] for pair in pairs))
     assert kernel.supports(shorter, kernel.configs(shorter)[0], "cuda") is None
     return shorter
 
