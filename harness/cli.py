@@ -396,6 +396,9 @@ def selftest_faults_command(kernels: tuple[str, ...], device: str, as_json: bool
 @_json
 def selftest_verdict_command(cases: int, jobs: int | None, seed: int, as_json: bool) -> None:
     """Judge emulated kernels, right ones and 36 that are wrong by little: exit 0 only if none is accused and all are found."""
+    if seed < 0:
+        raise reject("seed", seed, "it cannot be negative", "give 0 or more")
+    jobs = None if jobs is None else min(jobs, len(os.sched_getaffinity(0)))
     from attnfuzz.harness.report.selftest_verdict import CaseProgress, show_verdict
     from attnfuzz.harness.selftest_verdict import machine_object, verdict
 

@@ -228,10 +228,24 @@ class Hunt:
             return
         case = self._flying
         verdict = self._landed(case, "generate")
+        if case.check != "oracle" and self._new(verdict) is not None:
+            case, verdict = self._told_plainly(case, verdict)
         while (identity := self._new(verdict)) is not None and not self._enough_failures():
             self._sight(identity, case, verdict)
             self._shrink(identity)
             self._settle()
+
+    def _told_plainly(self, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
+        """The same Case against the oracle, if that fails as well: a bug that one call shows is told by that call, once."""
+        plain = replace(case, check="oracle")
+        p, longest = plain.problem, self.limits.length if self.limits else 0
+        if max(p.seqlens_q + p.seqlens_k) > longest or not self._supported(plain):
+            return case, verdict
+        found = self._memo.get(plain) or self._attempt(plain, patient=False)
+        if not found.failures:
+            return case, verdict
+        self._known |= {each.identity for each in verdict.failures}
+        return plain, found
 
     def _landed(self, case: Case, phase: events.Phase) -> Verdict:
         """The Verdict of the Case in flight."""

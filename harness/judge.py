@@ -16,6 +16,7 @@ from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.form import BY_QUERY, broken_contract, heads_first, why_unfit
 from attnfuzz.harness.measure import Measured, measured
 from attnfuzz.harness.pattern import pattern
+from attnfuzz.harness.symptoms import Pattern
 from attnfuzz.harness.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.verdict import Figures, Verdict
 from attnfuzz.kernels.contract import Config, Inputs, Outputs
@@ -86,7 +87,7 @@ def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadT
             if before is None or (failure.kind, of_head.worst) > (before[1].kind, before[0].worst):
                 worst[output] = (of_head, replace(failure, place=replace(place, head=at)))
     failures = tuple(
-        _failure(kernel, name, failure.place, figures[name], failure.kind)
+        _with_pattern(_failure(kernel, name, failure.place, figures[name], failure.kind), failure.pattern, " in that head alone")
         for name in figures
         if name in worst and (failure := worst[name][1]).place and failure.kind in ("mismatch", "nonfinite")
     )
@@ -160,7 +161,14 @@ def _wrong(
     failure = _failure(kernel, name, place, measured_.figures, "nonfinite" if measured_.nonfinite else "mismatch")
     others = {other: each.expected for other, each in expected.items()}
     seen = pattern(problem, config, name, got, true.expected, true.allowed, measured_.outside, others)
-    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}")
+    return _with_pattern(failure, seen)
+
+
+def _with_pattern(failure: Failure, seen: Pattern | None, where: str = "") -> Failure:
+    """The Failure with its pattern, which the message tells in a second sentence."""
+    if seen is None:
+        return failure
+    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}{where}")
 
 
 def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:

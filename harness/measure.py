@@ -58,7 +58,7 @@ def measured(
     for name, (over, nonfinite, judged, worst, sigmas) in zip(names, counts, strict=True):
         shape = got[name].shape
         outside, broken, ratio = (x.reshape(shape) for x in parts[name][:3])
-        unjudged = "" if judged else "dS overflows the dtype"
+        unjudged = "" if judged else "scores or dS beyond what the dtype can hold"
         figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged)
         found[name] = Measured(outside, broken, ratio, figures, nonfinite > 0)
     return {name: found[name] for name in got}
@@ -120,7 +120,7 @@ def _compared(sides: list[_Side], form: Format, exact: slice) -> tuple[torch.Ten
     # What the budget of -inf would be is no number, and -inf must be met exactly.
     endless = torch.isinf(truth)
     centre = truth.masked_fill(endless, 0.0)
-    judged, finite = allowed < torch.inf, torch.isfinite(got)
+    judged, finite = allowed != torch.inf, torch.isfinite(got)
     ends = torch.stack([centre - allowed, centre + allowed])
     low, high = rounded(ends, form)
     cell = half_ulp(got.nan_to_num(nan=0.0, posinf=form.largest, neginf=-form.largest), form)

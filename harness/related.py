@@ -101,7 +101,7 @@ def _judged(bench: Bench, differences: Iterable[Difference]) -> Verdict:
         figures[name] = Figures(
             elements=old.elements + difference.got.numel(), worst=max(old.worst, found.ratio), over=old.over + found.over
         )
-        if found.ratio > 1 and (name not in failing or found.ratio > failing[name][1].ratio):
+        if not found.ratio <= 1 and (name not in failing or found.ratio > failing[name][1].ratio):
             failing[name] = (difference, found)
     failures = tuple(_failure(bench, *pair) for pair in failing.values())
     return Verdict(status="fail" if failures else "pass", figures=figures, failures=failures)

@@ -175,7 +175,7 @@ def _trouble(case: Case, tool: str, stage: str, text: str, code: int, said: str,
         BadArgument: the kernel was not launched at all.
     """
     if stage == "done":
-        return None
+        return None if code == 0 else f"the process ended with exit code {code} after the kernel had run"
     if stage == "raised":
         return f"the kernel raised {text}"
     if stage == "launched":

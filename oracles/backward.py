@@ -183,10 +183,12 @@ def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Su
     tau2 = torch.zeros_like(sigma2)
     if ties and t.rounding.half:
         n = neighbours(t.p.mT.contiguous(), u / 16, eta / 8).mT
-        tau2 = ((n - 1).mul_(v_b)).mT @ d2
+        # Of a part of the rows the equal ones elsewhere are not seen: taken for as many in each part.
+        tau2 = (_elsewhere(n, t).mul_(v_b)).mT @ d2
         if t.whole:
             tau2 = torch.maximum(tau2, _known_roundings(t, v_b > 0, sigma2))
     hard = c_b.mul_(e + 1).mT @ d_size
+    b.masked_fill_((t.lost_rows & ~t.unseen).any(1)[..., None], torch.inf)
     found = Sums(result=result, size=size, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=noise)
     if deviations.half_partials:
         _add_partials(t, found, t.p, t.d_o, 1.0)
@@ -204,6 +206,11 @@ def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     units = half_ulp(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
     coherent = torch.where(top, rest.clamp(max=u / 2), flushed)
     return t.rounding.worst(t.p, eta) * x.gap, units * x.gap * x.gap, coherent * x.gap
+
+
+def _elsewhere(n: torch.Tensor, t: Scores) -> torch.Tensor:
+    """How many others are equal, where `n` are so among the rows that are here: as many again in each other part of the rows."""
+    return (n / t.part - 1).masked_fill_(n == 1, 0.0)
 
 
 def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,7 +255,7 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: De
     eta = x.eta
     d_size = x.d_s.abs()
     size = d_size + x.slack
-    over = size >= 0.999 * t.form.largest / max(1.0, scale)
+    over = (size >= 0.999 * t.form.largest / max(1.0, scale)) | (t.lost_rows & ~t.unseen)
     v_s = t.rounding.variance(d_size, eta)
     slack, rounding2, of_p, random2 = x.slack, v_s, None, torch.zeros_like(v_s)
     if t.rounding.half:
@@ -323,11 +330,11 @@ def _dk(
     tau2 = torch.zeros_like(sigma2)
     if row_ties is not None and delta.tau2 is not None:
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
-        tau2 = ((n - 1).mul_(v_s)).mT @ q2
+        tau2 = (_elsewhere(n, t).mul_(v_s)).mT @ q2
         if deviations.ds_from_rounded_p:
             n = neighbours(t.p.mT.contiguous(), t.form.u / 16).mT
-            tau2 += ((n - 1).mul_(random2)).mT @ q2
-        carried = delta.tau2 + (row_ties - 1) * (delta.sigma2 + delta.tau2)
+            tau2 += (_elsewhere(n, t).mul_(random2)).mT @ q2
+        carried = delta.tau2 + _elsewhere(row_ties, t) * (delta.sigma2 + delta.tau2)
         tau2 = tau2.add_(p2.mT @ (carried * q2)).mul_(s2)
         if known is not None and t.whole:
             tau2 = torch.maximum(tau2, _beyond(known, sigma2))

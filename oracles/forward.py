@@ -88,6 +88,11 @@ class Scores:
     """(Z, keys, 1): 1 for keys that some row sees, else 0."""
 
     @property
+    def lost_rows(self) -> torch.Tensor:
+        """(Z, rows, 1): scores so inexact (an error beyond 1 in the exponent) that no budget of what follows is one."""
+        return self.delta.amax(-1, keepdim=True) > 1.0
+
+    @property
     def whole(self) -> bool:
         """All rows of the sequences are here."""
         return self.part == 1.0
@@ -246,6 +251,7 @@ def forward(t: Scores, *, ties: bool) -> Forward:
     if t.l_error is not None:
         b += o.abs() * t.l_error
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
+    m_o.masked_fill_(t.lost_rows, torch.inf)
     return Forward(
         o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2,
         v_f=v_f, t_f=t_f, c_f=c_f, h_f=h_f,

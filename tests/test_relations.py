@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -392,3 +393,20 @@ def test_a_relation_s_case_shrinks_and_never_leaves_its_relation() -> None:
     assert seen.case.check == "split_keys"
     assert (seen.case.problem.batch, seen.case.problem.heads, seen.case.problem.slack_k) == (1, 1, 0)
     assert seen.case.problem.seqlens_k[0] == 65
+
+
+@pytest.mark.parametrize("where", ["got", "expected", "allowed"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("noise", [False, True])
+def test_what_is_not_finite_forgives_nothing(where: str, value: float, noise: bool) -> None:
+    """A limit is made of the first launch's values: NaN there must not pass, nor hide what is wrong elsewhere."""
+    parts = {name: torch.ones(2, 4, 8, dtype=torch.float64) for name in ("got", "expected", "allowed")}
+    parts[where][1, 2, 3] = value
+    found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
+    assert found is not None
+    if where == "allowed":
+        # Equal values need no limit.
+        parts["got"][1, 2, 3] += 1
+        found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
+        assert found is not None
+    assert not found.ratio <= 1

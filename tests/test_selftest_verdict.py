@@ -174,6 +174,7 @@ def test_a_sharp_judge_is_right_and_the_figures_do_not_depend_on_the_processes()
 
 def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     """The command on few faults, in this process."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     few = selftest_verdict.verdict
     monkeypatch.setattr(selftest_verdict, "verdict", lambda cases, **options: few(cases, **options, faults=SURE))
     return CliRunner().invoke(main, ["selftest", "verdict", "--cases", "6", "--jobs", "1", *arguments])

@@ -87,14 +87,16 @@ def worst(difference: Difference) -> Worst | None:
         return None
     allowed = difference.allowed.expand_as(got)
     error = torch.where(got == expected, 0.0, (got - expected).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    scaled = torch.where(error == 0, 0.0, error / allowed)
+    # A limit made of a NaN or an infinity would forgive everything: what is not finite is wrong, unless it is the same -inf.
+    sound = torch.isfinite(allowed) & torch.isfinite(got) & torch.isfinite(expected) | (got == expected) & torch.isinf(got)
+    scaled = torch.where(error == 0, 0.0, error / allowed).masked_fill_(~sound, torch.inf)
     one = limit(1) if difference.noise else 1.0
     scaled = scaled.reshape(*got.shape[:2], -1)
     heads, rows, dims = scaled.shape
     by_element = scaled / one
     found = {"element": by_element.amax(2)}
     if difference.noise:
-        square = scaled.square().mean(2)
+        square = scaled.square().mean(2).nan_to_num_(nan=torch.inf)
         found["row"] = square.sqrt() / limit(dims)
         found["head"] = (square.mean(1).sqrt() / limit(rows * dims))[:, None].expand(heads, rows)
     rule = max(found, key=lambda name: float(found[name].max()))
