@@ -241,10 +241,12 @@ class Hunt:
         p, longest = plain.problem, self.limits.length if self.limits else 0
         if max(p.seqlens_q + p.seqlens_k) > longest or not self._supported(plain):
             return case, verdict
+        # What earlier calls left in the process is no fault of this one.
+        self.executor.fresh()
         found = self._memo.get(plain) or self._attempt(plain, patient=False)
         if not found.failures:
             return case, verdict
-        self._known |= {each.identity for each in verdict.failures}
+        self._known |= {each.identity for each in verdict.failures} - {each.identity for each in found.failures}
         return plain, found
 
     def _landed(self, case: Case, phase: events.Phase) -> Verdict:

@@ -23,7 +23,7 @@ from attnfuzz.strategies.case import Case
 
 __all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults"]
 
-_CASES = 60
+_CASES = 150
 _FOUR_BUGS_CASES = 400
 _RESTARTS: dict[Device, int] = {"cpu": 200, "cuda": 10}
 _GOOD: dict[Device, tuple[str, ...]] = {"cpu": ("torch.reference_cpu",), "cuda": ("fault.triton.none", "fault.tilelang.none")}

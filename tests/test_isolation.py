@@ -72,7 +72,7 @@ def test_a_selftest_can_fail() -> None:
 
 def finished(name: str, tmp_path: Path, **changed: Any) -> tuple[Any, list[Event]]:
     events: list[Event] = []
-    settings = Settings(**{"max_examples": 30, "max_failures": 1, "deadline": 5.0, "out": str(tmp_path), **changed})
+    settings = Settings(**{"max_examples": 90, "max_failures": 1, "deadline": 5.0, "out": str(tmp_path), **changed})
     return campaign([registry.get(name)], settings, events.append), events
 
 
@@ -271,7 +271,8 @@ def test_a_flaky_case_is_run_until_it_fails_again(tmp_path: Path) -> None:
     stored = read_case(found.path)
     assert stored.rate == found.rate
     again = reproduce(stored.case, "cpu", rate=stored.rate)
-    assert (again.outcome, again.runs) == ("FAILED", 3), "a fresh process fails at its third call"
+    assert again.outcome == "FAILED", "a fresh process fails at its third call"
+    assert again.runs in (2, 3), "of one call each, or of two"
     assert reproduce(stored.case, "cpu").outcome == "FIXED"
     back, _ = finished("fault.third", tmp_path, max_examples=1)
     assert back.found, "a replay runs it as often as its rate demands"
