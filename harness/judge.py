@@ -16,6 +16,7 @@ from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.form import BY_QUERY, broken_contract, heads_first, why_unfit
 from attnfuzz.harness.measure import Measured, measured
 from attnfuzz.harness.pattern import pattern
+from attnfuzz.harness.places import where
 from attnfuzz.harness.symptoms import Pattern
 from attnfuzz.harness.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.verdict import Figures, Verdict
@@ -164,11 +165,11 @@ def _wrong(
     return _with_pattern(failure, seen)
 
 
-def _with_pattern(failure: Failure, seen: Pattern | None, where: str = "") -> Failure:
+def _with_pattern(failure: Failure, seen: Pattern | None, alone: str = "") -> Failure:
     """The Failure with its pattern, which the message tells in a second sentence."""
     if seen is None:
         return failure
-    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}{where}")
+    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}{alone}")
 
 
 def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
@@ -192,12 +193,9 @@ def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, t
 
 def _failure(kernel: str, name: OutputName, place: Place, figures: Figures, kind: Literal["mismatch", "nonfinite"]) -> Failure:
     title = OUTPUT_TITLES[name]
-    dim = "" if place.dim is None else f", dim {place.dim}"
-    rows = "query" if name in BY_QUERY else "key"
-    where = f"sequence {place.sequence}, {rows} {place.position}, head {place.head}{dim}"
     times = f", {figures.worst:.3g} x its budget" if kind == "mismatch" and figures.worst < float("inf") else ""
     message = (
-        f"{title}: {figures.over} of {figures.elements} elements are wrong; worst at {where}: got {place.got:.9g}, "
+        f"{title}: {figures.over} of {figures.elements} elements are wrong; worst at {where(name, place)}: got {place.got:.9g}, "
         f"expected {place.expected:.9g}, allowed error {place.allowed:.3g}{times}"
     )
     return Failure(kernel=kernel, kind=kind, output=name, check="element", message=message, place=place)

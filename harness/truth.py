@@ -55,21 +55,22 @@ class Truths(dict[OutputName, Truth]):
         super().__init__()
         self._inputs, self._deviations, self._device, self._lean = inputs, deviations, device, lean
         self.ties = False
+        if "lse" in expected and deviations.lse_base2:
+            expected = {**expected, "lse": expected["lse"] / _LOG_2}
         self._fill(expected)
 
     def count_ties(self) -> None:
         """The budget with tau: what repeated values add."""
         self.ties = True
-        self._fill({name: true.expected for name, true in self.items()}, scaled=True)
+        self._fill({name: true.expected for name, true in self.items()})
 
-    def _fill(self, expected: dict[OutputName, torch.Tensor], *, scaled: bool = False) -> None:
+    def _fill(self, expected: dict[OutputName, torch.Tensor]) -> None:
         found = budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean)
         self.budgets: Budgets = found
         form = Format.of(self._inputs.problem.dtype)
         for name in self._inputs.problem.needs.outputs:
             if name == "lse":
-                unit = _LOG_2 if self._deviations.lse_base2 else 1.0
-                self[name] = Truth(expected[name] / (1.0 if scaled else unit), found.lse / unit)
+                self[name] = Truth(expected[name], found.lse / (_LOG_2 if self._deviations.lse_base2 else 1.0))
             else:
                 self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form)
 

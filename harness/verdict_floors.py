@@ -9,9 +9,9 @@ A rate of some dozen cases has an error of its own: 36 per cent of 50 is anythin
 where it is below `Floor.limit`, a one-sided lower confidence limit (Clopper and Pearson 1934) of the floor at the number of cases
 of which it was measured, or of which it is measured now where those are fewer.
 
-- Plain cases can be drawn again as they were: 95 per cent for each figure by itself. 100 per cent of 50 may fall to 94.2.
-- Which 93 mixed cases were drawn was not kept. Other ones of the same families give other rates, a few per cent up or down, and
-  72 are held to their floors at once: 95 per cent for all 72 together, that is 99.93 for each. 98 per cent of 40 may be 78.
+That is 95 per cent for each figure by itself: 100 per cent of 50 may fall to 94.2. Which 93 mixed cases were drawn was not kept;
+other ones of the same families give other rates, a few per cent up or down, so that of 72 such figures some fall below by chance
+alone. They are told all the same: a floor is not lowered by what was measured after it.
 
 Every report shows both numbers and the limit, and marks what lies between limit and floor.
 """
@@ -25,8 +25,6 @@ from typing import Final
 __all__ = ["FLOORS", "Floor", "lower_limit"]
 
 _CONFIDENCE: Final = 0.95
-_FIGURES: Final = 72
-"""Of the mixed table: 36 faults, without R and z and with them."""
 _MIXED, _MIXED_EVERY = 93, 129
 
 
@@ -38,8 +36,6 @@ class Floor:
     element: int
     every_measured: int | None = None
     every_cases: int | None = None
-    together: int = 1
-    """How many floors the confidence is meant for at once."""
 
     @property
     def every(self) -> int:
@@ -51,7 +47,7 @@ class Floor:
         rate = self.every if every else self.element
         measured = self.every_cases if every and self.every_cases else self.cases
         n = min(measured, cases)
-        return 100 * lower_limit(round(rate * n / 100), n, 1 - _CONFIDENCE ** (1 / self.together))
+        return 100 * lower_limit(round(rate * n / 100), n, 1 - _CONFIDENCE)
 
 
 def lower_limit(hits: int, cases: int, error: float = 1 - _CONFIDENCE) -> float:
@@ -67,7 +63,7 @@ def lower_limit(hits: int, cases: int, error: float = 1 - _CONFIDENCE) -> float:
 
 
 def _mixed(cases: int, element: int, every: int | None = None) -> Floor:
-    return Floor(cases, element, every, None if every is None else round(cases * _MIXED_EVERY / _MIXED), _FIGURES)
+    return Floor(cases, element, every, None if every is None else round(cases * _MIXED_EVERY / _MIXED))
 
 
 FLOORS: Final[dict[str, tuple[Floor, Floor]]] = {

@@ -11,7 +11,7 @@ import torch
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
 from attnfuzz.oracles.forward import TIES, Forward, Scores, accumulated, least, spread_of, steps_of
-from attnfuzz.oracles.roundings import VARIANCE, near, neighbours
+from attnfuzz.oracles.roundings import VARIANCE, direction, near, neighbours
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
 
@@ -29,7 +29,7 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class Sums:
-    """What of dK or dV is a sum over rows, `(Z, keys, dim)`: added up over the frames of a long sequence.
+    """What of dK or dV is a sum over rows, `(Z, keys, dim)`: each frame of a long sequence adds to it in place.
 
     `sigma2` to `flush` as for O; `result` the gradient, `size` the sum of its terms' sizes, `noise` sigma^2 by P's true units.
     """
@@ -37,35 +37,33 @@ class Sums:
     result: torch.Tensor
     size: torch.Tensor
     sigma2: torch.Tensor
-    tau2: torch.Tensor
     hard: torch.Tensor
     b: torch.Tensor
-    flush: torch.Tensor
-    noise: torch.Tensor
+    tau2: torch.Tensor | None = None
+    flush: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
 
-    def stacked(self, names: Sequence[str]) -> torch.Tensor:
-        """Some of them side by side, (Z, keys, n dim)."""
-        return torch.cat([getattr(self, name) for name in names], -1)
+    @staticmethod
+    def within(whole: torch.Tensor, names: Sequence[str]) -> Sums:
+        """Views of those names side by side in `whole (Z, keys, n dim)`, zero before the first frame."""
+        return Sums(**dict(zip(names, whole.chunk(len(names), -1), strict=True)))
 
 
 @dataclass(slots=True, eq=False)
 class Gradients:
-    """dQ's budget and the sums of dK and dV; where dS may overflow, `allowed` is infinite (dQ), or `hard` and `b` are (dK)."""
+    """dQ's budget; where dS may overflow, `m_dq` is infinite, and `b` of dK. The last four only where they are wanted."""
 
-    dq: torch.Tensor
     m_dq: torch.Tensor
     sigma2: torch.Tensor
     tau2: torch.Tensor | None
     hard: torch.Tensor
     b: torch.Tensor
-    flush: torch.Tensor
     reorder: torch.Tensor
-    dk: Sums
-    dv: Sums
-    d_s: torch.Tensor
-    carried: torch.Tensor
+    flush: torch.Tensor | None = None
+    d_s: torch.Tensor | None = None
+    carried: torch.Tensor | None = None
     """V_D sum_j P^2 |q|^2 of each row, (Z, rows): how the errors of D spread over dK."""
-    share: torch.Tensor
+    share: torch.Tensor | None = None
     """The errors of D in dK's sigma^2, as a share: one row's error of D is in all keys that it sees, not independent there."""
 
 
@@ -112,8 +110,8 @@ def delta_error(t: Scores, f: Forward, d_p: torch.Tensor) -> Delta:
     return Delta(d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b)
 
 
-def backward(t: Scores, f: Forward, deviations: Deviations, *, ties: bool) -> Gradients:
-    """The budgets of dQ, dK and dV.
+def backward(t: Scores, f: Forward, dk: Sums, dv: Sums, deviations: Deviations, *, ties: bool, lean: bool = False) -> Gradients:
+    """The budget of dQ; adds to the sums of dK and dV. `lean`: not what the statistics over a whole output need.
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
     dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) v_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|, B = (P e + flushed)^T |dO| + acc + lost
@@ -124,28 +122,34 @@ def backward(t: Scores, f: Forward, deviations: Deviations, *, ties: bool) -> Gr
     dK: sigma^2 = scale^2 ((v_S + v_x)^T @ q^2 + (P^2)^T @ (V_D q^2));  H = |scale| (c_S^T |q| + P^T (H_D |q|))
         B = |scale| (E + flushed + (1 + e) P B_D)^T |q| + acc + lost
         tau^2 = scale^2 (((n - 1) v_S)^T @ q^2 + (P^2)^T @ ((T_D + (n_i - 1) (V_D + T_D)) q^2)), n_i the rows with equal q or O
+
+    flushed P in E is (1 + |dP - D|) tiny, and the bracket of E has lost besides. With ties, 6 sigma + 4 tau is at least 3 sigma +
+    what P's and dS's roundings are known to add up to (`_known_roundings`, `_known_of_ds`). Declared: dS from rounded P adds P's
+    rounding to v_S, c_S and flushed (`_rounded_p`), partial sums theirs to sigma^2 and H (`_add_partials`). Rows whose scores are
+    lost, and dS beyond the dtype, have no budget: infinite.
     """
     d_p = t.d_o @ t.v.mT
     delta = delta_error(t, f, d_p)
-    exponent = (t.s.abs() + t.lse.abs()).mul_(4 * EPS).add_(t.delta).add_(t.m_lse).clamp_(max=80.0)
-    e = torch.expm1(exponent).masked_fill_(t.unseen, 0.0)
-    dv = _dv(t, e, deviations, ties=ties)
-    dim_v = t.v.shape[-1]
+    e = torch.add(t.delta, t.s_size, alpha=4 * EPS).add_(t.lse.abs() * (4 * EPS) + t.m_lse).clamp_(max=80.0)
+    e = torch.expm1(e).masked_fill_(t.unseen, 0.0)
+    pe = t.p * e
+    lost_keys = (t.lost_rows & ~t.unseen).any(1)[..., None]
+    _dv(t, dv, e, pe, lost_keys, deviations, ties=ties)
     gap = d_p - delta.d
     d_s = t.p * gap
     gap.abs_()
-    steps = max(1.0, dim_v / 16)
+    steps = max(1.0, t.v.shape[-1] / 16)
     c_size = t.d_size @ t.v_size.mT
-    inner = d_p.abs_().mul_(steps).add_(c_size, alpha=math.sqrt(steps)).add_(gap).mul_(4 * EPS)
-    if t.rounding.tf32:
-        inner.add_(c_size, alpha=TF32)
-    inner += t.lost
-    grown = e + 1
-    e_s = inner.mul_(grown).addcmul_(e, gap).mul_(t.p).add_((gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0))
+    inner = d_p.abs_().mul_(4 * EPS * steps).add_(c_size, alpha=4 * EPS * math.sqrt(steps) + (TF32 if t.rounding.tf32 else 0.0))
+    inner.add_(gap, alpha=4 * EPS).add_(t.lost)
+    grown = t.p + pe
+    flushed = (gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0)
+    e_s = inner.mul_(grown).addcmul_(pe, gap).add_(flushed)
     around = delta.b + (torch.minimum(delta.hard, spread_of(delta.sigma2, delta.tau2)) if t.rounding.half else delta.hard)
-    slack = (t.p * around).mul_(grown).add_(e_s)
+    slack = torch.addcmul(e_s, grown, around)
     eta = t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
-    return _dq_dk(t, f, delta, _Ds(d_s, slack, e, e_s, gap, eta), dv, deviations, ties=ties)
+    x = _Ds(d_s, slack, pe, grown, e_s, gap, lost_keys, eta)
+    return _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
 
 
 @dataclass(slots=True, eq=False)
@@ -153,46 +157,51 @@ class _Ds:
     d_s: torch.Tensor
     slack: torch.Tensor
     """p: the error of dS before it is rounded."""
-    e: torch.Tensor
+    pe: torch.Tensor
+    grown: torch.Tensor
+    """P e and P (1 + e)."""
     e_s: torch.Tensor
     """E: the part of it that is arithmetic of this entry alone."""
     gap: torch.Tensor
     """|dP - D|."""
+    lost_keys: torch.Tensor
+    """(Z, keys, 1): whether some row that sees the key has lost its scores."""
     eta: float
     """Half a subnormal unit of dS: a kernel may scale dS before its rounding, so that it grows by 1 / scale."""
 
 
-def _dv(t: Scores, e: torch.Tensor, deviations: Deviations, *, ties: bool) -> Sums:
+def _dv(
+    t: Scores, sums: Sums, e: torch.Tensor, pe: torch.Tensor, lost_keys: torch.Tensor, deviations: Deviations, *, ties: bool
+) -> None:
     u, eta = t.form.u, t.form.eta
     rest = 1 - t.p
-    one = (rest < u / 8) & (e < u / 8)
+    one = (rest < u / 8).logical_and_(e < u / 8)
     if t.rounding.tf32:
-        one = torch.zeros_like(one)
+        one.zero_()
     exact = rest if t.rounding.half else torch.zeros_like(rest)
-    pe = t.p * e
     v_b = t.rounding.variance(t.p, eta, one)
     c_b = torch.where(one, exact, t.rounding.worst(t.p, eta))
     h_b = torch.where(one, exact, t.rounding.flushed(t.p, pe, eta))
-    d_size, d2, dim = t.d_size, t.d2, t.d_o.shape[-1]
-    result, size = (t.p.mT @ torch.cat([t.d_o, d_size], -1)).split(dim, -1)
+    d_size, d2 = t.d_size, t.d2
+    sums.result.baddbmm_(t.p.mT, t.d_o)
+    sums.size.baddbmm_(t.p.mT, d_size)
     flush = h_b.mT @ d_size
-    b = pe.mT @ d_size + flush
-    b += t.touched * t.lost
-    units = half_ulp(t.p, t.form).square_().mul_(1 / 3).masked_fill_(v_b == 0, 0.0) if t.rounding.half else v_b
-    sigma2, noise = v_b.mT @ d2, units.mT @ d2
-    tau2 = torch.zeros_like(sigma2)
+    sums.b.baddbmm_(pe.mT, d_size).add_(flush).add_(t.touched * t.lost).masked_fill_(lost_keys, torch.inf)
+    sums.sigma2.baddbmm_(v_b.mT, d2)
+    sums.hard.baddbmm_(torch.addcmul(c_b, c_b, e).mT, d_size)
+    if sums.flush is not None:
+        sums.flush.add_(flush)
+    if sums.noise is not None:
+        sums.noise.baddbmm_(t.rounding.true_variance(t.p, v_b).mT, d2)
     if ties and t.rounding.half:
+        assert sums.tau2 is not None
         n = neighbours(t.p.mT.contiguous(), u / 16, eta / 8).mT
         # Of a part of the rows the equal ones elsewhere are not seen: taken for as many in each part.
-        tau2 = (_elsewhere(n, t).mul_(v_b)).mT @ d2
+        sums.tau2.baddbmm_(_elsewhere(n, t).mul_(v_b).mT, d2)
         if t.whole:
-            tau2 = torch.maximum(tau2, _known_roundings(t, v_b > 0, sigma2))
-    hard = c_b.mul_(e + 1).mT @ d_size
-    b.masked_fill_((t.lost_rows & ~t.unseen).any(1)[..., None], torch.inf)
-    found = Sums(result=result, size=size, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=noise)
+            sums.tau2.copy_(torch.maximum(sums.tau2, _known_roundings(t, v_b > 0, sums.sigma2)))
     if deviations.half_partials:
-        _add_partials(t, found, t.p, t.d_o, 1.0)
-    return found
+        _add_partials(t, sums, t.p, t.d_o, 1.0)
 
 
 def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -201,7 +210,7 @@ def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     That is P which may be flushed, and P next to 1, which becomes 1.
     """
     u, eta = t.form.u, t.form.eta
-    rest, flushed = 1 - t.p, t.rounding.flushed(t.p, t.p * x.e, eta)
+    rest, flushed = 1 - t.p, t.rounding.flushed(t.p, x.pe, eta)
     top = rest < u
     units = half_ulp(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
     coherent = torch.where(top, rest.clamp(max=u / 2), flushed)
@@ -250,59 +259,76 @@ def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> t
     return _beyond(known, sigma2)
 
 
-def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dv: Sums, deviations: Deviations, *, ties: bool) -> Gradients:
+def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: Deviations, *, ties: bool, lean: bool) -> Gradients:
     scale, u = abs(t.scale), t.form.u
-    eta = x.eta
-    d_size = x.d_s.abs()
-    size = d_size + x.slack
-    over = (size >= 0.999 * t.form.largest / max(1.0, scale)) | (t.lost_rows & ~t.unseen)
-    v_s = t.rounding.variance(d_size, eta)
-    slack, rounding2, of_p, random2 = x.slack, v_s, None, torch.zeros_like(v_s)
-    if t.rounding.half:
-        rounding2 = v_s + x.slack.square().mul_(VARIANCE * u * u)
-    if deviations.ds_from_rounded_p:
-        worst, random2, of_p = _rounded_p(t, x)
-        slack, rounding2 = slack + worst, rounding2 + random2
-    h_s = t.rounding.flushed(d_size, slack, eta).masked_fill_(t.unseen, 0.0)
-    c_s = t.rounding.worst(d_size + slack, eta)
-    if of_p is not None:
-        c_s, h_s = c_s + worst, h_s + of_p
-    w = x.e_s + h_s
+    r = _roundings_of_ds(t, x, deviations)
     s2 = scale * scale
-    k_size, k2 = t.k_size, t.k2
-
-    pk = f.pk.abs()
-    dq, reach = (x.d_s @ t.k).mul_(t.scale), (size @ k_size).mul_(scale)
-    sigma2 = (rounding2 @ k2).add_(delta.sigma2 * pk * pk).mul_(s2)
-    hard = (c_s @ k_size).add_(delta.hard * pk).mul_(scale)
-    flush = (h_s @ k_size).mul_(scale)
-    pe = t.p * x.e
-    b = ((w + pe * delta.b) @ k_size).add_(delta.b * pk).mul_(scale)
+    k_size, k2, pk = t.k_size * scale, t.k2 * s2, f.pk.abs() * scale
+    pk2 = pk * pk
+    dq, reach = (x.d_s @ t.k).mul_(t.scale), r.size @ k_size
+    sigma2 = torch.baddbmm(delta.sigma2 * pk2, r.random, k2)
+    hard = torch.baddbmm(delta.hard * pk, r.worst, k_size)
+    b = torch.baddbmm(delta.b * pk, torch.addcmul(r.systematic, x.pe, delta.b), k_size)
     n_k = t.n_k
     halves = (n_k / 32).ceil() if isinstance(n_k, torch.Tensor) else math.ceil(n_k / 32)
     reorder = accumulated(steps_of(n_k) + halves, dq, reach, t.form)
-    more = (size.sum().mul_(TINY).add_(t.lost)).mul_(1 + scale)
+    more = r.size.sum().mul_(TINY).add_(t.lost).mul_(1 + scale)
     b += reorder.add(more)
     tau2 = row_ties = known_k = None
     if ties and t.rounding.half:
-        tau2 = ((neighbours(x.d_s, u / 16, eta / 8) - 1).mul_(v_s) @ k2).mul_(s2)
-        if deviations.ds_from_rounded_p:
-            tau2 += ((neighbours(t.p, u / 16) - 1).mul_(random2) @ k2).mul_(s2)
+        tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
+        if r.of_p is not None:
+            tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
-            tau2 += s2 * delta.tau2 * pk * pk
+            tau2 += delta.tau2 * pk2
         known_q, known_k = _known_of_ds(t, f, delta.d)
         tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
+    over = r.size >= 0.999 * t.form.largest / max(1.0, scale)
     m_dq = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
-    m_dq.masked_fill_(over.any(-1, keepdim=True), torch.inf)
-    p2, q2 = t.p * t.p, t.q * t.q
-    dk, share = _dk(
-        t, delta, x, (size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2), row_ties, known_k, deviations
-    )
-    carried = (delta.sigma2 * p2.sum(-1, keepdim=True) * q2.sum(-1, keepdim=True))[..., 0]
-    return Gradients(
-        dq=dq, m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, dk=dk, dv=dv, d_s=x.d_s,
-        carried=carried, share=share,
+    m_dq.masked_fill_(over.any(-1, keepdim=True).logical_or_(t.lost_rows), torch.inf)
+    dk.b.add_(t.touched * more).masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
+    share = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
+    found = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
+    if not lean:
+        p2, q2 = (t.p * t.p).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
+        found.flush, found.d_s, found.carried = r.flushed @ k_size, x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
+        found.share = share
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Roundings:
+    """What becomes of dS on its way into dQ and dK, each `(Z, rows, keys)`."""
+
+    size: torch.Tensor
+    """|dS| and its error before it is rounded."""
+    own: torch.Tensor
+    random: torch.Tensor
+    """The mean square of its own rounding; of that and those of what goes into it."""
+    of_p: torch.Tensor | None
+    """Of `random` the part that is P's rounding, where dS is taken from rounded P."""
+    worst: torch.Tensor
+    flushed: torch.Tensor
+    systematic: torch.Tensor
+    """What does not average out: the arithmetic of this entry, and what is flushed."""
+
+
+def _roundings_of_ds(t: Scores, x: _Ds, deviations: Deviations) -> _Roundings:
+    d_size, slack, of_p = x.d_s.abs(), x.slack, None
+    size = d_size + slack
+    own = random = t.rounding.variance(d_size, x.eta)
+    if t.rounding.half:
+        random = torch.addcmul(own, slack, slack, value=VARIANCE * t.form.u**2)
+    if deviations.ds_from_rounded_p:
+        worst_p, of_p, systematic_p = _rounded_p(t, x)
+        random, slack = random + of_p, slack + worst_p
+        flushed = t.rounding.flushed(d_size, slack, x.eta) + systematic_p
+        worst = t.rounding.worst(d_size + slack, x.eta) + worst_p
+    else:
+        flushed, worst = t.rounding.flushed(d_size, slack, x.eta), t.rounding.worst(size, x.eta)
+    return _Roundings(
+        size=size, own=own, random=random, of_p=of_p, worst=worst, flushed=flushed, systematic=x.e_s + flushed
     )  # fmt: skip
 
 
@@ -310,38 +336,38 @@ def _dk(
     t: Scores,
     delta: Delta,
     x: _Ds,
-    parts: tuple[torch.Tensor, ...],
+    r: _Roundings,
+    sums: Sums,
     row_ties: torch.Tensor | None,
     known: torch.Tensor | None,
     deviations: Deviations,
-) -> tuple[Sums, torch.Tensor]:
-    size, c_s, w, h_s, rounding2, v_s, over, pe, more, p2, q2, random2 = parts
-    scale = abs(t.scale)
-    s2, q_size = scale * scale, t.q_size
-    result, reach = (x.d_s.mT @ t.q).mul_(t.scale), (size.mT @ q_size).mul_(scale)
+) -> torch.Tensor:
+    """Adds to the sums of dK, but for what may overflow and what flushing takes. Returns the share of D's errors in sigma^2."""
+    scale, p2 = abs(t.scale), t.p * t.p
+    q_size, q2 = t.q_size * scale, (t.q * scale).square_()
+    sums.result.baddbmm_(x.d_s.mT, t.q * t.scale)
+    sums.size.baddbmm_(r.size.mT, q_size)
     of_d = p2.mT @ (delta.sigma2 * q2)
-    sigma2 = (rounding2.mT @ q2).add_(of_d).mul_(s2)
-    share = of_d.sum().mul_(s2) / sigma2.sum().clamp(min=1e-300)
-    hard = (c_s.mT @ q_size).add_(t.p.mT @ (delta.hard * q_size)).mul_(scale)
-    flush = (h_s.mT @ q_size).mul_(scale)
-    b = ((t.p + pe).mul_(delta.b).add_(w).mT @ q_size).mul_(scale)
-    b += t.touched * more
-    b.masked_fill_(over.any(1)[..., None], torch.inf)
-    tau2 = torch.zeros_like(sigma2)
+    sums.sigma2.baddbmm_(r.random.mT, q2).add_(of_d)
+    share = of_d.sum() / sums.sigma2.sum().clamp(min=1e-300)
+    sums.hard.baddbmm_(r.worst.mT, q_size).baddbmm_(t.p.mT, delta.hard * q_size)
+    sums.b.baddbmm_(torch.addcmul(r.systematic, x.grown, delta.b).mT, q_size)
+    if sums.flush is not None:
+        sums.flush.baddbmm_(r.flushed.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
+        assert sums.tau2 is not None
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
-        tau2 = (_elsewhere(n, t).mul_(v_s)).mT @ q2
-        if deviations.ds_from_rounded_p:
+        sums.tau2.baddbmm_(_elsewhere(n, t).mul_(r.own).mT, q2)
+        if r.of_p is not None:
             n = neighbours(t.p.mT.contiguous(), t.form.u / 16).mT
-            tau2 += (_elsewhere(n, t).mul_(random2)).mT @ q2
+            sums.tau2.baddbmm_(_elsewhere(n, t).mul_(r.of_p).mT, q2)
         carried = delta.tau2 + _elsewhere(row_ties, t) * (delta.sigma2 + delta.tau2)
-        tau2 = tau2.add_(p2.mT @ (carried * q2)).mul_(s2)
+        sums.tau2.baddbmm_(p2.mT, carried * q2)
         if known is not None and t.whole:
-            tau2 = torch.maximum(tau2, _beyond(known, sigma2))
-    found = Sums(result=result, size=reach, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, noise=sigma2)
+            sums.tau2.copy_(torch.maximum(sums.tau2, _beyond(known, sums.sigma2)))
     if deviations.half_partials:
-        _add_partials(t, found, x.d_s, t.q, scale)
-    return found, share
+        _add_partials(t, sums, x.d_s, t.q, scale)
+    return share
 
 
 def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
@@ -349,12 +375,10 @@ def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
 
     Told by a random projection, within (u / 16) |q| and (u / 8) |O|.
     """
-    generator = torch.Generator().manual_seed(1)
     counts = []
     for rows, window in ((t.q, t.form.u / 16), (f.o, t.form.u / 8)):
-        along = torch.randn(rows.shape[-1], generator=generator, dtype=torch.float64).to(rows.device)
         # Padding is beyond everything, so that it is nobody's neighbour.
-        place = (rows @ along).masked_fill_(t.dead[..., 0], torch.inf)
+        place = (rows @ direction(rows.shape[-1], rows.device)).masked_fill_(t.dead[..., 0], torch.inf)
         distance = window * rows.norm(dim=-1)
         counts.append(near(place, distance))
     return torch.maximum(*counts)[..., None]
@@ -379,5 +403,5 @@ def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale
     # A share may overflow where their sum does not.
     sums.b.masked_fill_((shares + (sums.hard + sums.b)[:, None] >= 0.999 * t.form.largest).any(1), torch.inf)
     sums.b.add_(t.rounding.flushed(shares, None, t.form.eta).sum(1))
-    if sums.noise is not sums.sigma2:
+    if sums.noise is not None:
         sums.noise.add_(random)

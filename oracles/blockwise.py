@@ -27,7 +27,7 @@ _PARTS = 8
 def is_large(problem: Problem) -> bool:
     """Whether all heads' reference and budgets at once would take gigabytes."""
     rows = problem.total_q * problem.heads + problem.total_k * problem.kv_heads
-    return rows * (problem.dim_qk + problem.dim_v) * _PARTS > _LARGE and problem.kv_heads >= 1
+    return rows * (problem.dim_qk + problem.dim_v) * _PARTS > _LARGE
 
 
 def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:

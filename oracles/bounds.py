@@ -14,13 +14,15 @@ Without `ties`, tau is left out: that budget is never larger, and far cheaper, s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import OutputName, Problem, reject
-from attnfuzz.oracles.backward import Gradients, backward
+from attnfuzz.oracles.backward import Gradients, Sums, backward
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.frames import CHUNK, Placed, Tokens, frames, tokens_of
@@ -29,8 +31,7 @@ from attnfuzz.oracles.repeats import Repeats
 __all__ = ["Budget", "Budgets", "budgets"]
 
 _PARTS = 6
-_SUMS = ("result", "size", "sigma2", "tau2", "hard", "b", "flush", "noise")
-_LEAN = ("result", "size", "sigma2", "hard", "b")
+_SUMS = ("result", "size", "sigma2", "hard", "b")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,8 +93,10 @@ def budgets(
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
             t = scores(placed, tokens, deviations, device, ties=ties)
-            f = forward(t, ties=ties)
-            made.add(placed, t, f, backward(t, f, deviations, ties=ties))
+            f = forward(t, ties=ties, lean=lean)
+            with made.sums(placed) as (dk, dv):
+                g = backward(t, f, dk, dv, deviations, ties=ties, lean=lean)
+            made.add(placed, t, f, g)
         return made.finished()
 
 
@@ -104,21 +107,29 @@ class _Made:
         p: Problem = tokens.problem
         self._tokens, self._partials = tokens, partials
         self._parts = 1 if lean else _PARTS
-        self._sums: tuple[str, ...] = ((*_LEAN, "tau2") if ties else _LEAN) if lean else _SUMS
+        names = [*_SUMS, *(["tau2"] if ties else []), *([] if lean else ["flush"])]
+        # Where dK is concerned, sigma^2 already goes by true units.
+        self._names: dict[OutputName, list[str]] = {"dk": names, "dv": [*names, *([] if lean else ["noise"])]}
 
         def zeros(heads: int, total: int, dim: int) -> torch.Tensor:
             return torch.zeros((heads, total, dim), dtype=torch.float64, device=tokens.q.device)
 
-        sums = len(self._sums)
         self._lse = zeros(p.heads, p.total_q, 1)
         self._o, self._dq = (zeros(p.heads, p.total_q, self._parts * dim) for dim in (p.dim_v, p.dim_qk))
-        self._keys: dict[OutputName, torch.Tensor] = {
-            "dk": zeros(p.kv_heads, p.total_k, sums * p.dim_qk),
-            "dv": zeros(p.kv_heads, p.total_k, sums * p.dim_v),
-        }
+        dims: dict[OutputName, int] = {"dk": p.dim_qk, "dv": p.dim_v}
+        self._keys = {name: zeros(p.kv_heads, p.total_k, len(self._names[name]) * dim) for name, dim in dims.items()}
         # The statistics are those of roundings to half precision; the errors of float32 arithmetic are bounded, not modelled.
         generic = not lean and p.dtype != "float32" and p.total_q * p.heads >= Repeats.FEWEST
         self._repeats = Repeats() if generic else None
+
+    @contextmanager
+    def sums(self, placed: Placed) -> Iterator[tuple[Sums, Sums]]:
+        """The sums of dK and dV that a frame adds to; what it has added is in its place afterwards."""
+        parts = {name: placed.sums(whole) for name, whole in self._keys.items()}
+        dk, dv = (Sums.within(part, self._names[name]) for name, part in parts.items())
+        yield dk, dv
+        for name, part in parts.items():
+            placed.store_sums(self._keys[name], part)
 
     def add(self, placed: Placed, t: Scores, f: Forward, g: Gradients) -> None:
         """Put one frame's results into their places."""
@@ -126,13 +137,13 @@ class _Made:
         if self._parts == 1:
             o, dq = f.m_o, g.m_dq
         else:
+            assert f.noise is not None
+            assert g.flush is not None
             o = _joined(f.m_o, f.hard, f.sigma2, f.tau2, f.b, f.flush, f.noise, f.reorder).masked_fill_(dead, 0.0)
             dq = _joined(g.m_dq, g.hard, g.sigma2, g.tau2, g.b, g.flush, g.sigma2, g.reorder).masked_fill_(dead, 0.0)
         placed.store_rows(self._lse, t.m_lse)
         placed.store_rows(self._o, o)
         placed.store_rows(self._dq, dq)
-        placed.store_keys(self._keys["dk"], g.dk.stacked(self._sums))
-        placed.store_keys(self._keys["dv"], g.dv.stacked(self._sums))
         if self._repeats is not None:
             self._repeats.add(t, f, g, whole=placed.frame.whole)
 
@@ -144,23 +155,23 @@ class _Made:
             "dq": Budget(*self._dq.chunk(self._parts, -1)),
         }
         for name in ("dk", "dv"):
-            found[name] = self._summed(self._keys.pop(name), steps)
+            found[name] = self._summed(self._names[name], self._keys.pop(name), steps)
         return Budgets(lse=self._lse[..., 0], outputs=found, repeats=self._repeats)
 
-    def _summed(self, stacked: torch.Tensor, steps: float | torch.Tensor) -> Budget:
+    def _summed(self, names: list[str], whole: torch.Tensor, steps: float | torch.Tensor) -> Budget:
         """The budget of dK or dV from sums over all rows."""
-        x = dict(zip(self._sums, stacked.chunk(len(self._sums), -1), strict=True))
-        reorder = accumulated(steps, x["result"], x["size"], Format.of(self._tokens.problem.dtype))
-        b = x["b"] + reorder
+        x = Sums.within(whole, names)
+        reorder = accumulated(steps, x.result, x.size, Format.of(self._tokens.problem.dtype))
+        b = x.b.add_(reorder)
         half = self._tokens.problem.dtype != "float32"
-        allowed = (torch.minimum(x["hard"], spread_of(x["sigma2"], x.get("tau2"))) if half else x["hard"]) + b
+        allowed = (torch.minimum(x.hard, spread_of(x.sigma2, x.tau2)) if half else x.hard) + b
         if self._parts == 1:
             return Budget(allowed)
-        noise = x["noise"]
+        noise = x.sigma2 if x.noise is None else x.noise
         if self._partials:
             # A sum of two half-precision numbers lies on half units: rounding it does nothing or breaks a tie, so h^2 / 2.
-            noise = noise + half_ulp(x["result"], Format.of(self._tokens.problem.dtype)).square_().div_(6)
-        return Budget(allowed, _limiting(x["hard"], x["sigma2"], x.get("tau2")), b, x["flush"], noise, reorder)
+            noise = noise + half_ulp(x.result, Format.of(self._tokens.problem.dtype)).square_().div_(6)
+        return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
 
 
 def _joined(

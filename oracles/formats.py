@@ -44,11 +44,15 @@ _FORMATS: dict[Dtype, Format] = {
 }
 
 
+_EXPONENT = 0x7FF0000000000000
+"""The bits of a float64's exponent: what they leave of a positive normal number is the power of two at or below it."""
+
+
 def half_ulp(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Half a unit in the last place of `form` at |x|, at least half the smallest subnormal; float64."""
-    # What is below the smallest normal has its spacing; at 0, frexp's exponent is 0, and 2**-1 would be far too much.
-    exponent = torch.frexp(x.abs().clamp(min=2.0**form.min_exponent))[1]
-    return torch.exp2(exponent.to(torch.float64)) * (form.u / 2)
+    # What is below the smallest normal has its spacing.
+    power = x.abs().clamp_(min=2.0**form.min_exponent).view(torch.int64).bitwise_and_(_EXPONENT)
+    return power.view(torch.float64).mul_(form.u)
 
 
 def rounded(x: torch.Tensor, form: Format) -> torch.Tensor:

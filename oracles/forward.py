@@ -13,7 +13,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.oracles.formats import EPS, TF32, TINY, Format, half_ulp
+from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
 from attnfuzz.oracles.frames import Placed, Tokens
 from attnfuzz.oracles.roundings import Rounding, neighbours
 
@@ -58,10 +58,12 @@ class Scores:
     v2: torch.Tensor
     d2: torch.Tensor
     """Squares of k, v, dO."""
+    values: torch.Tensor
+    """v, |v|, v^2 and k side by side: one product with P for all of them."""
     unseen: torch.Tensor
     dead: torch.Tensor
     """(Z, rows, 1): whether the row sees no key."""
-    s: torch.Tensor
+    s_size: torch.Tensor
     top: torch.Tensor
     """Scores that are their row's maximum, where P is exactly 1."""
     m: torch.Tensor
@@ -72,6 +74,8 @@ class Scores:
     lse: torch.Tensor
     delta: torch.Tensor
     """Bound on the error of a score's exponent argument."""
+    lost_rows: torch.Tensor
+    """(Z, rows, 1): scores so inexact (an error beyond 1 in the exponent) that no budget of what follows is one."""
     m_lse: torch.Tensor
     shift: torch.Tensor
     l_error: torch.Tensor | None
@@ -86,11 +90,6 @@ class Scores:
     """What flushing of float32 may take from any sum of products here but those of dS: a scalar."""
     touched: torch.Tensor
     """(Z, keys, 1): 1 for keys that some row sees, else 0."""
-
-    @property
-    def lost_rows(self) -> torch.Tensor:
-        """(Z, rows, 1): scores so inexact (an error beyond 1 in the exponent) that no budget of what follows is one."""
-        return self.delta.amax(-1, keepdim=True) > 1.0
 
     @property
     def whole(self) -> bool:
@@ -113,7 +112,7 @@ class Forward:
     """The part of B that is flushed values."""
     reorder: torch.Tensor
     """The part of B that is accumulation."""
-    noise: torch.Tensor
+    noise: torch.Tensor | None
     """sigma^2 by P's true units."""
     m_o: torch.Tensor
     e_f2: torch.Tensor
@@ -155,8 +154,10 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     problem: Problem = tokens.problem
     q, k, v, d_o = placed.rows(tokens.q), placed.keys(tokens.k), placed.keys(tokens.v), placed.rows(tokens.d_o)
     d_lse = None if tokens.d_lse is None else placed.rows(tokens.d_lse.T[:, :, None])
+    values = torch.cat([v, v.abs(), v * v, k], -1)
+    v, v_size, v2, k = values.split([*[problem.dim_v] * 3, problem.dim_qk], -1)
     unseen, scale, form = ~placed.seen(), problem.scale, Format.of(problem.dtype)
-    q_size, k_size, v_size, d_size = q.abs(), k.abs(), v.abs(), d_o.abs()
+    q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
     rounding = Rounding(form, problem.dtype != "float32", problem.dtype == "float32" and device in deviations.tf32_on)
     s = (q * scale) @ k.mT
     hidden = s.masked_fill(unseen, -torch.inf)
@@ -168,7 +169,8 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     lse = m + torch.log(total)
     size = (q_size * abs(scale)) @ k_size.mT
     steps, k2 = max(1.0, problem.dim_qk / 16), k * k
-    delta = s.abs().mul_(steps).add_(size, alpha=math.sqrt(steps)).add_(m.abs()).mul_(4 * EPS).add_(4 * TINY)
+    s_size, m_size = s.abs(), m.abs()
+    delta = (s_size * (4 * EPS * steps)).add_(size, alpha=4 * EPS * math.sqrt(steps)).add_(m_size * (4 * EPS) + 4 * TINY)
     if rounding.tf32:
         delta += TF32 * size
     if deviations.prescaled_q:
@@ -178,10 +180,10 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
     shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
     keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
-    m_lse = (lse.abs() + m.abs()).mul_(4 * EPS).add_(shift).add_(8 * EPS * (1 + keys))
+    m_lse = (lse.abs() + m_size).mul_(4 * EPS).add_(shift).add_(8 * EPS * (1 + keys))
     top = hidden == m
     if deviations.lazy_rescale or rounding.tf32:
-        top = torch.zeros_like(top)
+        top.zero_()
     else:
         top &= delta < form.u / 8
     p = e / total
@@ -189,9 +191,9 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     lost = (k_size.sum() + v_size.sum() + d_size.sum() + q_size.sum()).add_(terms).mul_(TINY)
     found = Scores(
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
-        v_size=v_size, d_size=d_size, k2=k2, v2=v * v, d2=d_o * d_o, unseen=unseen, dead=dead, s=s, top=top, m=m, e=e, l=total,
-        p=p, lse=lse, delta=delta, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows),
-        part=placed.frame.part, lost=lost,
+        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
+        top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
+        shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), part=placed.frame.part, lost=lost,
         touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
     )  # fmt: skip
     if ties:
@@ -220,8 +222,8 @@ def _rounded_sum(t: Scores) -> torch.Tensor:
     )
 
 
-def forward(t: Scores, *, ties: bool) -> Forward:
-    """The budget of O.
+def forward(t: Scores, *, ties: bool, lean: bool = False) -> Forward:
+    """The budget of O; `lean`: not what the statistics over a whole output need.
 
     pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
     sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
@@ -233,14 +235,13 @@ def forward(t: Scores, *, ties: bool) -> Forward:
     e_f2 = (t.p * e_f).mul_(e_f).sum(-1, keepdim=True).clamp_(max=_HUGE)
     v_f = t.rounding.variance(t.e, eta, t.top)
     c_f = t.rounding.worst(t.e, eta).masked_fill_(t.top, 0.0)
-    h_f = t.rounding.flushed(t.e, None, eta)
-    h_f = torch.where(t.top, 8 * EPS * (1 + t.m.abs()), h_f)
+    h_f = torch.where(t.top, 8 * EPS * (1 + t.m.abs()), t.rounding.flushed(t.e, None, eta))
     v_size, v2 = t.v_size, t.v2
-    dim = t.v.shape[-1]
-    o, size, mean2, pk = (t.p @ torch.cat([t.v, v_size, v2, t.k], -1)).split([dim, dim, dim, t.k.shape[-1]], -1)
-    units = half_ulp(t.e, t.form).square_().mul_(1 / 3).masked_fill_(v_f == 0, 0.0) if t.rounding.half else v_f
-    hard, noise = (c_f @ v_size).div_(t.l), (units @ v2).div_(l2)
-    sigma2, flush = (v_f @ v2).div_(l2), (h_f @ v_size).div_(t.l)
+    o, size, mean2, pk = (t.p @ t.values).split([*[t.v.shape[-1]] * 3, t.k.shape[-1]], -1)
+    hard, sigma2 = (c_f @ v_size).div_(t.l), (v_f @ v2).div_(l2)
+    flush, noise = (h_f @ v_size).div_(t.l), None
+    if not lean:
+        noise = (t.rounding.true_variance(t.e, v_f) @ v2).div_(l2)
     tau2 = t_f = None
     if ties and t.rounding.half:
         t_f = (neighbours(t.e, t.form.u / 16, eta / 8) - 1).mul_(v_f)

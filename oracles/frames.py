@@ -66,7 +66,7 @@ class Placed:
         problem = tokens.problem
         self._rows = _Side(frame, problem.seqlens_q, frame.rows, problem.groups, device)
         self._keys = _Side(frame, problem.seqlens_k, frame.keys, 1, device)
-        self.n_q, self.n_k = self._rows.counts, self._keys.counts
+        self.n_k = self._keys.counts
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """`x (tokens, heads, dim)` on the frame, float64 `(Z, rows of all heads of the group, dim)`; 0 beyond a sequence."""
@@ -78,11 +78,16 @@ class Placed:
 
     def store_rows(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """Put `part (Z, rows of all heads of the group, n)` into `out (heads, tokens, n)`."""
-        self._rows.store(out, part, add=False)
+        self._rows.store(out, part)
 
-    def store_keys(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Put `part (Z, keys, n)` into `out (kv_heads, tokens, n)`; add it there where the frame has not all rows."""
-        self._keys.store(out, part, add=not self.frame.whole)
+    def sums(self, out: torch.Tensor) -> torch.Tensor:
+        """Where to add `(Z, keys, n)` to `out (kv_heads, tokens, n)`: a part of it, or zeros that `store_sums` puts there."""
+        return self._keys.sums(out)
+
+    def store_sums(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Put what has been added to `sums` into `out`, unless it is a part of it."""
+        if len(self.frame.sequences) > 1:
+            self._keys.store(out, part)
 
     def seen(self) -> torch.Tensor:
         """Which keys each row sees: bool `(1 or Z, rows of all heads of the group, keys)`."""
@@ -128,12 +133,15 @@ class _Side:
         part = part.transpose(1, 2).unflatten(1, (self._kv_heads, self._groups))
         return part.flatten(2, 3).flatten(0, 1)
 
-    def store(self, out: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
+    def sums(self, out: torch.Tensor) -> torch.Tensor:
+        if self._sequences == 1:
+            return out[self._heads, self._at]
+        return out.new_zeros((self._sequences * self._kv_heads, len(self._along), out.shape[-1]))
+
+    def store(self, out: torch.Tensor, part: torch.Tensor) -> None:
         part = part.unflatten(1, (self._groups, len(self._along))).unflatten(0, (self._sequences, self._kv_heads))
         if self._sequences == 1:
-            at = out[self._heads, self._at]
-            part = part[0].flatten(0, 1)
-            at.copy_(at + part if add else part)
+            out[self._heads, self._at] = part[0].flatten(0, 1)
             return
         # (sequences, kv heads, group, tokens, n) -> (heads, sequences x tokens, n), of these the real ones
         flat = part.permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2)

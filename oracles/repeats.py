@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from attnfuzz.oracles.backward import Gradients
 from attnfuzz.oracles.forward import Forward, Scores
-from attnfuzz.oracles.roundings import near, neighbours
+from attnfuzz.oracles.roundings import direction, near, neighbours
 
 __all__ = ["Repeats"]
 
@@ -16,6 +14,7 @@ _SAMPLED = 64
 _ACROSS = 5.0
 """Of equal P in other rows a twentieth is too many: they are a sample of the rows, and a bias adds up over all of them."""
 _OF_D = 0.1
+"""The share of D's errors in dK's up to which dK's statistics are taken. On normal values it is a hundredth."""
 _WINDOW = 16.0
 """Values count as equal within u / 16. What lies within a few u of each other is rounded alike as well: seen with P between
 1 - u and 1, as tiny scores make it, where z came to 1.1 x its limit while u / 256 still took 31 of them for generic."""
@@ -42,6 +41,9 @@ class Repeats:
         self._whole &= whole
         if not self._whole:
             return
+        assert g.d_s is not None
+        assert g.carried is not None
+        assert g.share is not None
         window = t.form.u / _WINDOW
         self._g += [_repeated([t.p, g.d_s], window), _repeated([t.p.mT, g.d_s.mT], window), _repeated_rows(t, f)]
         self._g.append(1 + (_repeated_anywhere(t) - 1) * _ACROSS)
@@ -79,14 +81,8 @@ def _repeated_anywhere(t: Scores) -> torch.Tensor:
 
 def _repeated_rows(t: Scores, f: Forward) -> torch.Tensor:
     """Mean count of rows with the same q, or the same O, told by a random projection."""
-    place = torch.stack([x @ _direction(x.shape[-1], x.device) for x in (t.q, f.o)])
+    place = torch.stack([x @ direction(x.shape[-1], x.device) for x in (t.q, f.o)])
     place.masked_fill_(t.dead[None, ..., 0], torch.inf)
     norm = torch.stack([t.q.norm(dim=-1).div_(2), f.o.norm(dim=-1)])
     counts = near(place, norm.mul_(t.form.u / 128)).masked_fill_(t.dead[None, ..., 0], 0.0)
     return counts.sum((1, 2)).amax() / (t.dead.numel() - t.dead.sum())
-
-
-@functools.cache
-def _direction(dim: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(dim)
-    return torch.randn(dim, generator=generator, dtype=torch.float64).to(device)

@@ -5,13 +5,14 @@ Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from attnfuzz.oracles.formats import TF32, Format
+from attnfuzz.oracles.formats import TF32, Format, half_ulp
 
-__all__ = ["VARIANCE", "Rounding", "near", "neighbours"]
+__all__ = ["VARIANCE", "Rounding", "direction", "near", "neighbours"]
 
 VARIANCE = 0.18
 """Mean square of a relative rounding error over u**2, for a log-uniform mantissa."""
@@ -28,14 +29,20 @@ class Rounding:
     def variance(self, x: torch.Tensor, eta: float, exact: torch.Tensor | None = None) -> torch.Tensor:
         """Mean square of one rounding of x >= 0: 0 where it may be flushed (that is `flushed`'s), or where `exact`.
 
-        max(0.18 u^2 x^2, eta^2 / 3 below the smallest normal), as one rounding in the subnormals is even over 2 eta.
+        max(0.18 u^2 x^2, eta^2 / 3), as one rounding is even over 2 eta in the subnormals and in the binade above them.
         """
         if not self.half:
             return torch.zeros_like(x)
-        found = (x * x).mul_(VARIANCE * self.form.u**2)
-        found.masked_fill_(x < eta / self.form.u, eta * eta / 3)
         gone = x <= 4 * eta
-        return found.masked_fill_(gone if exact is None else gone | exact, 0.0)
+        if exact is not None:
+            gone |= exact
+        return (x * x).mul_(VARIANCE * self.form.u**2).clamp_(min=eta * eta / 3).masked_fill_(gone, 0.0)
+
+    def true_variance(self, x: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        """h^2 / 3 of x >= 0 by its true unit, where its `variance` is not 0."""
+        if not self.half:
+            return variance
+        return half_ulp(x, self.form).square_().mul_(1 / 3).masked_fill_(variance == 0, 0.0)
 
     def worst(self, x: torch.Tensor, eta: float) -> torch.Tensor:
         """The largest error of x >= 0: max(u x, min(x, eta)), or tf32's truncation."""
@@ -66,3 +73,10 @@ def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
     above = torch.searchsorted(ordered, (x + distance).contiguous(), right=True)
     below = torch.searchsorted(ordered, (x - distance).contiguous())
     return (above - below).to(torch.float64).clamp_(min=1)
+
+
+@functools.cache
+def direction(dim: int, device: torch.device) -> torch.Tensor:
+    """A random direction, `(dim,)` float64: rows that are equal have the same place along it, and hardly any others have."""
+    generator = torch.Generator().manual_seed(dim)
+    return torch.randn(dim, generator=generator, dtype=torch.float64).to(device)

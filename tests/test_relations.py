@@ -405,8 +405,13 @@ def test_what_is_not_finite_forgives_nothing(where: str, value: float, noise: bo
     found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
     assert found is not None
     if where == "allowed":
-        # Equal values need no limit.
+        assert found.ratio <= 1, "equal values need no limit"
         parts["got"][1, 2, 3] += 1
         found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
         assert found is not None
     assert not found.ratio <= 1
+    if where != "allowed":
+        both = {**parts, "got": parts[where], "expected": parts[where]}
+        same = worst(Difference("o", 0, both["got"], both["expected"], both["allowed"], noise=noise))
+        assert same is not None
+        assert not same.ratio <= 1, "the same NaN or infinity in both launches is no agreement"

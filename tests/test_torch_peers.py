@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from contextlib import suppress
 from dataclasses import replace as with_parts
 from typing import TYPE_CHECKING, Any
 
@@ -108,9 +110,11 @@ def emulated(case: Case) -> Verdict:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     import support_torch_ops
 
-    # The first tensor in such a mode imports modules that look at torch's real ops.
+    # The first tensor in such a mode imports modules that look at torch's real ops, and so does varlen_attn, where there is one.
     with torch.no_grad(), PoisonEmpty(Bands()):
         torch.empty(1)
+    with suppress(ImportError):
+        importlib.import_module("torch.nn.attention.varlen")
 
     from attnfuzz.kernels.torch import flex
 

@@ -26,6 +26,7 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES
 
 __all__ = ["CalibrationProgress", "calibration_object", "markdown", "show_calibration"]
 
+_MANY = 1e4
 _COLUMNS = ("kernel", "output", "judged", "not judged", "alarms", "known", "worst / budget", "sigmas", "R", "z", "R and z in")
 _LEGEND = (
     "judged, not judged: Cases; alarms: Cases wrong in a way that is not known; known: Cases wrong only in known ways; "
@@ -161,7 +162,7 @@ def _rows(turn: Turn) -> Iterator[tuple[str, ...]]:
             str(count.alarms),
             str(count.known),
             _number(figures.worst),
-            f"{figures.sigmas:.2f}",
+            f"{figures.sigmas:.2f}" if figures.sigmas < _MANY else f"{figures.sigmas:.1e}",
             f"{figures.r:.2f}",
             f"{figures.z:.2f}",
             str(figures.aggregated),

@@ -87,8 +87,9 @@ def worst(difference: Difference) -> Worst | None:
         return None
     allowed = difference.allowed.expand_as(got)
     error = torch.where(got == expected, 0.0, (got - expected).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    # A limit made of a NaN or an infinity would forgive everything: what is not finite is wrong, unless it is the same -inf.
-    sound = torch.isfinite(allowed) & torch.isfinite(got) & torch.isfinite(expected) | (got == expected) & torch.isinf(got)
+    # A limit made of a NaN or an infinity would forgive everything: what is not finite is wrong, unless it is the same LSE.
+    same = (got == expected) & (torch.isfinite(got) | (difference.output == "lse"))
+    sound = torch.isfinite(allowed) & torch.isfinite(got) & torch.isfinite(expected) | same
     scaled = torch.where(error == 0, 0.0, error / allowed).masked_fill_(~sound, torch.inf)
     one = limit(1) if difference.noise else 1.0
     scaled = scaled.reshape(*got.shape[:2], -1)
