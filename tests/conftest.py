@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -12,6 +14,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from attnfuzz.harness import environment
     from attnfuzz.kernels.triton import runtime
 
+    # A shell starts what runs in the background with SIGINT ignored, and what is started from here would ignore it as well.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if environment.has_cuda():
         if runtime.unavailable("cuda") is None:
             runtime.load("cuda")
