@@ -43,30 +43,29 @@ class Truth:
 class Truths(dict[OutputName, Truth]):
     """The Truth of every output; can count ties, should a budget without them be exceeded."""
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        deviations: Deviations,
-        device: str,
-        expected: dict[OutputName, torch.Tensor],
-        *,
-        lean: bool = False,
-    ) -> None:
+    def __init__(self, inputs: Inputs, deviations: Deviations, device: str, *, lean: bool = False) -> None:
         super().__init__()
         self._inputs, self._deviations, self._device, self._lean = inputs, deviations, device, lean
         self.ties = False
+        # In this order: what budgets take of memory for a while is the most.
+        found = self._budgets()
+        expected = _reference(inputs)
         if "lse" in expected and deviations.lse_base2:
-            expected = {**expected, "lse": expected["lse"] / _LOG_2}
-        self._fill(expected)
+            expected["lse"] = expected["lse"] / _LOG_2
+        self._fill(expected, found)
 
     def count_ties(self) -> None:
         """The budget with tau: what repeated values add."""
         self.ties = True
-        self._fill({name: true.expected for name, true in self.items()})
+        expected = {name: true.expected for name, true in self.items()}
+        self.clear()
+        self._fill(expected, self._budgets())
 
-    def _fill(self, expected: dict[OutputName, torch.Tensor]) -> None:
-        found = budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean)
-        self.budgets: Budgets = found
+    def _budgets(self) -> Budgets:
+        return budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean)
+
+    def _fill(self, expected: dict[OutputName, torch.Tensor], found: Budgets) -> None:
+        self.budgets = found
         form = Format.of(self._inputs.problem.dtype)
         for name in self._inputs.problem.needs.outputs:
             if name == "lse":
@@ -85,22 +84,24 @@ class HeadTruths(dict[OutputName, Truth]):
     def parts(self) -> Iterator[tuple[int, Inputs, Truths]]:
         """(number, inputs, truth) of each key/value head with its query heads."""
         for head, inputs in blockwise.by_head(self._inputs):
-            yield head, inputs, _truths(inputs, self._deviations, self._device, lean=True)
+            yield head, inputs, Truths(inputs, self._deviations, self._device, lean=True)
 
 
 def truth(inputs: Inputs, deviations: Deviations, device: str) -> Truths | HeadTruths:
     """Oracle and budgets of every output the Problem needs; tokens of all sequences one after the other."""
     if blockwise.is_large(inputs.problem):
         return HeadTruths(inputs, deviations, device)
-    return _truths(inputs, deviations, device, lean=False)
+    return Truths(inputs, deviations, device)
 
 
-def _truths(inputs: Inputs, deviations: Deviations, device: str, *, lean: bool) -> Truths:
+def _reference(inputs: Inputs) -> dict[OutputName, torch.Tensor]:
+    """The oracle's outputs over the whole batch, heads first."""
     problem = inputs.problem
     references = []
     for data in attention.sequences(inputs):
         scores = data.q.shape[0] * data.q.shape[1] * data.k.shape[1]
         references.append((attention if scores <= _WHOLE else blockwise).reference(problem, data))
-    expected = {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in problem.needs.outputs}
-    del references
-    return Truths(inputs, deviations, device, expected, lean=lean)
+    names = problem.needs.outputs
+    if len(references) == 1:
+        return {name: getattr(references[0], name) for name in names}
+    return {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in names}

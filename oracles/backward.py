@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
-from attnfuzz.oracles.forward import TIES, Forward, Scores, accumulated, least, spread_of, steps_of
+from attnfuzz.oracles.forward import TIES, Forward, OfP, Scores, accumulated, least, spread_of, steps_of
 from attnfuzz.oracles.roundings import VARIANCE, direction, near, neighbours
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
@@ -18,8 +18,9 @@ __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """D = rowsum(dO * O) (- dLSE) and its error, each (Z, rows, 1): H_D, V_D = sigma^2, T_D = tau^2, B_D."""
+    """D = rowsum(dO * O) (- dLSE) and its error, each (Z, rows, 1): H_D, V_D = sigma^2, T_D = tau^2, B_D; and dP = dO v^T."""
 
+    d_p: torch.Tensor
     d: torch.Tensor
     hard: torch.Tensor
     sigma2: torch.Tensor
@@ -67,7 +68,7 @@ class Gradients:
     """The errors of D in dK's sigma^2, as a share: one row's error of D is in all keys that it sees, not independent there."""
 
 
-def delta_error(t: Scores, f: Forward, d_p: torch.Tensor) -> Delta:
+def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
     """The error of D, whether it is taken from the rounded O or an fp32 one.
 
     res = |rd(O) - O|, h = half ulp of O, r = min(h, res + M_O), S = sigma^2 + tau^2 + B^2 of O, f = 1 - exp(-4 S / h^2)
@@ -76,42 +77,48 @@ def delta_error(t: Scores, f: Forward, d_p: torch.Tensor) -> Delta:
     H_D = sum_d |dO| r + sum_j c_f |dP|
     B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O) + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP| + lost
     """
+    d_p = t.d_o @ t.v.mT
     h = half_ulp(f.o, t.form)
     unit = 2 * h
     error = torch.round(f.o / unit).mul_(unit).sub_(f.o)
-    error.masked_fill_(f.o.abs() > t.form.largest, 0.0)
+    o_size = f.o.abs()
+    error.masked_fill_(o_size > t.form.largest, 0.0)
     res2, h2 = error * error, h * h
     r = torch.minimum(h, error.abs() + f.m_o)
-    s = f.sigma2 + f.b * f.b
+    s = torch.addcmul(f.sigma2, f.b, f.b)
     if f.tau2 is not None:
-        s = s + f.tau2
+        s += f.tau2
     certain = torch.exp(s.mul_(-4).div_(h2))
-    e2 = torch.minimum(res2.mul_(certain).add_((1 - certain).mul_(h2 / 3)), r * r)
+    e2 = torch.minimum(torch.lerp(h2.div_(3), res2, certain), r * r)
     det = (t.d_o * error).mul_(certain.sqrt()).sum(-1, keepdim=True)
     d_size, dp2 = t.d_size, d_p * d_p
     do_e2 = t.d2 * e2
     l2 = t.l * t.l
-    sigma2 = torch.maximum(do_e2.sum(-1, keepdim=True), det * det) + (f.v_f * dp2).sum(-1, keepdim=True) / l2
+    sigma2 = torch.maximum(do_e2.sum(-1, keepdim=True), det * det) + (p.variance * dp2).sum(-1, keepdim=True) / l2
     tau2 = None
-    if f.t_f is not None:
-        tau2 = (do_e2 * (neighbours(f.o, t.form.u / 16) - 1)).sum(-1, keepdim=True) + (f.t_f * dp2).sum(-1, keepdim=True) / l2
+    if p.repeated is not None:
+        tau2 = (do_e2 * (neighbours(f.o, t.form.u / 16) - 1)).sum(-1, keepdim=True) + (p.repeated * dp2).sum(
+            -1, keepdim=True
+        ) / l2
     d = (t.d_o * f.o).sum(-1, keepdim=True)
     dp_size = d_p.abs()
-    hard = (d_size * r).sum(-1, keepdim=True) + (f.c_f * dp_size).sum(-1, keepdim=True) / t.l
+    hard = (d_size * r).sum(-1, keepdim=True) + (p.worst * dp_size).sum(-1, keepdim=True) / t.l
     variance = ((t.p * dp2).sum(-1, keepdim=True) - d * d).clamp_(min=0)
-    b = (variance * f.e_f2).sqrt_() + (d_size * (f.reorder + EPS * (6 + t.v.shape[-1] / 16) * f.o.abs())).sum(-1, keepdim=True)
-    b += ((f.h_f * dp_size).sum(-1, keepdim=True) / t.l).add_(t.lost)
+    b = (variance * f.e_f2).sqrt_() + (d_size * f.reorder.add(o_size, alpha=EPS * (6 + t.v.shape[-1] / 16))).sum(-1, keepdim=True)
+    b += ((p.flushed * dp_size).sum(-1, keepdim=True) / t.l).add_(t.lost)
     if t.l_error is not None:
         b += t.l_error * d.abs()
     if t.d_lse is not None:
         d, b = d - t.d_lse, b + 2 * EPS * t.d_lse.abs()
     for each in (hard, sigma2, b):
         each.masked_fill_(t.dead, 0.0)
-    return Delta(d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b)
+    return Delta(d_p=d_p, d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b)
 
 
-def backward(t: Scores, f: Forward, dk: Sums, dv: Sums, deviations: Deviations, *, ties: bool, lean: bool = False) -> Gradients:
-    """The budget of dQ; adds to the sums of dK and dV. `lean`: not what the statistics over a whole output need.
+def backward(
+    t: Scores, f: Forward, delta: Delta, dk: Sums, dv: Sums, deviations: Deviations, *, ties: bool, lean: bool = False
+) -> Gradients:
+    """The budget of dQ (dP is lost); adds to the sums of dK and dV. `lean`: not what the statistics over a whole output need.
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
     dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) v_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|, B = (P e + flushed)^T |dO| + acc + lost
@@ -128,13 +135,13 @@ def backward(t: Scores, f: Forward, dk: Sums, dv: Sums, deviations: Deviations, 
     rounding to v_S, c_S and flushed (`_rounded_p`), partial sums theirs to sigma^2 and H (`_add_partials`). Rows whose scores are
     lost, and dS beyond the dtype, have no budget: infinite.
     """
-    d_p = t.d_o @ t.v.mT
-    delta = delta_error(t, f, d_p)
+    d_p = delta.d_p
     e = torch.add(t.delta, t.s_size, alpha=4 * EPS).add_(t.lse.abs() * (4 * EPS) + t.m_lse).clamp_(max=80.0)
     e = torch.expm1(e).masked_fill_(t.unseen, 0.0)
     pe = t.p * e
     lost_keys = (t.lost_rows & ~t.unseen).any(1)[..., None]
     _dv(t, dv, e, pe, lost_keys, deviations, ties=ties)
+    del e
     gap = d_p - delta.d
     d_s = t.p * gap
     gap.abs_()
@@ -142,9 +149,11 @@ def backward(t: Scores, f: Forward, dk: Sums, dv: Sums, deviations: Deviations, 
     c_size = t.d_size @ t.v_size.mT
     inner = d_p.abs_().mul_(4 * EPS * steps).add_(c_size, alpha=4 * EPS * math.sqrt(steps) + (TF32 if t.rounding.tf32 else 0.0))
     inner.add_(gap, alpha=4 * EPS).add_(t.lost)
+    del c_size
     grown = t.p + pe
     flushed = (gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0)
     e_s = inner.mul_(grown).addcmul_(pe, gap).add_(flushed)
+    del flushed
     around = delta.b + (torch.minimum(delta.hard, spread_of(delta.sigma2, delta.tau2)) if t.rounding.half else delta.hard)
     slack = torch.addcmul(e_s, grown, around)
     eta = t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
@@ -262,8 +271,7 @@ def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> t
 def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: Deviations, *, ties: bool, lean: bool) -> Gradients:
     scale, u = abs(t.scale), t.form.u
     r = _roundings_of_ds(t, x, deviations)
-    s2 = scale * scale
-    k_size, k2, pk = t.k_size * scale, t.k2 * s2, f.pk.abs() * scale
+    k_size, k2, pk = t.k_size, t.k2, f.pk.abs() * scale
     pk2 = pk * pk
     dq, reach = (x.d_s @ t.k).mul_(t.scale), r.size @ k_size
     sigma2 = torch.baddbmm(delta.sigma2 * pk2, r.random, k2)

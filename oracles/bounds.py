@@ -22,7 +22,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import OutputName, Problem, reject
-from attnfuzz.oracles.backward import Gradients, Sums, backward
+from attnfuzz.oracles.backward import Gradients, Sums, backward, delta_error
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.frames import CHUNK, Placed, Tokens, frames, tokens_of
@@ -93,10 +93,14 @@ def budgets(
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
             t = scores(placed, tokens, deviations, device, ties=ties)
-            f = forward(t, ties=ties, lean=lean)
+            f, of_p = forward(t, ties=ties, lean=lean)
+            delta = delta_error(t, f, of_p)
+            # Here and below: a frame's tensors are large, and not wanted beside those of what follows.
+            del of_p
             with made.sums(placed) as (dk, dv):
-                g = backward(t, f, dk, dv, deviations, ties=ties, lean=lean)
+                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean)
             made.add(placed, t, f, g)
+            del placed, t, f, delta, g, dk, dv
         return made.finished()
 
 

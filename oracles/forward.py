@@ -21,6 +21,7 @@ __all__ = [
     "LAMBDA",
     "TIES",
     "Forward",
+    "OfP",
     "Scores",
     "Steps",
     "accumulated",
@@ -53,11 +54,11 @@ class Scores:
     k_size: torch.Tensor
     v_size: torch.Tensor
     d_size: torch.Tensor
-    """|q|, |k|, |v|, |dO|."""
+    """|q|, |scale| |k|, |v|, |dO|."""
     k2: torch.Tensor
     v2: torch.Tensor
     d2: torch.Tensor
-    """Squares of k, v, dO."""
+    """Squares of scale k, v, dO."""
     values: torch.Tensor
     """v, |v|, v^2 and k side by side: one product with P for all of them."""
     unseen: torch.Tensor
@@ -99,7 +100,7 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Forward:
-    """O and its budget M = min(H, 6 sigma + 4 tau) + B; what the backward needs of P's errors."""
+    """O and its budget M = min(H, 6 sigma + 4 tau) + B."""
 
     o: torch.Tensor
     pk: torch.Tensor
@@ -117,10 +118,16 @@ class Forward:
     m_o: torch.Tensor
     e_f2: torch.Tensor
     """sum_j P e_f^2: the square of P's relative error by its score's, averaged."""
-    v_f: torch.Tensor
-    t_f: torch.Tensor | None
-    c_f: torch.Tensor
-    h_f: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class OfP:
+    """The roundings of exp(s - m), each `(Z, rows, keys)`: mean square, that times (n - 1), worst case, flushed."""
+
+    variance: torch.Tensor
+    repeated: torch.Tensor | None
+    worst: torch.Tensor
+    flushed: torch.Tensor
 
 
 def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Format) -> torch.Tensor:
@@ -167,15 +174,19 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     e = torch.exp(hidden - m)
     total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
     lse = m + torch.log(total)
-    size = (q_size * abs(scale)) @ k_size.mT
-    steps, k2 = max(1.0, problem.dim_qk / 16), k * k
+    terms = float(q.shape[1] * k.shape[1] + problem.dim_qk + problem.dim_v)
+    lost = (k_size.sum() + v_size.sum() + d_size.sum() + q_size.sum()).add_(terms).mul_(TINY)
+    sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
+    k_size.mul_(abs(scale))
+    size = q_size @ k_size.mT
+    steps, k2 = max(1.0, problem.dim_qk / 16), k_size * k_size
     s_size, m_size = s.abs(), m.abs()
     delta = (s_size * (4 * EPS * steps)).add_(size, alpha=4 * EPS * math.sqrt(steps)).add_(m_size * (4 * EPS) + 4 * TINY)
     if rounding.tf32:
         delta += TF32 * size
-    if deviations.prescaled_q:
-        random = 2.12 * form.u * abs(scale) * torch.sqrt((q * q) @ k2.mT)
-        delta += torch.minimum(form.u * size, random + form.u * s.abs()) + 0.7 * form.eta * k_size.sum(-1)[:, None, :]
+    if sum_k is not None:
+        random = 2.12 * form.u * torch.sqrt((q * q) @ k2.mT)
+        delta += torch.minimum(form.u * size, random + form.u * s_size) + 0.7 * form.eta * sum_k
     delta.masked_fill_(unseen, 0.0)
     # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
     shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
@@ -187,8 +198,6 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     else:
         top &= delta < form.u / 8
     p = e / total
-    terms = float(s.shape[1] * s.shape[2] + problem.dim_qk + problem.dim_v)
-    lost = (k_size.sum() + v_size.sum() + d_size.sum() + q_size.sum()).add_(terms).mul_(TINY)
     found = Scores(
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
@@ -222,8 +231,8 @@ def _rounded_sum(t: Scores) -> torch.Tensor:
     )
 
 
-def forward(t: Scores, *, ties: bool, lean: bool = False) -> Forward:
-    """The budget of O; `lean`: not what the statistics over a whole output need.
+def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]:
+    """The budget of O and the roundings in it; `lean`: not what the statistics over a whole output need.
 
     pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
     sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
@@ -253,10 +262,10 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> Forward:
         b += o.abs() * t.l_error
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_o.masked_fill_(t.lost_rows, torch.inf)
-    return Forward(
-        o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2,
-        v_f=v_f, t_f=t_f, c_f=c_f, h_f=h_f,
-    )  # fmt: skip
+    found = Forward(
+        o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
+    )
+    return found, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
 
 
 def least(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None, t: Scores) -> torch.Tensor:
