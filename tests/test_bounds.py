@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support_emulated import Emulated
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness import measure
 from attnfuzz.harness.inputs import materialise
@@ -27,6 +29,25 @@ PROBLEMS = {
     "window": Problem(seqlens_q=(60, 30), seqlens_k=(64, 20), dim_qk=8, dim_v=8, window=(5, 3)),
     "float32": Problem(seqlens_q=(30, 8), seqlens_k=(44, 8), dim_qk=8, dim_v=8, dtype="float32", causal="bottom_right"),
 }
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        self._held = {key: (ref, size) for key, (ref, size) in self._held.items() if not ref.expired()}
+        for each in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._held.values()))
+        return made
 
 
 def parts_of(found) -> dict[str, torch.Tensor]:
@@ -58,6 +79,17 @@ def test_the_blockwise_oracle_is_the_oracle(name: str) -> None:
         whole, blocks = attention.reference(problem, data), blockwise.reference(problem, data, chunk=200)
         for output in ("o", "lse", "dq", "dk", "dv"):
             torch.testing.assert_close(getattr(blocks, output), getattr(whole, output), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_budgets_of_a_long_sequence_take_little_memory(ties: bool) -> None:
+    # At 131,072 keys of dim 128 a tensor of keys is 134 MB, and one of a chunk's scores 67 MB: less than 4 GB in all.
+    keys, dim, chunk = 4096, 64, 1 << 15
+    problem = Problem(seqlens_q=(24,), seqlens_k=(keys,), dim_qk=dim, dim_v=dim)
+    inputs = materialise(problem, Recipe(), "cpu")
+    with Live() as live:
+        budgets(inputs, Deviations(), "cpu", lean=True, ties=ties, chunk=chunk)
+    assert live.peak <= (22 if ties else 18) * 8 * keys * dim + (26 if ties else 20) * 8 * chunk
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
