@@ -119,7 +119,8 @@ def _difference(
     bench: Bench, name: OutputName, before: torch.Tensor, after: torch.Tensor, true: Truth | None, *, exact: bool
 ) -> Failure | None:
     problem = bench.case.problem
-    was, now = heads_first(problem, name, before), heads_first(problem, name, after)
+    device = after.device if true is None else true.expected.device
+    was, now = (heads_first(problem, name, each.to(device)) for each in (before, after))
     same = (was == now) & (was.signbit() == now.signbit()) | was.isnan() & now.isnan()
     limit = torch.zeros_like(was) if exact or true is None else true.reorder(was, now)
     if not exact:

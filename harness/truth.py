@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
-from attnfuzz.kernels.problem import OutputName
+from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.bounds import Budget, Budgets, budgets
 from attnfuzz.oracles.formats import Format, half_ulp
 
-__all__ = ["HeadTruths", "Truth", "Truths", "truth"]
+__all__ = ["HeadTruths", "Truth", "Truths", "is_tiny", "truth"]
 
 _LOG_2 = 0.6931471805599453
 _SINGLE = Format.of("float32")
 _WHOLE = 1 << 24
 """Scores of one sequence, all heads, above which the oracle goes by blocks."""
+_HOST_PRODUCTS, _HOST_ELEMENTS = 1 << 18, 1 << 15
+"""Up to these a Case is judged on the host: some 900 launches cost more there than a thousand times as many numbers do here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,10 +91,26 @@ class HeadTruths(dict[OutputName, Truth]):
 
 
 def truth(inputs: Inputs, deviations: Deviations, device: str) -> Truths | HeadTruths:
-    """Oracle and budgets of every output the Problem needs; tokens of all sequences one after the other."""
+    """Oracle and budgets of every output the Problem needs; tokens of all sequences one after the other.
+
+    On the inputs' device, but for a tiny Problem (`is_tiny`): on the host.
+    """
     if blockwise.is_large(inputs.problem):
         return HeadTruths(inputs, deviations, device)
-    return Truths(inputs, deviations, device)
+    return Truths(_on_host(inputs) if inputs.q.is_cuda and is_tiny(inputs.problem) else inputs, deviations, device)
+
+
+def is_tiny(problem: Problem) -> bool:
+    """Whether the truth is worked out on the host, whatever device the kernel runs on."""
+    rows, keys, dims = max(problem.seqlens_q), max(problem.seqlens_k), problem.dim_qk + problem.dim_v
+    elements = (problem.total_q * problem.heads + problem.total_k * problem.kv_heads) * dims
+    return problem.batch * problem.heads * rows * keys * dims <= _HOST_PRODUCTS and elements <= _HOST_ELEMENTS
+
+
+def _on_host(inputs: Inputs) -> Inputs:
+    tensors = {name: getattr(inputs, name).cpu() for name in ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")}
+    d_lse = None if inputs.d_lse is None else inputs.d_lse.cpu()
+    return dataclasses.replace(inputs, **tensors, d_lse=d_lse, captured=tuple(each.cpu() for each in inputs.captured))
 
 
 def _reference(inputs: Inputs) -> dict[OutputName, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnfuzz.harness import measure
 from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
+from attnfuzz.harness.truth import is_tiny
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles import attention, blockwise
@@ -174,3 +175,32 @@ def test_equal_rows_in_many_frames_are_no_alarm(monkeypatch: pytest.MonkeyPatch)
         assert verdict.status == "pass", [each.message for each in verdict.failures]
         dv[17, 0, 3] *= 1.02
         assert judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu")).failure is not None
+
+
+def test_only_small_problems_are_tiny() -> None:
+    assert is_tiny(Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=256, dim_v=256))
+    assert is_tiny(Problem(seqlens_q=(16, 3), seqlens_k=(20, 5), heads=2, dim_qk=64, dim_v=64))
+    assert not is_tiny(Problem(seqlens_q=(64,), seqlens_k=(64,), dim_qk=64, dim_v=64))
+    assert not is_tiny(Problem(seqlens_q=(4096,), seqlens_k=(0,), dim_qk=16, dim_v=16))
+    assert not is_tiny(Problem(seqlens_q=(1,) * 64, seqlens_k=(1,) * 63 + (40,), dim_qk=64, dim_v=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(5, 9), (200, 300)])
+def test_the_judge_says_the_same_on_host_and_device(seqlens: tuple[int, int]) -> None:
+    problem = Problem(seqlens_q=(seqlens[0],), seqlens_k=(seqlens[1],), dim_qk=32, dim_v=32, heads=2, slack_q=2)
+    told = []
+    for device in ("cpu", "cuda"):
+        inputs = materialise(problem, Recipe(), device)
+        expected = truth(inputs, Deviations(), device)
+        assert expected["o"].expected.device.type == ("cpu" if is_tiny(problem) else device)
+        made = {name: each.expected.to(device) for name, each in expected.items()}
+        rows = {name: 2 if name in ("o", "lse", "dq") else 0 for name in made}
+        made = {name: torch.nn.functional.pad(x, (0,) * (2 * x.ndim - 4) + (0, rows[name])) for name, x in made.items()}
+        outputs = {name: x.float() if name == "lse" else x.transpose(0, 1).half() for name, x in made.items()}
+        assert judge("test", inputs, Outputs(**outputs), expected).status == "pass"
+        outputs["dk"][3, 0, 7] += 1
+        told.append(judge("test", inputs, Outputs(**outputs), expected))
+    host, device_ = told
+    assert [(x.kind, x.output, x.place.position, x.place.dim) for x in host.failures] == [("mismatch", "dk", 3, 7)]
+    assert [(x.kind, x.output, x.place.position, x.place.dim) for x in device_.failures] == [("mismatch", "dk", 3, 7)]
