@@ -304,6 +304,7 @@ def calibrate_command(
 ) -> None:
     """Run kernels that should be right (default: all that can run here) and measure how near they come to their budgets."""
     from attnfuzz.harness.calibrate import calibrate, planned
+    from attnfuzz.harness.corpus import Corpus
     from attnfuzz.harness.known import found_at
     from attnfuzz.harness.report import calibrate as report
     from attnfuzz.harness.settings import profile as profile_called
@@ -320,6 +321,7 @@ def calibrate_command(
     )
     chosen = [registry.get(name) for name in dict.fromkeys(kernels or registry.names())]
     file = None if write is None else _writable(write)
+    Corpus(out).check()
     with report.CalibrationProgress(_console(stderr=as_json)) as progress:
         done = calibrate(chosen, plan, progress)
     if as_json:
@@ -339,9 +341,12 @@ def _writable(path: str) -> Path:
     file = Path(path)
     if file.is_dir():
         raise reject("write", path, "it is a folder", "give a file")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8"):
-        return file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8"):
+            return file
+    except OSError as error:
+        raise reject("write", path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
 
 
 def _sanitized(path: str, tool: str, device: str, seconds: float | None, *, in_process: bool, as_json: bool) -> int:

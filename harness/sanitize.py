@@ -39,6 +39,7 @@ _PROGRAM, _TOOLKITS = "compute-sanitizer", Path("/usr/local")
 _FOUND = 86
 """Exit code by which the sanitizer tells that it has found something."""
 _LIMIT = 1000
+_HELP_SECONDS = 60.0
 _TAIL = 4000
 
 
@@ -136,7 +137,11 @@ def _watched(case: Case, tool: str, program: str, folder: Path, deadline: float)
 
 def _known(program: str, options: tuple[str, ...]) -> tuple[str, ...]:
     """Those of `options` that this version of the sanitizer has."""
-    told = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
+    try:
+        told = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=_HELP_SECONDS)
+    except subprocess.TimeoutExpired:
+        reason = f"its --help says nothing within {_HELP_SECONDS:g} s"
+        raise reject("compute-sanitizer", program, reason, "see whether this installation of it works") from None
     return tuple(each for each in options if each.split("=")[0] in told.stdout + told.stderr)
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
-from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches, long_enough
@@ -31,6 +30,17 @@ class Limits:
     length: int = 200
     tiles: int = 16
     """Sum over heads and sequences of (query tiles x key tiles)."""
+
+    def room(self, variant: Variant, heads: int, tiles: int | None = None) -> Room:
+        """What is left for lengths with so many heads; `tiles`: in place of the limit's own."""
+        return Room(
+            batch=self.batch,
+            length=self.length,
+            tiles=self.tiles if tiles is None else tiles,
+            heads=heads,
+            tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
+            tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
+        )
 
 
 def cases(
@@ -57,32 +67,21 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
     most = draw(st.sampled_from((1, 2, limits.heads, limits.heads)))
     heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
-    room = Room(
-        batch=limits.batch,
-        length=limits.length,
-        tiles=limits.tiles,
-        heads=heads_q,
-        tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
-        tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
-    )
+    room = limits.room(variant, heads_q)
     pairs = draw(batches(replace(can, unequal=can.unequal and not packed), room, dense=packing == "dense"))
     pairs = long_enough(pairs, can)
     slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
     slack_q = draw(slack)
-    problem = Problem(
+    problem = replace(
+        variant.problem(can),
         seqlens_q=tuple(pair[0] for pair in pairs),
         seqlens_k=tuple(pair[1] for pair in pairs),
         packing=packing,
         heads=heads_q,
         kv_heads=kv_heads,
-        dim_qk=variant.dims[0],
-        dim_v=variant.dims[1],
-        dtype=variant.dtype,
-        causal=variant.causal,
         softmax_scale=draw(scales(can)),
         slack_q=slack_q,
         slack_k=slack_q if packed else draw(slack),
-        needs=Needs(outputs=can.outputs),
         **laid_out,
     )
     return Case(kernel=name, problem=problem, recipe=recipe, config=variant.config)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
-from attnfuzz.strategies.lengths import Room, batches
+from attnfuzz.strategies.lengths import batches
 from attnfuzz.strategies.related import SPREAD, related_problems, spread, why_not_relation
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 
@@ -23,7 +23,6 @@ RELATION_LIMITS: dict[Device, Limits] = {
     "cuda": Limits(batch=8, heads=8, length=1 << 17, tiles=1 << 20),
 }
 """What a Trial without an oracle may cost: on CUDA up to 65,536 x 65,536 in tiles of 64 for one head, or 131,072 keys."""
-_DEFAULT_TILE = 64
 _FACTORS = (1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 4.0)
 _Pairs = tuple[tuple[int, int], ...]
 
@@ -81,31 +80,20 @@ def _relation_cases(
     variant = draw(drawn_variant(found[check]))
     heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, limits.tiles // 2))))
     packing = draw(st.sampled_from(can.packings))
-    room = Room(
-        batch=limits.batch,
-        length=limits.length,
-        tiles=max(heads_q, limits.tiles // 2 if check == "split_batch" else limits.tiles),
-        heads=heads_q,
-        tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
-        tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
-    )
+    room = limits.room(variant, heads_q, max(heads_q, limits.tiles // 2 if check == "split_batch" else limits.tiles))
     dense = packing == "dense"
     pairs = draw(_tiny(can) if check == "huge_strides" else batches(can, room, dense=dense))
     pairs = _suited(check, can, variant, pairs, dense)
     slack = st.sampled_from((0, 0, 0, 1, 3)) if can.slack and check != "huge_strides" else st.just(0)
-    problem = Problem(
+    problem = replace(
+        variant.problem(can),
         seqlens_q=tuple(pair[0] for pair in pairs),
         seqlens_k=tuple(pair[1] for pair in pairs),
         packing=packing,
         heads=heads_q,
         kv_heads=kv_heads,
-        dim_qk=variant.dims[0],
-        dim_v=variant.dims[1],
-        dtype=variant.dtype,
-        causal=variant.causal,
         slack_q=draw(slack),
         slack_k=draw(slack),
-        needs=Needs(outputs=can.outputs),
     )
     scale = draw(scales(can))
     problem = replace(problem, softmax_scale=scale if spread(replace(problem, softmax_scale=scale)) <= SPREAD else None)

@@ -343,6 +343,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["torch.flash"], "no kernel can run here"),
         (["torch.right", "--known", "nowhere"], "known='nowhere': no such folder"),
         (["torch.right", "--write", "docs"], "write='docs': it is a folder; give a file"),
+        (["torch.right", "--write", "/proc/nowhere"], "write='/proc/nowhere': it cannot be written (No such file or directory)"),
+        (["torch.right", "--out", "/proc/nowhere"], "out='/proc/nowhere': failing Cases could not be written there"),
         (["torch.right", "--profile", "tiny"], "profile='tiny'"),
     ):
         done = CliRunner().invoke(cli.main, [*given, *wrong])

@@ -275,6 +275,13 @@ def test_a_finding_ends_with_1_and_is_named(command) -> None:
     assert again["case"]["kernel"] == "test.sanitized"
 
 
+def test_a_sanitizer_that_does_not_answer_is_told(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "_HELP_SECONDS", 0.001)
+    result = command("")
+    assert result.exit_code == 2
+    assert "its --help says nothing within 0.001 s" in result.stderr
+
+
 def test_a_clean_run_ends_with_0_and_has_the_right_options_and_variables(command) -> None:
     body = f"""
     result("done")
