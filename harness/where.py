@@ -23,8 +23,12 @@ _THIN = 0.5
 
 
 def tile_of(config: Config, name: OutputName) -> int:
-    """Rows of this output that a tile of the Config holds; 1 where it has no such tile."""
-    return config.tile("tile_m" if name in BY_QUERY else "tile_n")
+    """Rows of this output that a tile of the Config holds; 1 where it has no such tile.
+
+    Gradients have tiles of their own where the Config names them so: back_tile_m, back_tile_n.
+    """
+    usual = config.tile("tile_m" if name in BY_QUERY else "tile_n")
+    return usual if name in ("o", "lse") else config.tile("back_tile_m" if name in BY_QUERY else "back_tile_n", usual)
 
 
 def tokens_of(problem: Problem, name: OutputName) -> Tokens:

@@ -16,6 +16,9 @@ __all__ = ["ENTRY_POINT_GROUP", "UnknownKernel", "get", "is_local", "names", "re
 ENTRY_POINT_GROUP = "attnfuzz.kernels"
 
 _BUILT_IN = {
+    "tilelang.mha": "attnfuzz.kernels.tilelang.dense:MHA",
+    "tilelang.gqa.atomic": "attnfuzz.kernels.tilelang.dense:GQA_ATOMIC",
+    "tilelang.gqa.split": "attnfuzz.kernels.tilelang.dense:GQA_SPLIT",
     "tilelang.varlen": "attnfuzz.kernels.tilelang.varlen:KERNEL",
     "triton.varlen": "attnfuzz.kernels.triton.varlen:KERNEL",
     "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",

@@ -18,7 +18,7 @@ import tilelang.language as T  # noqa: E402, N812
 
 from attnfuzz.kernels.contract import BuildError, Config, Inputs, Kernel  # noqa: E402
 from attnfuzz.kernels.problem import Problem  # noqa: E402
-from attnfuzz.kernels.tilelang import build, varlen, varlen_device  # noqa: E402
+from attnfuzz.kernels.tilelang import build, varlen_device  # noqa: E402
 from attnfuzz.kernels.tilelang.build import compile_counts, compiled  # noqa: E402
 from attnfuzz.kernels.tilelang.varlen import KERNEL, TileLangVarlen  # noqa: E402
 
@@ -327,7 +327,7 @@ def test_refuses_a_config_of_others() -> None:
 
 
 def test_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen.shutil, "which", lambda _: None)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
     assert "g++" in str(KERNEL.unavailable("cpu"))
 
 

@@ -6,7 +6,9 @@ by the PrimFunc itself, saves the compiler's time.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import BuildError, Device
 
-__all__ = ["Launch", "compile_counts", "compiled"]
+__all__ = ["Launch", "compile_counts", "compiled", "unavailable"]
 
 Launch = Callable[..., None]
 """A compiled PrimFunc: takes its parameters in order, tensors and numbers, and writes its output tensors."""
@@ -32,6 +34,18 @@ TEXT_MAX = 4000
 _compiled: dict[tuple[ModuleType, str, str, Device], Launch] = {}
 _counts: dict[str, int] = {}
 _lock = threading.RLock()
+
+
+def unavailable(device: Device) -> str | None:
+    """The package, compiler or device that TileLang kernels miss here, or None."""
+    for package in ("torch", "tilelang"):
+        if importlib.util.find_spec(package) is None:
+            return f"the Python package {package} is not installed"
+    if device == "cpu":
+        return None if shutil.which("g++") else "no g++ on PATH: TileLang's C target needs a C++ compiler"
+    import torch
+
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
 def compile_counts() -> dict[str, int]:

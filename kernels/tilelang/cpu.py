@@ -168,6 +168,8 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         self.variables: dict[Any, Any] = {}
         self.widened: set[Any] = set()
         self.written: set[Any] = set()
+        self.from_bfloat16 = False
+        """Whether the tile operation under the cursor copies what has been rounded already."""
         self.to_round: list[Any] = []
         """Buffers that the tile operation under the cursor writes and that must be rounded afterwards."""
 
@@ -249,6 +251,7 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         target = RENAMED.get(name, name)
         if target not in TILE_OPS:
             return tirx.Evaluate(self.visit_expr(call))
+        self.from_bfloat16 = target == "tl.tileop.copy" and call.args[0].args[0].buffer.data in self.widened
         arguments = call.args[:GEMM_ARGUMENTS] if target == "tl.tileop.gemm" else call.args
         # annotations (use_tma, coalesced_width, memory order) are a GPU's
         plain = tirx.Call(call.dtype, ir.Op.get(target), [self._argument(argument) for argument in arguments])
@@ -282,11 +285,12 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         if mask & _WRITES:
             self.written.add(load.buffer.data)
             if load.buffer.data in self.widened:
-                if load.buffer.scope() in KEPT_SCOPES:
+                if load.buffer.scope() not in KEPT_SCOPES:
+                    self.to_round.append(self._buffer(load.buffer))
+                elif not self.from_bfloat16:
                     raise UnsupportedOnCpuError(
-                        f"{load.buffer.name}: a tile operation writes this bfloat16 tensor; store its elements"
+                        f"{load.buffer.name}: a tile operation rounds into this bfloat16 tensor; copy to a bfloat16 tile first"
                     )
-                self.to_round.append(self._buffer(load.buffer))
         return tirx.Call(op.dtype, op.op, [self._argument(argument) for argument in op.args])
 
     def _note_access(self, op: Any) -> None:

@@ -6,8 +6,6 @@ All mathematics is in `varlen_device`; here are only allocation, launches and wh
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.build import Launch, compiled
+from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -83,14 +81,7 @@ class TileLangVarlen:
 
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""
-        for package in ("torch", "tilelang"):
-            if importlib.util.find_spec(package) is None:
-                return f"the Python package {package} is not installed"
-        if device == "cpu":
-            return None if shutil.which("g++") else "no g++ on PATH: TileLang's C target needs a C++ compiler"
-        import torch
-
-        return None if torch.cuda.is_available() else "torch sees no CUDA device"
+        return unavailable(device)
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """The reason why not, or None."""

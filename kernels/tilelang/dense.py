@@ -1,0 +1,257 @@
+"""`tilelang.mha`, `tilelang.gqa.atomic` and `tilelang.gqa.split`: dense attention, forward and backward, written in TileLang.
+
+All mathematics is in `dense_device`; here are only allocation, launches and what the kernels declare of themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GQA_ATOMIC", "GQA_SPLIT", "MHA", "TileLangDense"]
+
+_HERE = Path(__file__).parent
+_DEVICE_MODULE = "attnfuzz.kernels.tilelang.dense_device"
+Reduction = Literal["none", "atomic", "split"]
+
+_COMMON = Capabilities(
+    packings=("dense",),
+    dtypes=("float16", "bfloat16", "float32"),
+    dims=((64, 64), (32, 32), (128, 128), (64, 48), (48, 80), (96, 96), (192, 128)),
+    groups=None,
+    causal=(None, "bottom_right", "top_left"),
+    layouts=True,
+    zero_q=True,
+    zero_k=True,
+    unequal=True,
+    slack=True,
+    scale_any=True,
+    # It lowers for sm_90a (tests/test_tilelang_dense.py), but has run on no GPU yet.
+    devices=("cpu",),
+    compiles_on=("cpu",),
+    deviations=Deviations(tf32_on=("cuda",)),
+)
+
+SHARED_BYTES_MAX = 226 * 1024
+"""What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
+
+
+def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> Config:
+    """(tile_m, tile_n, threads, stages) of each."""
+    names = ("tile_m", "tile_n", "threads", "stages")
+    chosen = dict(zip(names, forward, strict=True))
+    return Config(chosen | {f"back_{name}": value for name, value in zip(names, backward, strict=True)})
+
+
+CONFIGS = (
+    _config((128, 128, 256, 1), (64, 128, 256, 1)),
+    _config((128, 64, 256, 2), (64, 64, 128, 1)),
+    _config((64, 64, 128, 1), (32, 128, 256, 2)),
+    _config((64, 128, 128, 2), (32, 64, 128, 2)),
+    _config((64, 32, 128, 1), (64, 32, 128, 1)),
+    _config((32, 32, 64, 1), (32, 32, 64, 1)),
+)
+_SMALLEST_EXPONENT = 1e-30
+"""Stands for a softmax_scale of 0: exp of a score times it is 1."""
+
+
+def _default_device_code() -> ModuleType:
+    return importlib.import_module(_DEVICE_MODULE)
+
+
+class TileLangDense:
+    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`.
+
+    An edited copy of `dense_device`, given by `device_code` under another `name`, is a kernel of its own.
+    """
+
+    def __init__(self, name: str, reduction: Reduction, device_code: Callable[[], ModuleType] = _default_device_code) -> None:
+        self.name = name
+        self.backend = "tilelang"
+        alone = {"none": ("dk", "dv"), "split": ("dk", "dv"), "atomic": ()}[reduction]
+        groups = (1,) if reduction == "none" else None
+        self.capabilities = replace(_COMMON, groups=groups, deterministic=("o", "lse", *alone))
+        self._reduction: Reduction = reduction
+        self._device_code = device_code
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The sources of this kernel, absolute paths."""
+        device_file = str(_HERE / "dense_device.py")
+        if self._device_code is not _default_device_code:
+            device_file = self._device_code().__file__ or device_file
+        return (device_file, *(str(_HERE / name) for name in ("dense.py", "cpu.py", "build.py")))
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
+        return tuple(config for config in CONFIGS if _shared_bytes(problem, config) <= SHARED_BYTES_MAX)
+
+    def unavailable(self, device: Device) -> str | None:
+        """The package, compiler or device that is missing, or None."""
+        return unavailable(device)
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        """The reason why not, or None."""
+        if reason := why_unsupported(self.capabilities, problem, device):
+            return reason
+        if config not in self.configs(problem):
+            return f"config={config}: supports {'; '.join(map(str, self.configs(problem)))}"
+        return None
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        """Dims, mask or none, dtype and Config; lengths, batch, heads, groups, alignment, scale and strides are a call's own."""
+        return f"dim_qk={problem.dim_qk} dim_v={problem.dim_v} masked={problem.causal is not None} dtype={problem.dtype} {config}"
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        """The three functions compiled for `problem`'s compile key.
+
+        Raises:
+            BuildError: the compiler refused.
+        """
+        module = self._device_code()
+        names = ("tile_m", "tile_n", "threads", "stages")
+        of_forward, of_backward = ({name: config.integer(part + name) for name in names} for part in ("", "back_"))
+        # TileLang's C target knows no strides.
+        common = {"dim_v": problem.dim_v, "dtype": problem.dtype, "strided": device == "cuda"}
+        masked: dict[str, Any] = {"dim_qk": problem.dim_qk, "causal": problem.causal is not None}
+        rows = {name: of_forward[name] for name in ("tile_m", "threads")}
+        return _Built(
+            forward=compiled(module, "forward", {**common, **masked, **of_forward}, device),
+            preprocess=compiled(module, "preprocess", {**common, **rows}, device),
+            backward=compiled(module, "backward", {**common, **masked, **of_backward, "reduction": self._reduction}, device),
+            reduction=self._reduction,
+        )
+
+
+class _Built:
+    """The compiled functions, run on one Problem's tensors. A launch over an empty grid is left out."""
+
+    def __init__(self, *, forward: Launch, preprocess: Launch, backward: Launch, reduction: Reduction) -> None:
+        self._forward = forward
+        self._preprocess = preprocess
+        self._backward = backward
+        self._reduction = reduction
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(o, lse), with slack rows: `(batch, seqlen_q, heads, dim_v)` in the input dtype, `(batch, heads, seqlen_q)` float32."""
+        import torch
+
+        p, q = inputs.problem, inputs.q
+        o = torch.empty((*q.shape[:3], p.dim_v), dtype=q.dtype, device=q.device)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+        if not p.seqlens_q[0]:
+            return o, lse
+        if not p.seqlens_k[0]:
+            return o.zero_(), lse.fill_(-torch.inf)
+        sign, exponent = _signed(p.scale)
+        q, k, v = _given(q, p.seqlens_q) * sign, _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
+        into, rows = _taken(o, 1, p.seqlens_q[0]), _taken(lse, 2, p.seqlens_q[0])
+        self._forward(q, k, v, p.groups, _offset(p), exponent, into, rows)
+        _put(o, 1, into)
+        _put(lse, 2, rows)
+        return o, lse
+
+    def backward(
+        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) in the input dtype; shares of query heads are summed in float32."""
+        import torch
+
+        if lse is None:
+            raise BadArgument("lse=None: the backward recomputes P from it; give the forward's lse")
+        p = inputs.problem
+        n_q, n_k = p.seqlens_q[0], p.seqlens_k[0]
+        dq = torch.zeros_like(inputs.q, dtype=torch.float32, memory_format=torch.contiguous_format)
+        if not n_q or not n_k:
+            return dq.to(inputs.q.dtype), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
+        sign, exponent = _signed(p.scale)
+        q, k, v = _given(inputs.q, p.seqlens_q) * sign, _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
+        d_o, o, lse = _given(inputs.d_o, p.seqlens_q), _given(o, p.seqlens_q), _given(lse, p.seqlens_q, 2)
+        delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
+        self._preprocess(o, d_o, delta)
+        into = _taken(dq, 1, n_q)
+        dk, dv = (self._shares(x, p) for x in (inputs.k, inputs.v))
+        keys = tuple(_taken(each, 1, n_k) for each in (dk, dv))
+        scale = abs(p.scale)
+        self._backward(q, k, v, d_o, lse, delta, p.groups, _offset(p), exponent, scale, into, *keys)
+        _put(dq, 1, into)
+        for whole, part in zip((dk, dv), keys, strict=True):
+            _put(whole, 1, part)
+        return (dq * sign).to(q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
+
+    def _shares(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
+        """Where the blocks put dK or dV."""
+        import torch
+
+        heads = problem.kv_heads if self._reduction == "atomic" else problem.heads
+        shape, dtype = (*x.shape[:2], heads, x.shape[3]), x.dtype if self._reduction == "none" else torch.float32
+        allocate = torch.zeros if self._reduction == "atomic" else torch.empty
+        return allocate(shape, dtype=dtype, device=x.device)
+
+    def _summed(self, shares: torch.Tensor, problem: Problem) -> torch.Tensor:
+        return shares.unflatten(2, (-1, problem.groups)).sum(3) if self._reduction == "split" else shares
+
+
+def _signed(scale: float) -> tuple[float, float]:
+    """(sign, exponent): the maximum of scores is that of products only for a scale above 0, so q takes its sign."""
+    return -1.0 if scale < 0 else 1.0, max(abs(scale), _SMALLEST_EXPONENT)
+
+
+def _offset(problem: Problem) -> int:
+    return problem.seqlens_k[0] - problem.seqlens_q[0] if problem.causal == "bottom_right" else 0
+
+
+def _given(x: torch.Tensor, lengths: tuple[int, ...], axis: int = 1) -> torch.Tensor:
+    """The rows of `x` that are tokens, in memory that a kernel can read."""
+    rows = x.narrow(axis, 0, lengths[0])
+    return rows if x.is_cuda and _by_strides(rows) else rows.contiguous()
+
+
+def _by_strides(x: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator reads it: 16 bytes are its unit."""
+    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return x.stride(-1) == 1 and all(step > 0 and step % 16 == 0 for step in steps) and x.data_ptr() % 16 == 0
+
+
+def _taken(whole: torch.Tensor, axis: int, rows: int) -> torch.Tensor:
+    """Where a kernel writes the first `rows` of `whole`: there, or on the CPU a copy of its own."""
+    part = whole.narrow(axis, 0, rows)
+    return part if whole.is_cuda else part.contiguous()
+
+
+def _put(whole: torch.Tensor, axis: int, part: torch.Tensor) -> None:
+    """What was written into `_taken` is in `whole`."""
+    if part.data_ptr() != whole.data_ptr():
+        whole.narrow(axis, 0, part.shape[axis]).copy_(part)
+
+
+def _shared_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of forward or backward, whichever takes more."""
+    size = 4 if problem.dtype == "float32" else 2
+    dims = problem.dim_qk + problem.dim_v
+
+    def of(part: str, kept: str, moving: str, squares: int) -> int:
+        stages = max(1, config.integer(f"{part}stages"))
+        tiles = config.integer(part + kept), config.integer(part + moving)
+        first = problem.dim_qk if not part else dims
+        return size * (tiles[0] * first + stages * tiles[1] * dims + squares * tiles[0] * tiles[1])
+
+    single = problem.dtype == "float32"
+    return max(of("", "tile_m", "tile_n", 1 if single else 0), of("back_", "tile_n", "tile_m", 3 if single else 1))
+
+
+MHA = TileLangDense("tilelang.mha", "none")
+GQA_ATOMIC = TileLangDense("tilelang.gqa.atomic", "atomic")
+GQA_SPLIT = TileLangDense("tilelang.gqa.split", "split")

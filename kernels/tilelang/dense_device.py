@@ -1,0 +1,273 @@
+"""Dense attention as TileLang PrimFuncs: forward, preprocess, backward. MHA and GQA share them.
+
+Shapes (batch, n_q, n_k, heads and kv_heads are dynamic): Q, dQ (batch, n_q, heads, dim_qk); O, dO (batch, n_q, heads, dim_v);
+K (batch, n_k, kv_heads, dim_qk); V (batch, n_k, kv_heads, dim_v); LSE, Delta (batch, heads, n_q) fp32. On CUDA every tensor has
+strides of its own, the last one 1, so that other orders of dimensions and rows beyond n_q and n_k cost nothing; tiles that reach
+beyond a sequence are read as zeros and clipped when they are stored, which on sm_90 the tensor memory accelerator does. With
+`visible(i, j)` = j < n_k, and under `causal` j <= i + offset,
+
+    s_ij = scale * q_i . k_j        LSE_i = log sum_{visible j} exp(s_ij)       P_ij = exp(s_ij - LSE_i)
+    O_i = sum_j P_ij v_j            Delta_i = sum_d O_id dO_id                  dS_ij = P_ij (dO_i . v_j - Delta_i)
+    dQ_i = scale sum_j dS_ij k_j    dK_j = scale sum_{group, i} dS_ij q_i       dV_j = sum_{group, i} P_ij dO_i
+
+`exponent` is scale, and greater than 0 also where scale is 0: masked scores are -inf, and -inf * 0 is NaN. A row that sees no key
+has O = 0 and LSE = -inf. `offset` is n_k - n_q for a mask aligned at the bottom right, 0 at the top left.
+"""
+
+# No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
+import math
+from typing import Any, Literal
+
+try:
+    import tilelang.language as T
+except ImportError:  # a machine without TileLang can still import this module and read its source
+    T = None
+
+__all__ = ["backward", "forward", "preprocess"]
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+ACC = "float32"
+Reduction = Literal["none", "atomic", "split"]
+
+
+def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any:
+    """A parameter; with `strided`, every stride but the last is one of the call's."""
+    if not strided:
+        return T.Tensor(shape, dtype)
+    strides = tuple(T.dynamic(f"{name}_stride_{axis}") for axis in range(len(shape) - 1))
+    return T.StridedTensor(shape, (*strides, 1), dtype)
+
+
+def forward(
+    *, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, tile_n: int, threads: int, stages: int, strided: bool
+) -> Any:
+    """PrimFunc (Q, K, V, groups, offset, exponent, O, LSE): one block per query tile, head and sequence."""
+    # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
+    alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
+    batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
+
+    @T.prim_func
+    def dense_forward(
+        Q: _tensor("q", (batch, n_q, heads, dim_qk), dtype, strided),
+        K: _tensor("k", (batch, n_k, kv_heads, dim_qk), dtype, strided),
+        V: _tensor("v", (batch, n_k, kv_heads, dim_v), dtype, strided),
+        groups: T.int32,
+        offset: T.int32,
+        exponent: T.float32,
+        O: _tensor("o", (batch, n_q, heads, dim_v), dtype, strided),  # noqa: E741
+        LSE: _tensor("lse", (batch, heads, n_q), ACC, strided),
+    ):
+        with T.Kernel(T.ceildiv(n_q, tile_m), heads, batch, threads=min(threads, 2 * tile_m)) as (block, head, seq):
+            q_tile = T.alloc_shared((tile_m, dim_qk), dtype)
+            k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
+            v_tile = T.alloc_shared((tile_n, dim_v), dtype)
+            s = T.alloc_fragment((tile_m, tile_n), ACC)
+            p = alloc_operand((tile_m, tile_n), dtype)
+            o_tile = T.alloc_shared((tile_m, dim_v), dtype)
+            acc = T.alloc_fragment((tile_m, dim_v), ACC)
+            m = T.alloc_fragment((tile_m,), ACC)
+            m_old = T.alloc_fragment((tile_m,), ACC)
+            rescale = T.alloc_fragment((tile_m,), ACC)
+            row_sum = T.alloc_fragment((tile_m,), ACC)
+            total = T.alloc_fragment((tile_m,), ACC)
+            kv_head = T.alloc_var("int32")
+            kv_head = head // groups
+            scale_log2 = T.alloc_var(ACC)
+            scale_log2 = exponent * LOG2_E
+            row_0 = block * tile_m
+            T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
+            T.fill(acc, 0)
+            T.fill(total, 0)
+            T.fill(m, -T.infinity(ACC))
+            end = T.max(0, T.min(n_k, row_0 + tile_m + offset)) if causal else n_k
+            for step in T.Pipelined(T.ceildiv(end, tile_n), num_stages=stages):
+                key_0 = step * tile_n
+                T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
+                # the mask is what the product is added to
+                if causal:
+                    for i, j in T.Parallel(tile_m, tile_n):
+                        s[i, j] = T.if_then_else(
+                            key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
+                        )
+                else:
+                    for i, j in T.Parallel(tile_m, tile_n):
+                        s[i, j] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
+                T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+                T.copy(m, m_old)
+                T.reduce_max(s, m, dim=1, clear=False)
+                # a row that has seen no key yet has m = -inf, and -inf - -inf is NaN
+                for i in T.Parallel(tile_m):
+                    rescale[i] = T.if_then_else(m_old[i] == -T.infinity(ACC), 0.0, T.exp2((m_old[i] - m[i]) * scale_log2))
+                for i, j in T.Parallel(tile_m, tile_n):
+                    s[i, j] = T.exp2(s[i, j] * scale_log2 - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i] * scale_log2))
+                T.reduce_sum(s, row_sum, dim=1)
+                for i in T.Parallel(tile_m):
+                    total[i] = total[i] * rescale[i] + row_sum[i]
+                for i, d in T.Parallel(tile_m, dim_v):
+                    acc[i, d] = acc[i, d] * rescale[i]
+                T.copy(s, p)
+                T.gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
+            for i, d in T.Parallel(tile_m, dim_v):
+                acc[i, d] = T.if_then_else(total[i] > 0, acc[i, d] / total[i], 0.0)
+            T.copy(acc, o_tile)
+            T.copy(o_tile, O[seq, row_0 : row_0 + tile_m, head, 0:dim_v])
+            for i in T.Parallel(tile_m):
+                if row_0 + i < n_q:
+                    LSE[seq, head, row_0 + i] = T.if_then_else(total[i] > 0, m[i] * exponent + T.log(total[i]), -T.infinity(ACC))
+
+    return dense_forward
+
+
+def preprocess(*, dim_v: int, dtype: str, tile_m: int, threads: int, strided: bool) -> Any:
+    """PrimFunc (O, dO, Delta): products and sums in fp32, one block per query tile, head and sequence."""
+    batch, n_q, heads = (T.dynamic(n) for n in ("batch", "n_q", "heads"))
+
+    @T.prim_func
+    def dense_preprocess(
+        O: _tensor("o", (batch, n_q, heads, dim_v), dtype, strided),  # noqa: E741
+        dO: _tensor("do", (batch, n_q, heads, dim_v), dtype, strided),
+        Delta: _tensor("delta", (batch, heads, n_q), ACC, strided),
+    ):
+        with T.Kernel(T.ceildiv(n_q, tile_m), heads, batch, threads=threads) as (block, head, seq):
+            o_rows = T.alloc_fragment((tile_m, dim_v), dtype)
+            do_rows = T.alloc_fragment((tile_m, dim_v), dtype)
+            product = T.alloc_fragment((tile_m, dim_v), ACC)
+            delta = T.alloc_fragment((tile_m,), ACC)
+            row_0 = block * tile_m
+            T.copy(O[seq, row_0 : row_0 + tile_m, head, 0:dim_v], o_rows)
+            T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_rows)
+            for i, d in T.Parallel(tile_m, dim_v):
+                product[i, d] = T.cast(o_rows[i, d], ACC) * T.cast(do_rows[i, d], ACC)
+            T.reduce_sum(product, delta, dim=1)
+            for i in T.Parallel(tile_m):
+                if row_0 + i < n_q:
+                    Delta[seq, head, row_0 + i] = delta[i]
+
+    return dense_preprocess
+
+
+def backward(
+    *,
+    dim_qk: int,
+    dim_v: int,
+    causal: bool,
+    dtype: str,
+    tile_m: int,
+    tile_n: int,
+    threads: int,
+    stages: int,
+    reduction: Reduction,
+    strided: bool,
+) -> Any:
+    """PrimFunc (Q, K, V, dO, LSE, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
+
+    dQ is fp32 and starts as zeros: blocks add to it. dK and dV by `reduction`, the shares of a group's query heads being
+
+        none    the only ones (groups = 1): stored in `dtype`, (batch, n_k, heads, dim)
+        atomic  added to fp32 zeros, (batch, n_k, kv_heads, dim)
+        split   stored in fp32, one of each query head, (batch, n_k, heads, dim), for the caller to sum
+    """
+    # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
+    alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
+    batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
+    key_heads = kv_heads if reduction == "atomic" else heads
+    key_dtype = dtype if reduction == "none" else ACC
+
+    @T.prim_func
+    def dense_backward(
+        Q: _tensor("q", (batch, n_q, heads, dim_qk), dtype, strided),
+        K: _tensor("k", (batch, n_k, kv_heads, dim_qk), dtype, strided),
+        V: _tensor("v", (batch, n_k, kv_heads, dim_v), dtype, strided),
+        dO: _tensor("do", (batch, n_q, heads, dim_v), dtype, strided),
+        LSE: _tensor("lse", (batch, heads, n_q), ACC, strided),
+        Delta: _tensor("delta", (batch, heads, n_q), ACC, strided),
+        groups: T.int32,
+        offset: T.int32,
+        exponent: T.float32,
+        scale: T.float32,
+        dQ: _tensor("dq", (batch, n_q, heads, dim_qk), ACC, strided),
+        dK: _tensor("dk", (batch, n_k, key_heads, dim_qk), key_dtype, strided),
+        dV: _tensor("dv", (batch, n_k, key_heads, dim_v), key_dtype, strided),
+    ):
+        with T.Kernel(heads, T.ceildiv(n_k, tile_n), batch, threads=min(threads, 2 * tile_n)) as (head, block, seq):
+            k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
+            v_tile = T.alloc_shared((tile_n, dim_v), dtype)
+            q_tile = T.alloc_shared((tile_m, dim_qk), dtype)
+            do_tile = T.alloc_shared((tile_m, dim_v), dtype)
+            lse_log2 = T.alloc_shared((tile_m,), ACC)
+            delta = T.alloc_shared((tile_m,), ACC)
+            ds_tile = T.alloc_shared((tile_n, tile_m), dtype)
+            # transposed: keys are rows, so that P and dS feed the dV and dK products from registers
+            p = T.alloc_fragment((tile_n, tile_m), ACC)
+            p_half = alloc_operand((tile_n, tile_m), dtype)
+            ds = T.alloc_fragment((tile_n, tile_m), ACC)
+            ds_half = alloc_operand((tile_n, tile_m), dtype)
+            dk_tile = T.alloc_shared((tile_n, dim_qk), key_dtype)
+            dv_tile = T.alloc_shared((tile_n, dim_v), key_dtype)
+            dq_acc = T.alloc_fragment((tile_m, dim_qk), ACC)
+            dk_acc = T.alloc_fragment((tile_n, dim_qk), ACC)
+            dv_acc = T.alloc_fragment((tile_n, dim_v), ACC)
+            kv_head = T.alloc_var("int32")
+            kv_head = head // groups
+            scale_log2 = T.alloc_var(ACC)
+            scale_log2 = exponent * LOG2_E
+            key_0 = block * tile_n
+            T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
+            T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+            T.clear(dk_acc)
+            T.clear(dv_acc)
+            begin = T.max(0, key_0 - offset) // tile_m if causal else 0
+            for step in T.Pipelined(begin, T.ceildiv(n_q, tile_m), num_stages=stages):
+                row_0 = step * tile_m
+                T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
+                # a row that sees no key, or is none, has P = 0
+                for i in T.Parallel(tile_m):
+                    lse_log2[i] = T.if_then_else(row_0 + i < n_q, LSE[seq, head, row_0 + i] * LOG2_E, T.infinity(ACC))
+                for i in T.Parallel(tile_m):
+                    delta[i] = T.if_then_else(row_0 + i < n_q, Delta[seq, head, row_0 + i], 0.0)
+                if causal:
+                    for j, i in T.Parallel(tile_n, tile_m):
+                        p[j, i] = T.if_then_else(
+                            key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
+                        )
+                else:
+                    for j, i in T.Parallel(tile_n, tile_m):
+                        p[j, i] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
+                T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile)
+                T.clear(ds)
+                T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                for j, i in T.Parallel(tile_n, tile_m):
+                    p[j, i] = T.if_then_else(lse_log2[i] == -T.infinity(ACC), 0.0, T.exp2(p[j, i] * scale_log2 - lse_log2[i]))
+                T.copy(p, p_half)
+                T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
+                for j, i in T.Parallel(tile_n, tile_m):
+                    ds_half[j, i] = p[j, i] * (ds[j, i] - delta[i])
+                T.gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
+                T.copy(ds_half, ds_tile)
+                T.clear(dq_acc)
+                T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True)
+                for i, d in T.Parallel(tile_m, dim_qk):
+                    if row_0 + i < n_q:
+                        T.atomic_add(dQ[seq, row_0 + i, head, d], dq_acc[i, d] * scale)
+            for j, d in T.Parallel(tile_n, dim_qk):
+                dk_acc[j, d] = dk_acc[j, d] * scale
+            if reduction == "atomic":
+                for j, d in T.Parallel(tile_n, dim_qk):
+                    if key_0 + j < n_k:
+                        T.atomic_add(dK[seq, key_0 + j, kv_head, d], dk_acc[j, d])
+                for j, d in T.Parallel(tile_n, dim_v):
+                    if key_0 + j < n_k:
+                        T.atomic_add(dV[seq, key_0 + j, kv_head, d], dv_acc[j, d])
+            elif reduction == "none":
+                T.copy(dk_acc, dk_tile)
+                T.copy(dk_tile, dK[seq, key_0 : key_0 + tile_n, head, 0:dim_qk])
+                T.copy(dv_acc, dv_tile)
+                T.copy(dv_tile, dV[seq, key_0 : key_0 + tile_n, head, 0:dim_v])
+            else:
+                T.copy(dk_acc, dK[seq, key_0 : key_0 + tile_n, head, 0:dim_qk])
+                T.copy(dv_acc, dV[seq, key_0 : key_0 + tile_n, head, 0:dim_v])
+
+    return dense_backward

@@ -1,0 +1,145 @@
+"""Kernels as differentiable functions: in a transformer block, with gradients that are not contiguous, and wrong arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.autograd import attention, attention_varlen
+from attnfuzz.kernels.problem import BadArgument
+
+assert issubclass(BadArgument, ValueError)
+
+DENSE = ("tilelang.mha", "tilelang.gqa.atomic", "tilelang.gqa.split", "torch.reference_cpu")
+
+
+def able(name: str) -> None:
+    if reason := registry.get(name).unavailable("cpu"):
+        pytest.skip(reason)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each with a residual; heads are split off one projection."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, kernel: str) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim, self.kernel = heads, kv_heads, dim, kernel
+        width = heads * dim
+        self.into = nn.Linear(width, (heads + 2 * kv_heads) * dim)
+        self.out = nn.Linear(width, width)
+        self.more = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(x).unflatten(-1, (-1, self.dim)).split([self.heads, self.kv_heads, self.kv_heads], 2)
+        o = self.attend(q, k, v)
+        x = x + self.out(o.flatten(2))
+        return x + self.more(x)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.kernel == "exact":
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, 2) for x in (k, v))
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return attention(q, k, v, kernel=self.kernel, causal="top_left")
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_transformer_block_trains(name: str) -> None:
+    able(name)
+    torch.manual_seed(0)
+    block = Block(4, 4 if name == "tilelang.mha" else 2, 32, name)
+    exact = Block(4, block.kv_heads, 32, "exact").double()
+    exact.load_state_dict({key: value.double() for key, value in block.state_dict().items()})
+    x = torch.randn(2, 37, 128)
+    losses = [each(x.to(next(each.parameters()).dtype)).square().mean() for each in (block, exact)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for got, true in zip(block.parameters(), exact.parameters(), strict=True):
+        assert got.grad is not None
+        assert true.grad is not None
+        torch.testing.assert_close(got.grad.double(), true.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("kind", ["transposed", "expanded"])
+def test_the_gradient_of_o_may_have_any_strides(name: str, kind: str) -> None:
+    able(name)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, n, 2, 32, requires_grad=True) for n in (9, 12, 12))
+    given = torch.randn(1, 2, 9, 32).transpose(1, 2) if kind == "transposed" else torch.ones(()).expand(1, 9, 2, 32)
+    found = []
+    for d_o in (given, given.contiguous()):
+        o = attention(q, k, v, kernel=name)
+        found.append(torch.autograd.grad(o, (q, k, v), d_o))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_ragged_sequences_and_lse() -> None:
+    able("tilelang.varlen")
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(n, h, 32, requires_grad=True) for n, h in ((11, 4), (15, 2), (15, 2)))
+    cu_q, cu_k = torch.tensor([0, 4, 4, 10], dtype=torch.int32), torch.tensor([0, 5, 7, 13], dtype=torch.int32)
+    o, lse = attention_varlen(q, k, v, cu_q, cu_k, causal="bottom_right", return_lse=True)
+    assert (o.shape, lse.shape, lse.requires_grad) == ((11, 4, 32), (4, 11), False)
+    d_q, d_k, d_v = torch.autograd.grad(o[:10].sum(), (q, k, v))
+    alone = attention(q[None, :4], k[None, :5], v[None, :5], kernel="tilelang.gqa.split", causal=True)
+    torch.testing.assert_close(o[:4], alone[0], rtol=1e-5, atol=1e-6)
+    one_q, one_k, one_v = torch.autograd.grad(alone.sum(), (q, k, v))
+    torch.testing.assert_close(d_q[:4], one_q[:4], rtol=1e-4, atol=1e-5)
+    for whole, part in ((d_k, one_k), (d_v, one_v)):
+        torch.testing.assert_close(whole[:5], part[:5], rtol=1e-4, atol=1e-5)
+
+
+Q = torch.zeros(2, 8, 4, 64, dtype=torch.float16)
+CU = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": Q[..., :3, :], "v": Q[..., :3, :]}, "k.shape=(2, 8, 3, 64): its 3 heads do not divide q's 4"),
+        ({"k": Q[..., :0, :], "v": Q[..., :0, :]}, "its 0 heads do not divide q's 4"),
+        ({"k": Q[:1], "v": Q[:1]}, "q has a batch of 2"),
+        ({"v": Q[:, :7]}, "v.shape=(2, 7, 4, 64): k has (2, 8, 4, 64)"),
+        ({"k": Q[..., :32]}, "k.shape=(2, 8, 4, 32)"),
+        ({"k": Q.float()}, "k.dtype=torch.float32: q has torch.float16"),
+        ({"q": Q.double()}, "q.dtype=torch.float64: no kernel takes it"),
+        ({"q": Q[0]}, "q.shape=(8, 4, 64): 4 dimensions are expected"),
+        ({"q": "q"}, "q.shape='str'"),
+        ({"v": Q.to("meta")}, "v.device="),
+        ({"causal": "left"}, "causal='left': no such mask"),
+        ({"softmax_scale": float("nan")}, "softmax_scale=nan: it must be finite"),
+        ({"kernel": "tilelang.mhaa"}, "tilelang.mha"),
+        ({"kernel": "tilelang.varlen"}, "packing='dense'"),
+        ({"q": Q[..., :40], "k": Q[..., :40], "v": Q[..., :40]}, "dim_qk, dim_v=(40, 40)"),
+    ],
+)
+def test_wrong_arguments_are_told_before_a_compile(changes: dict, message: str) -> None:
+    able("tilelang.mha")
+    arguments = {"q": Q, "k": Q, "v": Q, "kernel": "tilelang.mha", **changes}
+    with pytest.raises(BadArgument) as raised:
+        attention(**arguments)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "message"),
+    [
+        (torch.tensor([1, 3, 8], dtype=torch.int32), "cu_seqlens_q[0]=1: the first sequence begins at 0"),
+        (torch.tensor([0, 5, 3], dtype=torch.int32), "cu_seqlens_q[2]=3: it is less than the one before (5)"),
+        (torch.tensor([0, 5, 9], dtype=torch.int32), "cu_seqlens_q[-1]=9: there are 8 rows"),
+        (torch.tensor([0, 5, 8]), "(3,) torch.int64"),
+        (torch.tensor([0], dtype=torch.int32), "one int32 offset for each sequence and the end"),
+        (torch.tensor([0, 8], dtype=torch.int32), "seqlens_k"),
+        ([0, 3, 8], "cu_seqlens_q='list'"),
+    ],
+)
+def test_offsets_are_looked_at(cu_q, message: str) -> None:
+    able("tilelang.varlen")
+    with pytest.raises(BadArgument) as raised:
+        attention_varlen(Q[0], Q[0], Q[0], cu_q, CU)
+    assert message in str(raised.value)
