@@ -160,7 +160,7 @@ def verdict(
     judged.sort(key=lambda each: (each.table, each.index))
     return VerdictTried(
         families=tuple(_family(name, judged) for name in families("correct")),
-        faults=tuple(_fault(slug, table, judged) for slug in chosen for table in _TABLES),
+        faults=tuple(_fault(slug, table, judged, same=not seed and cases >= CASES) for slug in chosen for table in _TABLES),
         alarms=tuple(each.alarm for each in judged if each.alarm is not None),
         cases=len(judged),
         elements=sum(each.elements for each in judged),
@@ -216,7 +216,7 @@ def _family(name: str, judged: Sequence[Judged]) -> FamilyRow:
     )
 
 
-def _fault(slug: str, table: Table, judged: Sequence[Judged]) -> FaultRow:
+def _fault(slug: str, table: Table, judged: Sequence[Judged], *, same: bool) -> FaultRow:
     found = next(each for each in FAULTS if each.slug == slug)
     floor: Floor = FLOORS[slug][_TABLES.index(table)]
     tried = [(each, each.faults[slug]) for each in judged if each.table == table and slug in each.faults]
@@ -231,8 +231,8 @@ def _fault(slug: str, table: Table, judged: Sequence[Judged]) -> FaultRow:
         title=found.title,
         gray=found.gray,
         table=table,
-        element=Rate(element, n, floor.element, floor.limit(every=False, cases=n)),
-        every=Rate(every, n, floor.every, floor.limit(every=True, cases=n)),
+        element=Rate(element, n, floor.element, floor.limit(every=False, cases=n, same=same)),
+        every=Rate(every, n, floor.every, floor.limit(every=True, cases=n, same=same)),
         rivals={rule: net[rule] for rule in RIVALS},
         outputs=dict(sorted(outputs.items())),
     )

@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
-from attnfuzz.oracles.forward import TIES, Forward, OfP, Scores, accumulated, least, spread_of, steps_of
+from attnfuzz.oracles.forward import TIES, Forward, OfP, Scores, accumulated, least, lost, spread_of, steps_of
 from attnfuzz.oracles.roundings import VARIANCE, direction, near, neighbours
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
@@ -75,7 +75,8 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
     E2 = min(res^2 (1 - f) + f h^2 / 3, r^2);  det = sum_d dO (rd(O) - O) exp(-2 S / h^2)
     V_D = max(sum_d dO^2 E2, det^2) + sum_j v_f dP^2;  T_D = sum_d (n_d - 1) dO^2 E2 + sum_j (n - 1) v_f dP^2
     H_D = sum_d |dO| r + sum_j c_f |dP|
-    B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O) + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP| + lost
+    B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O) + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP|
+          + lost(dO, O)
     """
     d_p = t.d_o @ t.v.mT
     h = half_ulp(f.o, t.form)
@@ -105,7 +106,8 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
     hard = (d_size * r).sum(-1, keepdim=True) + (p.worst * dp_size).sum(-1, keepdim=True) / t.l
     variance = ((t.p * dp2).sum(-1, keepdim=True) - d * d).clamp_(min=0)
     b = (variance * f.e_f2).sqrt_() + (d_size * f.reorder.add(o_size, alpha=EPS * (6 + t.v.shape[-1] / 16))).sum(-1, keepdim=True)
-    b += ((p.flushed * dp_size).sum(-1, keepdim=True) / t.l).add_(t.lost)
+    b += (p.flushed * dp_size).sum(-1, keepdim=True) / t.l
+    b += lost(d_size.sum(-1, keepdim=True), o_size.sum(-1, keepdim=True), t.v.shape[-1])
     if t.l_error is not None:
         b += t.l_error * d.abs()
     if t.d_lse is not None:
@@ -121,19 +123,21 @@ def backward(
     """The budget of dQ (dP is lost); adds to the sums of dK and dV. `lean`: not what the statistics over a whole output need.
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
-    dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) v_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|, B = (P e + flushed)^T |dO| + acc + lost
+    dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) v_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|
+        B = (P e + flushed)^T |dO| + acc + lost(dO, P)
     E  = P ((1 + e) eps (4 (c' |dP| + sqrt(c') C) + 4 |dP - D|) + e |dP - D|) + flushed P,  C = |dO| |v|^T, c' = max(1, Dv / 16)
     p  = E + (1 + e) P (B_D + min(H_D, 6 sqrt(V_D) + 4 sqrt(T_D))), the error of dS; v_x = 0.18 u^2 p^2 its own rounding
     dQ: sigma^2 = scale^2 ((v_S + v_x) @ k^2 + V_D (P k)^2);  H = |scale| (c_S @ |k| + H_D |P k|)
-        B = |scale| ((E + flushed) @ |k| + B_D (|P k| + (P e) @ |k|)) + acc + lost;  tau^2 as sigma^2 with (n - 1) v_S and T_D
+        B = |scale| ((E + flushed) @ |k| + B_D (|P k| + (P e) @ |k|)) + acc + lost(k, dS)
+        tau^2 as sigma^2 with (n - 1) v_S and T_D
     dK: sigma^2 = scale^2 ((v_S + v_x)^T @ q^2 + (P^2)^T @ (V_D q^2));  H = |scale| (c_S^T |q| + P^T (H_D |q|))
-        B = |scale| (E + flushed + (1 + e) P B_D)^T |q| + acc + lost
+        B = |scale| (E + flushed + (1 + e) P B_D)^T |q| + acc + lost(q, dS)
         tau^2 = scale^2 (((n - 1) v_S)^T @ q^2 + (P^2)^T @ ((T_D + (n_i - 1) (V_D + T_D)) q^2)), n_i the rows with equal q or O
 
-    flushed P in E is (1 + |dP - D|) tiny, and the bracket of E has lost besides. With ties, 6 sigma + 4 tau is at least 3 sigma +
-    what P's and dS's roundings are known to add up to (`_known_roundings`, `_known_of_ds`). Declared: dS from rounded P adds P's
-    rounding to v_S, c_S and flushed (`_rounded_p`), partial sums theirs to sigma^2 and H (`_add_partials`). Rows whose scores are
-    lost, and dS beyond the dtype, have no budget: infinite.
+    flushed P in E is (1 + |dP - D|) tiny, and the bracket of E has lost(dO, v) besides. With ties, 6 sigma + 4 tau is at least
+    3 sigma + what P's and dS's roundings are known to add up to (`_known_roundings`, `_known_of_ds`). Declared: dS from rounded P
+    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums theirs to sigma^2 and H (`_add_partials`). Rows whose
+    scores are lost, and dS beyond the dtype, have no budget: infinite.
     """
     d_p = delta.d_p
     e = torch.add(t.delta, t.s_size, alpha=4 * EPS).add_(t.lse.abs() * (4 * EPS) + t.m_lse).clamp_(max=80.0)
@@ -148,7 +152,8 @@ def backward(
     steps = max(1.0, t.v.shape[-1] / 16)
     c_size = t.d_size @ t.v_size.mT
     inner = d_p.abs_().mul_(4 * EPS * steps).add_(c_size, alpha=4 * EPS * math.sqrt(steps) + (TF32 if t.rounding.tf32 else 0.0))
-    inner.add_(gap, alpha=4 * EPS).add_(t.lost)
+    inner.add_(gap, alpha=4 * EPS).add_(lost(t.d_size.sum(-1, keepdim=True), 0.0, t.v.shape[-1]))
+    inner.add_(t.v_size.sum(-1)[:, None, :], alpha=TINY)
     del c_size
     grown = t.p + pe
     flushed = (gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0)
@@ -195,7 +200,8 @@ def _dv(
     sums.result.baddbmm_(t.p.mT, t.d_o)
     sums.size.baddbmm_(t.p.mT, d_size)
     flush = h_b.mT @ d_size
-    sums.b.baddbmm_(pe.mT, d_size).add_(flush).add_(t.touched * t.lost).masked_fill_(lost_keys, torch.inf)
+    sums.b.baddbmm_(pe.mT, d_size).add_(flush)
+    sums.b.addcmul_(t.touched, lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.p.shape[1])).masked_fill_(lost_keys, torch.inf)
     sums.sigma2.baddbmm_(v_b.mT, d2)
     sums.hard.baddbmm_(torch.addcmul(c_b, c_b, e).mT, d_size)
     if sums.flush is not None:
@@ -280,8 +286,8 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     n_k = t.n_k
     halves = (n_k / 32).ceil() if isinstance(n_k, torch.Tensor) else math.ceil(n_k / 32)
     reorder = accumulated(steps_of(n_k) + halves, dq, reach, t.form)
-    more = r.size.sum().mul_(TINY).add_(t.lost).mul_(1 + scale)
-    b += reorder.add(more)
+    b += reorder
+    b += lost(t.k_sum, r.size.sum(-1, keepdim=True), t.k.shape[1]).mul_(1 + scale)
     tau2 = row_ties = known_k = None
     if ties and t.rounding.half:
         tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
@@ -295,7 +301,8 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     over = r.size >= 0.999 * t.form.largest / max(1.0, scale)
     m_dq = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_dq.masked_fill_(over.any(-1, keepdim=True).logical_or_(t.lost_rows), torch.inf)
-    dk.b.add_(t.touched * more).masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
+    dk.b.addcmul_(t.touched, lost(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.q.shape[1]), value=1 + scale)
+    dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
     share = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
     found = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
     if not lean:

@@ -27,6 +27,7 @@ __all__ = [
     "accumulated",
     "forward",
     "least",
+    "lost",
     "scores",
     "spread_of",
     "steps_of",
@@ -87,8 +88,8 @@ class Scores:
     """Rows of each query head."""
     part: float
     """Of the rows of the longest sequence, how many are here."""
-    lost: torch.Tensor
-    """What flushing of float32 may take from any sum of products here but those of dS: a scalar."""
+    k_sum: torch.Tensor
+    """(Z, 1, dim_qk): sum_j |k|."""
     touched: torch.Tensor
     """(Z, keys, 1): 1 for keys that some row sees, else 0."""
 
@@ -174,8 +175,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     e = torch.exp(hidden - m)
     total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
     lse = m + torch.log(total)
-    terms = float(q.shape[1] * k.shape[1] + problem.dim_qk + problem.dim_v)
-    lost = (k_size.sum() + v_size.sum() + d_size.sum() + q_size.sum()).add_(terms).mul_(TINY)
+    k_sum = k_size.sum(1, keepdim=True)
     sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
     k_size.mul_(abs(scale))
     size = q_size @ k_size.mT
@@ -202,7 +202,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
         top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
-        shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), part=placed.frame.part, lost=lost,
+        shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), part=placed.frame.part, k_sum=k_sum,
         touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
     )  # fmt: skip
     if ties:
@@ -237,7 +237,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
     sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
     H = cap(pi) / l @ |v|
-    B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost
+    B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
     """
     eta, l2 = t.form.eta, t.l * t.l
     e_f = torch.expm1(t.delta.clamp(max=80.0)).mul_(torch.exp(t.shift.clamp(max=80.0)))
@@ -257,7 +257,8 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         tau2 = (t_f @ v2).div_(l2)
     variance = (mean2 - o * o).clamp_(min=0).mul_(e_f2).sqrt_()
     reorder = accumulated(steps_of(t.n_k), o, size, t.form)
-    b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush).add_(t.lost)
+    b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush)
+    b += lost(v_size.sum(1, keepdim=True), 1.0, t.s_size.shape[-1])
     if t.l_error is not None:
         b += o.abs() * t.l_error
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
@@ -266,6 +267,14 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
     )
     return found, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
+
+
+def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: int) -> torch.Tensor:
+    """What flushing to zero below the smallest normal float32 may take from sum x y: tiny (sum |x| + sum |y| + terms + 1).
+
+    An operand that is flushed takes tiny times the other, a product or a sum tiny.
+    """
+    return (size_x + (size_y + (terms + 1))).mul_(TINY)
 
 
 def least(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None, t: Scores) -> torch.Tensor:

@@ -6,6 +6,7 @@ the group. Small sequences share a frame, since a launch costs more than their p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -205,11 +206,12 @@ def _cut(problem: Problem, together: list[int], chunk: int) -> Iterator[Frame]:
         yield Frame(problem, sequences, range(problem.kv_heads), range(n_q), range(n_k))
         return
     at_once = max(1, min(problem.kv_heads, chunk // scores))
-    rows_at_once = n_q if scores <= chunk else max(1, chunk // (n_k * problem.groups))
+    # No part of one row: equal rows are told within a part.
+    parts = 1 if scores <= chunk else min(math.ceil(n_q * n_k * problem.groups / chunk), max(1, n_q // 2))
     for head in range(0, problem.kv_heads, at_once):
         kv_heads = range(head, min(head + at_once, problem.kv_heads))
-        for row in range(0, n_q, rows_at_once):
-            rows = range(row, min(row + rows_at_once, n_q))
+        for part in range(parts):
+            rows = range(n_q * part // parts, n_q * (part + 1) // parts)
             keys = range(n_k) if len(rows) == n_q else key_range(problem, together[0], rows)
             if keys:
                 yield Frame(problem, sequences, kv_heads, rows, keys)

@@ -12,10 +12,13 @@ from attnfuzz.harness import measure
 from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.judge import judge, truth
 from attnfuzz.harness.truth import is_tiny
+from attnfuzz.harness.verdict_cases import drawn
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.bounds import budgets
+from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.frames import CHUNK, Placed, frames, key_range, tokens_of
 from attnfuzz.strategies.case import Recipe
 
@@ -175,6 +178,58 @@ def test_equal_rows_in_many_frames_are_no_alarm(monkeypatch: pytest.MonkeyPatch)
         assert verdict.status == "pass", [each.message for each in verdict.failures]
         dv[17, 0, 3] *= 1.02
         assert judge("k", inputs, outputs, truth(inputs, Deviations(), "cpu")).failure is not None
+
+
+def test_a_huge_sequence_blinds_no_other() -> None:
+    problem = Problem(seqlens_q=(20, 20), seqlens_k=(30, 30), dim_qk=16, dim_v=16, dtype="bfloat16")
+    inputs = materialise(problem, Recipe(seed=4), "cpu")
+    plain = parts_of(budgets(inputs, Deviations(), "cpu"))
+    for x in (inputs.v[:30], inputs.d_o[:20], inputs.k[:30]):
+        x *= 2.0**60
+    huge = parts_of(budgets(inputs, Deviations(), "cpu"))
+    for output, allowed in plain.items():
+        rows = slice(20, 40) if output in ("o", "lse", "dq") else slice(30, 60)
+        torch.testing.assert_close(huge[output][:, rows], allowed[:, rows], rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize(("fault", "output"), [(1.1, "dv"), (1.1, "o"), (0.5, "o")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_values_near_overflow_hide_no_wrong_output(fault: float, output: str, dtype: str) -> None:
+    problem = Problem(seqlens_q=(256,), seqlens_k=(256,), dim_qk=32, dim_v=32, dtype=dtype)
+    kernel = registry.get("emulated")
+    inputs = materialise(problem, Recipe(pattern="near_overflow", v_scale=16.0), "cpu")
+    built = kernel.build(problem, kernel.configs(problem)[0], "cpu")
+    o, lse = built.forward(inputs)
+    made = Outputs(o, lse, *built.backward(inputs, o, lse))
+    expected = truth(inputs, Deviations(), "cpu")
+    assert judge("emulated", inputs, made, expected).status == "pass"
+    getattr(made, output).mul_(fault)
+    verdict = judge("emulated", inputs, made, expected)
+    assert {each.output for each in verdict.failures} == {output}
+    assert verdict.figures[output].over > 128 * 32
+
+
+@pytest.mark.parametrize("n_q", [1, 2, 3, 7, 24])
+def test_no_part_of_one_row(n_q: int) -> None:
+    problem = Problem(seqlens_q=(n_q,), seqlens_k=(40,), dim_qk=8, dim_v=8, heads=8, kv_heads=1)
+    found = list(frames(problem, 100))
+    assert [i for frame in found for i in frame.rows] == list(range(n_q))
+    assert all(len(frame.rows) >= min(2, n_q) for frame in found)
+
+
+def test_equal_rows_are_no_alarm_in_the_smallest_parts() -> None:
+    case = drawn("correct", 902, 143).case
+    kernel = registry.get(case.kernel)
+    inputs = materialise(case.problem, case.recipe, "cpu")
+    built = kernel.build(case.problem, case.config, "cpu")
+    o, lse = built.forward(inputs)
+    made = Outputs(o, lse, *built.backward(inputs, o, lse))
+    expected = truth(inputs, kernel.capabilities.deviations, "cpu")
+    found = budgets(inputs, kernel.capabilities.deviations, "cpu", ties=True, chunk=1)
+    for name in ("dk", "dv"):
+        excess = (getattr(made, name).double().transpose(0, 1) - expected[name].expected).abs()
+        cell = half_ulp(expected[name].expected, Format.of(case.problem.dtype))
+        assert (excess <= found.outputs[name].allowed + cell).all()
 
 
 def test_only_small_problems_are_tiny() -> None:

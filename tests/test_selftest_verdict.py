@@ -26,7 +26,7 @@ from attnfuzz.harness.selftest_verdict import Rate, machine_object, verdict
 from attnfuzz.harness.trial import run_trial
 from attnfuzz.harness.verdict import Figures, Verdict
 from attnfuzz.harness.verdict_cases import drawn, families
-from attnfuzz.harness.verdict_floors import FLOORS, Floor, lower_limit
+from attnfuzz.harness.verdict_floors import FLOORS, Floor, least_hits, lower_limit
 from attnfuzz.harness.verdict_trials import Work, work
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Outputs
@@ -130,6 +130,17 @@ def test_the_lower_limit_is_that_of_clopper_and_pearson() -> None:
     assert Floor(50, 36).limit(every=False, cases=500) == pytest.approx(24.72, abs=0.05)
     assert FLOORS["P_bf16_fwd"][1].limit(every=False, cases=500) == pytest.approx(74.12, abs=0.01)
     assert Floor(50, 100).limit(every=True, cases=8) == pytest.approx(100 * 0.05 ** (1 / 8))
+
+
+def test_other_cases_are_held_to_what_chance_may_do() -> None:
+    # 14 per cent of 105 may well be none of 8, and 100 of 50 may be 7 of 8, but not half of 100.
+    assert least_hits(15, 105, 8) == 0
+    assert Floor(50, 100).limit(every=False, cases=8, same=False) < 87.5
+    assert 50 < Floor(50, 100).limit(every=False, cases=100, same=False) < 95
+    assert 55 < Floor(94, 82).limit(every=True, cases=94, same=False) < Floor(94, 82).limit(every=True, cases=94)
+    # By hand: 5 of 5 before, 0 of 5 now has a chance of 1 / 252.
+    assert least_hits(5, 5, 5, error=1 / 251) == 1
+    assert least_hits(5, 5, 5, error=1 / 253) == 0
 
 
 def test_a_rate_is_below_short_or_neither() -> None:
@@ -238,7 +249,8 @@ def test_a_judge_of_a_hundred_times_the_budget_is_caught(monkeypatch: pytest.Mon
     monkeypatch.setattr(verdict_trials, "truth", widened)
     done = verdict(6, jobs=1, faults=("LSE_stored_half", "S_rounded_half", "P_bf16_fwd"))
     assert not done.right
-    assert len(done.below) >= 3
+    # Of three cases chance may do much; none at all of what is found always is too few.
+    assert len(done.below) >= 2
     assert not done.alarms
 
 
