@@ -1,4 +1,5 @@
-"""Kernels as differentiable functions: `attention` for a dense batch, `attention_varlen` for sequences one after the other.
+"""Kernels as differentiable functions: `attention` for a dense batch, `attention_varlen` for sequences one after the other, and
+`attention_padded` for sequences of many lengths in one rectangle.
 
 Any kernel of the registry, or an object of your own that fulfils `contract.Kernel`. Arguments are checked before anything is
 compiled; a compile happens once for each compile key.
@@ -15,7 +16,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem, reject
 
-__all__ = ["attention", "attention_varlen"]
+__all__ = ["attention", "attention_padded", "attention_varlen"]
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 Mask = bool | Literal["bottom_right", "top_left"] | None
@@ -97,6 +98,59 @@ def attention_varlen(
         slack.append(rows - ends[-1])
     problem = _problem(q, k, v, (lengths[0], lengths[1]), (slack[0], slack[1]), "ragged", causal, softmax_scale)
     return _applied((q, k, v), problem, (cu_seqlens_q, cu_seqlens_k), kernel, config, return_lse)
+
+
+def attention_padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths_q: torch.Tensor,
+    lengths_k: torch.Tensor,
+    *,
+    kernel: str | Kernel = "tilelang.varlen",
+    causal: Mask = None,
+    softmax_scale: float | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """O of a padded batch by a ragged kernel, with its gradients: rows beyond a sequence's length are left out, and are 0 in O.
+
+    Args:
+        q: `(batch, seqlen_q, heads, dim_qk)`, of which the first lengths_q[i] rows count; the rest may hold anything.
+        k: `(batch, seqlen_k, kv_heads, dim_qk)`, likewise with lengths_k.
+        v: `(batch, seqlen_k, kv_heads, dim_v)`.
+        lengths_q: `(batch,)` whole numbers from 0 to seqlen_q.
+        lengths_k: `(batch,)` from 0 to seqlen_k.
+        kernel, causal, softmax_scale, config: as for `attention_varlen`.
+
+    Returns:
+        o `(batch, seqlen_q, heads, dim_v)` in q's dtype.
+
+    Raises:
+        BadArgument: (a ValueError) tensors that do not fit each other, or what the kernel does not support.
+        BuildError: the compiler refused.
+    """
+    _fitting(q, k, v, 4)
+    real_q, cu_q = _unpadded("lengths_q", lengths_q, q)
+    real_k, cu_k = _unpadded("lengths_k", lengths_k, k)
+    found = attention_varlen(
+        q[real_q], k[real_k], v[real_k], cu_q, cu_k, kernel=kernel, causal=causal, softmax_scale=softmax_scale, config=config
+    )
+    o = found.new_zeros((*q.shape[:3], v.shape[-1]))
+    return o.masked_scatter(real_q[..., None, None], found)
+
+
+def _unpadded(name: str, lengths: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which rows count, `(batch, seqlen)` bool; cu_seqlens)."""
+    batch, seqlen = x.shape[:2]
+    whole = isinstance(lengths, torch.Tensor) and not lengths.is_floating_point() and lengths.dtype != torch.bool
+    if not whole or lengths.shape != (batch,):
+        found = f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+        raise reject(name, found, f"a whole number for each of {batch} sequences is expected", "give a (batch,) tensor")
+    if outside := [n for n in lengths.tolist() if not 0 <= n <= seqlen]:
+        raise reject(name, outside[0], f"a sequence has 0 to {seqlen} rows", "give lengths within the padded batch")
+    lengths = lengths.to(x.device)
+    real = torch.arange(seqlen, device=x.device) < lengths[:, None]
+    return real, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _fitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ndim: int) -> None:

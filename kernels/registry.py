@@ -19,6 +19,8 @@ _BUILT_IN = {
     "tilelang.mha": "attnfuzz.kernels.tilelang.dense:MHA",
     "tilelang.gqa.atomic": "attnfuzz.kernels.tilelang.dense:GQA_ATOMIC",
     "tilelang.gqa.split": "attnfuzz.kernels.tilelang.dense:GQA_SPLIT",
+    "tilelang.gqa_varlen.atomic": "attnfuzz.kernels.tilelang.ragged:ATOMIC",
+    "tilelang.gqa_varlen.split": "attnfuzz.kernels.tilelang.ragged:SPLIT",
     "tilelang.varlen": "attnfuzz.kernels.tilelang.varlen:KERNEL",
     "triton.varlen": "attnfuzz.kernels.triton.varlen:KERNEL",
     "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",

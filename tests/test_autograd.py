@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.autograd import attention, attention_varlen
+from attnfuzz.kernels.autograd import attention, attention_padded, attention_varlen
 from attnfuzz.kernels.problem import BadArgument
 
 assert issubclass(BadArgument, ValueError)
@@ -92,6 +92,43 @@ def test_ragged_sequences_and_lse() -> None:
     torch.testing.assert_close(d_q[:4], one_q[:4], rtol=1e-4, atol=1e-5)
     for whole, part in ((d_k, one_k), (d_v, one_v)):
         torch.testing.assert_close(whole[:5], part[:5], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tilelang.gqa_varlen.atomic", "tilelang.gqa_varlen.split", "tilelang.varlen"])
+def test_padding_is_left_out(name: str) -> None:
+    able(name)
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(3, n, h, 32) for n, h in ((9, 4), (12, 2), (12, 2)))
+    lengths_q, lengths_k = torch.tensor([9, 0, 4]), torch.tensor([5, 12, 0])
+    for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)):
+        for i, n in enumerate(lengths):
+            x[i, n:] = torch.nan
+        x.requires_grad_()
+    o = attention_padded(q, k, v, lengths_q, lengths_k, kernel=name, causal=True)
+    assert o.shape == (3, 9, 4, 32)
+    assert not o[1:].any(), "a sequence without queries, and one without keys"
+    found = torch.autograd.grad(o.sum(), (q, k, v))
+    alone = attention(q[:1], k[:1, :5], v[:1, :5], kernel="tilelang.gqa.split", causal=True)
+    torch.testing.assert_close(o[:1], alone, rtol=1e-5, atol=1e-6)
+    for got, true in zip(found, torch.autograd.grad(alone.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([8, 9]), "lengths_q=9: a sequence has 0 to 8 rows"),
+        (torch.tensor([-1, 2]), "lengths_q=-1"),
+        (torch.tensor([2]), "lengths_q='(1,) torch.int64': a whole number for each of 2 sequences"),
+        (torch.tensor([2.0, 3.0]), "torch.float32"),
+        ([2, 3], "lengths_q='list'"),
+    ],
+)
+def test_lengths_are_looked_at(lengths, message: str) -> None:
+    able("tilelang.varlen")
+    with pytest.raises(BadArgument) as raised:
+        attention_padded(Q, Q, Q, lengths, torch.tensor([8, 8]))
+    assert message in str(raised.value)
 
 
 Q = torch.zeros(2, 8, 4, 64, dtype=torch.float16)

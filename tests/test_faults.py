@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support_dense_faults import DENSE_FAULTS, DenseFault, faulty_dense
 from support_faults import FAULTS, Fault, faulty
+from support_tilelang_faults import DENSE_FAULTS, RAGGED_FAULTS, TileLangFault, faulty_tilelang
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.corpus import Corpus
@@ -35,8 +35,15 @@ def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Pat
 
 
 @pytest.mark.parametrize("fault", DENSE_FAULTS, ids=lambda fault: fault.name)
-def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: DenseFault, tmp_path: Path, record_property) -> None:
-    record_property("fault", hunted(faulty_dense(fault), "tilelang", fault.name, tmp_path, causal=fault.causal))
+def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
+    kernel = faulty_tilelang(fault, ragged=False)
+    record_property("fault", hunted(kernel, "dense", fault.name, tmp_path, causal=fault.causal))
+
+
+@pytest.mark.parametrize("fault", RAGGED_FAULTS, ids=lambda fault: fault.name)
+def test_the_fault_of_a_ragged_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
+    kernel = faulty_tilelang(fault, ragged=True)
+    record_property("fault", hunted(kernel, "ragged", fault.name, tmp_path, causal=fault.causal))
 
 
 def hunted(kernel: Kernel, backend: str, fault: str, folder: Path, *, causal: bool) -> dict[str, object]:
@@ -51,8 +58,8 @@ def hunted(kernel: Kernel, backend: str, fault: str, folder: Path, *, causal: bo
         # Small tiles cost a CPU the least.
         configs = dict.fromkeys(each.config for each in variants)
         smallest = min(configs, key=lambda each: each.tile("tile_m", 1) * each.tile("tile_n", 1))
-        dense = "dense" in kernel.capabilities.packings
-        variants = few_variants(variants, smallest if dense else variants[0].config, causal)
+        own = "back_tile_m" in smallest
+        variants = few_variants(variants, smallest if own else variants[0].config, causal)
     start = time.monotonic()
     hunt = Hunt(
         kernel,

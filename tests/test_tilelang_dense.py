@@ -17,7 +17,8 @@ from attnfuzz.kernels import registry  # noqa: E402
 from attnfuzz.kernels.contract import Config  # noqa: E402
 from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import dense, dense_device  # noqa: E402
-from attnfuzz.kernels.tilelang.dense import CONFIGS, GQA_ATOMIC, GQA_SPLIT, MHA  # noqa: E402
+from attnfuzz.kernels.tilelang.dense import GQA_ATOMIC, GQA_SPLIT, MHA  # noqa: E402
+from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
 
 DENSE = (MHA, GQA_ATOMIC, GQA_SPLIT)

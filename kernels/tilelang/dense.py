@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
+from attnfuzz.kernels.tilelang.tiles import fitting, options_of, signed
 
 if TYPE_CHECKING:
     import torch
@@ -44,28 +45,6 @@ _COMMON = Capabilities(
     deviations=Deviations(tf32_on=("cuda",)),
 )
 
-SHARED_BYTES_MAX = 226 * 1024
-"""What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
-
-
-def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> Config:
-    """(tile_m, tile_n, threads, stages) of each."""
-    names = ("tile_m", "tile_n", "threads", "stages")
-    chosen = dict(zip(names, forward, strict=True))
-    return Config(chosen | {f"back_{name}": value for name, value in zip(names, backward, strict=True)})
-
-
-CONFIGS = (
-    _config((128, 128, 256, 1), (64, 128, 256, 1)),
-    _config((128, 64, 256, 2), (64, 64, 128, 1)),
-    _config((64, 64, 128, 1), (32, 128, 256, 2)),
-    _config((64, 128, 128, 2), (32, 64, 128, 2)),
-    _config((64, 32, 128, 1), (64, 32, 128, 1)),
-    _config((32, 32, 64, 1), (32, 32, 64, 1)),
-)
-_SMALLEST_EXPONENT = 1e-30
-"""Stands for a softmax_scale of 0: exp of a score times it is 1."""
-
 
 def _default_device_code() -> ModuleType:
     return importlib.import_module(_DEVICE_MODULE)
@@ -92,11 +71,11 @@ class TileLangDense:
         device_file = str(_HERE / "dense_device.py")
         if self._device_code is not _default_device_code:
             device_file = self._device_code().__file__ or device_file
-        return (device_file, *(str(_HERE / name) for name in ("dense.py", "cpu.py", "build.py")))
+        return (device_file, *(str(_HERE / name) for name in ("dense.py", "tiles.py", "cpu.py", "build.py")))
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
-        return tuple(config for config in CONFIGS if _shared_bytes(problem, config) <= SHARED_BYTES_MAX)
+        return fitting(problem)
 
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""
@@ -121,8 +100,7 @@ class TileLangDense:
             BuildError: the compiler refused.
         """
         module = self._device_code()
-        names = ("tile_m", "tile_n", "threads", "stages")
-        of_forward, of_backward = ({name: config.integer(part + name) for name in names} for part in ("", "back_"))
+        of_forward, of_backward = options_of(config)
         # TileLang's C target knows no strides.
         common = {"dim_v": problem.dim_v, "dtype": problem.dtype, "strided": device == "cuda"}
         masked: dict[str, Any] = {"dim_qk": problem.dim_qk, "causal": problem.causal is not None}
@@ -155,7 +133,7 @@ class _Built:
             return o, lse
         if not p.seqlens_k[0]:
             return o.zero_(), lse.fill_(-torch.inf)
-        sign, exponent = _signed(p.scale)
+        sign, exponent = signed(p.scale)
         q, k, v = _given(q, p.seqlens_q) * sign, _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
         into, rows = _taken(o, 1, p.seqlens_q[0]), _taken(lse, 2, p.seqlens_q[0])
         self._forward(q, k, v, p.groups, _offset(p), exponent, into, rows)
@@ -176,7 +154,7 @@ class _Built:
         dq = torch.zeros_like(inputs.q, dtype=torch.float32, memory_format=torch.contiguous_format)
         if not n_q or not n_k:
             return dq.to(inputs.q.dtype), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
-        sign, exponent = _signed(p.scale)
+        sign, exponent = signed(p.scale)
         q, k, v = _given(inputs.q, p.seqlens_q) * sign, _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
         d_o, o, lse = _given(inputs.d_o, p.seqlens_q), _given(o, p.seqlens_q), _given(lse, p.seqlens_q, 2)
         delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
@@ -202,11 +180,6 @@ class _Built:
 
     def _summed(self, shares: torch.Tensor, problem: Problem) -> torch.Tensor:
         return shares.unflatten(2, (-1, problem.groups)).sum(3) if self._reduction == "split" else shares
-
-
-def _signed(scale: float) -> tuple[float, float]:
-    """(sign, exponent): the maximum of scores is that of products only for a scale above 0, so q takes its sign."""
-    return -1.0 if scale < 0 else 1.0, max(abs(scale), _SMALLEST_EXPONENT)
 
 
 def _offset(problem: Problem) -> int:
@@ -235,21 +208,6 @@ def _put(whole: torch.Tensor, axis: int, part: torch.Tensor) -> None:
     """What was written into `_taken` is in `whole`."""
     if part.data_ptr() != whole.data_ptr():
         whole.narrow(axis, 0, part.shape[axis]).copy_(part)
-
-
-def _shared_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory of forward or backward, whichever takes more."""
-    size = 4 if problem.dtype == "float32" else 2
-    dims = problem.dim_qk + problem.dim_v
-
-    def of(part: str, kept: str, moving: str, squares: int) -> int:
-        stages = max(1, config.integer(f"{part}stages"))
-        tiles = config.integer(part + kept), config.integer(part + moving)
-        first = problem.dim_qk if not part else dims
-        return size * (tiles[0] * first + stages * tiles[1] * dims + squares * tiles[0] * tiles[1])
-
-    single = problem.dtype == "float32"
-    return max(of("", "tile_m", "tile_n", 1 if single else 0), of("back_", "tile_n", "tile_m", 3 if single else 1))
 
 
 MHA = TileLangDense("tilelang.mha", "none")

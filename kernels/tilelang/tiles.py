@@ -1,0 +1,63 @@
+"""What the Hopper kernels share on the host: their Configs, which of them fit a block's shared memory, and the scale's sign."""
+
+from __future__ import annotations
+
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import Problem
+
+__all__ = ["CONFIGS", "SHARED_BYTES_MAX", "fitting", "options_of", "signed"]
+
+SHARED_BYTES_MAX = 226 * 1024
+"""What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
+_NAMES = ("tile_m", "tile_n", "threads", "stages")
+_SMALLEST_EXPONENT = 1e-30
+"""Stands for a softmax_scale of 0: exp of a score times it is 1."""
+
+
+def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> Config:
+    """(tile_m, tile_n, threads, stages) of each."""
+    chosen = dict(zip(_NAMES, forward, strict=True))
+    return Config(chosen | {f"back_{name}": value for name, value in zip(_NAMES, backward, strict=True)})
+
+
+CONFIGS = (
+    _config((128, 128, 256, 1), (64, 128, 256, 1)),
+    _config((128, 64, 256, 2), (64, 64, 128, 1)),
+    _config((64, 64, 128, 1), (32, 128, 256, 2)),
+    _config((64, 128, 128, 2), (32, 64, 128, 2)),
+    _config((64, 32, 128, 1), (64, 32, 128, 1)),
+    _config((32, 32, 64, 1), (32, 32, 64, 1)),
+)
+"""Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
+
+
+def options_of(config: Config) -> tuple[dict[str, int], dict[str, int]]:
+    """What the forward and the backward of the device code are made with."""
+    forward, backward = ({name: config.integer(part + name) for name in _NAMES} for part in ("", "back_"))
+    return forward, backward
+
+
+def signed(scale: float) -> tuple[float, float]:
+    """(sign, exponent): the largest score is that of the largest product only for a scale above 0, so q takes its sign."""
+    return -1.0 if scale < 0 else 1.0, max(abs(scale), _SMALLEST_EXPONENT)
+
+
+def fitting(problem: Problem, *, ragged: bool = False) -> tuple[Config, ...]:
+    """The Configs whose shared memory a block can have; ragged kernels load a sequence's last tile into one of its own."""
+    return tuple(config for config in CONFIGS if _shared_bytes(problem, config, int(ragged)) <= SHARED_BYTES_MAX)
+
+
+def _shared_bytes(problem: Problem, config: Config, more: int) -> int:
+    """Shared memory of forward or backward, whichever takes more."""
+    size = 4 if problem.dtype == "float32" else 2
+    dims = problem.dim_qk + problem.dim_v
+    forward, backward = options_of(config)
+
+    def of(options: dict[str, int], kept: int, moving: int, first: int, squares: int) -> int:
+        return size * (kept * first + (max(1, options["stages"]) + more) * moving * dims + squares * kept * moving)
+
+    single = problem.dtype == "float32"
+    return max(
+        of(forward, forward["tile_m"], forward["tile_n"], problem.dim_qk, 1 if single else 0),
+        of(backward, backward["tile_n"], backward["tile_m"], dims, 3 if single else 1),
+    )
