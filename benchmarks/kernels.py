@@ -3,8 +3,8 @@
     python benchmarks/kernels.py [--seqlen N]... [--dim D]... [--groups G]... [--dtype T]... [--mask causal|full]...
         [--packing dense|ragged]... [--json FILE] [KERNEL]...
 
-A row per kernel, Config, problem and direction: median milliseconds, TFLOP/s, and the speed as a multiple of flash-attention 2's and
-cuDNN's in scaled_dot_product_attention. All contestants take turns in each round, so that clocks and heat are the same for all.
+A row per kernel, Config, problem and direction: median milliseconds, TFLOP/s, and the speed as a multiple of flash-attention 2's
+and cuDNN's in scaled_dot_product_attention. All contestants take turns in each round, so that clocks and heat are the same.
 The backward is given what the forward has kept. Operations are those of the visible scores alone: 2 (dim_qk + dim_v) each in the
 forward and 2 (3 dim_qk + 2 dim_v) in the backward.
 """
