@@ -168,15 +168,15 @@ def rows_of(problem: Problem, times: dict[str, tuple[float, float]]) -> list[dic
 def main(kernels: tuple[str, ...], batch: int, heads: int, rounds: int, json_file: Path | None, **grid: tuple[Any, ...]) -> None:
     """Print a row per kernel, problem and direction."""
     resolve_device("cuda")
-    chosen = [
-        registry.get(name) for name in kernels or [name for name in registry.names() if name.startswith(("tilelang", "triton"))]
-    ]
+    names = kernels or [name for name in registry.names() if name.startswith(("tilelang", "triton"))]
+    chosen = [registry.get(name) for name in names]
     rows: list[dict[str, Any]] = []
     axes = ("seqlen", "dim", "groups", "dtype", "mask", "packing")
     for seqlen, dim, groups, dtype, mask, packing in itertools.product(*(grid[name] for name in axes)):
         problem = Problem(
-            seqlens_q=(seqlen,) * batch, seqlens_k=(seqlen,) * batch, packing=packing, heads=heads, kv_heads=max(1, heads // groups),
-            dim_qk=dim, dim_v=dim, dtype=dtype, causal="bottom_right" if mask == "causal" else None,
+            seqlens_q=(seqlen,) * batch, seqlens_k=(seqlen,) * batch, packing=packing,
+            heads=heads, kv_heads=max(1, heads // groups), dim_qk=dim, dim_v=dim,
+            dtype=dtype, causal="bottom_right" if mask == "causal" else None,
         )  # fmt: skip
         inputs = materialise(problem, Recipe(), "cuda")
         contestants = peers(problem, inputs)
