@@ -34,6 +34,7 @@ def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Pat
     record_property("fault", hunted(faulty(backend, fault), backend, fault.name, tmp_path, causal=fault.causal))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", DENSE_FAULTS, ids=lambda fault: fault.name)
 def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
     kernel = faulty_tilelang(fault, ragged=False)

@@ -42,7 +42,9 @@ def test_the_forward_uses_the_tensor_memory_accelerator_and_warpgroup_products()
     assert "mma_sync" not in text
 
 
-@pytest.mark.parametrize("reduction", ["none", "atomic", "split"])
+@pytest.mark.parametrize(
+    "reduction", ["none", pytest.param("atomic", marks=pytest.mark.slow), pytest.param("split", marks=pytest.mark.slow)]
+)
 def test_the_backward_uses_them_as_well(reduction: str) -> None:
     text = source("backward", **FORM, tile_m=64, tile_n=128, threads=256, stages=1, reduction=reduction)
     assert text.count("tma_load") >= 4
