@@ -112,7 +112,7 @@ class _Made:
         self._tokens, self._partials = tokens, partials
         self._parts = 1 if lean else _PARTS
         names = [*_SUMS, *(["tau2"] if ties else []), *([] if lean else ["flush"])]
-        # Where dK is concerned, sigma^2 already goes by true units.
+        # dK's statistics take sigma^2 as it is.
         self._names: dict[OutputName, list[str]] = {"dk": names, "dv": [*names, *([] if lean else ["noise"])]}
 
         def zeros(heads: int, total: int, dim: int) -> torch.Tensor:

@@ -66,6 +66,7 @@ class Scores:
     dead: torch.Tensor
     """(Z, rows, 1): whether the row sees no key."""
     s_size: torch.Tensor
+    """|s|."""
     top: torch.Tensor
     """Scores that are their row's maximum, where P is exactly 1."""
     m: torch.Tensor
