@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attnfuzz.harness.children import Child, ChildError
+from attnfuzz.harness.deaths import THE_KERNELS_OWN
 from attnfuzz.harness.nursery import Nursery
 from attnfuzz.harness.outcomes import Death, Error, Outcome, Reply, Task
 from attnfuzz.harness.wire import wait
+from attnfuzz.harness.worker import LOST_CONNECTION
 
 __all__ = ["Running", "Statistics", "Supervisor"]
 
@@ -282,6 +284,9 @@ class Supervisor:
         elif why == "pipe" and wait([child.descriptor], _TICK * 4):
             why = "exit"
         printed, status = child.noise(), child.kill()
+        if (why == "pipe" or status == LOST_CONNECTION) and stage not in THE_KERNELS_OWN:
+            # Only a kernel closes the connection, and the child has gone on since: how far is chance.
+            stage = "kernel"
         output = child.tail()
         self._put_down(child, killed=True)
         if announced is None:
