@@ -64,7 +64,9 @@ def ours(kernel: Kernel, problem: Problem, inputs: Inputs) -> list[Contestant]:
     """Every Config of a kernel on the problem."""
     found = []
     for config in kernel.configs(problem):
-        if kernel.supports(problem, config, "cuda") is None:
+        if reason := kernel.supports(problem, config, "cuda"):
+            click.echo(f"{kernel.name} {config}: left out: {reason}", err=True)
+        else:
             built = kernel.build(problem, config, "cuda")
             found.append(
                 Contestant(

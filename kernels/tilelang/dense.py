@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
-from attnfuzz.kernels.tilelang.tiles import fitting, options_of, signed
+from attnfuzz.kernels.tilelang.tiles import exponent_of, fitting, options_of, signed
 
 if TYPE_CHECKING:
     import torch
@@ -133,10 +133,9 @@ class _Built:
             return o, lse
         if not p.seqlens_k[0]:
             return o.zero_(), lse.fill_(-torch.inf)
-        sign, exponent = signed(p.scale)
-        q, k, v = _given(q, p.seqlens_q) * sign, _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
+        q, k, v = signed(_given(q, p.seqlens_q), p.scale), _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
         into, rows = _taken(o, 1, p.seqlens_q[0]), _taken(lse, 2, p.seqlens_q[0])
-        self._forward(q, k, v, p.groups, _offset(p), exponent, into, rows)
+        self._forward(q, k, v, p.groups, _offset(p), exponent_of(p.scale), into, rows)
         _put(o, 1, into)
         _put(lse, 2, rows)
         return o, lse
@@ -154,20 +153,19 @@ class _Built:
         dq = torch.zeros_like(inputs.q, dtype=torch.float32, memory_format=torch.contiguous_format)
         if not n_q or not n_k:
             return dq.to(inputs.q.dtype), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
-        sign, exponent = signed(p.scale)
-        q, k, v = _given(inputs.q, p.seqlens_q) * sign, _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
+        q, k, v = signed(_given(inputs.q, p.seqlens_q), p.scale), _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
         d_o, o, lse = _given(inputs.d_o, p.seqlens_q), _given(o, p.seqlens_q), _given(lse, p.seqlens_q, 2)
         delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
         self._preprocess(o, d_o, delta)
         into = _taken(dq, 1, n_q)
         dk, dv = (self._shares(x, p) for x in (inputs.k, inputs.v))
         keys = tuple(_taken(each, 1, n_k) for each in (dk, dv))
-        scale = abs(p.scale)
-        self._backward(q, k, v, d_o, lse, delta, p.groups, _offset(p), exponent, scale, into, *keys)
+        scalars = (p.groups, _offset(p), exponent_of(p.scale), abs(p.scale))
+        self._backward(q, k, v, d_o, lse, delta, *scalars, into, *keys)
         _put(dq, 1, into)
         for whole, part in zip((dk, dv), keys, strict=True):
             _put(whole, 1, part)
-        return (dq * sign).to(q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
+        return signed(dq, p.scale).to(q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
 
     def _shares(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
         """Where the blocks put dK or dV."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
-from attnfuzz.kernels.tilelang.tiles import fitting, options_of, signed
+from attnfuzz.kernels.tilelang.tiles import exponent_of, fitting, options_of, signed
 
 if TYPE_CHECKING:
     import torch
@@ -125,10 +125,9 @@ class _Built:
         o = torch.empty((q.shape[0], p.heads, p.dim_v), dtype=q.dtype, device=q.device)
         lse = torch.empty((p.heads, q.shape[0]), dtype=torch.float32, device=q.device)
         if inputs.max_seqlen_q > 0:
-            sign, exponent = signed(p.scale)
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-            scalars = (inputs.max_seqlen_q, p.groups, _bottom(p), exponent)
-            self._forward(q * sign, _not_empty(inputs.k), _not_empty(inputs.v), *starts, *scalars, o, lse)
+            scalars = (inputs.max_seqlen_q, p.groups, _bottom(p), exponent_of(p.scale))
+            self._forward(signed(q, p.scale), _not_empty(inputs.k), _not_empty(inputs.v), *starts, *scalars, o, lse)
         return o, lse
 
     def backward(
@@ -140,7 +139,6 @@ class _Built:
         if lse is None:
             raise BadArgument("lse=None: the backward recomputes P from it; give the forward's lse")
         p, k, v = inputs.problem, inputs.k, inputs.v
-        sign, exponent = signed(p.scale)
         dq = torch.zeros_like(inputs.q, dtype=torch.float32)
         heads = p.kv_heads if self._reduction == "atomic" else p.heads
         # Split stores every key of a sequence, but for those that no query may be launched for.
@@ -151,11 +149,11 @@ class _Built:
             delta = torch.empty_like(lse)
             self._preprocess(o, inputs.d_o, inputs.cu_seqlens_q, inputs.max_seqlen_q, delta)
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-            scalars = (inputs.max_seqlen_k, p.groups, _bottom(p), exponent, abs(p.scale))
-            self._backward(inputs.q * sign, k, v, inputs.d_o, lse, delta, *starts, *scalars, dq, dk, dv)
+            scalars = (inputs.max_seqlen_k, p.groups, _bottom(p), exponent_of(p.scale), abs(p.scale))
+            self._backward(signed(inputs.q, p.scale), k, v, inputs.d_o, lse, delta, *starts, *scalars, dq, dk, dv)
         if self._reduction == "split":
             dk, dv = (x.unflatten(1, (-1, p.groups)).sum(2) for x in (dk, dv))
-        return (dq * sign).to(inputs.q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return signed(dq, p.scale).to(inputs.q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _bottom(problem: Problem) -> int:

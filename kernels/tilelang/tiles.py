@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 
-__all__ = ["CONFIGS", "SHARED_BYTES_MAX", "fitting", "options_of", "signed"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CONFIGS", "SHARED_BYTES_MAX", "exponent_of", "fitting", "options_of", "signed"]
 
 SHARED_BYTES_MAX = 226 * 1024
 """What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
@@ -37,9 +42,14 @@ def options_of(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     return forward, backward
 
 
-def signed(scale: float) -> tuple[float, float]:
-    """(sign, exponent): the largest score is that of the largest product only for a scale above 0, so q takes its sign."""
-    return -1.0 if scale < 0 else 1.0, max(abs(scale), _SMALLEST_EXPONENT)
+def exponent_of(scale: float) -> float:
+    """|scale|, and more than 0: masked scores are -inf, and -inf * 0 is NaN."""
+    return max(abs(scale), _SMALLEST_EXPONENT)
+
+
+def signed(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """`x` itself, or -x for a negative scale: the largest score is that of the largest product only for a scale above 0."""
+    return -x if scale < 0 else x
 
 
 def fitting(problem: Problem, *, ragged: bool = False) -> tuple[Config, ...]:
