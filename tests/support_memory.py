@@ -40,7 +40,7 @@ def _before(anchor: str, code: str, times: int = 1) -> Edit:
     return Edit(anchor, code + anchor, times=times)
 
 
-_KEPT = _before("def _not_empty(", "_KEPT: dict[Any, Any] = {}\n\n\n")
+_KEPT = _before("def _shared_bytes(", "_KEPT: dict[Any, Any] = {}\n\n\n")
 _TURNED = """    turns = _turns()
     for step in range(0, end_n, TILE_N):
         start_n = (end_n - 1) // TILE_N * TILE_N - step if turns else step

@@ -5,93 +5,37 @@ All mathematics is in `dense_device`; here are only allocation, launches and wha
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
+from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
-from attnfuzz.kernels.tilelang.tiles import exponent_of, fitting, options_of, signed
+from attnfuzz.kernels.tilelang.build import Launch, compiled
+from attnfuzz.kernels.tilelang.subject import DeviceCode, TileLangKernel
+from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, signed
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["GQA_ATOMIC", "GQA_SPLIT", "MHA", "TileLangDense"]
 
-_HERE = Path(__file__).parent
-_DEVICE_MODULE = "attnfuzz.kernels.tilelang.dense_device"
 Reduction = Literal["none", "atomic", "split"]
 
-_COMMON = Capabilities(
-    packings=("dense",),
-    dtypes=("float16", "bfloat16", "float32"),
-    dims=((64, 64), (32, 32), (128, 128), (64, 48), (48, 80), (96, 96), (192, 128)),
-    groups=None,
-    causal=(None, "bottom_right", "top_left"),
-    layouts=True,
-    zero_q=True,
-    zero_k=True,
-    unequal=True,
-    slack=True,
-    scale_any=True,
-    # It lowers for sm_90a (tests/test_tilelang_dense.py), but has run on no GPU yet.
-    devices=("cpu",),
-    compiles_on=("cpu",),
-    deviations=Deviations(tf32_on=("cuda",)),
-)
 
+class TileLangDense(TileLangKernel):
+    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`."""
 
-def _default_device_code() -> ModuleType:
-    return importlib.import_module(_DEVICE_MODULE)
-
-
-class TileLangDense:
-    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`.
-
-    An edited copy of `dense_device`, given by `device_code` under another `name`, is a kernel of its own.
-    """
-
-    def __init__(self, name: str, reduction: Reduction, device_code: Callable[[], ModuleType] = _default_device_code) -> None:
-        self.name = name
-        self.backend = "tilelang"
-        alone = {"none": ("dk", "dv"), "split": ("dk", "dv"), "atomic": ()}[reduction]
-        groups = (1,) if reduction == "none" else None
-        self.capabilities = replace(_COMMON, groups=groups, deterministic=("o", "lse", *alone))
+    def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None) -> None:
+        alone = () if reduction == "atomic" else ("dk", "dv")
+        can = replace(HOPPER, packings=("dense",), layouts=True, deterministic=("o", "lse", *alone))
+        can = replace(can, groups=(1,) if reduction == "none" else None)
+        super().__init__(name, can, ("dense.py", "tiles.py"), "dense_device", device_code)
         self._reduction: Reduction = reduction
-        self._device_code = device_code
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The sources of this kernel, absolute paths."""
-        device_file = str(_HERE / "dense_device.py")
-        if self._device_code is not _default_device_code:
-            device_file = self._device_code().__file__ or device_file
-        return (device_file, *(str(_HERE / name) for name in ("dense.py", "tiles.py", "cpu.py", "build.py")))
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
         return fitting(problem)
-
-    def unavailable(self, device: Device) -> str | None:
-        """The package, compiler or device that is missing, or None."""
-        return unavailable(device)
-
-    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
-        """The reason why not, or None."""
-        if reason := why_unsupported(self.capabilities, problem, device):
-            return reason
-        if config not in self.configs(problem):
-            return f"config={config}: supports {'; '.join(map(str, self.configs(problem)))}"
-        return None
-
-    def compile_key(self, problem: Problem, config: Config) -> str:
-        """Dims, mask or none, dtype and Config; lengths, batch, heads, groups, alignment, scale and strides are a call's own."""
-        return f"dim_qk={problem.dim_qk} dim_v={problem.dim_v} masked={problem.causal is not None} dtype={problem.dtype} {config}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """The three functions compiled for `problem`'s compile key.
@@ -99,7 +43,7 @@ class TileLangDense:
         Raises:
             BuildError: the compiler refused.
         """
-        module = self._device_code()
+        module = self.device_code()
         of_forward, of_backward = options_of(config)
         # TileLang's C target knows no strides.
         common = {"dim_v": problem.dim_v, "dtype": problem.dtype, "strided": device == "cuda"}

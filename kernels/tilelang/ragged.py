@@ -5,18 +5,15 @@ All mathematics is in `ragged_device`; here are only allocation, launches and wh
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
+from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
-from attnfuzz.kernels.tilelang.tiles import exponent_of, fitting, options_of, signed
+from attnfuzz.kernels.tilelang.build import Launch, compiled
+from attnfuzz.kernels.tilelang.subject import DeviceCode, TileLangKernel, not_empty
+from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, signed
 
 if TYPE_CHECKING:
     import torch
@@ -24,70 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["ATOMIC", "SPLIT", "TileLangRagged"]
 
 Reduction = Literal["atomic", "split"]
-_HERE = Path(__file__).parent
-_DEVICE_MODULE = "attnfuzz.kernels.tilelang.ragged_device"
-_COMMON = Capabilities(
-    dtypes=("float16", "bfloat16", "float32"),
-    dims=((64, 64), (32, 32), (128, 128), (64, 48), (48, 80), (96, 96), (192, 128)),
-    groups=None,
-    causal=(None, "bottom_right", "top_left"),
-    zero_q=True,
-    zero_k=True,
-    unequal=True,
-    slack=True,
-    scale_any=True,
-    # It lowers for sm_90a (tests/test_tilelang_ragged.py), but has run on no GPU yet.
-    devices=("cpu",),
-    compiles_on=("cpu",),
-    deviations=Deviations(tf32_on=("cuda",)),
-)
 
 
-def _default_device_code() -> ModuleType:
-    return importlib.import_module(_DEVICE_MODULE)
+class TileLangRagged(TileLangKernel):
+    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`."""
 
-
-class TileLangRagged:
-    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`.
-
-    An edited copy of `ragged_device`, given by `device_code` under another `name`, is a kernel of its own.
-    """
-
-    def __init__(self, name: str, reduction: Reduction, device_code: Callable[[], ModuleType] = _default_device_code) -> None:
-        self.name = name
-        self.backend = "tilelang"
+    def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None) -> None:
         alone = ("dk", "dv") if reduction == "split" else ()
-        self.capabilities = replace(_COMMON, deterministic=("o", "lse", *alone))
+        can = replace(HOPPER, deterministic=("o", "lse", *alone))
+        super().__init__(name, can, ("ragged.py", "tiles.py"), "ragged_device", device_code)
         self._reduction: Reduction = reduction
-        self._device_code = device_code
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The sources of this kernel, absolute paths."""
-        device_file = str(_HERE / "ragged_device.py")
-        if self._device_code is not _default_device_code:
-            device_file = self._device_code().__file__ or device_file
-        return (device_file, *(str(_HERE / name) for name in ("ragged.py", "tiles.py", "cpu.py", "build.py")))
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
         return fitting(problem, ragged=True)
-
-    def unavailable(self, device: Device) -> str | None:
-        """The package, compiler or device that is missing, or None."""
-        return unavailable(device)
-
-    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
-        """The reason why not, or None."""
-        if reason := why_unsupported(self.capabilities, problem, device):
-            return reason
-        if config not in self.configs(problem):
-            return f"config={config}: supports {'; '.join(map(str, self.configs(problem)))}"
-        return None
-
-    def compile_key(self, problem: Problem, config: Config) -> str:
-        """Dims, mask or none, dtype and Config; lengths, totals, batch, heads, groups, alignment and scale are a call's own."""
-        return f"dim_qk={problem.dim_qk} dim_v={problem.dim_v} masked={problem.causal is not None} dtype={problem.dtype} {config}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """The three functions compiled for `problem`'s compile key.
@@ -95,7 +42,7 @@ class TileLangRagged:
         Raises:
             BuildError: the compiler refused.
         """
-        module = self._device_code()
+        module = self.device_code()
         of_forward, of_backward = options_of(config)
         rows = {name: of_forward[name] for name in ("tile_m", "threads")}
         common = {"dim_v": problem.dim_v, "dtype": problem.dtype}
@@ -127,7 +74,7 @@ class _Built:
         if inputs.max_seqlen_q > 0:
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
             scalars = (inputs.max_seqlen_q, p.groups, _bottom(p), exponent_of(p.scale))
-            self._forward(signed(q, p.scale), _not_empty(inputs.k), _not_empty(inputs.v), *starts, *scalars, o, lse)
+            self._forward(signed(q, p.scale), not_empty(inputs.k), not_empty(inputs.v), *starts, *scalars, o, lse)
         return o, lse
 
     def backward(
@@ -158,11 +105,6 @@ class _Built:
 
 def _bottom(problem: Problem) -> int:
     return 0 if problem.causal == "top_left" else 1
-
-
-def _not_empty(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or one row of zeros, which no sequence reaches, for a tensor without rows: TileLang takes no empty tensor."""
-    return x if x.shape[0] else x.new_zeros((1, *x.shape[1:]))
 
 
 ATOMIC = TileLangRagged("tilelang.gqa_varlen.atomic", "atomic")

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIGS", "SHARED_BYTES_MAX", "exponent_of", "fitting", "options_of", "signed"]
+__all__ = ["CONFIGS", "HOPPER", "exponent_of", "fitting", "options_of", "signed"]
 
-SHARED_BYTES_MAX = 226 * 1024
-"""What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
 _NAMES = ("tile_m", "tile_n", "threads", "stages")
 _SMALLEST_EXPONENT = 1e-30
 """Stands for a softmax_scale of 0: exp of a score times it is 1."""
+
+HOPPER = replace(
+    CAPABILITIES,
+    causal=(None, "bottom_right", "top_left"),
+    # They lower for sm_90a (tests/test_tilelang_dense.py, test_tilelang_ragged.py), but have run on no GPU yet.
+    devices=("cpu",),
+    compiles_on=("cpu",),
+)
+"""What the dense and the ragged kernels have in common."""
 
 
 def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> Config:

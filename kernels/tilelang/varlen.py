@@ -5,42 +5,18 @@ All mathematics is in `varlen_device`; here are only allocation, launches and wh
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
+from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
+from attnfuzz.kernels.tilelang.build import Launch, compiled
+from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX, DeviceCode, TileLangKernel, not_empty
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["KERNEL", "TileLangVarlen"]
 
-_HERE = Path(__file__).parent
-_DEVICE_MODULE = "attnfuzz.kernels.tilelang.varlen_device"
-
-CAPABILITIES = Capabilities(
-    dtypes=("float16", "bfloat16", "float32"),
-    dims=((64, 64), (32, 32), (128, 128), (64, 48), (48, 80), (96, 96), (192, 128)),
-    groups=None,
-    causal=(None, "bottom_right"),
-    zero_q=True,
-    zero_k=True,
-    unequal=True,
-    slack=True,
-    scale_any=True,
-    devices=("cpu", "cuda"),
-    compiles_on=("cpu", "cuda"),
-    deterministic=("o", "lse"),
-    deviations=Deviations(tf32_on=("cuda",)),
-)
-
-SHARED_BYTES_MAX = 226 * 1024
-"""What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
 
 CONFIGS = (
     Config(tile_m=64, tile_n=64, threads=128, stages=1),
@@ -51,49 +27,15 @@ CONFIGS = (
 )
 
 
-def _default_device_code() -> ModuleType:
-    return importlib.import_module(_DEVICE_MODULE)
+class TileLangVarlen(TileLangKernel):
+    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`."""
 
-
-class TileLangVarlen:
-    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`.
-
-    An edited copy of `varlen_device`, given by `device_code` under another `name`, is a kernel of its own.
-    """
-
-    def __init__(self, name: str = "tilelang.varlen", device_code: Callable[[], ModuleType] = _default_device_code) -> None:
-        self.name = name
-        self.backend = "tilelang"
-        self.capabilities = CAPABILITIES
-        self._device_code = device_code
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The sources of this kernel, absolute paths."""
-        device_file = str(_HERE / "varlen_device.py")
-        if self._device_code is not _default_device_code:
-            device_file = self._device_code().__file__ or device_file
-        return (device_file, *(str(_HERE / name) for name in ("varlen.py", "cpu.py", "build.py")))
+    def __init__(self, name: str = "tilelang.varlen", device_code: DeviceCode | None = None) -> None:
+        super().__init__(name, CAPABILITIES, ("varlen.py",), "varlen_device", device_code)
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (tile_m query rows, tile_n key rows), threads and pipeline stages, the default first."""
         return tuple(config for config in CONFIGS if _shared_bytes(problem, config) <= SHARED_BYTES_MAX)
-
-    def unavailable(self, device: Device) -> str | None:
-        """The package, compiler or device that is missing, or None."""
-        return unavailable(device)
-
-    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
-        """The reason why not, or None."""
-        if reason := why_unsupported(self.capabilities, problem, device):
-            return reason
-        if config not in self.configs(problem):
-            return f"config={config}: supports {'; '.join(map(str, self.configs(problem)))}"
-        return None
-
-    def compile_key(self, problem: Problem, config: Config) -> str:
-        """Dims, mask, dtype and Config; lengths, totals, batch, heads, groups and scale are arguments at run time."""
-        return f"dim_qk={problem.dim_qk} dim_v={problem.dim_v} causal={problem.causal} dtype={problem.dtype} {config}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """The three functions compiled for `problem`'s compile key.
@@ -101,7 +43,7 @@ class TileLangVarlen:
         Raises:
             BuildError: the compiler refused.
         """
-        module = self._device_code()
+        module = self.device_code()
         tiles: dict[str, Any] = {name: config.integer(name) for name in ("tile_m", "tile_n", "threads", "stages")}
         options = {
             "dim_qk": problem.dim_qk,
@@ -134,7 +76,7 @@ class _Built:
         o = torch.empty((q.shape[0], problem.heads, problem.dim_v), dtype=q.dtype, device=q.device)
         lse = torch.empty((problem.heads, q.shape[0]), dtype=torch.float32, device=q.device)
         if inputs.max_seqlen_q > 0:
-            k, v = _not_empty(inputs.k), _not_empty(inputs.v)
+            k, v = not_empty(inputs.k), not_empty(inputs.v)
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
             self._forward(q, k, v, *starts, inputs.max_seqlen_q, problem.groups, problem.scale, o, lse)
         return o, lse
@@ -156,11 +98,6 @@ class _Built:
             scalars = (inputs.max_seqlen_k, problem.groups, problem.scale)
             self._backward(q, k, v, inputs.d_o, lse, delta, *starts, *scalars, dq, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _not_empty(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or one row of zeros, which no sequence reaches, for a tensor without rows: TileLang takes no empty tensor."""
-    return x if x.shape[0] else x.new_zeros((1, *x.shape[1:]))
 
 
 def _shared_bytes(problem: Problem, config: Config) -> int:
