@@ -7,6 +7,9 @@ B, and f = 1 - exp(-4 S / h^2):
     R = sum w err^2 / (g sum w Ex)                                                                      limit 1 + 3 / sqrt(nu)
     z = max(0, |sum_r t_r| - sum w |ref| (Bh + (B - Bh) / 4)) / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row;   limit 6
 
+z is the smaller of that and the same with err - (1 - f) (rd(ref) - ref): where outputs repeat, as those of one-hot rows do, their
+last rounding goes with them, and it is known.
+
 nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, at least 16; both are taken only where values are
 generic (oracles/repeats.py), since the errors of equal values are no independent ones. Limits as measured: on 875 correct cases
 (R - 1) sqrt(nu) was at most 1.26 and z at most 2.6.
@@ -47,20 +50,20 @@ def statistics(
     # One copy from the device for all of it.
     rows = torch.cat([generic.expand(len(outputs), -1), sums], 1).tolist()
     found: dict[OutputName, tuple[float, float]] = {}
-    for name, (g, carrying, noise, expected, squares, t1, t2, slope) in zip(outputs, rows, strict=True):
+    for name, (g, carrying, noise, expected, squares, slope, t, t2, s, s2) in zip(outputs, rows, strict=True):
         nu = expected * expected / max(squares, _NOTHING)
         if name == "dk":
             nu = min(nu, carrying)
         if g < Repeats.LIMIT and nu >= _FEWEST_ROWS:
             # Values that repeat g times in the mean have g times the noise.
             r = noise / max(expected * max(g, 1.0), _NOTHING) / (1 + _R_LIMIT / nu**0.5)
-            z = max(0.0, abs(t1) - slope) / max(t2, _NOTHING) ** 0.5 / _Z_LIMIT
+            z = min(max(0.0, abs(x) - slope) / max(x2, _NOTHING) ** 0.5 for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
             found[name] = (r, z)
     return found
 
 
 def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> torch.Tensor:
-    """For each output: sum w err^2, sum w Ex, sum y^2, sum t, sum t^2, and what B may add to sum t; on the device."""
+    """For each output: sum w err^2, sum w Ex, sum y^2, what B may add to sum t, and sum t, sum t^2 of both t; on the device."""
     sizes, dims = [each[0].numel() for each in outputs], [each[0].shape[-1] for each in outputs]
 
     def joined(parts: list[torch.Tensor | None]) -> torch.Tensor:
@@ -75,7 +78,7 @@ def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format
     s = noise + flush * flush + (rest / 8).square_()
     stays = (s / h2).mul_(-4).exp_()
     h2.div_(3)
-    likely = res.square_().mul_(stays).add_(s).add_((1 - stays).mul_(h2))
+    likely = res.square().mul_(stays).add_(s).add_((1 - stays).mul_(h2))
     counted = torch.isfinite(got) & (expected != 0) & (allowed < torch.inf)
     w = torch.where(counted, 1 / (s + h2), 0.0)
     error = torch.where(counted, got - expected, 0.0)
@@ -84,12 +87,13 @@ def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format
         [
             weighted * error,
             (w * likely).nan_to_num_(nan=0.0),
-            weighted * expected,
             (rest / 4).add_(flush).mul_(w).mul_(expected.abs()),
+            weighted * expected,
+            torch.addcmul(error, stays, res, value=-1).mul_(w).mul_(expected),
         ]
     ).nan_to_num_(nan=0.0)
     found = []
     for part, dim in zip(columns.split(sizes, 1), dims, strict=True):
-        noise_, y, t, slope = part.unflatten(1, (-1, dim)).sum(-1)
-        found.append(torch.stack([noise_, y, y * y, t, t * t, slope]).sum(-1))
+        noise_, y, slope, t, other = part.unflatten(1, (-1, dim)).sum(-1)
+        found.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]).sum(-1))
     return torch.stack(found)

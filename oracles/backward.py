@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
-from attnfuzz.oracles.forward import TIES, Forward, OfP, Scores, accumulated, least, lost, spread_of, steps_of
+from attnfuzz.oracles.forward import TIES, Forward, OfP, Scores, accumulated, least, lost, repeated_sum, spread_of, steps_of
 from attnfuzz.oracles.roundings import VARIANCE, direction, near, neighbours
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
@@ -137,7 +137,7 @@ def backward(
     flushed P in E is (1 + |dP - D|) tiny, and the bracket of E has lost(dO, v) besides. With ties, 6 sigma + 4 tau is at least
     3 sigma + what P's and dS's roundings are known to add up to (`_known_roundings`, `_known_of_ds`). Declared: dS from rounded P
     adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums theirs to sigma^2 and H (`_add_partials`). Rows whose
-    scores are lost, and dS beyond the dtype, have no budget: infinite.
+    scores are lost, and dS beyond the dtype, have no budget: infinite. In float32 B has with ties that of equal terms too.
     """
     d_p = delta.d_p
     e = torch.add(t.delta, t.s_size, alpha=4 * EPS).add_(t.lse.abs() * (4 * EPS) + t.m_lse).clamp_(max=80.0)
@@ -215,6 +215,8 @@ def _dv(
         sums.tau2.baddbmm_(_elsewhere(n, t).mul_(v_b).mT, d2)
         if t.whole:
             sums.tau2.copy_(torch.maximum(sums.tau2, _known_roundings(t, v_b > 0, sums.sigma2)))
+    if ties and not t.rounding.half:
+        sums.b.baddbmm_(repeated_sum(t.p.mT.contiguous()), d_size, alpha=1 / t.part)
     if deviations.half_partials:
         _add_partials(t, sums, t.p, t.d_o, 1.0)
 
@@ -289,6 +291,9 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     b += reorder
     b += lost(t.k_sum, r.size.sum(-1, keepdim=True), t.k.shape[1]).mul_(1 + scale)
     tau2 = row_ties = known_k = None
+    if ties and not t.rounding.half:
+        b.baddbmm_(repeated_sum(x.d_s), k_size)
+        dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=scale / t.part)
     if ties and t.rounding.half:
         tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
         if r.of_p is not None:

@@ -149,7 +149,7 @@ class _Made:
         placed.store_rows(self._o, o)
         placed.store_rows(self._dq, dq)
         if self._repeats is not None:
-            self._repeats.add(t, f, g, whole=placed.frame.whole)
+            self._repeats.add(t, f, g, placed)
 
     def finished(self) -> Budgets:
         """Everything over the whole batch; what it is made of is given up."""

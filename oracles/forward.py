@@ -28,6 +28,7 @@ __all__ = [
     "forward",
     "least",
     "lost",
+    "repeated_sum",
     "scores",
     "spread_of",
     "steps_of",
@@ -142,6 +143,14 @@ def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Fo
     return result.abs().mul_(4 * EPS * steps).add_(size * (6 * EPS * root))
 
 
+def repeated_sum(x: torch.Tensor) -> torch.Tensor:
+    """eps / 2 (n - 1) |x|, n how often each x is there in its row: equal terms of a float32 sum are rounded alike each time.
+
+    Added one after the other they are off by up to n / 2 eps of their sum, of which `accumulated` has half.
+    """
+    return (neighbours(x, EPS * x.shape[-1] / 2) - 1).mul_(x.abs()).mul_(EPS / 2)
+
+
 def steps_of(n: Steps) -> Steps:
     """Matrix steps of 16 over `n` terms, and two more."""
     return (n / 16).ceil() + 2 if isinstance(n, torch.Tensor) else math.ceil(n / 16) + 2
@@ -239,6 +248,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
     H = cap(pi) / l @ |v|
     B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
+        with ties, in float32, + repeated_sum(P) @ |v|
     """
     eta, l2 = t.form.eta, t.l * t.l
     e_f = torch.expm1(t.delta.clamp(max=80.0)).mul_(torch.exp(t.shift.clamp(max=80.0)))
@@ -260,6 +270,8 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     reorder = accumulated(steps_of(t.n_k), o, size, t.form)
     b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush)
     b += lost(v_size.sum(1, keepdim=True), 1.0, t.s_size.shape[-1])
+    if ties and not t.rounding.half:
+        b += (repeated_sum(t.e) @ v_size).div_(t.l)
     if t.l_error is not None:
         b += o.abs() * t.l_error
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)

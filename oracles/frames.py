@@ -20,6 +20,7 @@ __all__ = ["CHUNK", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Scores handled at once: each float64 temporary stays under 8 MiB, within a cache, or under 64 MiB on a GPU."""
+_GOLDEN = (5**0.5 - 1) / 2
 _PADDING = 2.0
 _FREE = 8
 """A frame of this part of a chunk costs hardly more than its launches, however much of it is padding."""
@@ -89,6 +90,16 @@ class Placed:
         """Put what has been added to `sums` into `out`, unless it is a part of it."""
         if len(self.frame.sequences) > 1:
             self._keys.store(out, part)
+
+    def sampled(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and keys that see something, at most about `most` of each, spread evenly: places in `(Z x rows)`, `(Z x keys)`."""
+        frame, problem = self.frame, self.tokens.problem
+        rows = [_within(rows_seeing(problem, i), frame.rows) for i in frame.sequences]
+        keys = [_within(key_range(problem, i, seeing), frame.keys) for i, seeing in zip(frame.sequences, rows, strict=True)]
+        heads = len(frame.kv_heads)
+        at_rows, at_keys = _spread(rows, frame.rows, heads * problem.groups, most), _spread(keys, frame.keys, heads, most)
+        at = torch.tensor(at_rows + at_keys, device=self.tokens.q.device)
+        return at[: len(at_rows)], at[len(at_rows) :]
 
     def seen(self) -> torch.Tensor:
         """Which keys each row sees: bool `(1 or Z, rows of all heads of the group, keys)`."""
@@ -191,6 +202,37 @@ def key_range(problem: Problem, index: int, rows: range) -> range:
     start = 0 if left is None else rows.start + offset - left
     stop = max(0, min(limits))
     return range(min(max(0, start), stop), stop)
+
+
+def rows_seeing(problem: Problem, index: int) -> range:
+    """The rows of sequence `index` that see some key: one after the other under every mask."""
+    n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
+    offset = 0 if problem.causal == "top_left" else n_k - n_q
+    left, right = problem.window or (None, None)
+    right = 0 if problem.causal is not None else right
+    start = 0 if right is None else max(0, -offset - right)
+    stop = n_q if left is None else min(n_q, n_k + left - offset)
+    return range(start, max(start, stop) if n_k else start)
+
+
+def _within(part: range, whole: range) -> range:
+    start, stop = max(part.start, whole.start), min(part.stop, whole.stop)
+    return range(start, max(start, stop))
+
+
+def _spread(parts: list[range], along: range, heads: int, most: int) -> list[int]:
+    """Some tokens of `parts`, each of a sequence and there for all `heads`: places in (sequences x heads x along)."""
+    total = sum(map(len, parts)) * heads
+    # Not every n-th: that would be the same token of every head where n is a multiple of their count.
+    chosen = range(total) if total <= most else sorted({int(total * (at * _GOLDEN % 1.0)) for at in range(most)})
+    found, sequence, behind = [], 0, 0
+    for at in chosen:
+        while at - behind >= len(parts[sequence]) * heads:
+            behind += len(parts[sequence]) * heads
+            sequence += 1
+        head, token = divmod(at - behind, len(parts[sequence]))
+        found.append((sequence * heads + head) * len(along) + parts[sequence][token] - along.start)
+    return found
 
 
 def _fit(problem: Problem, together: list[int], real: int, chunk: int) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from attnfuzz.oracles.backward import Gradients
+from attnfuzz.oracles.formats import half_ulp
 from attnfuzz.oracles.forward import Forward, Scores
+from attnfuzz.oracles.frames import Placed
 from attnfuzz.oracles.roundings import direction, near, neighbours
 
 __all__ = ["Repeats"]
@@ -23,7 +25,8 @@ _WINDOW = 16.0
 class Repeats:
     """How often values repeat in P, dS (rows and columns) and in whole rows of q and O; how dK's error spreads over rows.
 
-    g is the mean count of neighbours, weighted by the values' squares, over sampled rows and columns; 1 is generic.
+    g is the mean count of neighbours, weighted by the squares of the values' roundings, over sampled rows and columns that see
+    something; 1 is generic.
     """
 
     FEWEST = 16
@@ -36,17 +39,17 @@ class Repeats:
         self._share: list[torch.Tensor] = []
         self._whole = True
 
-    def add(self, t: Scores, f: Forward, g: Gradients, *, whole: bool) -> None:
+    def add(self, t: Scores, f: Forward, g: Gradients, placed: Placed) -> None:
         """Look at one frame."""
-        self._whole &= whole
+        self._whole &= placed.frame.whole
         if not self._whole:
             return
         assert g.d_s is not None
         assert g.carried is not None
         assert g.share is not None
-        window = t.form.u / _WINDOW
-        self._g += [_repeated([t.p, g.d_s], window), _repeated([t.p.mT, g.d_s.mT], window), _repeated_rows(t, f)]
-        self._g.append(1 + (_repeated_anywhere(t) - 1) * _ACROSS)
+        rows, keys = placed.sampled(_SAMPLED)
+        self._g += [_repeated(t, [t.p, g.d_s], rows), _repeated(t, [t.p.mT, g.d_s.mT], keys), _repeated_rows(t, f)]
+        self._g.append(1 + (_repeated_anywhere(t, rows) - 1) * _ACROSS)
         self._carried.append(g.carried.flatten())
         self._share.append(g.share)
 
@@ -61,24 +64,25 @@ class Repeats:
         return torch.stack([torch.stack(self._g).nan_to_num(nan=torch.inf).amax(), rows])
 
 
-def _repeated(values: list[torch.Tensor], window: float) -> torch.Tensor:
-    """Mean count of neighbours in a row, weighted by the square, over rows spread evenly: the largest of `values`."""
-    rows = values[0].shape[0] * values[0].shape[1]
-    sample = torch.stack([x.flatten(0, 1)[:: -(-rows // _SAMPLED)] for x in values])
-    weight = sample * sample
-    counted = (neighbours(sample, window) * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_(min=1e-300)
+def _repeated(t: Scores, values: list[torch.Tensor], sampled: torch.Tensor) -> torch.Tensor:
+    """Mean count of neighbours in a row, weighted by their roundings' squares, over sampled rows: the largest of `values`."""
+    sample = torch.stack([x.flatten(0, 1)[sampled] for x in values])
+    weight = _rounding2(t, sample)
+    counted = (neighbours(sample, t.form.u / _WINDOW) * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_(min=1e-300)
     return counted.amax()
 
 
-def _repeated_anywhere(t: Scores) -> torch.Tensor:
+def _repeated_anywhere(t: Scores, sampled: torch.Tensor) -> torch.Tensor:
     """Mean count of exactly equal P, before it is normalised, in all of the sampled rows: few-valued scores make them."""
-    rows = t.e.shape[0] * t.e.shape[1]
-    step = -(-rows // _SAMPLED)
-    sample = t.e.flatten(0, 1)[::step].flatten()
-    # A row's largest is 1 in every row, and its rounding is nothing.
-    sample = sample.masked_fill(sample == 1, 0.0)
-    weight = sample * sample
+    sample = t.e.flatten(0, 1)[sampled].flatten()
+    weight = _rounding2(t, sample)
     return (neighbours(sample, t.form.u * 2.0**-14) * weight).sum() / weight.sum().clamp(min=1e-300)
+
+
+def _rounding2(t: Scores, x: torch.Tensor) -> torch.Tensor:
+    """The square of each rounding to the dtype: of values that are not rounded, as P = 1 and P = 1/2, nothing adds up."""
+    unit = 2 * half_ulp(x, t.form)
+    return torch.round(x / unit).mul_(unit).sub_(x).square_()
 
 
 def _repeated_rows(t: Scores, f: Forward) -> torch.Tensor:
