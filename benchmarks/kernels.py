@@ -60,10 +60,10 @@ def operations(problem: Problem) -> tuple[int, int]:
     return scores * 2 * (problem.dim_qk + problem.dim_v), scores * 2 * (3 * problem.dim_qk + 2 * problem.dim_v)
 
 
-def ours(kernel: Kernel, problem: Problem, inputs: Inputs) -> list[Contestant]:
-    """Every Config of a kernel on the problem."""
+def ours(kernel: Kernel, problem: Problem, inputs: Inputs, first: int | None) -> list[Contestant]:
+    """The Configs of a kernel on the problem, or its first few."""
     found = []
-    for config in kernel.configs(problem):
+    for config in kernel.configs(problem)[:first]:
         if reason := kernel.supports(problem, config, "cuda"):
             click.echo(f"{kernel.name} {config}: left out: {reason}", err=True)
         else:
@@ -165,9 +165,18 @@ def rows_of(problem: Problem, times: dict[str, tuple[float, float]]) -> list[dic
 @click.option("--dtype", multiple=True, default=("float16",), show_default=True, type=click.Choice(["float16", "bfloat16"]))
 @click.option("--mask", multiple=True, default=("causal",), show_default=True, type=click.Choice(["causal", "full"]))
 @click.option("--packing", multiple=True, default=("dense",), show_default=True, type=click.Choice(["dense", "ragged"]))
+@click.option("--configs", type=click.IntRange(min=1), help="So many Configs of each kernel [default: all].")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
-def main(kernels: tuple[str, ...], batch: int, heads: int, rounds: int, json_file: Path | None, **grid: tuple[Any, ...]) -> None:
+def main(
+    kernels: tuple[str, ...],
+    batch: int,
+    heads: int,
+    configs: int | None,
+    rounds: int,
+    json_file: Path | None,
+    **grid: tuple[Any, ...],
+) -> None:
     """Print a row per kernel, problem and direction."""
     resolve_device("cuda")
     names = kernels or [name for name in registry.names() if name.startswith(("tilelang", "triton"))]
@@ -183,7 +192,7 @@ def main(kernels: tuple[str, ...], batch: int, heads: int, rounds: int, json_fil
         inputs = materialise(problem, Recipe(), "cuda")
         contestants = peers(problem, inputs)
         for kernel in chosen:
-            contestants += ours(kernel, problem, inputs)
+            contestants += ours(kernel, problem, inputs, configs)
         rows += rows_of(problem, timed(contestants, rounds))
         click.echo(f"{rows[-1]['problem'] if rows else problem}: done", err=True)
     table = Table("problem", "kernel", "direction", "ms", "TFLOP/s", *(f"x {peer}" for peer in PEERS[:2]))

@@ -13,7 +13,15 @@ from attnfuzz.kernels.tilelang.ragged import TileLangRagged
 
 DENSE, RAGGED = "attnfuzz.kernels.tilelang.dense_device", "attnfuzz.kernels.tilelang.ragged_device"
 
-HALF = "{0}[k_start + key_0 + j, head, d] = T.cast(T.cast({1}, dtype), ACC)"
+
+def half_shares(indent: str) -> Edit:
+    """dK and dV of each query head rounded before the group is summed."""
+    return Edit(
+        "dk_acc[j, d] = dk_acc[j, d] * scale\n",
+        "dk_acc[j, d] = T.cast(T.cast(dk_acc[j, d] * scale, dtype), ACC)\n"
+        f"{indent}for j, d in T.Parallel(tile_n, dim_v):\n"
+        f"{indent}    dv_acc[j, d] = T.cast(T.cast(dv_acc[j, d], dtype), ACC)\n",
+    )
 
 
 @dataclass(frozen=True)
@@ -37,18 +45,7 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
         ),
         "none",
     ),
-    TileLangFault(
-        "half partials",
-        (
-            Edit(
-                "dk_acc[j, d] = dk_acc[j, d] * scale\n",
-                "dk_acc[j, d] = T.cast(T.cast(dk_acc[j, d] * scale, dtype), ACC)\n"
-                "            for j, d in T.Parallel(tile_n, dim_v):\n"
-                "                dv_acc[j, d] = T.cast(T.cast(dv_acc[j, d], dtype), ACC)\n",
-            ),
-        ),
-        "split",
-    ),
+    TileLangFault("half partials", (half_shares(" " * 12),), "split"),
     TileLangFault(
         "group shares stored over each other",
         (Edit("head, 0:dim_v])\n\n    return dense_backward", "head - head % groups, 0:dim_v])\n\n    return dense_backward"),),
@@ -56,7 +53,7 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
     ),
     TileLangFault(
         "no offset in the backward's loop bound",
-        (Edit("begin = T.max(0, key_0 - offset) // tile_m", "begin = key_0 // tile_m"),),
+        (Edit("begin = T.min(T.max(0, key_0 - offset), n_q - 1)", "begin = T.min(key_0, n_q - 1)"),),
         causal=True,
     ),
     TileLangFault(
@@ -79,10 +76,16 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
         "the guard of rows without keys gone from the backward",
         (
             Edit(
-                "T.if_then_else(lse_log2[i] == -T.infinity(ACC), 0.0, T.exp2(p[j, i] * scale_log2 - lse_log2[i]))",
-                "T.exp2(p[j, i] * scale_log2 - lse_log2[i])",
+                "LSE[seq, head, row_0 + i] == -T.infinity(ACC), T.infinity(ACC), LSE",
+                "LSE[seq, head, row_0 + i] == T.infinity(ACC), T.infinity(ACC), LSE",
             ),
         ),
+        causal=True,
+    ),
+    TileLangFault(
+        "the mask left out of the tile that its edge is in",
+        (Edit("if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):", "if key_0 > T.min(n_k, row_0 + offset + 1):", times=2),),
+        "none",
         causal=True,
     ),
     TileLangFault("rescale dropped", (Edit("acc[i, d] = acc[i, d] * rescale[i]", "acc[i, d] = acc[i, d] * 1.0"),)),
@@ -91,8 +94,13 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
         "Delta's products in half",
         (
             Edit(
-                "T.cast(o_rows[i, d], ACC) * T.cast(do_rows[i, d], ACC)",
-                "T.cast(T.cast(T.cast(o_rows[i, d], ACC) * T.cast(do_rows[i, d], ACC), dtype), ACC)",
+                "product[i, d] += T.cast(O[seq, row_0 + i, head, part * PARTS + d], ACC) * T.cast(\n"
+                "                            dO[seq, row_0 + i, head, part * PARTS + d], ACC\n"
+                "                        )",
+                "product[i, d] += T.cast(\n"
+                "                            O[seq, row_0 + i, head, part * PARTS + d]\n"
+                "                            * dO[seq, row_0 + i, head, part * PARTS + d], ACC\n"
+                "                        )",
             ),
         ),
     ),
@@ -102,18 +110,13 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
 RAGGED_FAULTS: tuple[TileLangFault, ...] = (
     TileLangFault(
         "whole tiles stored into the next sequence",
-        (
-            Edit(
-                "if key_0 + j < n_k:\n                        if reduction",
-                "if k_start + key_0 + j < total_k:\n                        if reduction",
-                times=2,
-            ),
-        ),
+        (Edit("if row_0 + i < n:\n                        X[", "if start + row_0 + i < total:\n                        X["),),
         "split",
     ),
+    TileLangFault("sequences not apart", (Edit("(cu[seq] // PAD + seq) * PAD", "cu[seq]"),)),
     TileLangFault(
         "no offset in the backward's loop bound",
-        (Edit("begin = T.max(0, key_0 - offset) // tile_m", "begin = key_0 // tile_m"),),
+        (Edit("T.max(0, T.min(key_0 - offset, n_q - 1))", "T.max(0, T.min(key_0, n_q - 1))"),),
         causal=True,
     ),
     TileLangFault(
@@ -125,38 +128,21 @@ RAGGED_FAULTS: tuple[TileLangFault, ...] = (
             ),
         ),
     ),
-    TileLangFault(
-        "half partials",
-        (
-            Edit("dK[k_start + key_0 + j, head, d] = dk_acc[j, d] * scale", HALF.format("dK", "dk_acc[j, d] * scale")),
-            Edit("dV[k_start + key_0 + j, head, d] = dv_acc[j, d]", HALF.format("dV", "dv_acc[j, d]")),
-        ),
-        "split",
-    ),
+    TileLangFault("half partials", (half_shares(" " * 16),), "split"),
     TileLangFault("group index", (Edit("kv_head = head // groups", "kv_head = head % kv_heads", times=2),)),
     TileLangFault(
-        "rows beyond a sequence read as its values",
-        (
-            Edit(
-                "whole * tile_n + j < n_k, V[k_start + whole * tile_n + j, kv_head, d]",
-                "k_start + whole * tile_n + j < total_k, V[k_start + whole * tile_n + j, kv_head, d]",
-            ),
-        ),
-    ),
-    TileLangFault(
-        "rows beyond a sequence read as its queries",
-        (
-            Edit(
-                "whole * tile_m + i < n_q, dO[q_start + whole * tile_m + i, head, d]",
-                "q_start + whole * tile_m + i < total_q, dO[q_start + whole * tile_m + i, head, d]",
-            ),
-        ),
-        "split",
+        "rows beyond a sequence taken for its padding",
+        (Edit("row_0 + i < n, X[start + row_0 + i, head, d]", "start + row_0 + i < total, X[start + row_0 + i, head, d]"),),
     ),
     TileLangFault(
         "the last tile of queries left out",
-        (Edit("if whole * tile_m < n_q:", "if whole * tile_m + 1 < n_q:"),),
+        (Edit("T.max(1, T.ceildiv(n_q, tile_m))", "T.max(1, n_q // tile_m)"),),
         causal=True,
+    ),
+    TileLangFault(
+        "the groups' shares of one head only",
+        (Edit("head * groups + group, d]", "head * groups, d]"),),
+        "split",
     ),
 )
 

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 import tilelang  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 from tvm.target import Target  # noqa: E402
+from tvm.transform import PassContext  # noqa: E402
 
 from attnfuzz.harness.bench import Bench, Clock  # noqa: E402
 from attnfuzz.harness.trial import run_trial  # noqa: E402
@@ -17,6 +18,7 @@ from attnfuzz.kernels import registry  # noqa: E402
 from attnfuzz.kernels.contract import Config  # noqa: E402
 from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import dense, dense_device  # noqa: E402
+from attnfuzz.kernels.tilelang.build import CUDA_PASSES  # noqa: E402
 from attnfuzz.kernels.tilelang.dense import GQA_ATOMIC, GQA_SPLIT, MHA  # noqa: E402
 from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
@@ -30,7 +32,7 @@ FORM = {"dim_qk": 128, "dim_v": 128, "dtype": "float16", "causal": True, "stride
 def source(factory: str, **options: object) -> str:
     """The CUDA source that a function of the device code lowers to for sm_90a; no GPU is needed."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target:
+    with target, PassContext(config=CUDA_PASSES):
         return tilelang.lower(getattr(dense_device, factory)(**options), target=target).kernel_source
 
 

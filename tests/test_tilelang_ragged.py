@@ -10,11 +10,13 @@ torch = pytest.importorskip("torch")
 import tilelang  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 from tvm.target import Target  # noqa: E402
+from tvm.transform import PassContext  # noqa: E402
 
 from attnfuzz.harness.trial import run_trial  # noqa: E402
 from attnfuzz.kernels import registry  # noqa: E402
 from attnfuzz.kernels.problem import Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import ragged_device  # noqa: E402
+from attnfuzz.kernels.tilelang.build import CUDA_PASSES  # noqa: E402
 from attnfuzz.kernels.tilelang.ragged import ATOMIC, SPLIT, TileLangRagged  # noqa: E402
 from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
@@ -28,13 +30,14 @@ FORM = {"dim_qk": 128, "dim_v": 128, "dtype": "float16", "causal": True, "thread
 def source(factory: str, **options: object) -> str:
     """The CUDA source that a function of the device code lowers to for sm_90a; no GPU is needed."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target:
+    with target, PassContext(config=CUDA_PASSES):
         return tilelang.lower(getattr(ragged_device, factory)(**options), target=target).kernel_source
 
 
 def test_whole_tiles_go_through_the_tensor_memory_accelerator() -> None:
-    text = source("backward", **FORM, tile_m=64, tile_n=64, reduction="split")
-    assert text.count("tma_load") >= 2
+    text = source("backward", **FORM, tile_m=64, tile_n=128, reduction="atomic")
+    assert text.count("tma_load") >= 6
+    assert text.count("tma_store_add") == 3
     assert "wgmma" in text
     assert "mma_sync" not in text
 
@@ -68,11 +71,11 @@ def test_lengths_masks_and_scales(kernel: TileLangRagged, changes: dict) -> None
 
 
 def test_configs_fit_the_shared_memory() -> None:
-    # The last tile of a sequence lies beside the pipeline's.
+    # The atomic kernel's tiles of dK and dV lie beside those of the loop.
     wide = replace(PROBLEM, dim_qk=192, dim_v=128)
-    assert 0 < len(SPLIT.configs(wide)) < len(CONFIGS) == len(SPLIT.configs(PROBLEM))
-    large = next(each for each in CONFIGS if each not in SPLIT.configs(wide))
-    assert "config=" in (SPLIT.supports(wide, large, "cpu") or "")
+    assert 0 < len(ATOMIC.configs(wide)) < len(CONFIGS) == len(SPLIT.configs(wide))
+    large = next(each for each in CONFIGS if each not in ATOMIC.configs(wide))
+    assert "config=" in (ATOMIC.supports(wide, large, "cpu") or "")
 
 
 def test_what_is_refused() -> None:

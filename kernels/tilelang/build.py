@@ -28,6 +28,9 @@ CPU_FLAGS = ("-O2", "-ffp-contract=off")
 """No contraction: `s - m` must be exactly 0 where s is the maximum m. No -ffast-math: it breaks -inf."""
 CPU_FEATURES = ("avx2", "f16c")
 """Used where the machine has them: without F16C every fp16 conversion is a software routine. The results are the same."""
+CUDA_PASSES = {"tl.enable_fast_math": True, "tl.force_let_inline": True}
+"""exp2 and division as the hardware has them, 2 units off and subnormal float32 flushed, which every budget allows for; lengths
+written out where they are used, without which a tile's atomic addition under a condition has no definition of them."""
 TEXT_MAX = 4000
 """Characters of an error, and of what the compiler printed, that a BuildError carries: TileLang appends whole sources."""
 
@@ -89,7 +92,7 @@ def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Devic
 def _for_cuda(func: Any) -> Launch:
     import tilelang
 
-    launch: Launch = tilelang.compile(func, target="cuda")
+    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=CUDA_PASSES)
     return launch
 
 

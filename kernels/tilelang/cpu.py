@@ -248,6 +248,8 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         name = _name(call)
         if name in NO_OPS:
             return tirx.Evaluate(0)
+        if name == "tl.tileop.atomicadd":
+            return self._added(*call.args[:2])
         target = RENAMED.get(name, name)
         if target not in TILE_OPS:
             return tirx.Evaluate(self.visit_expr(call))
@@ -256,6 +258,24 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         # annotations (use_tma, coalesced_width, memory order) are a GPU's
         plain = tirx.Call(call.dtype, ir.Op.get(target), [self._argument(argument) for argument in arguments])
         return self._then_round(tirx.Evaluate(plain))
+
+    def _added(self, source: Any, target: Any) -> Any:
+        """A tile added to a region of a tensor, element by element; what lies beyond the tensor is left out."""
+        (start, _, *extents), (of_start, _, *of_extents) = source.args, target.args
+        tensor = of_start.buffer
+        self.written.add(tensor.data)
+        if tensor.data in self.widened:
+            raise UnsupportedOnCpuError(f"{tensor.name}: tiles are added to a bfloat16 tensor; add to a float32 one")
+        loops = [tirx.Var(f"a{axis}", "int32") for axis, extent in enumerate(extents) if int(extent) > 1]
+        here = _along([self.visit_expr(i) for i in start.indices], extents, loops)
+        there = _along([self.visit_expr(i) for i in of_start.indices], of_extents, loops)
+        total = tirx.BufferLoad(self._buffer(tensor), there) + tirx.BufferLoad(self._buffer(start.buffer), here)
+        body = tirx.BufferStore(self._buffer(tensor), total, there)
+        for index, size in zip(there, tensor.shape, strict=True):
+            body = tirx.IfThenElse(index < tirx.Cast(index.dtype, size), body, None)
+        for loop, extent in reversed(list(zip(loops, (e for e in extents if int(e) > 1), strict=True))):
+            body = tirx.For(loop, 0, extent, tirx.ForKind.SERIAL, body)
+        return body
 
     def _then_round(self, statement: Any) -> Any:
         buffers, self.to_round = self.to_round, []
@@ -341,6 +361,12 @@ def _redeclared(buffer: Any, data: Any) -> Any:
     )
 
 
+def _along(starts: list[Any], extents: list[Any], loops: list[Any]) -> list[Any]:
+    """The indices of a region's element: a loop's variable for each axis of more than one element."""
+    left = iter(loops)
+    return [start + next(left) if int(extent) > 1 else start for start, extent in zip(starts, extents, strict=True)]
+
+
 def _round_all(buffer: Any) -> Any:
     """Round every element of `buffer`, which leaves those that are bfloat16 values already as they are."""
     indices = [tirx.Var(f"r{axis}", "int32") for axis in range(len(buffer.shape))]
@@ -361,4 +387,4 @@ def _name(call: Any) -> str:
 
 
 def _known() -> str:
-    return ", ".join(sorted(KEPT | TILE_OPS | RENAMED.keys()))
+    return ", ".join(sorted(KEPT | TILE_OPS | RENAMED.keys() | {"tl.tileop.atomicadd"}))

@@ -13,7 +13,7 @@ from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch, compiled
 from attnfuzz.kernels.tilelang.subject import DeviceCode, TileLangKernel
-from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, signed
+from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, scaled, signed
 
 if TYPE_CHECKING:
     import torch
@@ -48,10 +48,9 @@ class TileLangDense(TileLangKernel):
         # TileLang's C target knows no strides.
         common = {"dim_v": problem.dim_v, "dtype": problem.dtype, "strided": device == "cuda"}
         masked: dict[str, Any] = {"dim_qk": problem.dim_qk, "causal": problem.causal is not None}
-        rows = {name: of_forward[name] for name in ("tile_m", "threads")}
         return _Built(
             forward=compiled(module, "forward", {**common, **masked, **of_forward}, device),
-            preprocess=compiled(module, "preprocess", {**common, **rows}, device),
+            preprocess=compiled(module, "preprocess", common, device),
             backward=compiled(module, "backward", {**common, **masked, **of_backward, "reduction": self._reduction}, device),
             reduction=self._reduction,
         )
@@ -99,17 +98,17 @@ class _Built:
             return dq.to(inputs.q.dtype), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
         q, k, v = signed(_given(inputs.q, p.seqlens_q), p.scale), _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
         d_o, o, lse = _given(inputs.d_o, p.seqlens_q), _given(o, p.seqlens_q), _given(lse, p.seqlens_q, 2)
-        delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
-        self._preprocess(o, d_o, delta)
+        delta, lse2 = _rows_of(lse), _rows_of(lse)
+        self._preprocess(o, d_o, lse, delta, lse2)
         into = _taken(dq, 1, n_q)
         dk, dv = (self._shares(x, p) for x in (inputs.k, inputs.v))
         keys = tuple(_taken(each, 1, n_k) for each in (dk, dv))
         scalars = (p.groups, _offset(p), exponent_of(p.scale), abs(p.scale))
-        self._backward(q, k, v, d_o, lse, delta, *scalars, into, *keys)
+        self._backward(q, k, v, d_o, lse2, delta, *scalars, into, *keys)
         _put(dq, 1, into)
         for whole, part in zip((dk, dv), keys, strict=True):
             _put(whole, 1, part)
-        return signed(dq, p.scale).to(q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
+        return scaled(dq, p.scale, q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
 
     def _shares(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
         """Where the blocks put dK or dV."""
@@ -130,8 +129,19 @@ def _offset(problem: Problem) -> int:
 
 def _given(x: torch.Tensor, lengths: tuple[int, ...], axis: int = 1) -> torch.Tensor:
     """The rows of `x` that are tokens, in memory that a kernel can read."""
+    import torch
+
     rows = x.narrow(axis, 0, lengths[0])
-    return rows if x.is_cuda and _by_strides(rows) else rows.contiguous()
+    if x.is_cuda:
+        # A contiguous tensor may begin anywhere: `contiguous` would leave it there.
+        return rows if _by_strides(rows) else rows.clone(memory_format=torch.contiguous_format)
+    return rows.contiguous()
+
+
+def _rows_of(lse: torch.Tensor) -> torch.Tensor:
+    """`(batch, heads, seqlen_q)` float32, uninitialised, each row at a multiple of 16 bytes."""
+    pitch = -(-lse.shape[2] // 4) * 4 if lse.is_cuda else lse.shape[2]
+    return lse.new_empty((*lse.shape[:2], pitch))[..., : lse.shape[2]]
 
 
 def _by_strides(x: torch.Tensor) -> bool:

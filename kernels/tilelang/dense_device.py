@@ -1,14 +1,16 @@
 """Dense attention as TileLang PrimFuncs: forward, preprocess, backward. MHA and GQA share them.
 
 Shapes (batch, n_q, n_k, heads and kv_heads are dynamic): Q, dQ (batch, n_q, heads, dim_qk); O, dO (batch, n_q, heads, dim_v);
-K (batch, n_k, kv_heads, dim_qk); V (batch, n_k, kv_heads, dim_v); LSE, Delta (batch, heads, n_q) fp32. On CUDA every tensor has
-strides of its own, the last one 1, so that other orders of dimensions and rows beyond n_q and n_k cost nothing; tiles that reach
-beyond a sequence are read as zeros and clipped when they are stored, which on sm_90 the tensor memory accelerator does. With
-`visible(i, j)` = j < n_k, and under `causal` j <= i + offset,
+K (batch, n_k, kv_heads, dim_qk); V (batch, n_k, kv_heads, dim_v); LSE, LSE2, Delta (batch, heads, n_q) fp32. On CUDA every
+tensor has strides of its own, the last one 1, so that other orders of dimensions and rows beyond n_q and n_k cost nothing; tiles
+that reach beyond a sequence are read as zeros and clipped when they are stored, which on sm_90 the tensor memory
+accelerator does. With `visible(i, j)` = j < n_k, and under `causal` j <= i + offset,
 
     s_ij = scale * q_i . k_j        LSE_i = log sum_{visible j} exp(s_ij)       P_ij = exp(s_ij - LSE_i)
     O_i = sum_j P_ij v_j            Delta_i = sum_d O_id dO_id                  dS_ij = P_ij (dO_i . v_j - Delta_i)
     dQ_i = scale sum_j dS_ij k_j    dK_j = scale sum_{group, i} dS_ij q_i       dV_j = sum_{group, i} P_ij dO_i
+
+LSE2_i is LSE_i log2(e), or +inf for a row that sees no key, so that P_ij = exp2(s_ij log2(e) - LSE2_i) is 0 there.
 
 `exponent` is scale, and greater than 0 also where scale is 0: masked scores are -inf, and -inf * 0 is NaN. A row that sees no key
 has O = 0 and LSE = -inf. `offset` is n_k - n_q for a mask aligned at the bottom right, 0 at the top left.
@@ -26,9 +28,12 @@ except ImportError:  # a machine without TileLang can still import this module a
 __all__ = ["backward", "forward", "preprocess"]
 
 LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
 ACC = "float32"
+BY_TMA = {"use_tma": 1}
+"""An atomic addition of a tile by the tensor memory accelerator: sm_90 and later; the CPU takes no notice."""
 Reduction = Literal["none", "atomic", "split"]
+ROWS, PARTS = 16, 16
+"""Rows of a block of the preprocess, and threads for each of them."""
 
 
 def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any:
@@ -81,18 +86,22 @@ def forward(
             T.fill(total, 0)
             T.fill(m, -T.infinity(ACC))
             end = T.max(0, T.min(n_k, row_0 + tile_m + offset)) if causal else n_k
-            for step in T.Pipelined(T.ceildiv(end, tile_n), num_stages=stages):
+            # at least one, as what waits for q_tile is in the loop: o_tile may lie in the same memory
+            for step in T.Pipelined(T.max(1, T.ceildiv(end, tile_n)), num_stages=stages):
                 key_0 = step * tile_n
                 T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
-                # the mask is what the product is added to
+                # the mask is what the product is added to, in tiles that it crosses
+                T.clear(s)
                 if causal:
-                    for i, j in T.Parallel(tile_m, tile_n):
-                        s[i, j] = T.if_then_else(
-                            key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
-                        )
+                    if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):
+                        for i, j in T.Parallel(tile_m, tile_n):
+                            s[i, j] = T.if_then_else(
+                                key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
+                            )
                 else:
-                    for i, j in T.Parallel(tile_m, tile_n):
-                        s[i, j] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
+                    if key_0 + tile_n > n_k:
+                        for i, j in T.Parallel(tile_m, tile_n):
+                            s[i, j] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
                 T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
                 T.copy(m, m_old)
@@ -120,30 +129,36 @@ def forward(
     return dense_forward
 
 
-def preprocess(*, dim_v: int, dtype: str, tile_m: int, threads: int, strided: bool) -> Any:
-    """PrimFunc (O, dO, Delta): products and sums in fp32, one block per query tile, head and sequence."""
+def preprocess(*, dim_v: int, dtype: str, strided: bool) -> Any:
+    """PrimFunc (O, dO, LSE, Delta, LSE2): products and sums in fp32, one block per 64 rows, head and sequence."""
     batch, n_q, heads = (T.dynamic(n) for n in ("batch", "n_q", "heads"))
 
     @T.prim_func
     def dense_preprocess(
         O: _tensor("o", (batch, n_q, heads, dim_v), dtype, strided),  # noqa: E741
         dO: _tensor("do", (batch, n_q, heads, dim_v), dtype, strided),
+        LSE: _tensor("lse", (batch, heads, n_q), ACC, strided),
         Delta: _tensor("delta", (batch, heads, n_q), ACC, strided),
+        LSE2: _tensor("lse2", (batch, heads, n_q), ACC, strided),
     ):
-        with T.Kernel(T.ceildiv(n_q, tile_m), heads, batch, threads=threads) as (block, head, seq):
-            o_rows = T.alloc_fragment((tile_m, dim_v), dtype)
-            do_rows = T.alloc_fragment((tile_m, dim_v), dtype)
-            product = T.alloc_fragment((tile_m, dim_v), ACC)
-            delta = T.alloc_fragment((tile_m,), ACC)
-            row_0 = block * tile_m
-            T.copy(O[seq, row_0 : row_0 + tile_m, head, 0:dim_v], o_rows)
-            T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_rows)
-            for i, d in T.Parallel(tile_m, dim_v):
-                product[i, d] = T.cast(o_rows[i, d], ACC) * T.cast(do_rows[i, d], ACC)
+        with T.Kernel(T.ceildiv(n_q, ROWS), heads, batch, threads=ROWS * PARTS) as (block, head, seq):
+            product = T.alloc_fragment((ROWS, PARTS), ACC)
+            delta = T.alloc_fragment((ROWS,), ACC)
+            row_0 = block * ROWS
+            T.clear(product)
+            for part in T.serial(dim_v // PARTS):
+                for i, d in T.Parallel(ROWS, PARTS):
+                    if row_0 + i < n_q:
+                        product[i, d] += T.cast(O[seq, row_0 + i, head, part * PARTS + d], ACC) * T.cast(
+                            dO[seq, row_0 + i, head, part * PARTS + d], ACC
+                        )
             T.reduce_sum(product, delta, dim=1)
-            for i in T.Parallel(tile_m):
+            for i in T.Parallel(ROWS):
                 if row_0 + i < n_q:
                     Delta[seq, head, row_0 + i] = delta[i]
+                    LSE2[seq, head, row_0 + i] = T.if_then_else(
+                        LSE[seq, head, row_0 + i] == -T.infinity(ACC), T.infinity(ACC), LSE[seq, head, row_0 + i] * LOG2_E
+                    )
 
     return dense_preprocess
 
@@ -161,9 +176,10 @@ def backward(
     reduction: Reduction,
     strided: bool,
 ) -> Any:
-    """PrimFunc (Q, K, V, dO, LSE, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
+    """PrimFunc (Q, K, V, dO, LSE2, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
 
-    dQ is fp32 and starts as zeros: blocks add to it. dK and dV by `reduction`, the shares of a group's query heads being
+    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. dK and dV by `reduction`, the shares of a group's query
+    heads being
 
         none    the only ones (groups = 1): stored in `dtype`, (batch, n_k, heads, dim)
         atomic  added to fp32 zeros, (batch, n_k, kv_heads, dim)
@@ -181,7 +197,7 @@ def backward(
         K: _tensor("k", (batch, n_k, kv_heads, dim_qk), dtype, strided),
         V: _tensor("v", (batch, n_k, kv_heads, dim_v), dtype, strided),
         dO: _tensor("do", (batch, n_q, heads, dim_v), dtype, strided),
-        LSE: _tensor("lse", (batch, heads, n_q), ACC, strided),
+        LSE2: _tensor("lse2", (batch, heads, n_q), ACC, strided),
         Delta: _tensor("delta", (batch, heads, n_q), ACC, strided),
         groups: T.int32,
         offset: T.int32,
@@ -192,11 +208,14 @@ def backward(
         dV: _tensor("dv", (batch, n_k, key_heads, dim_v), key_dtype, strided),
     ):
         with T.Kernel(heads, T.ceildiv(n_k, tile_n), batch, threads=min(threads, 2 * tile_n)) as (head, block, seq):
+            if min(threads, 2 * tile_n) < 128:
+                # registers are moved between whole warpgroups
+                T.disable_warp_group_reg_alloc()
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
             v_tile = T.alloc_shared((tile_n, dim_v), dtype)
             q_tile = T.alloc_shared((tile_m, dim_qk), dtype)
             do_tile = T.alloc_shared((tile_m, dim_v), dtype)
-            lse_log2 = T.alloc_shared((tile_m,), ACC)
+            lse2 = T.alloc_shared((tile_m,), ACC)
             delta = T.alloc_shared((tile_m,), ACC)
             ds_tile = T.alloc_shared((tile_n, tile_m), dtype)
             # transposed: keys are rows, so that P and dS feed the dV and dK products from registers
@@ -207,6 +226,7 @@ def backward(
             dk_tile = T.alloc_shared((tile_n, dim_qk), key_dtype)
             dv_tile = T.alloc_shared((tile_n, dim_v), key_dtype)
             dq_acc = T.alloc_fragment((tile_m, dim_qk), ACC)
+            dq_tile = T.alloc_shared((tile_m, dim_qk), ACC)
             dk_acc = T.alloc_fragment((tile_n, dim_qk), ACC)
             dv_acc = T.alloc_fragment((tile_n, dim_v), ACC)
             kv_head = T.alloc_var("int32")
@@ -218,29 +238,31 @@ def backward(
             T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
             T.clear(dk_acc)
             T.clear(dv_acc)
-            begin = T.max(0, key_0 - offset) // tile_m if causal else 0
+            # at least one step, as what waits for k_tile is in the loop: dk_tile may lie in the same memory
+            begin = T.min(T.max(0, key_0 - offset), n_q - 1) // tile_m if causal else 0
             for step in T.Pipelined(begin, T.ceildiv(n_q, tile_m), num_stages=stages):
                 row_0 = step * tile_m
                 T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
-                # a row that sees no key, or is none, has P = 0
-                for i in T.Parallel(tile_m):
-                    lse_log2[i] = T.if_then_else(row_0 + i < n_q, LSE[seq, head, row_0 + i] * LOG2_E, T.infinity(ACC))
-                for i in T.Parallel(tile_m):
-                    delta[i] = T.if_then_else(row_0 + i < n_q, Delta[seq, head, row_0 + i], 0.0)
+                # of rows beyond n_q all of it is 0, and so is what they add
+                T.copy(LSE2[seq, head, row_0 : row_0 + tile_m], lse2)
+                T.copy(Delta[seq, head, row_0 : row_0 + tile_m], delta)
+                T.clear(p)
                 if causal:
-                    for j, i in T.Parallel(tile_n, tile_m):
-                        p[j, i] = T.if_then_else(
-                            key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
-                        )
+                    if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):
+                        for j, i in T.Parallel(tile_n, tile_m):
+                            p[j, i] = T.if_then_else(
+                                key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
+                            )
                 else:
-                    for j, i in T.Parallel(tile_n, tile_m):
-                        p[j, i] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
+                    if key_0 + tile_n > n_k:
+                        for j, i in T.Parallel(tile_n, tile_m):
+                            p[j, i] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
                 T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile)
                 T.clear(ds)
                 T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(tile_n, tile_m):
-                    p[j, i] = T.if_then_else(lse_log2[i] == -T.infinity(ACC), 0.0, T.exp2(p[j, i] * scale_log2 - lse_log2[i]))
+                    p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
                 T.copy(p, p_half)
                 T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(tile_n, tile_m):
@@ -249,18 +271,15 @@ def backward(
                 T.copy(ds_half, ds_tile)
                 T.clear(dq_acc)
                 T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True)
-                for i, d in T.Parallel(tile_m, dim_qk):
-                    if row_0 + i < n_q:
-                        T.atomic_add(dQ[seq, row_0 + i, head, d], dq_acc[i, d] * scale)
+                T.copy(dq_acc, dq_tile)
+                T.atomic_add(dQ[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], dq_tile, annotations=BY_TMA)
             for j, d in T.Parallel(tile_n, dim_qk):
                 dk_acc[j, d] = dk_acc[j, d] * scale
             if reduction == "atomic":
-                for j, d in T.Parallel(tile_n, dim_qk):
-                    if key_0 + j < n_k:
-                        T.atomic_add(dK[seq, key_0 + j, kv_head, d], dk_acc[j, d])
-                for j, d in T.Parallel(tile_n, dim_v):
-                    if key_0 + j < n_k:
-                        T.atomic_add(dV[seq, key_0 + j, kv_head, d], dv_acc[j, d])
+                T.copy(dk_acc, dk_tile)
+                T.atomic_add(dK[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], dk_tile, annotations=BY_TMA)
+                T.copy(dv_acc, dv_tile)
+                T.atomic_add(dV[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], dv_tile, annotations=BY_TMA)
             elif reduction == "none":
                 T.copy(dk_acc, dk_tile)
                 T.copy(dk_tile, dK[seq, key_0 : key_0 + tile_n, head, 0:dim_qk])

@@ -5,6 +5,7 @@ All mathematics is in `ragged_device`; here are only allocation, launches and wh
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch, compiled
+from attnfuzz.kernels.tilelang.ragged_device import PAD
 from attnfuzz.kernels.tilelang.subject import DeviceCode, TileLangKernel, not_empty
 from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, signed
 
@@ -34,7 +36,7 @@ class TileLangRagged(TileLangKernel):
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
-        return fitting(problem, ragged=True)
+        return fitting(problem, beside=self._reduction == "atomic")
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """The three functions compiled for `problem`'s compile key.
@@ -42,27 +44,34 @@ class TileLangRagged(TileLangKernel):
         Raises:
             BuildError: the compiler refused.
         """
-        module = self.device_code()
+        module, p = self.device_code(), problem
         of_forward, of_backward = options_of(config)
-        rows = {name: of_forward[name] for name in ("tile_m", "threads")}
-        common = {"dim_v": problem.dim_v, "dtype": problem.dtype}
-        masked: dict[str, Any] = {**common, "dim_qk": problem.dim_qk, "causal": problem.causal is not None}
+        masked: dict[str, Any] = {"dim_v": p.dim_v, "dtype": p.dtype, "dim_qk": p.dim_qk, "causal": p.causal is not None}
+
+        def by_dim(factory: str) -> dict[int, Launch]:
+            return {dim: compiled(module, factory, {"dim": dim, "dtype": p.dtype}, device) for dim in (p.dim_qk, p.dim_v)}
+
         return _Built(
-            forward=compiled(module, "forward", {**masked, **of_forward}, device),
-            preprocess=compiled(module, "preprocess", {**common, **rows}, device),
-            backward=compiled(module, "backward", {**masked, **of_backward, "reduction": self._reduction}, device),
+            pad=by_dim("pad"),
+            forward_=compiled(module, "forward", {**masked, **of_forward}, device),
+            preprocess=compiled(module, "preprocess", {"dim_v": p.dim_v, "dtype": p.dtype}, device),
+            backward_=compiled(module, "backward", {**masked, **of_backward, "reduction": self._reduction}, device),
+            finish=by_dim("finish"),
             reduction=self._reduction,
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
     """The compiled functions, run on one Problem's tensors. A launch over an empty grid is left out."""
 
-    def __init__(self, *, forward: Launch, preprocess: Launch, backward: Launch, reduction: Reduction) -> None:
-        self._forward = forward
-        self._preprocess = preprocess
-        self._backward = backward
-        self._reduction = reduction
+    pad: dict[int, Launch]
+    """By head dim, and `finish` too."""
+    forward_: Launch
+    preprocess: Launch
+    backward_: Launch
+    finish: dict[int, Launch]
+    reduction: Reduction
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(o, lse): `(total_q + slack_q, heads, dim_v)` in the input dtype, `(heads, total_q + slack_q)` float32."""
@@ -73,8 +82,9 @@ class _Built:
         lse = torch.empty((p.heads, q.shape[0]), dtype=torch.float32, device=q.device)
         if inputs.max_seqlen_q > 0:
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+            keys = (self._padded(x, inputs.cu_seqlens_k, inputs.max_seqlen_k) for x in (inputs.k, inputs.v))
             scalars = (inputs.max_seqlen_q, p.groups, _bottom(p), exponent_of(p.scale))
-            self._forward(signed(q, p.scale), not_empty(inputs.k), not_empty(inputs.v), *starts, *scalars, o, lse)
+            self.forward_(signed(q, p.scale), *keys, *starts, *scalars, o, lse)
         return o, lse
 
     def backward(
@@ -85,22 +95,42 @@ class _Built:
 
         if lse is None:
             raise BadArgument("lse=None: the backward recomputes P from it; give the forward's lse")
-        p, k, v = inputs.problem, inputs.k, inputs.v
-        dq = torch.zeros_like(inputs.q, dtype=torch.float32)
-        heads = p.kv_heads if self._reduction == "atomic" else p.heads
-        # Split stores every key of a sequence, but for those that no query may be launched for.
-        reached = self._reduction == "split" and inputs.max_seqlen_q > 0
-        allocate = torch.empty if reached else torch.zeros
+        p = inputs.problem
+        of_q, of_k = (inputs.cu_seqlens_q, inputs.max_seqlen_q), (inputs.cu_seqlens_k, inputs.max_seqlen_k)
+        if not inputs.max_seqlen_q or not inputs.max_seqlen_k:
+            return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
+        q, d_o = self._padded(signed(inputs.q, p.scale), *of_q), self._padded(inputs.d_o, *of_q)
+        k, v = self._padded(inputs.k, *of_k), self._padded(inputs.v, *of_k)
+        delta, lse2 = (lse.new_empty((p.heads, q.shape[0])) for _ in range(2))
+        self.preprocess(o, inputs.d_o, lse, *of_q, delta, lse2)
+        atomic = self.reduction == "atomic"
+        heads, allocate = (p.kv_heads, torch.zeros) if atomic else (p.heads, torch.empty)
+        dq = torch.zeros_like(q, dtype=torch.float32)
         dk, dv = (allocate((x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device) for x in (k, v))
-        if inputs.max_seqlen_q > 0 and inputs.max_seqlen_k > 0:
-            delta = torch.empty_like(lse)
-            self._preprocess(o, inputs.d_o, inputs.cu_seqlens_q, inputs.max_seqlen_q, delta)
-            starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-            scalars = (inputs.max_seqlen_k, p.groups, _bottom(p), exponent_of(p.scale), abs(p.scale))
-            self._backward(signed(inputs.q, p.scale), k, v, inputs.d_o, lse, delta, *starts, *scalars, dq, dk, dv)
-        if self._reduction == "split":
-            dk, dv = (x.unflatten(1, (-1, p.groups)).sum(2) for x in (dk, dv))
-        return signed(dq, p.scale).to(inputs.q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        scalars = (inputs.max_seqlen_k, p.groups, _bottom(p), exponent_of(p.scale), abs(p.scale))
+        self.backward_(q, k, v, d_o, lse2, delta, of_q[0], of_k[0], *scalars, dq, dk, dv)
+        groups = 1 if atomic else p.groups
+        return (
+            self._finished(dq, *of_q, 1, p.scale, like=inputs.q),
+            self._finished(dk, *of_k, groups, 1.0, like=inputs.k),
+            self._finished(dv, *of_k, groups, 1.0, like=inputs.v),
+        )
+
+    def _padded(self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+        """`(rows, heads, dim)`: zeros behind every sequence."""
+        rows = (x.shape[0] // PAD + cu_seqlens.shape[0] - 1) * PAD
+        found = x.new_empty((rows, *x.shape[1:]))
+        self.pad[x.shape[2]](not_empty(x), cu_seqlens, longest, found)
+        return found
+
+    def _finished(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, groups: int, scale: float, *, like: torch.Tensor
+    ) -> torch.Tensor:
+        import torch
+
+        found = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.finish[x.shape[2]](x, cu_seqlens, longest, groups, scale, found)
+        return found
 
 
 def _bottom(problem: Problem) -> int:

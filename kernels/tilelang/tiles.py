@@ -13,7 +13,7 @@ from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIGS", "HOPPER", "exponent_of", "fitting", "options_of", "signed"]
+__all__ = ["CONFIGS", "HOPPER", "exponent_of", "fitting", "options_of", "scaled", "signed"]
 
 _NAMES = ("tile_m", "tile_n", "threads", "stages")
 _SMALLEST_EXPONENT = 1e-30
@@ -22,9 +22,6 @@ _SMALLEST_EXPONENT = 1e-30
 HOPPER = replace(
     CAPABILITIES,
     causal=(None, "bottom_right", "top_left"),
-    # They lower for sm_90a (tests/test_tilelang_dense.py, test_tilelang_ragged.py), but have run on no GPU yet.
-    devices=("cpu",),
-    compiles_on=("cpu",),
 )
 """What the dense and the ragged kernels have in common."""
 
@@ -36,11 +33,9 @@ def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, i
 
 
 CONFIGS = (
+    _config((128, 128, 256, 2), (64, 128, 256, 2)),
     _config((128, 128, 256, 1), (64, 128, 256, 1)),
-    _config((128, 64, 256, 2), (64, 64, 128, 1)),
-    _config((64, 64, 128, 1), (32, 128, 256, 2)),
-    _config((64, 128, 128, 2), (32, 64, 128, 2)),
-    _config((64, 32, 128, 1), (64, 32, 128, 1)),
+    _config((64, 64, 128, 1), (64, 64, 128, 1)),
     _config((32, 32, 64, 1), (32, 32, 64, 1)),
 )
 """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
@@ -62,22 +57,41 @@ def signed(x: torch.Tensor, scale: float) -> torch.Tensor:
     return -x if scale < 0 else x
 
 
-def fitting(problem: Problem, *, ragged: bool = False) -> tuple[Config, ...]:
-    """The Configs whose shared memory a block can have; ragged kernels load a sequence's last tile into one of its own."""
-    return tuple(config for config in CONFIGS if _shared_bytes(problem, config, int(ragged)) <= SHARED_BYTES_MAX)
+def scaled(dq: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """dQ of what the blocks have added up, in `dtype`: one pass over it."""
+    import torch
+
+    return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
-def _shared_bytes(problem: Problem, config: Config, more: int) -> int:
+def fitting(problem: Problem, *, beside: bool = False) -> tuple[Config, ...]:
+    """The Configs whose shared memory a block can have, and whose dQ two warpgroups can share.
+
+    `beside`: dK and dV leave by fp32 tiles that do not lie over those of the loop.
+    """
+    shared = problem.dim_qk % 32 == 0
+    return tuple(
+        config
+        for config in CONFIGS
+        if _shared_bytes(problem, config, beside=beside) <= SHARED_BYTES_MAX and (shared or config.integer("back_threads") <= 128)
+    )
+
+
+def _shared_bytes(problem: Problem, config: Config, *, beside: bool) -> int:
     """Shared memory of forward or backward, whichever takes more."""
     size = 4 if problem.dtype == "float32" else 2
-    dims = problem.dim_qk + problem.dim_v
+    dim_qk, dims = problem.dim_qk, problem.dim_qk + problem.dim_v
     forward, backward = options_of(config)
-
-    def of(options: dict[str, int], kept: int, moving: int, first: int, squares: int) -> int:
-        return size * (kept * first + (max(1, options["stages"]) + more) * moving * dims + squares * kept * moving)
-
     single = problem.dtype == "float32"
+
+    def tiles(options: dict[str, int], kept: int, moving: int, squares: int) -> int:
+        """`kept` elements, `moving` rows of every stage, and squares of the product's shape."""
+        return size * (kept + max(1, options["stages"]) * moving * dims + squares * options["tile_m"] * options["tile_n"])
+
+    tile_m, tile_n = backward["tile_m"], backward["tile_n"]
+    loop = tiles(backward, tile_n * dims, tile_m, 3 if single else 1) + 4 * tile_m * dim_qk
+    leaving = 4 * tile_n * (dim_qk if dim_qk == problem.dim_v else dims)
     return max(
-        of(forward, forward["tile_m"], forward["tile_n"], problem.dim_qk, 1 if single else 0),
-        of(backward, backward["tile_n"], backward["tile_m"], dims, 3 if single else 1),
+        tiles(forward, forward["tile_m"] * dim_qk, forward["tile_n"], 1 if single else 0),
+        loop + leaving if beside else max(loop, leaving),
     )
