@@ -25,7 +25,7 @@ from attnfuzz.kernels.problem import OutputName, Problem, reject
 from attnfuzz.oracles.backward import Gradients, Sums, backward, delta_error
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.forward import Forward, Scores, accumulated, forward, scores, spread_of
-from attnfuzz.oracles.frames import CHUNK, Placed, Tokens, frames, tokens_of
+from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Tokens, frames, tokens_of
 from attnfuzz.oracles.repeats import Repeats
 
 __all__ = ["Budget", "Budgets", "budgets"]
@@ -85,7 +85,9 @@ def budgets(
     for name in ("softcap", "score_mod", "mask_mod"):
         if getattr(problem, name):
             raise reject(f"problem.{name}", getattr(problem, name), "its error budget is not known yet", "leave it out")
-    chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"] if chunk is None else chunk
+    if chunk is None:
+        chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"]
+        chunk = min(chunk, LEAN) if lean else chunk
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)

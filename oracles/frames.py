@@ -16,10 +16,12 @@ from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.attention import sees
 
-__all__ = ["CHUNK", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_of"]
+__all__ = ["CHUNK", "LEAN", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_of"]
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Scores handled at once: each float64 temporary stays under 8 MiB, within a cache, or under 64 MiB on a GPU."""
+LEAN = 1 << 21
+"""At most so many where memory is what a batch is short of: a frame's tensors are some twenty."""
 _GOLDEN = (5**0.5 - 1) / 2
 _PADDING = 2.0
 _FREE = 8

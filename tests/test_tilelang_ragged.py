@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 import tilelang  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
+from tvm.ir.transform import PassContext  # noqa: E402
 from tvm.target import Target  # noqa: E402
-from tvm.transform import PassContext  # noqa: E402
 
 from attnfuzz.harness.trial import run_trial  # noqa: E402
 from attnfuzz.kernels import registry  # noqa: E402
