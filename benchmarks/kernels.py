@@ -4,14 +4,15 @@
         [--packing dense|ragged]... [--json FILE] [KERNEL]...
 
 A row per kernel, Config, problem and direction: median milliseconds, TFLOP/s, and the speed as a multiple of flash-attention 2's
-and cuDNN's in scaled_dot_product_attention. All contestants take turns in each round, so that clocks and heat are the same.
-The backward is given what the forward has kept. Operations are those of the visible scores alone: 2 (dim_qk + dim_v) each in the
-forward and 2 (3 dim_qk + 2 dim_v) in the backward.
+and cuDNN's in scaled_dot_product_attention. All contestants take turns in each round, in another order each time, so that clocks
+and heat are the same. The backward is given what the forward has kept. Operations are those of the visible scores alone:
+2 (dim_qk + dim_v) each in the forward and 2 (3 dim_qk + 2 dim_v) in the backward.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -126,8 +127,9 @@ def timed(contestants: list[Contestant], rounds: int) -> dict[str, tuple[float, 
             times[each.name] = ([], [])
         except Exception as error:
             click.echo(f"{each.name}: left out: {type(error).__name__}: {str(error)[:300]}", err=True)
-    for _ in range(rounds):
-        for each in contestants:
+    for number in range(rounds):
+        # In another order each time: what runs after a heavy one has its heat.
+        for each in random.Random(number).sample(contestants, len(contestants)):
             if each.name in times:
                 for run, into in zip(
                     (each.forward, lambda each=each: each.backward(kept[each.name])), times[each.name], strict=True
