@@ -13,6 +13,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.bounds import Budget, Budgets, budgets
 from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.repeats import Repeats
 
 __all__ = ["HeadTruths", "Truth", "Truths", "is_tiny", "truth"]
 
@@ -44,12 +45,17 @@ class Truth:
 
 
 class Truths(dict[OutputName, Truth]):
-    """The Truth of every output; can count ties, should a budget without them be exceeded."""
+    """The Truth of every output; can count ties, should a budget without them be exceeded.
+
+    Of a tiny Problem it is looked only on demand (`look_for_repeats`) whether its values are generic.
+    """
 
     def __init__(self, inputs: Inputs, deviations: Deviations, device: str, *, lean: bool = False) -> None:
         super().__init__()
         self._inputs, self._deviations, self._device, self._lean = inputs, deviations, device, lean
         self.ties = False
+        self.generic_known = lean or not is_tiny(inputs.problem)
+        self.budgets: Budgets
         # In this order: what budgets take of memory for a while is the most.
         found = self._budgets()
         expected = _reference(inputs)
@@ -64,8 +70,15 @@ class Truths(dict[OutputName, Truth]):
         self.clear()
         self._fill(expected, self._budgets())
 
+    def look_for_repeats(self) -> Repeats | None:
+        """Whether the values are generic, which the statistics over a whole output need to know."""
+        if not self.generic_known:
+            self.generic_known = True
+            self.budgets = dataclasses.replace(self.budgets, repeats=self._budgets().repeats)
+        return self.budgets.repeats
+
     def _budgets(self) -> Budgets:
-        return budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean)
+        return budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean, generic=self.generic_known)
 
     def _fill(self, expected: dict[OutputName, torch.Tensor], found: Budgets) -> None:
         self.budgets = found

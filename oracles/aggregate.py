@@ -17,6 +17,7 @@ generic (oracles/repeats.py), since the errors of equal values are no independen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -26,7 +27,7 @@ from attnfuzz.oracles.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.repeats import Repeats
 
-__all__ = ["statistics"]
+__all__ = ["statistics", "suspicious"]
 
 _R_LIMIT, _Z_LIMIT = 3.0, 6.0
 _FEWEST_ROWS = 16.0
@@ -49,17 +50,41 @@ def statistics(
     sums = _sums(list(outputs.values()), form)
     # One copy from the device for all of it.
     rows = torch.cat([generic.expand(len(outputs), -1), sums], 1).tolist()
-    found: dict[OutputName, tuple[float, float]] = {}
-    for name, (g, carrying, noise, expected, squares, slope, t, t2, s, s2) in zip(outputs, rows, strict=True):
-        nu = expected * expected / max(squares, _NOTHING)
-        if name == "dk":
-            nu = min(nu, carrying)
-        if g < Repeats.LIMIT and nu >= _FEWEST_ROWS:
-            # Values that repeat g times in the mean have g times the noise.
-            r = noise / max(expected * max(g, 1.0), _NOTHING) / (1 + _R_LIMIT / nu**0.5)
-            z = min(max(0.0, abs(x) - slope) / max(x2, _NOTHING) ** 0.5 for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
-            found[name] = (r, z)
-    return found
+    return {name: found for name, row in zip(outputs, rows, strict=True) if (found := _of_limits(name, *row))}
+
+
+def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> bool:
+    """Whether R or z would be beyond its limit in any output, were the values generic."""
+    if not outputs:
+        return False
+    rows = _sums(list(outputs.values()), form).tolist()
+    found = (_of_limits(name, 1.0, math.inf, *row) for name, row in zip(outputs, rows, strict=True))
+    return any(max(each) > 1 for each in found if each)
+
+
+def _of_limits(
+    name: OutputName,
+    g: float,
+    carrying: float,
+    noise: float,
+    expected: float,
+    squares: float,
+    slope: float,
+    t: float,
+    t2: float,
+    s: float,
+    s2: float,
+) -> tuple[float, float] | None:
+    """(R, z) over their limits, from what `Repeats.figures` and `_sums` say of an output; None where they are not taken."""
+    nu = expected * expected / max(squares, _NOTHING)
+    if name == "dk":
+        nu = min(nu, carrying)
+    if g >= Repeats.LIMIT or nu < _FEWEST_ROWS:
+        return None
+    # Values that repeat g times in the mean have g times the noise.
+    r = noise / max(expected * max(g, 1.0), _NOTHING) / (1 + _R_LIMIT / nu**0.5)
+    z = min(max(0.0, abs(x) - slope) / max(x2, _NOTHING) ** 0.5 for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
+    return r, z
 
 
 def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> torch.Tensor:

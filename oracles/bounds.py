@@ -66,6 +66,7 @@ def budgets(
     *,
     ties: bool = False,
     lean: bool = False,
+    generic: bool = True,
     chunk: int | None = None,
 ) -> Budgets:
     """The budget M of every output of the batch, by the formulae at `forward` and `backward`.
@@ -76,6 +77,7 @@ def budgets(
         device: "cpu" or "cuda", for what is declared of one of them.
         ties: whether to count equal values (tau).
         lean: only `allowed`, for a batch whose other parts would not fit into memory.
+        generic: whether to look for values that repeat (`Budgets.repeats`), a fifth of the time of a small batch.
         chunk: scores handled at once; None: by the device.
 
     Raises:
@@ -91,7 +93,7 @@ def budgets(
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)
-        made = _Made(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1)
+        made = _Made(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
             t = scores(placed, tokens, deviations, device, ties=ties)
@@ -109,7 +111,7 @@ def budgets(
 class _Made:
     """Collects the frames' results."""
 
-    def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool) -> None:
+    def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool, generic: bool) -> None:
         p: Problem = tokens.problem
         self._tokens, self._partials = tokens, partials
         self._parts = 1 if lean else _PARTS
@@ -125,8 +127,8 @@ class _Made:
         dims: dict[OutputName, int] = {"dk": p.dim_qk, "dv": p.dim_v}
         self._keys = {name: zeros(p.kv_heads, p.total_k, len(self._names[name]) * dim) for name, dim in dims.items()}
         # The statistics are those of roundings to half precision; the errors of float32 arithmetic are bounded, not modelled.
-        generic = not lean and p.dtype != "float32" and p.total_q * p.heads >= Repeats.FEWEST
-        self._repeats = Repeats() if generic else None
+        taken = not lean and p.dtype != "float32" and p.total_q * p.heads >= Repeats.FEWEST
+        self._repeats = Repeats() if taken and generic else None
 
     @contextmanager
     def sums(self, placed: Placed) -> Iterator[tuple[Sums, Sums]]:

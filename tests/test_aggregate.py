@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from attnfuzz.harness.inputs import materialise  # noqa: E402
 from attnfuzz.harness.judge import judge  # noqa: E402
-from attnfuzz.harness.truth import truth  # noqa: E402
+from attnfuzz.harness.truth import Truths, is_tiny, truth  # noqa: E402
 from attnfuzz.kernels.contract import Deviations, Inputs, Outputs  # noqa: E402
 from attnfuzz.kernels.problem import Problem  # noqa: E402
 from attnfuzz.oracles import attention  # noqa: E402
@@ -91,8 +91,9 @@ def test_equal_terms_of_a_float32_sum_are_rounded_alike() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_scale_in_all_of_an_output_is_an_alarm(dtype: str) -> None:
-    problem = Problem(seqlens_q=(200,), seqlens_k=(220,), heads=2, kv_heads=2, dim_qk=64, dim_v=64, dtype=dtype)
+@pytest.mark.parametrize(("seqlen", "heads", "dim"), [(200, 2, 64), (60, 1, 32)])
+def test_a_scale_in_all_of_an_output_is_an_alarm(dtype: str, seqlen: int, heads: int, dim: int) -> None:
+    problem = Problem(seqlens_q=(seqlen,), seqlens_k=(seqlen,), heads=heads, kv_heads=heads, dim_qk=dim, dim_v=dim, dtype=dtype)
     inputs = materialise(problem, Recipe(seed=3), "cpu")
     exact = {name: each.expected for name, each in truth(inputs, Deviations(), "cpu").items()}
     for name in ("o", "dq", "dv"):
@@ -100,6 +101,19 @@ def test_a_scale_in_all_of_an_output_is_an_alarm(dtype: str) -> None:
         off = 1 + (2.0**-12 if dtype == "float16" else 2.0**-9)
         outputs[name] = (exact[name] * off).transpose(0, 1).to(inputs.q.dtype)
         assert any("together they show a scale or a bias" in each for each in told(inputs, outputs)), name
+
+
+def test_a_tiny_batch_is_looked_at_for_repeats_only_on_suspicion() -> None:
+    problem = Problem(seqlens_q=(60,), seqlens_k=(60,), heads=1, kv_heads=1, dim_qk=32, dim_v=32)
+    assert is_tiny(problem)
+    inputs = materialise(problem, Recipe(seed=3), "cpu")
+    expected, outputs = truth(inputs, Deviations(), "cpu"), as_expected(inputs)
+    assert isinstance(expected, Truths)
+    assert judge("k", inputs, Outputs(**outputs), expected).status == "pass"
+    assert not expected.generic_known
+    outputs["dv"] = (expected["dv"].expected * (1 + 2.0**-12)).transpose(0, 1).half()
+    assert judge("k", inputs, Outputs(**outputs), expected).failures[0].check == "z"
+    assert expected.generic_known
 
 
 def test_rows_and_keys_that_see_something_are_told_without_their_scores() -> None:
