@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "attnfuzz.kernels"
 
 _BUILT_IN = {
     "tilelang.mha": "attnfuzz.kernels.tilelang.dense:MHA",
+    "tilelang.mha_pipelined": "attnfuzz.kernels.tilelang.dense:MHA_PIPELINED",
     "tilelang.gqa.atomic": "attnfuzz.kernels.tilelang.dense:GQA_ATOMIC",
     "tilelang.gqa.split": "attnfuzz.kernels.tilelang.dense:GQA_SPLIT",
     "tilelang.gqa_varlen.atomic": "attnfuzz.kernels.tilelang.ragged:ATOMIC",

@@ -19,7 +19,7 @@ from attnfuzz.kernels.contract import Config  # noqa: E402
 from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import dense, dense_device  # noqa: E402
 from attnfuzz.kernels.tilelang.build import CUDA_PASSES  # noqa: E402
-from attnfuzz.kernels.tilelang.dense import GQA_ATOMIC, GQA_SPLIT, MHA  # noqa: E402
+from attnfuzz.kernels.tilelang.dense import GQA_ATOMIC, GQA_SPLIT, MHA, MHA_PIPELINED  # noqa: E402
 from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
 
@@ -48,10 +48,37 @@ def test_the_forward_uses_the_tensor_memory_accelerator_and_warpgroup_products()
     "reduction", ["none", pytest.param("atomic", marks=pytest.mark.slow), pytest.param("split", marks=pytest.mark.slow)]
 )
 def test_the_backward_uses_them_as_well(reduction: str) -> None:
-    text = source("backward", **FORM, tile_m=64, tile_n=128, threads=256, stages=1, reduction=reduction)
-    assert text.count("tma_load") >= 4
+    text = source("backward", **FORM, tile_m=64, tile_n=128, threads=256, stages=1, reduction=reduction, pipelined=False)
+    assert text.count("tma_load") >= 6
     assert "wgmma" in text
     assert "mma_sync" not in text
+    # dQ, and the groups' dK and dV
+    assert text.count("tma_store_add") == (3 if reduction == "atomic" else 1)
+
+
+def test_the_pipelined_backward_gives_tiles_back_behind_its_last_wait() -> None:
+    text = source("backward", **FORM, tile_m=64, tile_n=128, threads=256, stages=2, reduction="none", pipelined=True)
+    assert text.count("wait_wgmma<1>") == 2
+    loop = text[: text.index("wait_wgmma<0>")]
+    behind = text[len(loop) :]
+    given_back = [line for line in text.splitlines() if line.strip().startswith("mbarrier[") and line.endswith(".arrive();")]
+    # LSE and Delta, which are read at once, before; q and dO after.
+    assert [line in behind for line in given_back] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"causal": "bottom_right", "seqlens_k": (31, 31)}, {"causal": "top_left", "dtype": "bfloat16", "slack_q": 2}],
+    ids=str,
+)
+def test_the_pipelined_backward_is_right(changes: dict) -> None:
+    problem = replace(PROBLEM, heads=2, **changes)
+    for config in MHA_PIPELINED.configs(problem)[-1:]:
+        case = Case(kernel=MHA_PIPELINED.name, problem=problem, recipe=Recipe(), config=config)
+        verdict = run_trial(case, "cpu")
+        assert verdict.status == "pass", [each.message for each in verdict.failures]
+    assert "dtype=" in (MHA_PIPELINED.supports(replace(problem, dtype="float32"), SMALL, "cpu") or "")
+    assert "cuda" in (MHA_PIPELINED.supports(problem, CONFIGS[0], "cuda") or "")
 
 
 @pytest.mark.parametrize("kernel", DENSE, ids=lambda kernel: kernel.name)

@@ -1,4 +1,4 @@
-"""`tilelang.mha`, `tilelang.gqa.atomic` and `tilelang.gqa.split`: dense attention, forward and backward, written in TileLang.
+"""`tilelang.mha`, `tilelang.mha_pipelined`, `tilelang.gqa.atomic` and `tilelang.gqa.split`: dense attention, written in TileLang.
 
 All mathematics is in `dense_device`; here are only allocation, launches and what the kernels declare of themselves.
 """
@@ -18,7 +18,7 @@ from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, option
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GQA_ATOMIC", "GQA_SPLIT", "MHA", "TileLangDense"]
+__all__ = ["GQA_ATOMIC", "GQA_SPLIT", "MHA", "MHA_PIPELINED", "TileLangDense"]
 
 Reduction = Literal["none", "atomic", "split"]
 
@@ -26,16 +26,23 @@ Reduction = Literal["none", "atomic", "split"]
 class TileLangDense(TileLangKernel):
     """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`."""
 
-    def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None) -> None:
+    def __init__(
+        self, name: str, reduction: Reduction, device_code: DeviceCode | None = None, *, pipelined: bool = False
+    ) -> None:
         alone = () if reduction == "atomic" else ("dk", "dv")
         can = replace(HOPPER, packings=("dense",), layouts=True, deterministic=("o", "lse", *alone))
         can = replace(can, groups=(1,) if reduction == "none" else None)
+        if pipelined:
+            # It lowers for sm_90a (tests/test_tilelang_dense.py), but has run on no GPU yet.
+            can = replace(can, dtypes=("float16", "bfloat16"), devices=("cpu",), compiles_on=("cpu",))
         super().__init__(name, can, ("dense.py", "tiles.py"), "dense_device", device_code)
         self._reduction: Reduction = reduction
+        self._pipelined = pipelined
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
-        return fitting(problem)
+        # WGMMA takes four warps and 64 rows.
+        return tuple(each for each in fitting(problem) if not self._pipelined or each.integer("back_threads") >= 128)
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """The three functions compiled for `problem`'s compile key.
@@ -51,7 +58,12 @@ class TileLangDense(TileLangKernel):
         return _Built(
             forward=compiled(module, "forward", {**common, **masked, **of_forward}, device),
             preprocess=compiled(module, "preprocess", common, device),
-            backward=compiled(module, "backward", {**common, **masked, **of_backward, "reduction": self._reduction}, device),
+            backward=compiled(
+                module,
+                "backward",
+                {**common, **masked, **of_backward, "reduction": self._reduction, "pipelined": self._pipelined},
+                device,
+            ),
             reduction=self._reduction,
         )
 
@@ -163,5 +175,6 @@ def _put(whole: torch.Tensor, axis: int, part: torch.Tensor) -> None:
 
 
 MHA = TileLangDense("tilelang.mha", "none")
+MHA_PIPELINED = TileLangDense("tilelang.mha_pipelined", "none", pipelined=True)
 GQA_ATOMIC = TileLangDense("tilelang.gqa.atomic", "atomic")
 GQA_SPLIT = TileLangDense("tilelang.gqa.split", "split")

@@ -174,6 +174,7 @@ def backward(
     threads: int,
     stages: int,
     reduction: Reduction,
+    pipelined: bool,
     strided: bool,
 ) -> Any:
     """PrimFunc (Q, K, V, dO, LSE2, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
@@ -184,6 +185,9 @@ def backward(
         none    the only ones (groups = 1): stored in `dtype`, (batch, n_k, heads, dim)
         atomic  added to fp32 zeros, (batch, n_k, kv_heads, dim)
         split   stored in fp32, one of each query head, (batch, n_k, heads, dim), for the caller to sum
+
+    `pipelined`: products are only waited for where their results are used, so that P is made while dO V^T runs, and dS while
+    P^T dO does; by WGMMA alone, in half precision.
     """
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
@@ -229,6 +233,7 @@ def backward(
             dq_tile = T.alloc_shared((tile_m, dim_qk), ACC)
             dk_acc = T.alloc_fragment((tile_n, dim_qk), ACC)
             dv_acc = T.alloc_fragment((tile_n, dim_v), ACC)
+            last_read = T.alloc_var(dtype)
             kv_head = T.alloc_var("int32")
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
@@ -257,20 +262,37 @@ def backward(
                     if key_0 + tile_n > n_k:
                         for j, i in T.Parallel(tile_n, tile_m):
                             p[j, i] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
-                T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile)
-                T.clear(ds)
-                T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                if pipelined:
+                    T.wgmma_gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    T.wgmma_gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                    T.wait_wgmma(1)
+                else:
+                    T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    T.clear(ds)
+                    T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(tile_n, tile_m):
                     p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
                 T.copy(p, p_half)
-                T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
+                if pipelined:
+                    T.wgmma_gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
+                    T.wait_wgmma(1)
+                else:
+                    T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(tile_n, tile_m):
                     ds_half[j, i] = p[j, i] * (ds[j, i] - delta[i])
-                T.gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
-                T.copy(ds_half, ds_tile)
-                T.clear(dq_acc)
-                T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True)
+                if pipelined:
+                    T.wgmma_gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
+                    T.copy(ds_half, ds_tile)
+                    T.wgmma_gemm(ds_tile, k_tile, dq_acc, transpose_A=True, clear_accum=True)
+                    T.wait_wgmma(0)
+                    # a tile is given back behind the last statement that reads it, whether the products it began are done or not
+                    last_read = q_tile[0, 0] + do_tile[0, 0]  # noqa: F841
+                else:
+                    T.gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
+                    T.copy(ds_half, ds_tile)
+                    T.clear(dq_acc)
+                    T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True)
                 T.copy(dq_acc, dq_tile)
                 T.atomic_add(dQ[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], dq_tile, annotations=BY_TMA)
             for j, d in T.Parallel(tile_n, dim_qk):
