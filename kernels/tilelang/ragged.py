@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch, compiled
-from attnfuzz.kernels.tilelang.ragged_device import PAD
 from attnfuzz.kernels.tilelang.subject import DeviceCode, TileLangKernel, not_empty
-from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, signed
+from attnfuzz.kernels.tilelang.tiles import HOPPER, PAD, exponent_of, fitting, options_of, signed
 
 if TYPE_CHECKING:
     import torch

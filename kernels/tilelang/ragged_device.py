@@ -16,18 +16,18 @@ them.
 import math
 from typing import Any, Literal
 
+from attnfuzz.kernels.tilelang.tiles import PAD
+
 try:
     import tilelang.language as T
 except ImportError:  # a machine without TileLang can still import this module and read its source
     T = None
 
-__all__ = ["PAD", "backward", "finish", "forward", "pad", "preprocess"]
+__all__ = ["backward", "finish", "forward", "pad", "preprocess"]
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
 Reduction = Literal["atomic", "split"]
-PAD = 128
-"""A multiple of all tiles."""
 ROWS, PARTS = 16, 16
 """Rows of a block of the preprocess, and threads for each of them."""
 BY_TMA = {"use_tma": 1}

@@ -13,9 +13,11 @@ from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIGS", "HOPPER", "exponent_of", "fitting", "options_of", "scaled", "signed"]
+__all__ = ["CONFIGS", "HOPPER", "PAD", "exponent_of", "fitting", "options_of", "scaled", "signed"]
 
 _NAMES = ("tile_m", "tile_n", "threads", "stages")
+PAD = 128
+"""A multiple of all tiles: rows to which ragged sequences are padded."""
 _SMALLEST_EXPONENT = 1e-30
 """Stands for a softmax_scale of 0: exp of a score times it is 1."""
 
