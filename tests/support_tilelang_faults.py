@@ -32,6 +32,8 @@ class TileLangFault:
     edits: tuple[Edit, ...]
     reduction: Literal["none", "atomic", "split"] = "atomic"
     causal: bool = False
+    slow: bool = False
+    """Run only when asked for: another fault of the same function is run always."""
 
 
 DENSE_FAULTS: tuple[TileLangFault, ...] = (
@@ -127,9 +129,10 @@ RAGGED_FAULTS: tuple[TileLangFault, ...] = (
                 "if row_0 + tile_m <= n_q:\n                        LSE[",
             ),
         ),
+        slow=True,
     ),
-    TileLangFault("half partials", (half_shares(" " * 16),), "split"),
-    TileLangFault("group index", (Edit("kv_head = head // groups", "kv_head = head % kv_heads", times=2),)),
+    TileLangFault("half partials", (half_shares(" " * 16),), "split", slow=True),
+    TileLangFault("group index", (Edit("kv_head = head // groups", "kv_head = head % kv_heads", times=2),), slow=True),
     TileLangFault(
         "rows beyond a sequence taken for its padding",
         (Edit("row_0 + i < n, X[start + row_0 + i, head, d]", "start + row_0 + i < total, X[start + row_0 + i, head, d]"),),
@@ -143,6 +146,7 @@ RAGGED_FAULTS: tuple[TileLangFault, ...] = (
         "the groups' shares of one head only",
         (Edit("head * groups + group, d]", "head * groups, d]"),),
         "split",
+        slow=True,
     ),
 )
 

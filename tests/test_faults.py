@@ -41,7 +41,11 @@ def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: TileLangFault, t
     record_property("fault", hunted(kernel, "dense", fault.name, tmp_path, causal=fault.causal))
 
 
-@pytest.mark.parametrize("fault", RAGGED_FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=[pytest.mark.slow] * each.slow) for each in RAGGED_FAULTS],
+    ids=lambda fault: fault.name,
+)
 def test_the_fault_of_a_ragged_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
     kernel = faulty_tilelang(fault, ragged=True)
     record_property("fault", hunted(kernel, "ragged", fault.name, tmp_path, causal=fault.causal))

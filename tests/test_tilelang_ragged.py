@@ -34,6 +34,7 @@ def source(factory: str, **options: object) -> str:
         return tilelang.lower(getattr(ragged_device, factory)(**options), target=target).kernel_source
 
 
+@pytest.mark.slow
 def test_whole_tiles_go_through_the_tensor_memory_accelerator() -> None:
     text = source("backward", **FORM, tile_m=64, tile_n=128, reduction="atomic")
     assert text.count("tma_load") >= 6
