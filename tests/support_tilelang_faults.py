@@ -115,11 +115,12 @@ RAGGED_FAULTS: tuple[TileLangFault, ...] = (
         (Edit("if row_0 + i < n:\n                        X[", "if start + row_0 + i < total:\n                        X["),),
         "split",
     ),
-    TileLangFault("sequences not apart", (Edit("(cu[seq] // PAD + seq) * PAD", "cu[seq]"),)),
+    TileLangFault("sequences not apart", (Edit("(cu[seq] // PAD + seq) * PAD", "cu[seq]"),), slow=True),
     TileLangFault(
         "no offset in the backward's loop bound",
         (Edit("T.max(0, T.min(key_0 - offset, n_q - 1))", "T.max(0, T.min(key_0, n_q - 1))"),),
         causal=True,
+        slow=True,
     ),
     TileLangFault(
         "LSE rows of the last tile left unwritten",
@@ -141,6 +142,7 @@ RAGGED_FAULTS: tuple[TileLangFault, ...] = (
         "the last tile of queries left out",
         (Edit("T.max(1, T.ceildiv(n_q, tile_m))", "T.max(1, n_q // tile_m)"),),
         causal=True,
+        slow=True,
     ),
     TileLangFault(
         "the groups' shares of one head only",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from attnfuzz.harness.plugin import fuzz
 
 test_tilelang_mha = fuzz("tilelang.mha")
-test_tilelang_gqa_atomic = fuzz("tilelang.gqa.atomic")
-test_tilelang_gqa_split = fuzz("tilelang.gqa.split")
+test_tilelang_gqa_atomic = pytest.mark.slow(fuzz("tilelang.gqa.atomic"))
+test_tilelang_gqa_split = pytest.mark.slow(fuzz("tilelang.gqa.split"))
 test_tilelang_gqa_varlen_atomic = fuzz("tilelang.gqa_varlen.atomic")
-test_tilelang_gqa_varlen_split = fuzz("tilelang.gqa_varlen.split")
+test_tilelang_gqa_varlen_split = pytest.mark.slow(fuzz("tilelang.gqa_varlen.split"))
 test_tilelang_varlen = fuzz("tilelang.varlen")
 test_triton_varlen = fuzz("triton.varlen")
 test_torch_reference_cpu = fuzz("torch.reference_cpu", max_examples=200)

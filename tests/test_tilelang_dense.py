@@ -85,7 +85,9 @@ def test_the_pipelined_backward_is_right(changes: dict) -> None:
     assert "cuda" in (MHA_PIPELINED.supports(problem, CONFIGS[0], "cuda") or "")
 
 
-@pytest.mark.parametrize("kernel", DENSE, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [MHA, pytest.param(GQA_ATOMIC, marks=pytest.mark.slow), GQA_SPLIT], ids=lambda kernel: kernel.name
+)
 @pytest.mark.parametrize(
     "changes",
     [
