@@ -60,7 +60,14 @@ def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
 
 
-@pytest.mark.parametrize(("happens", "kinds"), ATTACKS, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(
+    ("happens", "kinds"),
+    [
+        # Its children die one after the other until none is started any more.
+        pytest.param(*each, id=each[0].__name__, marks=[pytest.mark.slow] * (each[0] is attacks.limits_memory))
+        for each in ATTACKS
+    ],
+)
 def test_the_campaign_goes_on_and_the_next_kernel_is_right(
     happens: Any, kinds: set[str] | None, executor: Isolated, tmp_path: Path
 ) -> None:

@@ -12,7 +12,12 @@ from attnfuzz.kernels.problem import BadArgument
 
 assert issubclass(BadArgument, ValueError)
 
-DENSE = ("tilelang.mha", "tilelang.gqa.atomic", "tilelang.gqa.split", "torch.reference_cpu")
+DENSE = (
+    "tilelang.mha",
+    pytest.param("tilelang.gqa.atomic", marks=pytest.mark.slow),
+    "tilelang.gqa.split",
+    "torch.reference_cpu",
+)
 
 
 def able(name: str) -> None:
@@ -94,7 +99,14 @@ def test_ragged_sequences_and_lse() -> None:
         torch.testing.assert_close(whole[:5], part[:5], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tilelang.gqa_varlen.atomic", "tilelang.gqa_varlen.split", "tilelang.varlen"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tilelang.gqa_varlen.atomic", marks=pytest.mark.slow),
+        "tilelang.gqa_varlen.split",
+        pytest.param("tilelang.varlen", marks=pytest.mark.slow),
+    ],
+)
 def test_padding_is_left_out(name: str) -> None:
     able(name)
     torch.manual_seed(3)

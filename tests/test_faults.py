@@ -28,8 +28,17 @@ def few_variants(variants: tuple[Variant, ...], config: Config, causal: bool) ->
     return tuple(each for each in plain if bool(each.causal) == causal)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+# Each is planted in one of the two always, in the other only when asked for: most of the time is compilers'.
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [
+        pytest.param(
+            backend, fault, id=f"{backend}-{fault.name}", marks=[pytest.mark.slow] * (number % 2 != (backend == "tilelang"))
+        )
+        for backend in ("triton", "tilelang")
+        for number, fault in enumerate(FAULTS)
+    ],
+)
 def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Path, record_property) -> None:
     record_property("fault", hunted(faulty(backend, fault), backend, fault.name, tmp_path, causal=fault.causal))
 

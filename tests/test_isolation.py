@@ -49,7 +49,7 @@ def case_of(name: str, n_q: int = 1, n_k: int = 3, **changed: Any) -> Case:
     return Case(kernel=name, problem=problem, config=kernel.configs(problem)[0])
 
 
-@pytest.mark.parametrize("part", [0, 1], ids=["first half", "second half"])
+@pytest.mark.parametrize("part", [pytest.param(0, id="first half"), pytest.param(1, id="second half", marks=pytest.mark.slow)])
 def test_every_fault_is_told_shrunk_and_survived(part: int) -> None:
     half = len(NAMES) // 2
     names = NAMES[: half + 3] if part == 0 else NAMES[half + 3 :]
@@ -404,6 +404,7 @@ def test_an_ended_run_reports_and_leaves_nothing(tmp_path: Path, number: signal.
     assert not (tmp_path / "out").exists(), "what the user ends is no death"
 
 
+@pytest.mark.slow
 def test_the_command_line_of_the_selftest() -> None:
     command = [*COMMAND, "selftest", "faults", "fault.abort", "--device", "cpu", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -411,6 +412,10 @@ def test_the_command_line_of_the_selftest() -> None:
     found = json.loads(done.stdout)
     assert (found["right"], found["leaks"]["restarts"]) == (True, 200)
     assert [row["kernel"] for row in found["rows"]] == ["fault.abort", "torch.reference_cpu"]
-    wrong = subprocess.run([*command[:-4], "fault.nothing", "--device", "cpu"], capture_output=True, text=True, check=False)
+
+
+def test_the_selftest_refuses_a_fault_that_there_is_not() -> None:
+    command = [*COMMAND, "selftest", "faults", "fault.nothing", "--device", "cpu"]
+    wrong = subprocess.run(command, capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "error: fault='fault.nothing': no such fault kernel; use one of fault.raises" in wrong.stderr

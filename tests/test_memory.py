@@ -149,7 +149,7 @@ def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Pa
         registry.unregister(kernel.name)
 
 
-@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.slow), "tilelang"])
 def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = planted(MemoryFault("nothing", backend, ()))
     hunt = hunted(kernel, tmp_path, monkeypatch, check=None, dtype="float16", most=40)

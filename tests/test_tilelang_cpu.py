@@ -222,10 +222,10 @@ def agrees(want: Result, got: Result, dtype: str) -> dict[str, float]:
         (None, "float16", None),
         (None, "float16", -0.3),
         (None, "float16", 0.0),
-        ("bottom_right", "float16", None),
-        ("bottom_right", "float16", -0.3),
+        pytest.param("bottom_right", "float16", None, marks=pytest.mark.slow),
+        pytest.param("bottom_right", "float16", -0.3, marks=pytest.mark.slow),
         ("bottom_right", "bfloat16", None),
-        (None, "float32", None),
+        pytest.param(None, "float32", None, marks=pytest.mark.slow),
     ],
 )
 def test_matches_float64(causal, dtype: str, scale: float | None) -> None:

@@ -86,7 +86,9 @@ def test_the_pipelined_backward_is_right(changes: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [MHA, pytest.param(GQA_ATOMIC, marks=pytest.mark.slow), GQA_SPLIT], ids=lambda kernel: kernel.name
+    "kernel",
+    [pytest.param(MHA, marks=pytest.mark.slow), pytest.param(GQA_ATOMIC, marks=pytest.mark.slow), GQA_SPLIT],
+    ids=lambda kernel: kernel.name,
 )
 @pytest.mark.parametrize(
     "changes",
