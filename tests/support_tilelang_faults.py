@@ -69,8 +69,8 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
         "tail keys unmasked in the forward",
         (
             Edit(
-                "s[i, j] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))",
-                "s[i, j] = T.if_then_else(key_0 + j < n_k + tile_n, T.cast(0, ACC), -T.infinity(ACC))",
+                "s[i, j] = T.if_then_else(key_0 + j < n_k, s[i, j], -T.infinity(ACC))",
+                "s[i, j] = T.if_then_else(key_0 + j < n_k + tile_n, s[i, j], -T.infinity(ACC))",
             ),
         ),
     ),
@@ -159,6 +159,6 @@ def faulty_tilelang(fault: TileLangFault, *, ragged: bool) -> Kernel:
     name = f"test.{kind}.{fault.name.replace(' ', '_').replace(chr(39), '')}"
     code = functools.partial(planted_copy, RAGGED if ragged else DENSE, fault.edits)
     if not ragged:
-        return TileLangDense(name, fault.reduction, code)
+        return TileLangDense(name, fault.reduction, code, pipelined=fault.reduction != "none")
     assert fault.reduction != "none"
     return TileLangRagged(name, fault.reduction, code)

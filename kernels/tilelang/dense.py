@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.build import Launch, compiled
-from attnfuzz.kernels.tilelang.subject import DeviceCode, TileLangKernel
+from attnfuzz.kernels.tilelang.build import Launch
+from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel
 from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, scaled, signed
 
 if TYPE_CHECKING:
@@ -24,25 +24,41 @@ Reduction = Literal["none", "atomic", "split"]
 
 
 class TileLangDense(TileLangKernel):
-    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`."""
+    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`.
 
-    def __init__(
-        self, name: str, reduction: Reduction, device_code: DeviceCode | None = None, *, pipelined: bool = False
-    ) -> None:
+    `pipelined`: the backward's products are asynchronous where WGMMA takes them.
+    """
+
+    def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None, *, pipelined: bool = True) -> None:
         alone = () if reduction == "atomic" else ("dk", "dv")
         can = replace(HOPPER, packings=("dense",), layouts=True, deterministic=("o", "lse", *alone))
         can = replace(can, groups=(1,) if reduction == "none" else None)
-        if pipelined:
-            # It lowers for sm_90a (tests/test_tilelang_dense.py), but has run on no GPU yet.
-            can = replace(can, dtypes=("float16", "bfloat16"), devices=("cpu",), compiles_on=("cpu",))
-        super().__init__(name, can, ("dense.py", "tiles.py"), "dense_device", device_code)
+        self._asynchronous_only = pipelined and reduction == "none"
+        if self._asynchronous_only:
+            # What does not go by WGMMA is `tilelang.mha` already.
+            can = replace(can, dtypes=("float16", "bfloat16"))
+        super().__init__(name, can, ("dense.py", "tiles.py", "tuned.py"), "dense_device", device_code)
+        self.table = f"dense {reduction}" + (" pipelined" if self._asynchronous_only else "")
         self._reduction: Reduction = reduction
         self._pipelined = pipelined
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
-        # WGMMA takes four warps and 64 rows.
-        return tuple(each for each in fitting(problem) if not self._pipelined or each.integer("back_threads") >= 128)
+        found = fitting(problem, self.table)
+        return tuple(each for each in found if each.integer("back_threads") >= 128) if self._asynchronous_only else found
+
+    def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
+        """forward, preprocess, backward."""
+        of_forward, of_backward = options_of(config)
+        # TileLang's C target knows no strides.
+        common = {"dim_v": problem.dim_v, "dtype": problem.dtype, "strided": device == "cuda"}
+        masked: dict[str, Any] = {**common, "dim_qk": problem.dim_qk, "causal": problem.causal is not None}
+        how = {"reduction": self._reduction, "pipelined": self._pipelined}
+        return {
+            "forward": Function("forward", {**masked, **of_forward}),
+            "preprocess": Function("preprocess", common),
+            "backward": Function("backward", {**masked, **of_backward, **how}),
+        }
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """The three functions compiled for `problem`'s compile key.
@@ -50,22 +66,7 @@ class TileLangDense(TileLangKernel):
         Raises:
             BuildError: the compiler refused.
         """
-        module = self.device_code()
-        of_forward, of_backward = options_of(config)
-        # TileLang's C target knows no strides.
-        common = {"dim_v": problem.dim_v, "dtype": problem.dtype, "strided": device == "cuda"}
-        masked: dict[str, Any] = {"dim_qk": problem.dim_qk, "causal": problem.causal is not None}
-        return _Built(
-            forward=compiled(module, "forward", {**common, **masked, **of_forward}, device),
-            preprocess=compiled(module, "preprocess", common, device),
-            backward=compiled(
-                module,
-                "backward",
-                {**common, **masked, **of_backward, "reduction": self._reduction, "pipelined": self._pipelined},
-                device,
-            ),
-            reduction=self._reduction,
-        )
+        return _Built(**self.compiled(problem, config, device), reduction=self._reduction)
 
 
 class _Built:
@@ -174,7 +175,7 @@ def _put(whole: torch.Tensor, axis: int, part: torch.Tensor) -> None:
         whole.narrow(axis, 0, part.shape[axis]).copy_(part)
 
 
-MHA = TileLangDense("tilelang.mha", "none")
-MHA_PIPELINED = TileLangDense("tilelang.mha_pipelined", "none", pipelined=True)
+MHA = TileLangDense("tilelang.mha", "none", pipelined=False)
+MHA_PIPELINED = TileLangDense("tilelang.mha_pipelined", "none")
 GQA_ATOMIC = TileLangDense("tilelang.gqa.atomic", "atomic")
 GQA_SPLIT = TileLangDense("tilelang.gqa.split", "split")

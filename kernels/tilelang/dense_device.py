@@ -32,22 +32,40 @@ ACC = "float32"
 BY_TMA = {"use_tma": 1}
 """An atomic addition of a tile by the tensor memory accelerator: sm_90 and later; the CPU takes no notice."""
 Reduction = Literal["none", "atomic", "split"]
+PRODUCER_REGISTERS = 24
+HEADS_TOGETHER = 4
 ROWS, PARTS = 16, 16
 """Rows of a block of the preprocess, and threads for each of them."""
 
 
+def by_wgmma(dtype: str, threads: int) -> bool:
+    """Whether all products can be asynchronous ones of whole warpgroups: none takes single precision from registers."""
+    return dtype != "float32" and threads >= 128
+
+
+def consumer_registers(threads: int) -> int:
+    """Registers for each thread that computes, beside a warpgroup that loads with PRODUCER_REGISTERS: 65,536 in all."""
+    return 240 if threads <= 256 else 160
+
+
 def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any:
-    """A parameter; with `strided`, every stride but the last is one of the call's."""
+    """A parameter; with `strided`, every stride but the last is one of the call's, of 2^31 elements and more too."""
     if not strided:
         return T.Tensor(shape, dtype)
-    strides = tuple(T.dynamic(f"{name}_stride_{axis}") for axis in range(len(shape) - 1))
+    strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in range(len(shape) - 1))
     return T.StridedTensor(shape, (*strides, 1), dtype)
 
 
 def forward(
     *, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, tile_n: int, threads: int, stages: int, strided: bool
 ) -> Any:
-    """PrimFunc (Q, K, V, groups, offset, exponent, O, LSE): one block per query tile, head and sequence."""
+    """PrimFunc (Q, K, V, groups, offset, exponent, O, LSE): one block per query tile, head and sequence.
+
+    Those with most keys come first. Where WGMMA takes both products (`by_wgmma`), P V of a tile runs beside the softmax
+    of the next one.
+    """
+    threads = min(threads, 2 * tile_m)
+    ahead = by_wgmma(dtype, threads)
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
@@ -63,10 +81,14 @@ def forward(
         O: _tensor("o", (batch, n_q, heads, dim_v), dtype, strided),  # noqa: E741
         LSE: _tensor("lse", (batch, heads, n_q), ACC, strided),
     ):
-        with T.Kernel(T.ceildiv(n_q, tile_m), heads, batch, threads=min(threads, 2 * tile_m)) as (block, head, seq):
+        with T.Kernel(T.ceildiv(n_q, tile_m), heads, batch, threads=threads) as (block, head, seq):
+            if threads >= 128:
+                T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
+                T.annotate_consumer_reg_alloc(consumer_registers(threads))
             q_tile = T.alloc_shared((tile_m, dim_qk), dtype)
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
             v_tile = T.alloc_shared((tile_n, dim_v), dtype)
+            v_last = T.alloc_shared((tile_n, dim_v), dtype) if ahead else v_tile
             s = T.alloc_fragment((tile_m, tile_n), ACC)
             p = alloc_operand((tile_m, tile_n), dtype)
             o_tile = T.alloc_shared((tile_m, dim_v), dtype)
@@ -76,34 +98,47 @@ def forward(
             rescale = T.alloc_fragment((tile_m,), ACC)
             row_sum = T.alloc_fragment((tile_m,), ACC)
             total = T.alloc_fragment((tile_m,), ACC)
+            last_read = T.alloc_var(dtype)
             kv_head = T.alloc_var("int32")
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
             scale_log2 = exponent * LOG2_E
-            row_0 = block * tile_m
+            row_0 = (T.ceildiv(n_q, tile_m) - 1 - block) * tile_m
             T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
             T.fill(acc, 0)
             T.fill(total, 0)
             T.fill(m, -T.infinity(ACC))
             end = T.max(0, T.min(n_k, row_0 + tile_m + offset)) if causal else n_k
             # at least one, as what waits for q_tile is in the loop: o_tile may lie in the same memory
-            for step in T.Pipelined(T.max(1, T.ceildiv(end, tile_n)), num_stages=stages):
+            steps = T.max(1, T.ceildiv(end, tile_n))
+            if ahead:
+                T.fill(p, 0)
+                T.copy(V[seq, (steps - 1) * tile_n : steps * tile_n, kv_head, 0:dim_v], v_last)
+            for step in T.Pipelined(steps, num_stages=stages):
                 key_0 = step * tile_n
                 T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
-                # the mask is what the product is added to, in tiles that it crosses
-                T.clear(s)
+                if ahead:
+                    # of the tile before; before the first one P is 0
+                    T.copy(V[seq, T.max(0, key_0 - tile_n) : T.max(0, key_0 - tile_n) + tile_n, kv_head, 0:dim_v], v_tile)
+                    T.wgmma_gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                    T.wgmma_gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
+                    T.wait_wgmma(1)
+                    # a tile is given back behind the last statement that reads it, whether the products it began are done or not
+                    last_read = q_tile[0, 0] + k_tile[0, 0] + v_last[0, 0]
+                else:
+                    T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                    T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+                # only in tiles that the mask's edge crosses
                 if causal:
                     if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):
                         for i, j in T.Parallel(tile_m, tile_n):
                             s[i, j] = T.if_then_else(
-                                key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
+                                key_0 + j < n_k and key_0 + j <= row_0 + i + offset, s[i, j], -T.infinity(ACC)
                             )
                 else:
                     if key_0 + tile_n > n_k:
                         for i, j in T.Parallel(tile_m, tile_n):
-                            s[i, j] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
-                T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+                            s[i, j] = T.if_then_else(key_0 + j < n_k, s[i, j], -T.infinity(ACC))
                 T.copy(m, m_old)
                 T.reduce_max(s, m, dim=1, clear=False)
                 # a row that has seen no key yet has m = -inf, and -inf - -inf is NaN
@@ -114,10 +149,16 @@ def forward(
                 T.reduce_sum(s, row_sum, dim=1)
                 for i in T.Parallel(tile_m):
                     total[i] = total[i] * rescale[i] + row_sum[i]
+                if ahead:
+                    T.wait_wgmma(0)
+                    last_read = v_tile[0, 0]  # noqa: F841
                 for i, d in T.Parallel(tile_m, dim_v):
                     acc[i, d] = acc[i, d] * rescale[i]
                 T.copy(s, p)
-                T.gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
+                if not ahead:
+                    T.gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
+            if ahead:
+                T.gemm(p, v_last, acc, policy=T.GemmWarpPolicy.FullRow)
             for i, d in T.Parallel(tile_m, dim_v):
                 acc[i, d] = T.if_then_else(total[i] > 0, acc[i, d] / total[i], 0.0)
             T.copy(acc, o_tile)
@@ -187,8 +228,10 @@ def backward(
         split   stored in fp32, one of each query head, (batch, n_k, heads, dim), for the caller to sum
 
     `pipelined`: products are only waited for where their results are used, so that P is made while dO V^T runs, and dS while
-    P^T dO does; by WGMMA alone, in half precision.
+    P^T dO does; where WGMMA takes them (`by_wgmma`).
     """
+    threads = min(threads, 2 * tile_n)
+    pipelined = pipelined and by_wgmma(dtype, threads)
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
@@ -211,8 +254,8 @@ def backward(
         dK: _tensor("dk", (batch, n_k, key_heads, dim_qk), key_dtype, strided),
         dV: _tensor("dv", (batch, n_k, key_heads, dim_v), key_dtype, strided),
     ):
-        with T.Kernel(heads, T.ceildiv(n_k, tile_n), batch, threads=min(threads, 2 * tile_n)) as (head, block, seq):
-            if min(threads, 2 * tile_n) < 128:
+        with T.Kernel(heads, T.ceildiv(n_k, tile_n), batch, threads=threads) as (x, y, seq):
+            if threads < 128:
                 # registers are moved between whole warpgroups
                 T.disable_warp_group_reg_alloc()
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
@@ -234,7 +277,16 @@ def backward(
             dk_acc = T.alloc_fragment((tile_n, dim_qk), ACC)
             dv_acc = T.alloc_fragment((tile_n, dim_v), ACC)
             last_read = T.alloc_var(dtype)
+            head = T.alloc_var("int32")
+            block = T.alloc_var("int32")
             kv_head = T.alloc_var("int32")
+            # the blocks of a few heads after those of others: what they read of Q and dO, and add to dQ, fits the L2 cache
+            blocks = T.ceildiv(n_k, tile_n)
+            number = y * heads + x
+            first_head = number // (HEADS_TOGETHER * blocks) * HEADS_TOGETHER
+            together = T.min(HEADS_TOGETHER, heads - first_head)
+            block = (number - first_head * blocks) // together
+            head = first_head + (number - first_head * blocks) % together
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
             scale_log2 = exponent * LOG2_E
@@ -251,26 +303,25 @@ def backward(
                 # of rows beyond n_q all of it is 0, and so is what they add
                 T.copy(LSE2[seq, head, row_0 : row_0 + tile_m], lse2)
                 T.copy(Delta[seq, head, row_0 : row_0 + tile_m], delta)
-                T.clear(p)
+                T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile)
+                if pipelined:
+                    T.wgmma_gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                    T.wgmma_gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                    T.wait_wgmma(1)
+                else:
+                    T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                    T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                # only in tiles that the mask's edge crosses
                 if causal:
                     if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):
                         for j, i in T.Parallel(tile_n, tile_m):
                             p[j, i] = T.if_then_else(
-                                key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
+                                key_0 + j < n_k and key_0 + j <= row_0 + i + offset, p[j, i], -T.infinity(ACC)
                             )
                 else:
                     if key_0 + tile_n > n_k:
                         for j, i in T.Parallel(tile_n, tile_m):
-                            p[j, i] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
-                T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile)
-                if pipelined:
-                    T.wgmma_gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    T.wgmma_gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
-                    T.wait_wgmma(1)
-                else:
-                    T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    T.clear(ds)
-                    T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                            p[j, i] = T.if_then_else(key_0 + j < n_k, p[j, i], -T.infinity(ACC))
                 for j, i in T.Parallel(tile_n, tile_m):
                     p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
                 T.copy(p, p_half)
@@ -291,8 +342,7 @@ def backward(
                 else:
                     T.gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
                     T.copy(ds_half, ds_tile)
-                    T.clear(dq_acc)
-                    T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True)
+                    T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True, clear_accum=True)
                 T.copy(dq_acc, dq_tile)
                 T.atomic_add(dQ[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], dq_tile, annotations=BY_TMA)
             for j, d in T.Parallel(tile_n, dim_qk):

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.build import Launch, compiled
-from attnfuzz.kernels.tilelang.subject import DeviceCode, TileLangKernel, not_empty
+from attnfuzz.kernels.tilelang.build import Launch
+from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel, not_empty
 from attnfuzz.kernels.tilelang.tiles import HOPPER, PAD, exponent_of, fitting, options_of, signed
 
 if TYPE_CHECKING:
@@ -30,32 +30,41 @@ class TileLangRagged(TileLangKernel):
     def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None) -> None:
         alone = ("dk", "dv") if reduction == "split" else ()
         can = replace(HOPPER, deterministic=("o", "lse", *alone))
-        super().__init__(name, can, ("ragged.py", "tiles.py"), "ragged_device", device_code)
+        super().__init__(name, can, ("ragged.py", "dense_device.py", "tiles.py", "tuned.py"), "ragged_device", device_code)
+        self.table = f"ragged {reduction}"
         self._reduction: Reduction = reduction
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
-        return fitting(problem, beside=self._reduction == "atomic")
+        return fitting(problem, self.table, beside=self._reduction == "atomic", part_of=PAD)
+
+    def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:  # noqa: ARG002
+        """forward, preprocess, backward, and pad and finish for each head dim."""
+        p, (of_forward, of_backward) = problem, options_of(config)
+        masked: dict[str, Any] = {"dim_v": p.dim_v, "dtype": p.dtype, "dim_qk": p.dim_qk, "causal": p.causal is not None}
+        found = {
+            "forward": Function("forward", {**masked, **of_forward}),
+            "preprocess": Function("preprocess", {"dim_v": p.dim_v, "dtype": p.dtype}),
+            "backward": Function("backward", {**masked, **of_backward, "reduction": self._reduction}),
+        }
+        for dim in (p.dim_qk, p.dim_v):
+            found |= {f"{factory} {dim}": Function(factory, {"dim": dim, "dtype": p.dtype}) for factory in ("pad", "finish")}
+        return found
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """The three functions compiled for `problem`'s compile key.
+        """All functions compiled for `problem`'s compile key.
 
         Raises:
             BuildError: the compiler refused.
         """
-        module, p = self.device_code(), problem
-        of_forward, of_backward = options_of(config)
-        masked: dict[str, Any] = {"dim_v": p.dim_v, "dtype": p.dtype, "dim_qk": p.dim_qk, "causal": p.causal is not None}
-
-        def by_dim(factory: str) -> dict[int, Launch]:
-            return {dim: compiled(module, factory, {"dim": dim, "dtype": p.dtype}, device) for dim in (p.dim_qk, p.dim_v)}
-
+        made = self.compiled(problem, config, device)
+        dims = (problem.dim_qk, problem.dim_v)
         return _Built(
-            pad=by_dim("pad"),
-            forward_=compiled(module, "forward", {**masked, **of_forward}, device),
-            preprocess=compiled(module, "preprocess", {"dim_v": p.dim_v, "dtype": p.dtype}, device),
-            backward_=compiled(module, "backward", {**masked, **of_backward, "reduction": self._reduction}, device),
-            finish=by_dim("finish"),
+            pad={dim: made[f"pad {dim}"] for dim in dims},
+            forward_=made["forward"],
+            preprocess=made["preprocess"],
+            backward_=made["backward"],
+            finish={dim: made[f"finish {dim}"] for dim in dims},
             reduction=self._reduction,
         )
 

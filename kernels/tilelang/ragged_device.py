@@ -16,6 +16,7 @@ them.
 import math
 from typing import Any, Literal
 
+from attnfuzz.kernels.tilelang.dense_device import PRODUCER_REGISTERS, by_wgmma, consumer_registers
 from attnfuzz.kernels.tilelang.tiles import PAD
 
 try:
@@ -69,7 +70,12 @@ def pad(*, dim: int, dtype: str) -> Any:
 
 
 def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, tile_n: int, threads: int, stages: int) -> Any:
-    """PrimFunc (Q, PK, PV, cu_q, cu_k, max_q, groups, bottom, exponent, O, LSE): one block per query tile, head and sequence."""
+    """PrimFunc (Q, PK, PV, cu_q, cu_k, max_q, groups, bottom, exponent, O, LSE): one block per query tile, head and sequence.
+
+    Those with most keys come first. Where WGMMA takes both products, P V of a tile runs beside the softmax of the next one.
+    """
+    threads = min(threads, 2 * tile_m)
+    ahead = by_wgmma(dtype, threads)
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch_1, total_q, rows_k, heads, kv_heads = (T.dynamic(n) for n in ("batch_1", "total_q", "rows_k", "heads", "kv_heads"))
@@ -88,10 +94,14 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
         O: T.Tensor((total_q, heads, dim_v), dtype),  # noqa: E741
         LSE: T.Tensor((heads, total_q), ACC),
     ):
-        with T.Kernel(T.ceildiv(max_q, tile_m), heads, batch_1 - 1, threads=min(threads, 2 * tile_m)) as (block, head, seq):
+        with T.Kernel(T.ceildiv(max_q, tile_m), heads, batch_1 - 1, threads=threads) as (block, head, seq):
+            if threads >= 128:
+                T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
+                T.annotate_consumer_reg_alloc(consumer_registers(threads))
             q_tile = T.alloc_shared((tile_m, dim_qk), dtype)
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
             v_tile = T.alloc_shared((tile_n, dim_v), dtype)
+            v_last = T.alloc_shared((tile_n, dim_v), dtype) if ahead else v_tile
             s = T.alloc_fragment((tile_m, tile_n), ACC)
             p = alloc_operand((tile_m, tile_n), dtype)
             acc = T.alloc_fragment((tile_m, dim_v), ACC)
@@ -100,6 +110,9 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
             rescale = T.alloc_fragment((tile_m,), ACC)
             row_sum = T.alloc_fragment((tile_m,), ACC)
             total = T.alloc_fragment((tile_m,), ACC)
+            last_read = T.alloc_var(dtype)
+            # a variable: lengths written out in a condition are taken for ones that threads differ in
+            edge = T.alloc_var("int32")
             q_start = cu_q[seq]
             k_start = padded(cu_k, seq)
             n_q = cu_q[seq + 1] - q_start
@@ -108,7 +121,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
             scale_log2 = exponent * LOG2_E
-            row_0 = block * tile_m
+            row_0 = (T.ceildiv(max_q, tile_m) - 1 - block) * tile_m
             # row i of the tile sees key j where j <= last_0 + i
             last_0 = row_0 + bottom * (n_k - n_q)
             if row_0 < n_q:
@@ -119,23 +132,34 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                 T.fill(m, -T.infinity(ACC))
                 end = T.max(0, T.min(n_k, last_0 + tile_m)) if causal else n_k
                 # at least one step: what waits for q_tile is in the loop
-                for step in T.Pipelined(T.max(1, T.ceildiv(end, tile_n)), num_stages=stages):
+                steps = T.max(1, T.ceildiv(end, tile_n))
+                if ahead:
+                    T.fill(p, 0)
+                    T.copy(PV[k_start + (steps - 1) * tile_n : k_start + steps * tile_n, kv_head, 0:dim_v], v_last)
+                for step in T.Pipelined(steps, num_stages=stages):
                     key_0 = step * tile_n
                     T.copy(PK[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
-                    # the mask is what the product is added to, in tiles that it crosses
-                    T.clear(s)
-                    if causal:
-                        if key_0 + tile_n > T.min(n_k, last_0 + 1):
-                            for i, j in T.Parallel(tile_m, tile_n):
-                                s[i, j] = T.if_then_else(
-                                    key_0 + j < n_k and key_0 + j <= last_0 + i, T.cast(0, ACC), -T.infinity(ACC)
-                                )
+                    if ahead:
+                        # of the tile before; before the first one P is 0
+                        before = k_start + T.max(0, key_0 - tile_n)
+                        T.copy(PV[before : before + tile_n, kv_head, 0:dim_v], v_tile)
+                        T.wgmma_gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                        T.wgmma_gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
+                        T.wait_wgmma(1)
+                        # a tile is given back behind the last statement that reads it, be the products it began done or not
+                        last_read = q_tile[0, 0] + k_tile[0, 0] + v_last[0, 0]
                     else:
-                        if key_0 + tile_n > n_k:
+                        T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                        T.copy(PV[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+                    # only in tiles that the mask's edge crosses
+                    edge = T.min(n_k, last_0 + 1) if causal else n_k
+                    if key_0 + tile_n > edge:
+                        if causal:
                             for i, j in T.Parallel(tile_m, tile_n):
-                                s[i, j] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
-                    T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    T.copy(PV[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+                                s[i, j] = T.if_then_else(key_0 + j < n_k and key_0 + j <= last_0 + i, s[i, j], -T.infinity(ACC))
+                        else:
+                            for i, j in T.Parallel(tile_m, tile_n):
+                                s[i, j] = T.if_then_else(key_0 + j < n_k, s[i, j], -T.infinity(ACC))
                     T.copy(m, m_old)
                     T.reduce_max(s, m, dim=1, clear=False)
                     # a row that has seen no key yet has m = -inf, and -inf - -inf is NaN
@@ -146,10 +170,16 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                     T.reduce_sum(s, row_sum, dim=1)
                     for i in T.Parallel(tile_m):
                         total[i] = total[i] * rescale[i] + row_sum[i]
+                    if ahead:
+                        T.wait_wgmma(0)
+                        last_read = v_tile[0, 0]  # noqa: F841
                     for i, d in T.Parallel(tile_m, dim_v):
                         acc[i, d] = acc[i, d] * rescale[i]
                     T.copy(s, p)
-                    T.gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
+                    if not ahead:
+                        T.gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
+                if ahead:
+                    T.gemm(p, v_last, acc, policy=T.GemmWarpPolicy.FullRow)
                 for i, d in T.Parallel(tile_m, dim_v):
                     if row_0 + i < n_q:
                         O[q_start + row_0 + i, head, d] = T.if_then_else(total[i] > 0, acc[i, d] / total[i], 0.0)
@@ -227,7 +257,11 @@ def backward(
 
         atomic  added to zeros, once for each block, (rows_k, kv_heads, dim)
         split   stored, one of each query head, (rows_k, heads, dim), for `finish` to sum
+
+    Where WGMMA takes all products, they are waited for only where their results are used.
     """
+    threads = min(threads, 2 * tile_n)
+    pipelined = by_wgmma(dtype, threads)
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch_1, rows_q, rows_k, heads, kv_heads = (T.dynamic(n) for n in ("batch_1", "rows_q", "rows_k", "heads", "kv_heads"))
@@ -252,8 +286,8 @@ def backward(
         PdK: T.Tensor((rows_k, key_heads, dim_qk), ACC),
         PdV: T.Tensor((rows_k, key_heads, dim_v), ACC),
     ):
-        with T.Kernel(heads, T.ceildiv(max_k, tile_n), batch_1 - 1, threads=min(threads, 2 * tile_n)) as (head, block, seq):
-            if min(threads, 2 * tile_n) < 128:
+        with T.Kernel(heads, T.ceildiv(max_k, tile_n), batch_1 - 1, threads=threads) as (head, block, seq):
+            if threads < 128:
                 # registers are moved between whole warpgroups
                 T.disable_warp_group_reg_alloc()
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
@@ -275,6 +309,9 @@ def backward(
             dq_acc = T.alloc_fragment((tile_m, dim_qk), ACC)
             dk_acc = T.alloc_fragment((tile_n, dim_qk), ACC)
             dv_acc = T.alloc_fragment((tile_n, dim_v), ACC)
+            last_read = T.alloc_var(dtype)
+            # a variable: lengths written out in a condition are taken for ones that threads differ in
+            edge = T.alloc_var("int32")
             q_start = padded(cu_q, seq)
             k_start = padded(cu_k, seq)
             n_q = cu_q[seq + 1] - cu_q[seq]
@@ -297,31 +334,45 @@ def backward(
                     T.copy(PQ[q_start + row_0 : q_start + row_0 + tile_m, head, 0:dim_qk], q_tile)
                     T.copy(PLSE2[head, q_start + row_0 : q_start + row_0 + tile_m], lse2)
                     T.copy(PDelta[head, q_start + row_0 : q_start + row_0 + tile_m], delta)
-                    T.clear(p)
-                    if causal:
-                        if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):
+                    T.copy(PdO[q_start + row_0 : q_start + row_0 + tile_m, head, 0:dim_v], do_tile)
+                    if pipelined:
+                        T.wgmma_gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                        T.wgmma_gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                        T.wait_wgmma(1)
+                    else:
+                        T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                        T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                    # only in tiles that the mask's edge crosses
+                    edge = T.min(n_k, row_0 + offset + 1) if causal else n_k
+                    if key_0 + tile_n > edge:
+                        if causal:
                             for j, i in T.Parallel(tile_n, tile_m):
                                 p[j, i] = T.if_then_else(
-                                    key_0 + j < n_k and key_0 + j <= row_0 + i + offset, T.cast(0, ACC), -T.infinity(ACC)
+                                    key_0 + j < n_k and key_0 + j <= row_0 + i + offset, p[j, i], -T.infinity(ACC)
                                 )
-                    else:
-                        if key_0 + tile_n > n_k:
+                        else:
                             for j, i in T.Parallel(tile_n, tile_m):
-                                p[j, i] = T.if_then_else(key_0 + j < n_k, T.cast(0, ACC), -T.infinity(ACC))
-                    T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    T.copy(PdO[q_start + row_0 : q_start + row_0 + tile_m, head, 0:dim_v], do_tile)
-                    T.clear(ds)
-                    T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                                p[j, i] = T.if_then_else(key_0 + j < n_k, p[j, i], -T.infinity(ACC))
                     for j, i in T.Parallel(tile_n, tile_m):
                         p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
                     T.copy(p, p_half)
-                    T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
+                    if pipelined:
+                        T.wgmma_gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
+                        T.wait_wgmma(1)
+                    else:
+                        T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
                     for j, i in T.Parallel(tile_n, tile_m):
                         ds_half[j, i] = p[j, i] * (ds[j, i] - delta[i])
-                    T.gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
-                    T.copy(ds_half, ds_tile)
-                    T.clear(dq_acc)
-                    T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True)
+                    if pipelined:
+                        T.wgmma_gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
+                        T.copy(ds_half, ds_tile)
+                        T.wgmma_gemm(ds_tile, k_tile, dq_acc, transpose_A=True, clear_accum=True)
+                        T.wait_wgmma(0)
+                        last_read = q_tile[0, 0] + do_tile[0, 0]  # noqa: F841
+                    else:
+                        T.gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
+                        T.copy(ds_half, ds_tile)
+                        T.gemm(ds_tile, k_tile, dq_acc, transpose_A=True, clear_accum=True)
                     T.copy(dq_acc, dq_tile)
                     T.atomic_add(PdQ[q_start + row_0 : q_start + row_0 + tile_m, head, 0:dim_qk], dq_tile, annotations=BY_TMA)
                 for j, d in T.Parallel(tile_n, dim_qk):

@@ -6,16 +6,16 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, why_unsupported
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.kernels.tilelang.build import unavailable
+from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CAPABILITIES", "SHARED_BYTES_MAX", "DeviceCode", "TileLangKernel", "not_empty"]
+__all__ = ["CAPABILITIES", "SHARED_BYTES_MAX", "DeviceCode", "Function", "TileLangKernel", "not_empty"]
 
 DeviceCode = Callable[[], ModuleType]
 """Gives the module with a kernel's device functions: its own, or an edited copy of it."""
@@ -44,11 +44,18 @@ SHARED_BYTES_MAX = 226 * 1024
 """What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
 
 
+class Function(NamedTuple):
+    """One PrimFunc: the function of the device code that makes it, and with what."""
+
+    factory: str
+    options: dict[str, Any]
+
+
 class TileLangKernel:
     """A kernel whose device code is `device` (a file beside this one) and whose host code is `host`.
 
-    A subclass adds `configs` and `build`. An edited copy of the device code, given by `device_code` under another `name`, is a
-    kernel of its own.
+    A subclass adds `configs`, `functions` and `build`. An edited copy of the device code, given by `device_code` under another
+    `name`, is a kernel of its own.
     """
 
     def __init__(
@@ -77,6 +84,22 @@ class TileLangKernel:
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """The Configs that may be drawn for `problem`, the default first."""
         raise NotImplementedError
+
+    def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
+        """Everything that `build` compiles."""
+        raise NotImplementedError
+
+    def compiled(self, problem: Problem, config: Config, device: Device) -> dict[str, Launch]:
+        """`functions`, compiled.
+
+        Raises:
+            BuildError: the compiler refused.
+        """
+        module = self.device_code()
+        return {
+            name: compiled(module, each.factory, each.options, device)
+            for name, each in self.functions(problem, config, device).items()
+        }
 
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""

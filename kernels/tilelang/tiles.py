@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
+from attnfuzz.kernels.tilelang.tuned import NAMES, config_of, tuned
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIGS", "HOPPER", "PAD", "exponent_of", "fitting", "options_of", "scaled", "signed"]
+__all__ = ["CONFIGS", "HOPPER", "PAD", "exponent_of", "fits", "fitting", "options_of", "scaled", "signed"]
 
-_NAMES = ("tile_m", "tile_n", "threads", "stages")
 PAD = 128
 """A multiple of all tiles: rows to which ragged sequences are padded."""
 _SMALLEST_EXPONENT = 1e-30
@@ -28,24 +28,18 @@ HOPPER = replace(
 """What the dense and the ragged kernels have in common."""
 
 
-def _config(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> Config:
-    """(tile_m, tile_n, threads, stages) of each."""
-    chosen = dict(zip(_NAMES, forward, strict=True))
-    return Config(chosen | {f"back_{name}": value for name, value in zip(_NAMES, backward, strict=True)})
-
-
 CONFIGS = (
-    _config((128, 128, 256, 2), (64, 128, 256, 2)),
-    _config((128, 128, 256, 1), (64, 128, 256, 1)),
-    _config((64, 64, 128, 1), (64, 64, 128, 1)),
-    _config((32, 32, 64, 1), (32, 32, 64, 1)),
+    config_of((128, 128, 256, 2), (64, 128, 256, 2)),
+    config_of((128, 128, 256, 1), (64, 128, 256, 1)),
+    config_of((64, 64, 128, 1), (64, 64, 128, 1)),
+    config_of((32, 32, 64, 1), (32, 32, 64, 1)),
 )
 """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
 
 
 def options_of(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     """What the forward and the backward of the device code are made with."""
-    forward, backward = ({name: config.integer(part + name) for name in _NAMES} for part in ("", "back_"))
+    forward, backward = ({name: config.integer(part + name) for name in NAMES} for part in ("", "back_"))
     return forward, backward
 
 
@@ -66,17 +60,31 @@ def scaled(dq: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
 
 
-def fitting(problem: Problem, *, beside: bool = False) -> tuple[Config, ...]:
-    """The Configs whose shared memory a block can have, and whose dQ two warpgroups can share.
+def fitting(problem: Problem, table: str, *, beside: bool = False, part_of: int | None = None) -> tuple[Config, ...]:
+    """The Configs that may be drawn: the measured one of `table`, where there is one, and those of CONFIGS that fit.
 
-    `beside`: dK and dV leave by fp32 tiles that do not lie over those of the loop.
+    Args:
+        problem: whose dims and dtype must fit the shared memory of a block.
+        table: the backward's rows of the measured table, such as "dense atomic"; its first word is the forward's.
+        beside: dK and dV leave by fp32 tiles that do not lie over those of the loop.
+        part_of: rows of which every tile must be a part, for ragged sequences.
     """
-    shared = problem.dim_qk % 32 == 0
+    measured = tuned(table, problem, CONFIGS[0])
     return tuple(
         config
-        for config in CONFIGS
-        if _shared_bytes(problem, config, beside=beside) <= SHARED_BYTES_MAX and (shared or config.integer("back_threads") <= 128)
+        for config in dict.fromkeys((measured, *CONFIGS))
+        if fits(problem, config, beside=beside) and (part_of is None or not any(part_of % tile for tile in _tiles(config)))
     )
+
+
+def fits(problem: Problem, config: Config, *, beside: bool = False) -> bool:
+    """Whether a block can have the shared memory, and two warpgroups can share dQ."""
+    shared = problem.dim_qk % 32 == 0 or config.integer("back_threads") <= 128
+    return shared and _shared_bytes(problem, config, beside=beside) <= SHARED_BYTES_MAX
+
+
+def _tiles(config: Config) -> tuple[int, ...]:
+    return tuple(config.integer(part + name) for part in ("", "back_") for name in ("tile_m", "tile_n"))
 
 
 def _shared_bytes(problem: Problem, config: Config, *, beside: bool) -> int:
@@ -90,10 +98,12 @@ def _shared_bytes(problem: Problem, config: Config, *, beside: bool) -> int:
         """`kept` elements, `moving` rows of every stage, and squares of the product's shape."""
         return size * (kept + max(1, options["stages"]) * moving * dims + squares * options["tile_m"] * options["tile_n"])
 
+    # in half precision a second tile of V, the last
+    ahead = 0 if single else size * forward["tile_n"] * problem.dim_v
     tile_m, tile_n = backward["tile_m"], backward["tile_n"]
     loop = tiles(backward, tile_n * dims, tile_m, 3 if single else 1) + 4 * tile_m * dim_qk
     leaving = 4 * tile_n * (dim_qk if dim_qk == problem.dim_v else dims)
     return max(
-        tiles(forward, forward["tile_m"] * dim_qk, forward["tile_n"], 1 if single else 0),
+        tiles(forward, forward["tile_m"] * dim_qk, forward["tile_n"], 1 if single else 0) + ahead,
         loop + leaving if beside else max(loop, leaving),
     )
