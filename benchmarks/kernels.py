@@ -1,7 +1,7 @@
 """How fast the kernels are, beside PyTorch's own on the same tensors, by turns in one run on a GPU.
 
     python benchmarks/kernels.py [--seqlen N]... [--dim D]... [--groups G]... [--dtype T]... [--mask causal|full]...
-        [--packing dense|ragged]... [--json FILE] [KERNEL]...
+        [--packing dense|ragged]... [--peer NAME]... [--json FILE] [KERNEL]...
 
 A row per kernel, Config, problem and direction: median milliseconds, TFLOP/s, and the speed as a multiple of flash-attention 2's
 and cuDNN's in scaled_dot_product_attention. All contestants take turns in each round, in another order each time, so that clocks
@@ -15,7 +15,7 @@ import itertools
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,15 +79,20 @@ def ours(kernel: Kernel, problem: Problem, inputs: Inputs, first: int | None) ->
     return found
 
 
-def peers(problem: Problem, inputs: Inputs) -> list[Contestant]:
-    """scaled_dot_product_attention by two backends, and compiled flex_attention, on a dense problem."""
+def peers(problem: Problem, inputs: Inputs, names: Sequence[str] = PEERS) -> list[Contestant]:
+    """scaled_dot_product_attention by two backends, and compiled flex_attention.
+
+    Beside a ragged problem they get the same sequences, which are of one length, as a dense batch.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if problem.packing != "dense" or problem.seqlens_q != problem.seqlens_k:
+    if problem.seqlens_q != problem.seqlens_k:
         return []
-    q, k, v, d_o = (x.transpose(1, 2).detach() for x in (inputs.q, inputs.k, inputs.v, inputs.d_o))
+    given = (inputs.q, inputs.k, inputs.v, inputs.d_o)
+    batched = given if problem.packing == "dense" else tuple(x.unflatten(0, (problem.batch, -1)) for x in given)
+    q, k, v, d_o = (x.transpose(1, 2).detach() for x in batched)
     qkv = tuple(x.requires_grad_() for x in (q, k, v))
     causal, grouped = problem.causal is not None, problem.groups > 1
 
@@ -110,7 +115,7 @@ def peers(problem: Problem, inputs: Inputs) -> list[Contestant]:
         sdpa(SDPBackend.CUDNN_ATTENTION),
         lambda: compiled(*qkv, block_mask=mask, enable_gqa=grouped),
     )
-    return [Contestant(name, forward, backward) for name, forward in zip(PEERS, forwards, strict=True)]
+    return [Contestant(name, forward, backward) for name, forward in zip(PEERS, forwards, strict=True) if name in names]
 
 
 def timed(contestants: list[Contestant], rounds: int) -> dict[str, tuple[float, float]]:
@@ -167,6 +172,7 @@ def rows_of(problem: Problem, times: dict[str, tuple[float, float]]) -> list[dic
 @click.option("--dtype", multiple=True, default=("float16",), show_default=True, type=click.Choice(["float16", "bfloat16"]))
 @click.option("--mask", multiple=True, default=("causal",), show_default=True, type=click.Choice(["causal", "full"]))
 @click.option("--packing", multiple=True, default=("dense",), show_default=True, type=click.Choice(["dense", "ragged"]))
+@click.option("--peer", multiple=True, default=PEERS, show_default=True, type=click.Choice(PEERS))
 @click.option("--configs", type=click.IntRange(min=1), help="So many Configs of each kernel [default: all].")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
@@ -175,6 +181,7 @@ def main(
     batch: int,
     heads: int,
     configs: int | None,
+    peer: tuple[str, ...],
     rounds: int,
     json_file: Path | None,
     **grid: tuple[Any, ...],
@@ -192,8 +199,10 @@ def main(
             dtype=dtype, causal="bottom_right" if mask == "causal" else None,
         )  # fmt: skip
         inputs = materialise(problem, Recipe(), "cuda")
-        contestants = peers(problem, inputs)
+        contestants = peers(problem, inputs, peer)
         for kernel in chosen:
+            if problem.packing not in kernel.capabilities.packings:
+                continue
             contestants += ours(kernel, problem, inputs, configs)
         rows += rows_of(problem, timed(contestants, rounds))
         click.echo(f"{rows[-1]['problem'] if rows else problem}: done", err=True)

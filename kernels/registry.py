@@ -36,6 +36,7 @@ _HIDDEN = {
     "demo.varlen": "attnfuzz.kernels.planted:demo_kernel",
     "emulated": "attnfuzz.kernels.emulated.kernel:KERNEL",
     "emulated.prescaled": "attnfuzz.kernels.emulated.kernel:PRESCALED",
+    "emulated.tf32": "attnfuzz.kernels.emulated.kernel:TF32",
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
 }

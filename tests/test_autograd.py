@@ -13,7 +13,7 @@ from attnfuzz.kernels.problem import BadArgument
 assert issubclass(BadArgument, ValueError)
 
 DENSE = (
-    "tilelang.mha",
+    pytest.param("tilelang.mha", marks=pytest.mark.slow),
     pytest.param("tilelang.gqa.atomic", marks=pytest.mark.slow),
     "tilelang.gqa.split",
     "torch.reference_cpu",

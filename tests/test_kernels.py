@@ -6,7 +6,8 @@ import pytest
 
 from attnfuzz.harness.plugin import fuzz
 
-test_tilelang_mha = fuzz("tilelang.mha")
+test_tilelang_mha = pytest.mark.slow(fuzz("tilelang.mha"))
+test_tilelang_mha_pipelined = pytest.mark.slow(fuzz("tilelang.mha_pipelined"))
 test_tilelang_gqa_atomic = pytest.mark.slow(fuzz("tilelang.gqa.atomic"))
 test_tilelang_gqa_split = pytest.mark.slow(fuzz("tilelang.gqa.split"))
 test_tilelang_gqa_varlen_atomic = fuzz("tilelang.gqa_varlen.atomic")

@@ -115,7 +115,11 @@ def test_what_a_tensor_holds_survives_its_growth() -> None:
     assert made.flatten()[4:].isnan().all()
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.backend}: {fault.name}")
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=[pytest.mark.slow] * (number % 2)) for number, each in enumerate(FAULTS)],
+    ids=lambda fault: f"{fault.backend}: {fault.name}",
+)
 def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault.cpu_only and environment.has_cuda():
         pytest.skip("its code is the CPU's")
@@ -149,7 +153,8 @@ def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Pa
         registry.unregister(kernel.name)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.slow), "tilelang"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
 def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = planted(MemoryFault("nothing", backend, ()))
     hunt = hunted(kernel, tmp_path, monkeypatch, check=None, dtype="float16", most=40)

@@ -282,6 +282,7 @@ def test_triton_passes_what_is_drawn() -> None:
         assert not verdict.failures, (case.canonical(), verdict.failures)
 
 
+@pytest.mark.slow
 def test_tilelang_passes_what_is_drawn() -> None:
     kernel = registry.get("tilelang.varlen")
     if reason := kernel.unavailable("cpu"):

@@ -224,7 +224,7 @@ def agrees(want: Result, got: Result, dtype: str) -> dict[str, float]:
         (None, "float16", 0.0),
         pytest.param("bottom_right", "float16", None, marks=pytest.mark.slow),
         pytest.param("bottom_right", "float16", -0.3, marks=pytest.mark.slow),
-        ("bottom_right", "bfloat16", None),
+        pytest.param("bottom_right", "bfloat16", None, marks=pytest.mark.slow),
         pytest.param(None, "float32", None, marks=pytest.mark.slow),
     ],
 )

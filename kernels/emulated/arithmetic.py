@@ -9,12 +9,12 @@ from typing import Literal
 
 import torch
 
-__all__ = ["DTYPES", "Accumulation", "product", "rounded", "toward_zero", "truncated"]
+__all__ = ["DTYPES", "Accumulation", "cut_to_tf32", "product", "rounded", "toward_zero", "truncated"]
 
-Accumulation = Literal["f32", "rz", "tc", "half"]
+Accumulation = Literal["f32", "rz", "tc", "half", "tf32"]
 """f32: torch's own. rz: exact blocks of 16, added to float32 toward zero. tc: blocks of 16 aligned to the largest term and cut
 two bits below float32's last, as measured of Hopper's tensor cores (Fasi et al. 2021; Khattak and Mikaitis 2025). half: blocks
-of 16 added in the input dtype, which is a fault."""
+of 16 added in the input dtype, which is a fault. tf32: f32 of operands cut to 10 bits, as a tensor core takes float32."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _BLOCK = 16
@@ -41,6 +41,11 @@ def toward_zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (y.view(bits) - over.to(bits)).view(dtype)
 
 
+def cut_to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32 with the last 13 of 23 mantissa bits zero."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
 def product(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -57,7 +62,9 @@ def product(
         start: float32 accumulator to begin with; None: 0.
         dtype: of the accumulator where accumulation is "half".
     """
-    if accumulation == "f32":
+    if accumulation == "tf32":
+        a, b = cut_to_tf32(a), cut_to_tf32(b)
+    if accumulation in ("f32", "tf32"):
         found = torch.matmul(a, b)
         return found if start is None else start + found
     left, right = a.double(), b.double()

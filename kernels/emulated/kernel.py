@@ -1,4 +1,4 @@
-"""The emulated kernel as subjects of the harness: "emulated", "emulated.prescaled" and "fault.numeric.<slug>". Never listed.
+"""The emulated kernel as subjects: "emulated", "emulated.prescaled", "emulated.tf32", "fault.numeric.<slug>". Never listed.
 
 They try the judge: the correct ones must always pass, the faulty ones be found (`attnfuzz selftest verdict`).
 """
@@ -18,17 +18,17 @@ from attnfuzz.kernels.emulated.faults import Change, fault
 from attnfuzz.kernels.emulated.tiled import Sequence, Tiled
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
 
-__all__ = ["FAULT_PREFIX", "KERNEL", "PRESCALED", "Emulated", "fault_kernel"]
+__all__ = ["FAULT_PREFIX", "KERNEL", "PRESCALED", "TF32", "Emulated", "fault_kernel"]
 
 FAULT_PREFIX: Final = "fault.numeric."
 _FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 _CORRECT: Final = Change()
 
 
-def _capabilities(*, prescaled_q: bool) -> Capabilities:
+def _capabilities(*, prescaled_q: bool, tf32: bool) -> Capabilities:
     return Capabilities(
         packings=("ragged", "dense"),
-        dtypes=("float16", "bfloat16", "float32"),
+        dtypes=("float32",) if tf32 else ("float16", "bfloat16", "float32"),
         dims=((64, 64), (32, 32), (16, 16), (128, 128), (96, 96), (64, 48), (192, 128), (40, 72), (256, 256)),
         dim_multiple=1,
         groups=None,
@@ -43,7 +43,7 @@ def _capabilities(*, prescaled_q: bool) -> Capabilities:
         compiles_on=(),
         dlse=True,
         deterministic=OUTPUT_NAMES,
-        deviations=Deviations(prescaled_q=prescaled_q),
+        deviations=Deviations(prescaled_q=prescaled_q, tf32_on=("cpu",) if tf32 else ()),
     )
 
 
@@ -53,9 +53,9 @@ class Emulated:
     backend = "torch"
     files = _FILES
 
-    def __init__(self, name: str, change: Change = _CORRECT, *, prescaled_q: bool = False) -> None:
-        self.name, self.change, self.prescaled_q = name, change, prescaled_q
-        self.capabilities = _capabilities(prescaled_q=prescaled_q)
+    def __init__(self, name: str, change: Change = _CORRECT, *, prescaled_q: bool = False, tf32: bool = False) -> None:
+        self.name, self.change, self.prescaled_q, self.tf32 = name, change, prescaled_q, tf32
+        self.capabilities = _capabilities(prescaled_q=prescaled_q, tf32=tf32)
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Some two dozen, the plainest first; any other combination of choices is taken too."""
@@ -87,14 +87,14 @@ class Emulated:
         """
         if reason := self.supports(problem, config, device):
             raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
-        return _Emulation(Choices.of(config), self.change, prescaled_q=self.prescaled_q)
+        return _Emulation(Choices.of(config), self.change, prescaled_q=self.prescaled_q, tf32=self.tf32)
 
 
 class _Emulation:
     """Sequence by sequence. Slack rows of outputs are 0."""
 
-    def __init__(self, choices: Choices, change: Change, *, prescaled_q: bool) -> None:
-        self.choices, self.change, self.prescaled_q = choices, change, prescaled_q
+    def __init__(self, choices: Choices, change: Change, *, prescaled_q: bool, tf32: bool) -> None:
+        self.choices, self.change, self.prescaled_q, self.tf32 = choices, change, prescaled_q, tf32
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """`o` like q with dim_v; `lse (heads, rows)` beside a ragged q, `(batch, heads, rows)` beside a dense one."""
@@ -146,7 +146,7 @@ class _Emulation:
             d_lse=None if d_lse is None else d_lse[_of_lse(at_q)].unflatten(0, (p.kv_heads, p.groups)),
             seen=_seen(p, index, self.change.causal_shift),
         )
-        return Tiled(sequence, p.scale, self.choices, self.change, prescaled_q=self.prescaled_q)
+        return Tiled(sequence, p.scale, self.choices, self.change, prescaled_q=self.prescaled_q, tf32=self.tf32)
 
 
 _Place = tuple[slice | int, ...]
@@ -196,6 +196,7 @@ def _seen(problem: Problem, index: int, shift: int) -> torch.Tensor:
 
 KERNEL: Final = Emulated("emulated")
 PRESCALED: Final = Emulated("emulated.prescaled", prescaled_q=True)
+TF32: Final = Emulated("emulated.tf32", tf32=True)
 
 
 def fault_kernel(slug: str) -> Emulated | None:

@@ -37,7 +37,17 @@ class Sequence:
 class Tiled:
     """One sequence's forward and backward with some Choices and a Change."""
 
-    def __init__(self, sequence: Sequence, scale: float, choices: Choices, change: Change, *, prescaled_q: bool = False) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        scale: float,
+        choices: Choices,
+        change: Change,
+        *,
+        prescaled_q: bool = False,
+        tf32: bool = False,
+    ) -> None:
+        self.tf32 = tf32
         self.x, self.choices, self.change, self.dtype, self.prescaled = sequence, choices, change, sequence.dtype, prescaled_q
         # exp(s scale) is monotone in s for a scale that is not negative: a sign goes to q, exactly.
         self.scale = scale
@@ -57,7 +67,7 @@ class Tiled:
         return rounded(x, torch.bfloat16 if how == "bfloat16" else self.dtype)
 
     def _mma(self, a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None, *, in_half: bool = False) -> torch.Tensor:
-        mode: Accumulation = "half" if in_half else self.choices.mma
+        mode: Accumulation = "half" if in_half else "tf32" if self.tf32 else self.choices.mma
         return product(a, b, mode, start, self.dtype)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

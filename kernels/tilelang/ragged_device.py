@@ -153,7 +153,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                         T.copy(PV[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_v], v_tile)
                     # only in tiles that the mask's edge crosses
                     edge = T.min(n_k, last_0 + 1) if causal else n_k
-                    if key_0 + tile_n > edge:
+                    if not ahead or key_0 + tile_n > edge:
                         if causal:
                             for i, j in T.Parallel(tile_m, tile_n):
                                 s[i, j] = T.if_then_else(key_0 + j < n_k and key_0 + j <= last_0 + i, s[i, j], -T.infinity(ACC))
@@ -344,7 +344,7 @@ def backward(
                         T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     # only in tiles that the mask's edge crosses
                     edge = T.min(n_k, row_0 + offset + 1) if causal else n_k
-                    if key_0 + tile_n > edge:
+                    if not pipelined or key_0 + tile_n > edge:
                         if causal:
                             for j, i in T.Parallel(tile_n, tile_m):
                                 p[j, i] = T.if_then_else(

@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
-from attnfuzz.oracles.formats import EPS, Format, rounded
+from attnfuzz.oracles.formats import EPS, TF32, Format, rounded
 from attnfuzz.oracles.relations.difference import Difference, Given, Related
 from attnfuzz.oracles.relations.sizes import Noise, seen_keys, sum_of_seeing
 from attnfuzz.oracles.relations.tensors import output, packed
@@ -23,7 +23,8 @@ def constant_v(given: Given) -> Related:
 
     With c that row of V, u the dtype's unit roundoff, p_i as in `sizes`:
 
-        |O_i - c| <= M_i = |c| min(u, 5 u p_i) + fp32 terms, before its rounding (P is rounded, its row sum is not)
+        |O_i - c| <= M_i = |c| min(u, 5 u p_i) + fp32 terms, before its rounding (P is rounded, its row sum is not);
+                           by tf32 2 u |c|, as P and c are cut toward zero
         |dS_ij| <= P_ij B_i,   B_i = sum_d |dO| (|O_i - c| + M_i) + eps (8 + dim_v / 8) sum_d |dO c|
         |dQ_i| <= |scale| B_i max_j |k_j|
         |dK_j| <= |scale| sum_i B_i |q_i| min(1, exp(|scale| |q_i| max_j |k_j| - LSE_i))
@@ -66,6 +67,9 @@ def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -
     expected = torch.where(live, c.expand(heads, rows, -1), 0.0)
     u = noise.u if noise.half or noise.u > form.u else 0.0
     relative = (5 * torch.hypot(torch.full_like(noise.p, u), form.eta * noise.n) * noise.p).clamp(max=u + form.eta)
+    if noise.tf32:
+        # P and c are cut, not rounded: always toward zero.
+        relative = torch.full_like(relative, TF32)
     # The terms of O have one sign: tensor cores truncate their sum at each step of 16 keys.
     steps = noise.n / 8 if noise.half or u else 0.0
     relative = relative + EPS * (8 + 2 * noise.n.sqrt() + steps)
@@ -122,6 +126,8 @@ def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Diff
     carried = form.u + EPS * math.sqrt(terms)
     # Tensor cores truncate the sum at each step of 16 rows, and what the keys' sums have in common they truncate alike.
     truncated = EPS * terms / 16 * d_v.abs().sum(1, keepdim=True) if noise.half or u else 0.0
+    if noise.tf32:
+        truncated = truncated + TF32 * grouped(d_o.abs())
     spread = (grouped((d_o * by_row[..., None]).square()) + carried**2 * d_v.square().sum(1, keepdim=True)).sqrt()
     spread = spread + form.eta * math.sqrt(d_v.shape[1]) + carried * expected.abs() / 8
     return Difference(

@@ -78,9 +78,11 @@ class Noise:
     ) -> None:
         form = Format.of(problem.dtype)
         self._groups, self._deviations, self.keys = problem.groups, deviations, data.k.shape[1]
-        tf32 = problem.dtype == "float32" and device in deviations.tf32_on
+        tf32 = self.tf32 = problem.dtype == "float32" and device in deviations.tf32_on
         self.half = problem.dtype != "float32"
         self.u = _TF32 if tf32 else form.u
+        # The output's last rounding; by tf32 that of the one term that is nearly all of it.
+        self._own = self.u if tf32 or self.half else 2 * form.u
         self._eta, self._form = form.eta, form
         scale = self._scale = abs(problem.scale)
         q, k, v, d_o = (x.double() for x in (data.q, data.k, data.v, data.d_o))
@@ -131,7 +133,7 @@ class Noise:
 
     def _total(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
         fixed = torch.where(self.live, torch.hypot(rounding, fp32 * size), 0.0)[..., None]
-        own = (self.u if self.half else 2 * self._form.u) + fp32[..., None]
+        own = self._own + fp32[..., None]
         least = torch.where(self.live, self._eta, 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
 
@@ -148,7 +150,7 @@ class Noise:
         if self._deviations.half_partials:
             rounding = 1.5 * rounding
         fixed = torch.hypot(gathered(rounding), fp32 * gathered(size))[..., None]
-        own = (self.u if self.half else 2 * self._form.u) + fp32
+        own = self._own + fp32
         touched = sum_of_seeing(self.seen, self.keys, self.live.double()[None])[0] > 0
         least = torch.where(touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
