@@ -15,7 +15,7 @@ from attnfuzz.harness.inputs import materialise
 from attnfuzz.harness.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs, Kernel, Outputs
-from attnfuzz.kernels.emulated.arithmetic import product, toward_zero
+from attnfuzz.kernels.emulated.arithmetic import cut_to_tf32, product, toward_zero
 from attnfuzz.kernels.emulated.choices import Choices, drawn_config, sample
 from attnfuzz.kernels.emulated.faults import FAULTS, NumericFault
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Dtype, Needs, Problem
@@ -217,3 +217,29 @@ def test_products_accumulate_as_they_say() -> None:
     start = torch.tensor([[2.0]])
     for mode in ("f32", "rz", "tc"):
         assert product(torch.ones(1, 4), torch.ones(4, 1), mode, start).item() == 6.0  # type: ignore[arg-type]
+
+
+def test_tf32_is_within_its_budgets() -> None:
+    """A row that sees a key with V = 0 and one that cancels in dP: every entry of V is cut for itself, which moves Delta."""
+    problem = Problem(
+        seqlens_q=(2, 2), seqlens_k=(2, 2), packing="dense", dim_qk=64, dim_v=64, heads=3, kv_heads=3, dtype="float32",
+        causal="top_left", softmax_scale=0.0078125,
+    )  # fmt: skip
+    kernel = registry.get("emulated.tf32")
+    for seed in range(40):
+        for pattern in ("sink", "normal"):
+            recipe = Recipe(pattern=pattern, seed=seed)
+            verdict = run_trial(
+                Case(kernel=kernel.name, problem=problem, recipe=recipe, config=kernel.configs(problem)[0]), "cpu"
+            )
+            assert not verdict.failures, (seed, pattern, verdict.failures)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(1 + 2.0**-10, 1 + 2.0**-10), (1 + 2.0**-10 + 2.0**-11, 1 + 2.0**-10), (-1 - 2.0**-11, -1.0), (3e-39, 2.9e-39)],
+)
+def test_tf32_cuts_toward_zero(given: float, kept: float) -> None:
+    x = cut_to_tf32(torch.tensor([given]))
+    assert float(x) == pytest.approx(kept, rel=0.02 if kept < 1e-38 and kept > 0 else 0)
+    assert abs(float(x)) <= abs(given)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -271,6 +272,38 @@ def test_correct_kernels_pass_what_is_drawn(subject: Kernel) -> None:
     for case in drawn(subject, 30):
         verdict = trial.run_trial(case, "cpu")
         assert not verdict.failures, (case.canonical(), verdict.failures)
+
+
+HALF, BFLOAT = "float16", "bfloat16"
+ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
+    # Kernels on a GPU were told to be wrong there, and so was an emulated one with the same numbers. Equal P are rounded alike,
+    ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (249,), "dim_qk": 192, "dim_v": 128, "dtype": BFLOAT,
+                                "softmax_scale": 0.0}, Recipe(), {}),
+    ("emulated", "constant_v", {"seqlens_q": (12,), "seqlens_k": (76,), "dim_qk": 96, "dim_v": 96, "dtype": HALF,
+                                "softmax_scale": 0.0, "causal": "bottom_right"}, Recipe(), {}),
+    # subnormal dV too,
+    ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (11389,), "dim_qk": 64, "dim_v": 64, "dtype": HALF},
+     Recipe(), {}),
+    # the error of Delta is times the mean of the keys that a row sees,
+    ("emulated", "permuted_keys", {"seqlens_q": (215,), "seqlens_k": (871,), "dim_qk": 48, "dim_v": 80, "heads": 8, "kv_heads": 8,
+                                   "packing": "dense", "dtype": BFLOAT}, Recipe(k_scale=2.0, seed=3),
+     {"tile_m": 32, "tile_n": 128}),
+    # and tf32 cuts toward zero.
+    ("emulated.tf32", "constant_v", {"seqlens_q": (1,), "seqlens_k": (2,), "dim_qk": 64, "dim_v": 64, "dtype": "float32"},
+     Recipe(), {}),
+    ("emulated.tf32", "constant_v", {"seqlens_q": (32,), "seqlens_k": (43,), "dim_qk": 64, "dim_v": 64, "dtype": "float32"},
+     Recipe(), {}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "check", "values", "recipe", "choices"), ONCE_ACCUSED)
+def test_what_a_correct_kernel_was_accused_of(name: str, check: Check, values, recipe: Recipe, choices) -> None:
+    kernel, problem = registry.get(name), Problem(**values)
+    tried = [each for each in kernel.configs(problem) if each["mma"] == "f32" and dict(each) | choices == dict(each)]
+    assert tried
+    for config in tried[:6]:
+        verdict = trial.run_trial(Case(kernel=name, problem=problem, recipe=recipe, config=config, check=check), "cpu")
+        assert not verdict.failures, (config, verdict.failures)
 
 
 def test_triton_passes_what_is_drawn() -> None:

@@ -149,8 +149,8 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                         # a tile is given back behind the last statement that reads it, be the products it began done or not
                         last_read = q_tile[0, 0] + k_tile[0, 0] + v_last[0, 0]
                     else:
-                        T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
-                        T.copy(PV[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+                        # the mask is what the product is added to
+                        T.clear(s)
                     # only in tiles that the mask's edge crosses
                     edge = T.min(n_k, last_0 + 1) if causal else n_k
                     if not ahead or key_0 + tile_n > edge:
@@ -160,6 +160,9 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                         else:
                             for i, j in T.Parallel(tile_m, tile_n):
                                 s[i, j] = T.if_then_else(key_0 + j < n_k, s[i, j], -T.infinity(ACC))
+                    if not ahead:
+                        T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                        T.copy(PV[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_v], v_tile)
                     T.copy(m, m_old)
                     T.reduce_max(s, m, dim=1, clear=False)
                     # a row that has seen no key yet has m = -inf, and -inf - -inf is NaN
@@ -340,11 +343,10 @@ def backward(
                         T.wgmma_gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                         T.wait_wgmma(1)
                     else:
-                        T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
-                        T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
+                        T.clear(p)
                     # only in tiles that the mask's edge crosses
                     edge = T.min(n_k, row_0 + offset + 1) if causal else n_k
-                    if not pipelined or key_0 + tile_n > edge:
+                    if key_0 + tile_n > edge:
                         if causal:
                             for j, i in T.Parallel(tile_n, tile_m):
                                 p[j, i] = T.if_then_else(
@@ -353,6 +355,9 @@ def backward(
                         else:
                             for j, i in T.Parallel(tile_n, tile_m):
                                 p[j, i] = T.if_then_else(key_0 + j < n_k, p[j, i], -T.infinity(ACC))
+                    if not pipelined:
+                        T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                        T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     for j, i in T.Parallel(tile_n, tile_m):
                         p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
                     T.copy(p, p_half)

@@ -66,7 +66,8 @@ def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -
     live = noise.live[:, None]
     expected = torch.where(live, c.expand(heads, rows, -1), 0.0)
     u = noise.u if noise.half or noise.u > form.u else 0.0
-    relative = (5 * torch.hypot(torch.full_like(noise.p, u), form.eta * noise.n) * noise.p).clamp(max=u + form.eta)
+    alike = torch.hypot(noise.p, _alike(noise, u))
+    relative = (5 * torch.hypot(torch.full_like(noise.p, u), form.eta * noise.n) * alike).clamp(max=u + form.eta)
     if noise.tf32:
         # P and c are cut, not rounded: always toward zero.
         relative = torch.full_like(relative, TF32)
@@ -100,6 +101,11 @@ def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -
         yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), allowed + torch.where(touched, form.eta, 0.0))
 
 
+def _alike(noise: Noise, u: float) -> torch.Tensor:
+    """How much of P's roundings does not average out: P within 4 u of each other, as where a scale is 0, are rounded alike."""
+    return (4 * u / noise.sigma.clamp(min=1e-300)).clamp(max=1.0) if u else torch.zeros_like(noise.sigma)
+
+
 def _lse(given: Given, part: SequenceData, made: Outputs) -> torch.Tensor:
     """LSE in natural logarithms; endless where the kernel gives none, since P <= 1 is then all that is known."""
     (problem,) = given.problems
@@ -121,13 +127,18 @@ def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Diff
 
     expected = grouped(d_o)
     u = noise.u if noise.half or noise.u > form.u else 0.0
-    by_row = torch.hypot(u * noise.p, form.eta * noise.n.sqrt()) + EPS * (8 + 2 * noise.exponent)
+    alike = _alike(noise, u)
+    by_row = torch.hypot(u * torch.hypot(noise.p, alike), form.eta * noise.n.sqrt()) + EPS * (8 + 2 * noise.exponent)
     terms = problem.groups * part.q.shape[1]
     carried = form.u + EPS * math.sqrt(terms)
     # Tensor cores truncate the sum at each step of 16 rows, and what the keys' sums have in common they truncate alike.
     truncated = EPS * terms / 16 * d_v.abs().sum(1, keepdim=True) if noise.half or u else 0.0
     if noise.tf32:
         truncated = truncated + TF32 * grouped(d_o.abs())
+    # The keys' own roundings are one and the same where all that is seen is seen alike, or is next to nothing.
+    same = float(alike.max()) if alike.numel() else 0.0
+    size = d_v.abs()
+    truncated = truncated + (same * form.u * size + torch.where(size < 32 * form.eta, form.eta, 0.0)).sum(1, keepdim=True)
     spread = (grouped((d_o * by_row[..., None]).square()) + carried**2 * d_v.square().sum(1, keepdim=True)).sqrt()
     spread = spread + form.eta * math.sqrt(d_v.shape[1]) + carried * expected.abs() / 8
     return Difference(

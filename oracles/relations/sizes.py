@@ -9,7 +9,8 @@ For values that are generic (near normal, independent, scores of a deviation of 
 per element, with P_ij^2 ~ exp(2 tau_j^2) / n_i^2, tau_j = |scale| |k_j| rms(q). Rounding P (dS) to the input dtype gives
 every term an independent error of 0.42 u of it, so the sum one of 0.42 u of these sizes; the output's own rounding another 0.42 u
 of its value; the difference of two runs has sqrt(2) times both. The error of Delta, dO . dO(O), moves a row of dS by
-0.42 u |dO_i| rms(v) p_i P: it enters dQ as p_i times what the roundings of dS are, and counts where few keys are seen. Subnormals
+0.42 u |dO_i| rms(v) p_i P: in dQ that is times sum_j P_ij k_j, the keys' mean, rms(k) sigma_i q_i / |q_i| as keys that are seen
+more point where q does, and p_i rms(k). Subnormals
 of P and dS lose eta each. fp32 arithmetic adds eps times a few, times the magnitude of the exponents, and sqrt(n) of
 accumulation. The unit that `Noise` gives is all of them, with u in place of 0.6 u.
 
@@ -95,6 +96,13 @@ class Noise:
         self.p = (torch.exp(sigma.square() / 2) / n.sqrt()).clamp(max=1.0)
         lifted = 3 * sigma + (0 if shift is None else shift.abs() * max(1.0, problem.dim_qk / 32))
         self.exponent = n.log() + lifted
+        self.sigma = sigma
+        of_mean = (k.mean(1, keepdim=True) if self.keys else torch.zeros_like(k[:, :1])) / max(rms_k, 1e-300)
+        toward_q = sigma[..., None] * q / q_size.clamp(min=1e-300)[..., None]
+        self._drift = torch.hypot(
+            toward_q, of_mean.repeat_interleave(self._groups, 0).expand_as(toward_q) if self.keys else toward_q
+        )
+        """|sum_j P_ij k_j| / rms(k), but for what is random in it."""
         self._fp32 = EPS * (4 + 2 * self.exponent + n.sqrt() / 2)
         self._t = d_o.norm(dim=2) * rms_v
         self._w = d_o.square().mean(2).sqrt()
@@ -111,12 +119,14 @@ class Noise:
             case "o":
                 size = self._rms_v * self.p
                 rounding = torch.hypot(self.u * size, self._eta * self.n * size)
-                return self._total(expected, size, rounding, self._fp32)
+                return self._total(expected, size, rounding[..., None], self._fp32)
             case "dq":
                 size = self._scale * self._t * self._rms_k * self.p
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self.n
-                rounding = torch.hypot(self.u * size * (1 + 2 * self.p), flushed * self._scale * self._rms_k * self.p)
-                return self._total(expected, size, rounding, self._fp32)
+                of_delta = 2 * torch.hypot(self.p[..., None], self._drift)
+                rounding = (self.u * size)[..., None] * (1 + of_delta)
+                flushed = (flushed * self._scale * self._rms_k * self.p)[..., None]
+                return self._total(expected, size, torch.hypot(rounding, flushed), self._fp32)
             case "dv":
                 rounding = torch.hypot(torch.full_like(self.n, self.u), self._eta * self.n)
                 return self._by_key(expected, self._w / self.n, self._w / self.n * rounding)
@@ -132,7 +142,7 @@ class Noise:
         return allowed / _LN_2 if self._deviations.lse_base2 else allowed
 
     def _total(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
-        fixed = torch.where(self.live, torch.hypot(rounding, fp32 * size), 0.0)[..., None]
+        fixed = torch.where(self.live[:, None], torch.hypot(rounding, (fp32 * size)[..., None]), 0.0)
         own = self._own + fp32[..., None]
         least = torch.where(self.live, self._eta, 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
