@@ -32,6 +32,8 @@ class TileLangFault:
     edits: tuple[Edit, ...]
     reduction: Literal["none", "atomic", "split"] = "atomic"
     causal: bool = False
+    ahead: bool = False
+    """Only in a Config of four warps, whose products are asynchronous."""
     slow: bool = False
     """Run only when asked for: another fault of the same function is run always."""
 
@@ -106,6 +108,18 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
             ),
         ),
     ),
+    TileLangFault(
+        "V of this tile for that of the tile before",
+        (Edit("T.max(0, key_0 - tile_n) : T.max(0, key_0 - tile_n) + tile_n", "key_0 : key_0 + tile_n"),),
+        "none",
+        ahead=True,
+    ),
+    TileLangFault(
+        "P of no tile not cleared",
+        (Edit("                T.fill(p, 0)\n", "                T.fill(p, 1)\n"),),
+        "none",
+        ahead=True,
+    ),
 )
 
 
@@ -148,6 +162,17 @@ RAGGED_FAULTS: tuple[TileLangFault, ...] = (
         "the groups' shares of one head only",
         (Edit("head * groups + group, d]", "head * groups, d]"),),
         "split",
+        slow=True,
+    ),
+    TileLangFault(
+        "the first tile of V for the last",
+        (
+            Edit(
+                "PV[k_start + (steps - 1) * tile_n : k_start + steps * tile_n, kv_head, 0:dim_v], v_last",
+                "PV[k_start : k_start + tile_n, kv_head, 0:dim_v], v_last",
+            ),
+        ),
+        ahead=True,
         slow=True,
     ),
 )

@@ -1,0 +1,36 @@
+"""Cases in which a TileLang kernel once did not end: long loops over the smallest tiles, on a GPU that others shared.
+
+What is suspected: of the warpgroup that loads, only one thread issues copies, and nothing keeps its
+other warps within one phase of the barriers that they wait for too; a warp that misses two waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tilelang")
+
+from attnfuzz.harness.corpus import read_case
+from attnfuzz.harness.isolated import Isolated
+
+FILES = sorted((Path(__file__).parent / "corpus" / "hangs").glob("*.json"))
+TIMES = 20
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.fixture
+def executor() -> Iterator[Isolated]:
+    made = Isolated("cuda", deadline=60.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_ends(path: Path, executor: Isolated) -> None:
+    case = read_case(path).case
+    verdicts = [executor.trial(case) for _ in range(TIMES)]
+    assert [each.status for each in verdicts] == ["pass"] * TIMES, [each.failures for each in verdicts if each.failures][:1]
