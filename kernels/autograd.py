@@ -243,7 +243,9 @@ def _applied(
     chosen = configs[0] if config is None else config
     if reason := subject.supports(problem, chosen, device):
         raise BadArgument(f"kernel={subject.name!r}: {reason}; use another kernel, or give what it supports")
-    o, lse = _Attention.apply(*qkv, subject.build(problem, chosen, device), problem, starts, subject.capabilities.layouts)
+    # What a kernel declares of layouts holds for those that the Problem names, and this one names none.
+    strided = bool(getattr(subject, "any_strides", False))
+    o, lse = _Attention.apply(*qkv, subject.build(problem, chosen, device), problem, starts, strided)
     return (o, lse) if return_lse else o
 
 

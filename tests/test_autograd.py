@@ -99,12 +99,32 @@ def test_ragged_sequences_and_lse() -> None:
         torch.testing.assert_close(whole[:5], part[:5], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("kind", ["transposed", "expanded"])
+def test_ragged_tensors_may_have_any_strides(which: str, kind: str) -> None:
+    able("triton.varlen")
+    torch.manual_seed(4)
+    given = {name: torch.randn(n, 2, 32) for name, n in (("q", 9), ("k", 12), ("v", 12), ("do", 9))}
+    x = given[which]
+    given[which] = x.transpose(0, 1).contiguous().transpose(0, 1) if kind == "transposed" else x[:1, :, :1].expand_as(x)
+    assert not given[which].is_contiguous()
+    ends = (torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32))
+    found = []
+    for tensors in (given, {name: each.contiguous() for name, each in given.items()}):
+        qkv = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
+        o = attention_varlen(*qkv, *ends, kernel="triton.varlen", causal="bottom_right")
+        found.append((o, *torch.autograd.grad(o, qkv, tensors["do"])))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param("tilelang.gqa_varlen.atomic", marks=pytest.mark.slow),
-        "tilelang.gqa_varlen.split",
+        pytest.param("tilelang.gqa_varlen.split", marks=pytest.mark.slow),
         pytest.param("tilelang.varlen", marks=pytest.mark.slow),
+        "triton.varlen",
     ],
 )
 def test_padding_is_left_out(name: str) -> None:
@@ -120,7 +140,8 @@ def test_padding_is_left_out(name: str) -> None:
     assert o.shape == (3, 9, 4, 32)
     assert not o[1:].any(), "a sequence without queries, and one without keys"
     found = torch.autograd.grad(o.sum(), (q, k, v))
-    alone = attention(q[:1], k[:1, :5], v[:1, :5], kernel="tilelang.gqa.split", causal=True)
+    ends = (torch.tensor([0, n], dtype=torch.int32) for n in (9, 5))
+    alone = attention_varlen(q[0], k[0, :5], v[0, :5], *ends, kernel=name, causal="bottom_right")[None]
     torch.testing.assert_close(o[:1], alone, rtol=1e-5, atol=1e-6)
     for got, true in zip(found, torch.autograd.grad(alone.sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-5)

@@ -49,10 +49,17 @@ def case_of(name: str, n_q: int = 1, n_k: int = 3, **changed: Any) -> Case:
     return Case(kernel=name, problem=problem, config=kernel.configs(problem)[0])
 
 
-@pytest.mark.parametrize("part", [pytest.param(0, id="first half"), pytest.param(1, id="second half", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(0, id="first third"),
+        pytest.param(1, id="second third", marks=pytest.mark.slow),
+        pytest.param(2, id="last third", marks=pytest.mark.slow),
+    ],
+)
 def test_every_fault_is_told_shrunk_and_survived(part: int) -> None:
-    half = len(NAMES) // 2
-    names = NAMES[: half + 3] if part == 0 else NAMES[half + 3 :]
+    third = -(-len(NAMES) // 3)
+    names = NAMES[part * third : (part + 1) * third]
     done = selftest.faults("cpu", lambda _: None, names, restarts=20)
     wrong = {row.title: row.wrong for row in done.rows if row.wrong}
     assert not wrong
@@ -392,7 +399,7 @@ def test_an_ended_compile_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_ended_run_reports_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     run, runs = hanging(tmp_path)
     run.send_signal(number)

@@ -284,6 +284,7 @@ def test_empty_sequences_only(lengths_q: tuple[int, ...], lengths_k: tuple[int, 
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_an_edited_copy_is_a_kernel_of_its_own(tmp_path: Path) -> None:
     right, wrong = "offset = n_k - n_q", "offset = 0"
     source = Path(varlen_device.__file__).read_text()

@@ -29,6 +29,9 @@ class TileLangDense(TileLangKernel):
     `pipelined`: the backward's products are asynchronous where WGMMA takes them.
     """
 
+    any_strides = True
+    """Tensors are read by their own strides, whatever layouts the Problem names."""
+
     def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None, *, pipelined: bool = True) -> None:
         alone = () if reduction == "atomic" else ("dk", "dv")
         can = replace(HOPPER, packings=("dense",), layouts=True, deterministic=("o", "lse", *alone))
