@@ -105,7 +105,7 @@ def peers(problem: Problem, inputs: Inputs, names: Sequence[str] = PEERS) -> lis
 
     compiled = torch.compile(flex_attention)
     lengths = (problem.seqlens_q[0], problem.seqlens_k[0])
-    mask = create_block_mask(lambda _, __, i, j: i >= j, None, None, *lengths) if causal else None
+    mask = create_block_mask(lambda _, __, i, j: i >= j, None, None, *lengths) if causal and "flex" in names else None
 
     def backward(o: Any) -> Any:
         return torch.autograd.grad(o, qkv, d_o, retain_graph=True)
@@ -202,6 +202,7 @@ def main(
         contestants = peers(problem, inputs, peer)
         for kernel in chosen:
             if problem.packing not in kernel.capabilities.packings:
+                click.echo(f"{kernel.name}: left out: it takes no {problem.packing} problem", err=True)
                 continue
             contestants += ours(kernel, problem, inputs, configs)
         rows += rows_of(problem, timed(contestants, rounds))

@@ -30,10 +30,10 @@ from rich.progress import track
 
 from attnfuzz.harness.environment import device_name, resolve_device, versions
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import BadArgument, Problem, reject
 from attnfuzz.kernels.tilelang.build import compiled
 from attnfuzz.kernels.tilelang.tiles import CONFIGS, PAD, fits
-from attnfuzz.kernels.tilelang.tuned import ARCH, NAMES, Row, Table, config_of, key_of
+from attnfuzz.kernels.tilelang.tuned import ARCH, NAMES, Row, Table, config_of, key_of, read
 
 Tiles = tuple[int, int, int, int]
 
@@ -207,7 +207,14 @@ def measured(tasks: list[Task], jobs: int) -> Iterable[Row]:
         }
         for future in track(as_completed(timing), "timing", len(timing), console=Console(stderr=True)):
             task, some = timing[future]
-            tflops = future.result()
+            try:
+                tflops = future.result()
+            except Exception as error:
+                click.echo(f"{task}: left out: {type(error).__name__}: {str(error)[:300]}", err=True)
+                continue
+            if not max(tflops.values()):
+                click.echo(f"{task}: left out: the first candidate, {name_of(some[0])}, does not give the same twice", err=True)
+                continue
             best = max(some, key=lambda tiles: tflops[name_of(tiles)])
             yield Row(
                 of=task.of, arch=ARCH, dim_qk=task.dim_qk, dim_v=task.dim_v, dtype=task.dtype, causal=task.causal,
@@ -231,27 +238,37 @@ def main(dims: tuple[str, ...], dtype: tuple[str, ...], of: tuple[str, ...], job
     for function, pair, one, causal in itertools.product(of, dims, dtype, (True, False)):
         if function not in ("dense", "ragged", *KERNELS):
             raise click.BadParameter(f"{function!r}: use dense, ragged or one of {', '.join(KERNELS)}", param_hint="--of")
-        if pair.count("/") != 1 or not all(each.isdigit() for each in pair.split("/")):
+        if pair.count("/") != 1 or not all(each.isdecimal() for each in pair.split("/")):
             raise click.BadParameter(f"{pair!r} is no DIM_QK/DIM_V, such as 192/128", param_hint="--dims")
         dim_qk, dim_v = map(int, pair.split("/"))
         if not ("pipelined" in function and one == "float32"):
             tasks.append(Task(function, dim_qk, dim_v, one, causal))
-    before = msgspec.json.decode(out.read_bytes(), type=Table).rows if out.exists() and out.stat().st_size else ()
-    found = {key_of(row): row for row in (*before, *measured(tasks, jobs))}
     table = Table(
         device=device_name("cuda"),
         versions={name: value for name, value in versions().items() if name in ("torch", "tilelang")},
         problem=f"{BATCH} sequences of {SEQLEN} tokens, {HEADS} heads, TFLOP/s of visible scores",
-        rows=tuple(found[key] for key in sorted(found)),
+        rows=(),
     )
+    before = read(out.read_bytes(), str(out)) if out.exists() else table
+    if msgspec.structs.replace(before, rows=()) != table:
+        reason = f"it was measured with {before.device}, {before.versions}: rows of one table are of one GPU and its software"
+        raise reject("out", str(out), reason, "give another file")
+    temporary = out.with_suffix(".part")
+    temporary.touch()
+    found = {key_of(row): row for row in (*before.rows, *measured(tasks, jobs))}
+    table = msgspec.structs.replace(table, rows=tuple(found[key] for key in sorted(found)))
     text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode()
-    out.write_text(text + "\n", encoding="utf-8")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(out)
     click.echo(f"{len(found)} rows in {out}", err=True)
 
 
 if __name__ == "__main__":
     try:
         main(standalone_mode=False)
+    except OSError as error:
+        click.echo(f"error: {error.strerror}: {error.filename}", err=True)
+        sys.exit(2)
     except (BadArgument, click.ClickException) as error:
         click.echo(f"error: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
         sys.exit(2)

@@ -115,8 +115,8 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
         ahead=True,
     ),
     TileLangFault(
-        "P of no tile not cleared",
-        (Edit("                T.fill(p, 0)\n", "                T.fill(p, 1)\n"),),
+        "the last tile of V left out",
+        (Edit("                T.gemm(p, v_last, acc, policy=T.GemmWarpPolicy.FullRow)\n", "                T.clear(p)\n"),),
         "none",
         ahead=True,
     ),

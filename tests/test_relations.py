@@ -284,6 +284,8 @@ ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], .
     # subnormal dV too,
     ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (11389,), "dim_qk": 64, "dim_v": 64, "dtype": HALF},
      Recipe(), {}),
+    ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (17000,), "dim_qk": 64, "dim_v": 64, "dtype": HALF,
+                                "softmax_scale": 0.0}, Recipe(), {}),
     # the error of Delta is times the mean of the keys that a row sees,
     ("emulated", "permuted_keys", {"seqlens_q": (215,), "seqlens_k": (871,), "dim_qk": 48, "dim_v": 80, "heads": 8, "kv_heads": 8,
                                    "packing": "dense", "dtype": BFLOAT}, Recipe(k_scale=2.0, seed=3),

@@ -18,6 +18,7 @@ from attnfuzz.harness.isolated import Isolated
 
 FILES = sorted((Path(__file__).parent / "corpus" / "hangs").glob("*.json"))
 TIMES = 20
+assert FILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -16,9 +16,9 @@ from attnfuzz.harness.executors import InProcess
 from attnfuzz.harness.hunt import Hunt
 from attnfuzz.harness.settings import PROFILES
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.tiles import CONFIGS, fits
-from attnfuzz.kernels.tilelang.tuned import ARCH, config_of, rows, tuned
+from attnfuzz.kernels.tilelang.tuned import ARCH, config_of, read, rows, tuned
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 KERNELS = {
@@ -86,3 +86,9 @@ def is_measured(kernel, variant: Variant) -> bool:
     of = variant.problem(kernel.capabilities)
     known = (kernel.table, ARCH, *variant.dims, variant.dtype, variant.causal is not None) in rows()
     return known and variant.config == tuned(kernel.table, of, CONFIGS[-1])
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"rows": []}', b'{"device": 1}'])
+def test_a_broken_table_is_told(content: bytes) -> None:
+    with pytest.raises(BadArgument, match=r"table='tuned.json': it is broken .*benchmarks/tune.py"):
+        read(content, "tuned.json")

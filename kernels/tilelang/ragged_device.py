@@ -151,7 +151,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                     else:
                         # the mask is what the product is added to
                         T.clear(s)
-                    # only in tiles that the mask's edge crosses
+                    # only in tiles that the mask's edge crosses, where that lowers: in single precision it does not always
                     edge = T.min(n_k, last_0 + 1) if causal else n_k
                     if not ahead or key_0 + tile_n > edge:
                         if causal:

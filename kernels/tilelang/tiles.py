@@ -69,10 +69,11 @@ def fitting(problem: Problem, table: str, *, beside: bool = False, part_of: int 
         beside: dK and dV leave by fp32 tiles that do not lie over those of the loop.
         part_of: rows of which every tile must be a part, for ragged sequences.
     """
-    measured = tuned(table, problem, CONFIGS[0])
+    # Where one direction was not measured, the other goes with the first of CONFIGS that fits beside it.
+    measured = [each for each in (tuned(table, problem, other) for other in CONFIGS) if fits(problem, each, beside=beside)]
     return tuple(
         config
-        for config in dict.fromkeys((measured, *CONFIGS))
+        for config in dict.fromkeys((*measured[:1], *CONFIGS))
         if fits(problem, config, beside=beside) and (part_of is None or not any(part_of % tile for tile in _tiles(config)))
     )
 

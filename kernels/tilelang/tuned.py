@@ -8,9 +8,9 @@ from importlib import resources
 import msgspec
 
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Problem, reject
 
-__all__ = ["ARCH", "NAMES", "Row", "Table", "config_of", "key_of", "rows", "tuned"]
+__all__ = ["ARCH", "NAMES", "Row", "Table", "config_of", "key_of", "read", "rows", "tuned"]
 
 NAMES = ("tile_m", "tile_n", "threads", "stages")
 ARCH = "sm_90a"
@@ -30,7 +30,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     best: tuple[int, int, int, int]
     """By NAMES."""
     tflops: dict[str, float]
-    """Of everything tried, by "tile_m x tile_n threads stages"; 0 for what gave other values or did not compile."""
+    """Of all that compiled, by "tile_m x tile_n threads stages"; 0 for what gave other values."""
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,11 +52,27 @@ def key_of(row: Row) -> Key:
 
 @functools.cache
 def rows() -> dict[Key, Row]:
-    """The rows of tuned.json; none where there is no such file."""
+    """The rows of tuned.json; none where there is no such file.
+
+    Raises:
+        BadArgument: it is broken.
+    """
     file = resources.files("attnfuzz.kernels.tilelang") / "tuned.json"
-    if not file.is_file():
-        return {}
-    return {key_of(row): row for row in msgspec.json.decode(file.read_bytes(), type=Table).rows}
+    return {key_of(row): row for row in read(file.read_bytes(), str(file)).rows} if file.is_file() else {}
+
+
+def read(content: bytes, name: str) -> Table:
+    """The table in a file of this name.
+
+    Raises:
+        BadArgument: it is none.
+    """
+    try:
+        return msgspec.json.decode(content, type=Table)
+    except msgspec.DecodeError as error:
+        raise reject(
+            "table", name, f"it is broken ({error})", "take it from the repository, or let benchmarks/tune.py write it anew"
+        ) from None
 
 
 def config_of(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> Config:
@@ -66,7 +82,7 @@ def config_of(forward: tuple[int, int, int, int], backward: tuple[int, int, int,
 
 
 def tuned(table: str, problem: Problem, default: Config) -> Config:
-    """The measured Config for `problem`; `default`'s part where a direction was not measured."""
+    """The measured Config for `problem`; `default`'s part for a direction that was not measured."""
     found = rows()
     values = dict(default)
     for of, part in ((table.split()[0], ""), (table, "back_")):

@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
-from attnfuzz.oracles.formats import EPS, TF32, Format, rounded
+from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
 from attnfuzz.oracles.relations.difference import Difference, Given, Related
 from attnfuzz.oracles.relations.sizes import Noise, seen_keys, sum_of_seeing
 from attnfuzz.oracles.relations.tensors import output, packed
@@ -23,8 +23,8 @@ def constant_v(given: Given) -> Related:
 
     With c that row of V, u the dtype's unit roundoff, p_i as in `sizes`:
 
-        |O_i - c| <= M_i = |c| min(u, 5 u p_i) + fp32 terms, before its rounding (P is rounded, its row sum is not);
-                           by tf32 2 u |c|, as P and c are cut toward zero
+        |O_i - c| <= M_i = |c| min(u, 5 u hypot(p_i, min(1, 4 u / sigma_i))) + fp32 terms, before its rounding (P is rounded,
+                           its row sum is not; alike where P hardly differ); by tf32 2 u |c|, as P and c are cut toward zero
         |dS_ij| <= P_ij B_i,   B_i = sum_d |dO| (|O_i - c| + M_i) + eps (8 + dim_v / 8) sum_d |dO c|
         |dQ_i| <= |scale| B_i max_j |k_j|
         |dK_j| <= |scale| sum_i B_i |q_i| min(1, exp(|scale| |q_i| max_j |k_j| - LSE_i))
@@ -128,17 +128,20 @@ def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Diff
     expected = grouped(d_o)
     u = noise.u if noise.half or noise.u > form.u else 0.0
     alike = _alike(noise, u)
-    by_row = torch.hypot(u * torch.hypot(noise.p, alike), form.eta * noise.n.sqrt()) + EPS * (8 + 2 * noise.exponent)
+    by_row = torch.hypot(u * torch.hypot(noise.p, alike), form.eta * torch.hypot(noise.n.sqrt(), noise.n * alike)) + EPS * (
+        8 + 2 * noise.exponent
+    )
     terms = problem.groups * part.q.shape[1]
     carried = form.u + EPS * math.sqrt(terms)
     # Tensor cores truncate the sum at each step of 16 rows, and what the keys' sums have in common they truncate alike.
     truncated = EPS * terms / 16 * d_v.abs().sum(1, keepdim=True) if noise.half or u else 0.0
     if noise.tf32:
         truncated = truncated + TF32 * grouped(d_o.abs())
-    # The keys' own roundings are one and the same where all that is seen is seen alike, or is next to nothing.
-    same = float(alike.max()) if alike.numel() else 0.0
+    # The keys' own roundings are one and the same where some row sees all its keys alike, or where they are next to nothing.
+    same = float(alike[:, noise.live].max()) if noise.live.any() else 0.0
     size = d_v.abs()
-    truncated = truncated + (same * form.u * size + torch.where(size < 32 * form.eta, form.eta, 0.0)).sum(1, keepdim=True)
+    own = same * half_ulp(size, form) + torch.where(size < 32 * form.eta, form.eta, 0.0)
+    truncated = truncated + own.sum(1, keepdim=True)
     spread = (grouped((d_o * by_row[..., None]).square()) + carried**2 * d_v.square().sum(1, keepdim=True)).sqrt()
     spread = spread + form.eta * math.sqrt(d_v.shape[1]) + carried * expected.abs() / 8
     return Difference(
