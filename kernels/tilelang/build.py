@@ -32,9 +32,10 @@ CUDA_PASSES = {"tl.enable_fast_math": True, "tl.force_let_inline": True}
 """exp2 and division as the hardware has them, 2 units off and subnormal float32 flushed, which every budget allows for; lengths
 written out where they are used, without which a tile's atomic addition under a condition has no definition of them."""
 WARPGROUP = 128
-"""Threads of the warpgroup that TileLang sets apart for loading. All its warps wait for each barrier of a step, though one thread
-copies, and nothing keeps them within one phase of it: a warp that misses two waits for ever. Blocks of fewer threads than that, many
-to a multiprocessor and with steps of some 100 ns, were seen to hang so on an H200 (2 of 11 runs); they load for themselves."""
+"""Threads of the warpgroup that TileLang sets apart for loading. All its warps wait for each barrier of a step, though one
+thread copies, and nothing keeps them within one phase of it: a warp that misses two waits for ever. Blocks of fewer threads,
+many to a multiprocessor and with steps of some 100 ns, were seen to hang so on an H200 (2 of 11 runs); they load for themselves.
+"""
 TEXT_MAX = 4000
 """Characters of an error, and of what the compiler printed, that a BuildError carries: TileLang appends whole sources."""
 

@@ -1,0 +1,44 @@
+"""What a Problem's modifiers are as trees, and the tensors that they read."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from attnfuzz.kernels.expressions import Captured, Expression, S, captured, parse, size_of, substitute
+from attnfuzz.kernels.modifiers import softcap
+from attnfuzz.kernels.problem import Problem
+
+__all__ = ["mask_of", "score_of", "shape_of", "tensors_of"]
+
+
+def score_of(problem: Problem) -> Expression | None:
+    """What the scaled score becomes: softcap, then score_mod; None where it stays."""
+    return _score(problem.softcap, problem.score_mod)
+
+
+@lru_cache(maxsize=1024)
+def _score(cap: float, data: tuple[object, ...] | None) -> Expression | None:
+    capped = softcap(cap) if cap else None
+    tree = None if data is None else parse(data)
+    if tree is None:
+        return capped
+    if capped is None:
+        return tree
+    return substitute(tree, S.op, capped)
+
+
+def mask_of(problem: Problem) -> Expression | None:
+    """The mask_mod, besides which causal and window hold; None where there is none."""
+    return None if problem.mask_mod is None else parse(problem.mask_mod)
+
+
+def tensors_of(problem: Problem) -> tuple[Captured, ...]:
+    """The captured tensors: those of score_mod, then of mask_mod, each once."""
+    if problem.score_mod is None and problem.mask_mod is None:
+        return ()
+    return captured(score_of(problem), mask_of(problem))
+
+
+def shape_of(problem: Problem, tensor: Captured) -> tuple[int, ...]:
+    """Its shape in `problem`."""
+    return tuple(size_of(size, problem.sizes) for size in tensor.sizes)
