@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from attnfuzz.kernels.expressions import Captured, Expression, S, captured, parse, size_of, substitute
+import msgspec
+
+from attnfuzz.kernels.expressions import Captured, Expression, H, S, captured, node, parse, size_of, substitute, to_data
 from attnfuzz.kernels.modifiers import softcap
 from attnfuzz.kernels.problem import Problem
 
-__all__ = ["mask_of", "score_of", "shape_of", "tensors_of"]
+__all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of"]
 
 
 def score_of(problem: Problem) -> Expression | None:
@@ -25,6 +28,25 @@ def _score(cap: float, data: tuple[object, ...] | None) -> Expression | None:
     if capped is None:
         return tree
     return substitute(tree, S.op, capped)
+
+
+def of_heads(problem: Problem, first: int, count: int) -> Problem:
+    """The part of `problem` that is `count` query heads from `first` on, of one key/value head; captured tensors stay whole."""
+    made: dict[str, object] = {"heads": count, "kv_heads": 1}
+    for name in ("score_mod", "mask_mod"):
+        data = getattr(problem, name)
+        if data is None:
+            continue
+        tree = substitute(parse(data), H.op, H + first)
+        sizes = problem.sizes
+        fixed: dict[Expression, Expression] = {}
+        for each in tree.walk():
+            value = each.value
+            if isinstance(value, Captured):
+                value = replace(value, sizes=tuple(sizes[at] if at in ("heads", "kv_heads") else at for at in value.sizes))
+            fixed[each] = node(each.op, *(fixed[arg] for arg in each.args), value=value)
+        made[name] = to_data(fixed[tree])
+    return msgspec.structs.replace(problem, **made)
 
 
 def mask_of(problem: Problem) -> Expression | None:
