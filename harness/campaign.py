@@ -30,7 +30,7 @@ from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import Variant, all_variants, pool
+from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
 
 __all__ = ["campaign", "executor_for"]
 
@@ -168,6 +168,7 @@ class _Turn:
         variants = all_variants(kernel, settings.device)
         if settings.device in kernel.capabilities.compiles_on:
             variants = pool(variants, profile.variants[settings.device], settings.seed)
+            variants = modified(variants, kernel.capabilities, settings.seed)
         self.variants = variants
         self.hunt = Hunt(
             kernel,
