@@ -9,11 +9,12 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness import environment
-from attnfuzz.harness.failure import Failure, Kind
+from attnfuzz.harness.failure import Failure, Kind, printable
 from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.poison import Bands, PoisonEmpty, memory
 from attnfuzz.harness.raised import may_catch, told, trace
 from attnfuzz.kernels.contract import Built, Device, Inputs, Outputs
+from attnfuzz.kernels.memory import fault_in, watching
 from attnfuzz.strategies.case import Case
 
 __all__ = ["copied", "is_out_of_memory", "launch", "launch_in_place"]
@@ -67,7 +68,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     needs, step = inputs.problem.needs.outputs, "forward"
     d_q = d_k = d_v = None
     try:
-        with torch.no_grad(), PoisonEmpty(bands, fill=fill):
+        with torch.no_grad(), watching() as watch, PoisonEmpty(bands, fill=fill, watch=watch):
             o, lse = ready.forward(inputs)
             # So that an error of the device shows in the step that made it.
             environment.synchronise(device)
@@ -75,6 +76,8 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
                 step = "backward"
                 d_q, d_k, d_v = ready.backward(inputs, o, lse)
                 environment.synchronise(device)
+            if watch.fault is not None:  # the kernel's own code has caught it
+                raise watch.fault
     except BaseException as error:  # a kernel may raise anything: that is the finding
         if not may_catch(error):
             raise
@@ -86,6 +89,9 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
 
 
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:
+    fault = fault_in(error)
+    if fault is not None:
+        return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=trace(error))
     message, detail = f"{step} raised {told(error)}", trace(error)
     if is_out_of_memory(error):
         return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)
