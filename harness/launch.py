@@ -91,7 +91,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:
     fault = fault_in(error)
     if fault is not None:
-        return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=trace(error))
+        return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=fault.trail)
     message, detail = f"{step} raised {told(error)}", trace(error)
     if is_out_of_memory(error):
         return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)

@@ -1,6 +1,7 @@
 """Memory while a kernel runs: what nobody has written yet, and the fault that ends a launch which misuses it. No backend needed.
 
-Who starts a kernel says what is known of its memory (`watching`); an interpreter that sees each access asks, and raises `MemoryFault`.
+Who starts a kernel says what is known of its memory (`watching`); an interpreter that sees each access asks, and raises
+`MemoryFault`.
 """
 
 from __future__ import annotations
@@ -56,16 +57,22 @@ class MemoryFault(Exception):
         operation: what was done.
         site: where in the device code.
         message: which element of which tensor, in which program.
+        callers: the statements that led there, from the launched function on.
     """
 
-    def __init__(self, kind: MemoryKind, operation: Operation, site: Site, message: str) -> None:
+    def __init__(self, kind: MemoryKind, operation: Operation, site: Site, message: str, callers: tuple[Site, ...] = ()) -> None:
         super().__init__(f"{site}: {message}")
-        self.kind, self.operation, self.site = kind, operation, site
+        self.kind, self.operation, self.site, self.callers = kind, operation, site, callers
 
     @property
     def check(self) -> str:
         """The rule that was broken, the same for all Cases: neither lines nor numbers of elements."""
         return f"{self.operation} in {self.site.function}"
+
+    @property
+    def trail(self) -> str:
+        """The device functions that led there, a line each."""
+        return "\n".join(f"{each.function}: {each}" for each in (*self.callers, self.site))
 
 
 def fault_in(error: BaseException) -> MemoryFault | None:
@@ -120,7 +127,7 @@ _watch: Watch | None = None
 _last: Watch | None = None
 
 
-def check(on: bool) -> None:  # noqa: FBT001 - a switch
+def check(on: bool) -> None:
     """Check the accesses of interpreted launches in this process from now on, or not."""
     global _checking
     _checking = on

@@ -29,8 +29,9 @@ def live_of(pointers: Array, mask: Array | None) -> Array:
         pointers, mask = np.broadcast_arrays(pointers, mask)
     if mask.ndim > 1 and not mask.strides[-1]:
         # Whole rows, which is quicker to take.
-        return pointers[mask[..., 0]].reshape(-1)
-    return pointers[mask]
+        mask = mask[..., 0]
+    taken: Array = pointers[mask]
+    return taken.reshape(-1)
 
 
 class Shadow:
