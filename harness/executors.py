@@ -68,11 +68,15 @@ class InProcess:
         from attnfuzz.harness.trial import run_trial
         from attnfuzz.kernels import memory
 
-        memory.check(self._memory_check)
         case, self._begun = self._begun, None
         assert case is not None
         self.statistics.tasks += 1
-        return run_trial(case, self.device)
+        before = memory.checking()
+        memory.check(self._memory_check)
+        try:
+            return run_trial(case, self.device)
+        finally:
+            memory.check(before)
 
     def compiled(
         self,
