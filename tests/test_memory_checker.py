@@ -303,10 +303,10 @@ def test_the_same_memory_under_two_names_races_as_well() -> None:
 
 def test_atomics_race_with_plain_accesses_only() -> None:
     total = torch.zeros(8)
-    add[(4,)](total, False, size=8)
+    add[(4,)](total, 0, size=8)
     assert total.tolist() == [4.0] * 7 + [0.0]
-    add[(1,)](total, True, size=8)
-    fault = refused("race", "tl.atomic_add", add, lambda: add[(2,)](total, True, size=8))
+    add[(1,)](total, 1, size=8)
+    fault = refused("race", "tl.atomic_add", add, lambda: add[(2,)](total, 1, size=8))
     assert "[0] of total (8,) float32 is changed here and was written by program (0, 0, 0)" in str(fault)
     assert fault.check == "atomic in add"
 
@@ -401,8 +401,8 @@ def test_part_of_memory_written() -> None:
 
 
 def test_adding_to_memory_that_nobody_has_written() -> None:
-    refused("uninitialised", "tl.atomic_add", add, lambda: watched(lambda: add[(1,)](torch.empty(8), False, size=8)))
-    watched(lambda: add[(1,)](torch.zeros(8), False, size=8))
+    refused("uninitialised", "tl.atomic_add", add, lambda: watched(lambda: add[(1,)](torch.empty(8), 0, size=8)))
+    watched(lambda: add[(1,)](torch.zeros(8), 0, size=8))
 
 
 def test_a_workspace_of_bytes() -> None:
