@@ -22,6 +22,7 @@ from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.settings import PROFILES
 from attnfuzz.kernels import memory, registry
 from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.shapes import all_variants, pool
@@ -66,9 +67,16 @@ def main(kernel: str, cases: int, rounds: int, number: int, json_file: Path | No
     """Print the ratio of times with and without the checker: median, quartiles, and of all Cases together."""
     warnings.simplefilter("error", RuntimeWarning)
     environment.prepare("cpu")
-    subject = registry.get(kernel)
+    try:
+        subject = registry.get(kernel)
+    except BadArgument as error:
+        raise click.UsageError(str(error)) from None
+    if subject.backend != "triton":
+        raise click.UsageError(
+            f"kernel={kernel!r}: it is no Triton kernel, and nothing of it is checked; give one of backend triton"
+        )
     if reason := subject.unavailable("cpu"):
-        raise click.ClickException(f"{kernel}: it cannot run on the CPU here: {reason}")
+        raise click.UsageError(f"kernel={kernel!r}: it cannot run on the CPU here: {reason}")
     chosen = drawn(subject, cases, number)
     seconds(chosen[0], subject, check=True)
     rows = []
