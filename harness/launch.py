@@ -14,7 +14,7 @@ from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.poison import Bands, PoisonEmpty, memory
 from attnfuzz.harness.raised import may_catch, told, trace
 from attnfuzz.kernels.contract import Built, Device, Inputs, Outputs
-from attnfuzz.kernels.memory import fault_in, watching
+from attnfuzz.kernels.memory import MemoryFault, Watch, watching
 from attnfuzz.strategies.case import Case
 
 __all__ = ["copied", "is_out_of_memory", "launch", "launch_in_place"]
@@ -67,8 +67,9 @@ def launch_in_place(case: Case, ready: Built, inputs: Inputs, device: Device) ->
 def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, fill: float) -> Outputs | Failure:
     needs, step = inputs.problem.needs.outputs, "forward"
     d_q = d_k = d_v = None
+    watch = Watch()
     try:
-        with torch.no_grad(), watching() as watch, PoisonEmpty(bands, fill=fill, watch=watch):
+        with torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
             o, lse = ready.forward(inputs)
             # So that an error of the device shows in the step that made it.
             environment.synchronise(device)
@@ -76,22 +77,24 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
                 step = "backward"
                 d_q, d_k, d_v = ready.backward(inputs, o, lse)
                 environment.synchronise(device)
-            if watch.fault is not None:  # the kernel's own code has caught it
-                raise watch.fault
     except BaseException as error:  # a kernel may raise anything: that is the finding
         if not may_catch(error):
             raise
-        failure = _raised(case.kernel, step, error)
+        failure = _misused(case.kernel, watch.fault) if watch.fault else _raised(case.kernel, step, error)
         if not environment.alive(device):
             raise DeviceLost(case, _device_error(failure)) from error
         return failure
+    if watch.fault:  # the kernel's own code has caught it
+        return _misused(case.kernel, watch.fault)
     return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v)
 
 
+def _misused(kernel: str, fault: MemoryFault) -> Failure:
+    """What the memory checker of an interpreted kernel refused."""
+    return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=fault.trail)
+
+
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:
-    fault = fault_in(error)
-    if fault is not None:
-        return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=fault.trail)
     message, detail = f"{step} raised {told(error)}", trace(error)
     if is_out_of_memory(error):
         return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)

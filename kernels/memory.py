@@ -25,7 +25,6 @@ __all__ = [
     "check",
     "checking",
     "current",
-    "fault_in",
     "leave_unchecked",
     "told_stores",
     "watching",
@@ -73,14 +72,6 @@ class MemoryFault(Exception):
     def trail(self) -> str:
         """The device functions that led there, a line each."""
         return "\n".join(f"{each.function}: {each}" for each in (*self.callers, self.site))
-
-
-def fault_in(error: BaseException) -> MemoryFault | None:
-    """The MemoryFault that `error` is, or that it was raised from."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, MemoryFault):
-        seen = seen.__cause__ or seen.__context__
-    return seen
 
 
 @dataclass(slots=True)
@@ -155,13 +146,13 @@ def current() -> Watch | None:
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """A new Watch, on until the end of the context."""
+def watching(watch: Watch) -> Iterator[None]:
+    """`watch` is on until the end of the context."""
     global _watch, _last
-    before, _watch = _watch, Watch()
-    _last = _watch
+    before, _watch = _watch, watch
+    _last = watch
     try:
-        yield _watch
+        yield
     finally:
         _watch = before
 

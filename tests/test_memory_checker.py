@@ -345,7 +345,8 @@ def test_pointers_of_several_tensors_or_of_none() -> None:
 
 def watched(run: Callable[[], object], fill: float = float("nan")) -> None:
     """Run as the harness runs a kernel."""
-    with torch.no_grad(), memory.watching() as watch, PoisonEmpty(Bands(), fill=fill, watch=watch):
+    watch = memory.Watch()
+    with torch.no_grad(), memory.watching(watch), PoisonEmpty(Bands(), fill=fill, watch=watch):
         run()
 
 
