@@ -11,9 +11,11 @@ from itertools import accumulate
 
 import torch
 
+from attnfuzz.harness.captured import made as made_captured
 from attnfuzz.harness.noise import noise
 from attnfuzz.harness.values import Maker
 from attnfuzz.kernels.contract import Inputs
+from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import ORDERS, Layout, Problem
 from attnfuzz.strategies.case import Recipe
 
@@ -42,6 +44,7 @@ def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
         d_lse=_d_lse(problem, recipe, device) if problem.needs.dlse else None,
+        captured=tuple(made_captured(problem, each, recipe.seed, device) for each in tensors_of(problem)),
     )
 
 

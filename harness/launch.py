@@ -13,11 +13,12 @@ from attnfuzz.harness.failure import Failure, Kind, printable
 from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.poison import Bands, PoisonEmpty, memory
 from attnfuzz.harness.raised import may_catch, told, trace
-from attnfuzz.kernels.contract import Built, Device, Inputs, Outputs
+from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
 from attnfuzz.kernels.memory import MemoryFault, Watch, watching
+from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.strategies.case import Case
 
-__all__ = ["copied", "is_out_of_memory", "launch", "launch_in_place"]
+__all__ = ["copied", "is_out_of_memory", "launch", "launch_in_place", "split"]
 
 _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
@@ -67,6 +68,7 @@ def launch_in_place(case: Case, ready: Built, inputs: Inputs, device: Device) ->
 def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, fill: float) -> Outputs | Failure:
     needs, step = inputs.problem.needs.outputs, "forward"
     d_q = d_k = d_v = None
+    d_captured: CapturedGradients = ()
     watch = Watch()
     try:
         with torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
@@ -75,7 +77,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
             environment.synchronise(device)
             if {"dq", "dk", "dv"} & set(needs):
                 step = "backward"
-                d_q, d_k, d_v = ready.backward(inputs, o, lse)
+                (d_q, d_k, d_v), d_captured = split(ready.backward(inputs, o, lse))
                 environment.synchronise(device)
     except BaseException as error:  # a kernel may raise anything: that is the finding
         if not may_catch(error):
@@ -86,7 +88,12 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
         return failure
     if watch.fault:  # the kernel's own code has caught it
         return _misused(case.kernel, watch.fault)
-    return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v)
+    return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v, d_captured=d_captured)
+
+
+def split(found: Gradients) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], CapturedGradients]:
+    """(dq, dk, dv) and the gradients of captured tensors, of which a kernel without any says nothing."""
+    return found[:3], found[3] if len(found) == 4 else ()
 
 
 def _misused(kernel: str, fault: MemoryFault) -> Failure:
@@ -119,8 +126,17 @@ def _device_error(failure: Failure) -> Failure:
 
 def copied(inputs: Inputs, bands: Bands) -> Inputs:
     """What the kernel gets: tensors of its own, so that nothing it writes can reach the oracle."""
+    copies = bands.copies(_tensors(inputs), "its input")
+    captured = tuple(copies.pop(f"captured {each.name}") for each in tensors_of(inputs.problem))
+    return dataclasses.replace(inputs, **copies, captured=captured)
+
+
+def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """All that a kernel is given, by name; captured ones by the names that the modifiers have for them."""
     given = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
-    return dataclasses.replace(inputs, **bands.copies(given, "its input"))
+    return given | {
+        f"captured {each.name}": value for each, value in zip(tensors_of(inputs.problem), inputs.captured, strict=True)
+    }
 
 
 def _overstepped(case: Case, bands: Bands) -> Failure | None:
@@ -131,10 +147,10 @@ def _overstepped(case: Case, bands: Bands) -> Failure | None:
 
 def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:
     """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing), and what is between."""
-    names = [name for name in _INPUTS if getattr(inputs, name) is not None]
+    before, after = _tensors(inputs), _tensors(given)
     for change in (_taken, _written, _written_between):
-        for name in names:
-            if told_change := change(getattr(inputs, name), getattr(given, name)):
+        for name in before:
+            if told_change := change(before[name], after[name]):
                 message = f"the kernel {told_change} its input {name}"
                 return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
     return None

@@ -74,7 +74,7 @@ def run_launches(kernel: Kernel, case: Case, device: Device, say: Any) -> None:
 def _on(device: Device, inputs: Inputs) -> Inputs:
     values = {each.name: getattr(inputs, each.name) for each in dataclasses.fields(inputs)}
     moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(inputs, **moved)
+    return dataclasses.replace(inputs, **moved, captured=tuple(each.to(device) for each in inputs.captured))
 
 
 def _launch(ready: Any, inputs: Inputs, problem: Problem, device: Device) -> None:

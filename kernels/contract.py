@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
 
 if TYPE_CHECKING:
@@ -18,10 +19,12 @@ __all__ = [
     "BuildError",
     "Built",
     "Capabilities",
+    "CapturedGradients",
     "Config",
     "ConfigValue",
     "Deviations",
     "Device",
+    "Gradients",
     "Inputs",
     "Kernel",
     "Outputs",
@@ -120,6 +123,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     softcap: bool = False
     score_mod: bool = False
     mask_mod: bool = False
+    captured_gradients: bool = False
+    """Gradients of the tensors that a score_mod reads: `backward` returns them, too."""
     layouts: bool = False
     """Every memory layout that a Problem can have: it reads q, k, v and dO by their strides."""
     length_max: int | None = None
@@ -155,7 +160,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class Inputs:
     """Tensors of one Case, all on one device, as `Problem` shapes them and lays them out: strides are theirs to say.
 
-    `cu_seqlens_q`, `cu_seqlens_k` are `(batch + 1,)` int32 (ragged and dense). `d_lse` is `(heads, total_q)` float32.
+    `cu_seqlens_q`, `cu_seqlens_k` are `(batch + 1,)` int32 (ragged and dense). `d_lse` is shaped like LSE, float32. `captured`
+    are the tensors that the modifiers read, in the order of `modified.tensors_of(problem)`: float32 or int32.
     """
 
     problem: Problem
@@ -184,10 +190,20 @@ class Outputs:
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
+    d_captured: tuple[torch.Tensor | None, ...] = ()
+    """Of each captured tensor its gradient, float32, or None where it takes none."""
 
 
 class BuildError(Exception):
     """A kernel could not be compiled: the text is the compiler's."""
+
+
+CapturedGradients: TypeAlias = "tuple[torch.Tensor | None, ...]"
+"""As `Outputs.d_captured`."""
+Gradients: TypeAlias = (
+    "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor, CapturedGradients]"
+)
+"""(dq, dk, dv), and where they are wanted those of captured tensors."""
 
 
 class Built(Protocol):
@@ -196,10 +212,11 @@ class Built(Protocol):
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(o, lse)."""
 
-    def backward(
-        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) of sum(d_o * o) (+ sum(d_lse * lse) where d_lse is given)."""
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """(dq, dk, dv) of sum(d_o * o) (+ sum(d_lse * lse) where d_lse is given).
+
+        A kernel with `captured_gradients` adds them where a modifier of the problem reads a tensor that takes one.
+        """
 
 
 @runtime_checkable
@@ -295,6 +312,8 @@ def _why_not_scores(can: Capabilities, problem: Problem) -> str | None:
     for name in ("window", "softcap", "score_mod", "mask_mod"):
         if getattr(problem, name) not in (None, 0, (None, None)) and not getattr(can, name):
             return f"{name}={getattr(problem, name)!r}: not supported"
+    if not can.captured_gradients and any(each.gradient for each in tensors_of(problem)):
+        return "score_mod: gradients of captured tensors are not supported"
     if not can.scale_any and problem.scale <= 0:
         return f"softmax_scale={problem.scale}: only positive scales"
     missing = [name for name in problem.needs.outputs if name not in can.outputs]

@@ -7,6 +7,10 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.expressions import captured, parse, to_data
+from attnfuzz.kernels.ranges import Sizes, why_outside
+
 __all__ = [
     "LAYOUTS",
     "ORDERS",
@@ -36,15 +40,6 @@ LAYOUTS = ("layout_q", "layout_k", "layout_v", "layout_do")
 """The Problem's fields that say how a tensor lies in memory."""
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
-
-
-class BadArgument(ValueError):
-    """A value from outside that cannot be used; its text names the argument, the value, the reason and the remedy."""
-
-
-def reject(argument: str, value: object, reason: str, remedy: str) -> BadArgument:
-    """The error for `argument` having `value`: what, value, why, and what to do instead."""
-    return BadArgument(f"{argument}={value!r}: {reason}; {remedy}")
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -144,6 +139,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         self._check_scores()
         self._check_layouts()
         self._check_packed()
+        self._check_modifiers()
 
     def _check_types(self) -> None:
         for name in ("heads", "kv_heads", "dim_qk", "dim_v", "slack_q", "slack_k"):
@@ -212,6 +208,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             raise reject("softmax_scale", self.softmax_scale, "it does not fit float32, in which kernels take it", "give less")
         if not (math.isfinite(self.softcap) and self.softcap >= 0):
             raise reject("softcap", self.softcap, "it must be finite and not negative", "use 0 for no softcap")
+        if self.softcap > _FLOAT32_MAX:
+            raise reject("softcap", self.softcap, "it does not fit float32, in which kernels take it", "give less")
         for side in self.window or ():
             if side is not None and side < 0:
                 raise reject(
@@ -248,6 +246,31 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 "a packed row is one token of q, k and v",
                 "give queries and keys the same lengths and slack",
             )
+
+    def _check_modifiers(self) -> None:
+        trees = []
+        for name, kind in (("score_mod", "float"), ("mask_mod", "bool")):
+            data = getattr(self, name)
+            if data is None:
+                continue
+            tree = parse(data)
+            if tree.kind != kind or (name == "mask_mod" and tree.scored):
+                raise reject(name, str(tree), f"it is of kind {tree.kind}" if tree.kind != kind else "it reads the score",
+                             "a score_mod is a float tree, a mask_mod a bool tree of b, h, q_idx and kv_idx")  # fmt: skip
+            if reason := why_outside(tree, self.sizes):
+                raise reject(name, str(tree), reason, "keep every index inside for all queries and keys")
+            # Equal problems have one spelling.
+            msgspec.structs.force_setattr(self, name, to_data(tree))
+            trees.append(tree)
+        captured(*trees)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the sizes of captured tensors are made of; lengths are the longest ones."""
+        return {
+            "batch": self.batch, "heads": self.heads, "kv_heads": self.kv_heads, "seqlen_q": max(self.seqlens_q),
+            "seqlen_k": max(self.seqlens_k),
+        }  # fmt: skip
 
     @property
     def batch(self) -> int:

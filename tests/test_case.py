@@ -45,7 +45,7 @@ def any_case(draw: st.DrawFn) -> Case:
         causal=draw(st.sampled_from((None, "bottom_right", "top_left"))),
         window=draw(st.none() | st.tuples(st.none() | st.integers(0, 9), st.integers(0, 9))),
         softmax_scale=draw(st.none() | st.floats(-1e30, 1e30)),
-        mask_mod=draw(st.none() | st.just(("le", ("i", 3)))),
+        mask_mod=draw(st.none() | st.just(("le", ("q_idx",), ("int", 3)))),
         layout_k=Layout(pitch=draw(st.integers(0, 8))),
         needs=draw(st.sampled_from((Needs(), Needs(dlse=True), Needs(outputs=("o",))))),
         slack_k=draw(st.integers(0, 9)),

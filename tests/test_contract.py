@@ -119,8 +119,8 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] =
     ),
     "window": ({}, {"window": (7, None)}, "window=(7, None): not supported", {"window": True}),
     "softcap": ({}, {"softcap": 30.0}, "softcap=30.0: not supported", {"softcap": True}),
-    "score_mod": ({}, {"score_mod": ("alibi",)}, "score_mod=('alibi',): not supported", {"score_mod": True}),
-    "mask_mod": ({}, {"mask_mod": ("even",)}, "mask_mod=('even',): not supported", {"mask_mod": True}),
+    "score_mod": ({}, {"score_mod": ("score",)}, "score_mod=('score',): not supported", {"score_mod": True}),
+    "mask_mod": ({}, {"mask_mod": ("bool", True)}, "mask_mod=('bool', True): not supported", {"mask_mod": True}),
     "negative scale": ({}, {"softmax_scale": -0.5}, "softmax_scale=-0.5: only positive scales", {"scale_any": True}),
     "zero scale": ({}, {"softmax_scale": 0.0}, "softmax_scale=0.0: only positive scales", {"scale_any": True}),
     "outputs": (

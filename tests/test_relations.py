@@ -291,6 +291,10 @@ ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], .
     ("emulated", "permuted_keys", {"seqlens_q": (215,), "seqlens_k": (871,), "dim_qk": 48, "dim_v": 80, "heads": 8, "kv_heads": 8,
                                    "packing": "dense", "dtype": BFLOAT}, Recipe(k_scale=2.0, seed=3),
      {"tile_m": 32, "tile_n": 128}),
+    # one key may lead its row where scores spread,
+    ("emulated", "permuted_keys", {"seqlens_q": (911,), "seqlens_k": (256,), "dim_qk": 64, "dim_v": 64, "heads": 7, "kv_heads": 7,
+                                   "packing": "dense", "softmax_scale": -0.125, "dtype": HALF},
+     Recipe(q_scale=0.5, k_scale=4.0, seed=3011), {}),
     # and tf32 cuts toward zero.
     ("emulated.tf32", "constant_v", {"seqlens_q": (1,), "seqlens_k": (2,), "dim_qk": 64, "dim_v": 64, "dtype": "float32"},
      Recipe(), {}),

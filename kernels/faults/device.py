@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Built, Config, Device, Inputs, Kernel, why_unsupported
+from attnfuzz.kernels.contract import Built, Config, Device, Gradients, Inputs, Kernel, why_unsupported
 from attnfuzz.kernels.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import Problem
 
@@ -174,8 +174,6 @@ class _HungryBuilt:
             held.append(torch.empty(4 << 30, dtype=torch.uint8, device=inputs.q.device))
         return self._built.forward(inputs)
 
-    def backward(
-        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
         """The kernel's own."""
         return self._built.backward(inputs, o, lse)

@@ -19,7 +19,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import BuildError, Device
 
-__all__ = ["Launch", "compile_counts", "compiled", "unavailable"]
+__all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "unavailable"]
 
 Launch = Callable[..., None]
 """A compiled PrimFunc: takes its parameters in order, tensors and numbers, and writes its output tensors."""
@@ -31,6 +31,11 @@ CPU_FEATURES = ("avx2", "f16c")
 CUDA_PASSES = {"tl.enable_fast_math": True, "tl.force_let_inline": True}
 """exp2 and division as the hardware has them, 2 units off and subnormal float32 flushed, which every budget allows for; lengths
 written out where they are used, without which a tile's atomic addition under a condition has no definition of them."""
+WARPGROUP = 128
+"""Threads of the warpgroup that TileLang sets apart for loading. All its warps wait for each barrier of a step, though one
+thread copies, and nothing keeps them within one phase of it: a warp that misses two waits for ever. Blocks of fewer threads,
+many to a multiprocessor and with steps of some 100 ns, were seen to hang so on an H200 (2 of 11 runs); they load for themselves.
+"""
 TEXT_MAX = 4000
 """Characters of an error, and of what the compiler printed, that a BuildError carries: TileLang appends whole sources."""
 
@@ -83,16 +88,21 @@ def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Devic
     with _captured() as log:
         try:
             func = factory(**options)
-            return _for_cpu(func) if device == "cpu" else _for_cuda(func)
+            return _for_cpu(func) if device == "cpu" else _for_cuda(func, options.get("threads", WARPGROUP))
         except Exception as error:
             said = (f"{type(error).__name__}: {error}"[:TEXT_MAX], log.read_text(errors="replace").strip()[-TEXT_MAX:])
             raise BuildError("\n".join((name, *filter(None, said)))) from error
 
 
-def _for_cuda(func: Any) -> Launch:
+def cuda_passes(threads: int) -> dict[str, bool]:
+    """What TileLang's compiler is told of a kernel with so many threads a block."""
+    return {**CUDA_PASSES, **({"tl.disable_warp_specialized": True} if threads < WARPGROUP else {})}
+
+
+def _for_cuda(func: Any, threads: int) -> Launch:
     import tilelang
 
-    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=CUDA_PASSES)
+    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=cuda_passes(threads))
     return launch
 
 

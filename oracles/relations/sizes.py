@@ -2,7 +2,8 @@
 
 For values that are generic (near normal, independent, scores of a deviation of at most about 1.5), with n_i keys seen by row i:
 
-    p_i = sqrt(sum_j P_ij^2) ~ min(1, exp(sigma_i^2 / 2) / sqrt(n_i)),   sigma_i = |scale| |q_i| rms(k)
+    p_i = sqrt(sum_j P_ij^2) ~ min(1, max(exp(sigma_i^2 / 2) / sqrt(n_i), exp(sigma_i z - sigma_i^2 / 2) / n_i))
+                               sigma_i = |scale| |q_i| rms(k),   z = sqrt(2 log(rows x keys)): the largest of so many scores
     |O_i|  ~ rms(v) p_i                          |dQ_i| ~ |scale| |dO_i| rms(v) rms(k) p_i
     |dV_j| ~ sqrt(sum_i (rms(dO_i) P_ij)^2)      |dK_j| ~ |scale| sqrt(sum_i (|dO_i| rms(v) rms(q_i) P_ij)^2)
 
@@ -93,7 +94,10 @@ class Noise:
         rms_k, rms_v = _rms(k), _rms(v)
         q_size = q.norm(dim=2)
         sigma = scale * q_size * rms_k
-        self.p = (torch.exp(sigma.square() / 2) / n.sqrt()).clamp(max=1.0)
+        # Of so many scores the largest is some z deviations above 0: where they spread, its row is led by that one key.
+        z = math.sqrt(2 * math.log(max(2, sigma.numel() * self.keys)))
+        led = torch.exp(sigma * z - sigma.square() / 2) / n
+        self.p = torch.maximum(torch.exp(sigma.square() / 2) / n.sqrt(), led).clamp(max=1.0)
         lifted = 3 * sigma + (0 if shift is None else shift.abs() * max(1.0, problem.dim_qk / 32))
         self.exponent = n.log() + lifted
         self.sigma = sigma

@@ -1,0 +1,66 @@
+"""What a Problem's modifiers are as trees, and the tensors that they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import msgspec
+
+from attnfuzz.kernels.expressions import Captured, Expression, H, S, captured, node, parse, size_of, substitute, to_data
+from attnfuzz.kernels.modifiers import softcap
+from attnfuzz.kernels.problem import Problem
+
+__all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of"]
+
+
+def score_of(problem: Problem) -> Expression | None:
+    """What the scaled score becomes: softcap, then score_mod; None where it stays."""
+    return _score(problem.softcap, problem.score_mod)
+
+
+@lru_cache(maxsize=1024)
+def _score(cap: float, data: tuple[object, ...] | None) -> Expression | None:
+    capped = softcap(cap) if cap else None
+    tree = None if data is None else parse(data)
+    if tree is None:
+        return capped
+    if capped is None:
+        return tree
+    return substitute(tree, S.op, capped)
+
+
+def of_heads(problem: Problem, first: int, count: int) -> Problem:
+    """The part of `problem` that is `count` query heads from `first` on, of one key/value head; captured tensors stay whole."""
+    made: dict[str, object] = {"heads": count, "kv_heads": 1}
+    for name in ("score_mod", "mask_mod"):
+        data = getattr(problem, name)
+        if data is None:
+            continue
+        tree = substitute(parse(data), H.op, H + first)
+        sizes = problem.sizes
+        fixed: dict[Expression, Expression] = {}
+        for each in tree.walk():
+            value = each.value
+            if isinstance(value, Captured):
+                value = replace(value, sizes=tuple(sizes[at] if at in ("heads", "kv_heads") else at for at in value.sizes))
+            fixed[each] = node(each.op, *(fixed[arg] for arg in each.args), value=value)
+        made[name] = to_data(fixed[tree])
+    return msgspec.structs.replace(problem, **made)
+
+
+def mask_of(problem: Problem) -> Expression | None:
+    """The mask_mod, besides which causal and window hold; None where there is none."""
+    return None if problem.mask_mod is None else parse(problem.mask_mod)
+
+
+def tensors_of(problem: Problem) -> tuple[Captured, ...]:
+    """The captured tensors: those of score_mod, then of mask_mod, each once."""
+    if problem.score_mod is None and problem.mask_mod is None:
+        return ()
+    return captured(score_of(problem), mask_of(problem))
+
+
+def shape_of(problem: Problem, tensor: Captured) -> tuple[int, ...]:
+    """Its shape in `problem`."""
+    return tuple(size_of(size, problem.sizes) for size in tensor.sizes)
