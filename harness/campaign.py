@@ -38,9 +38,14 @@ __all__ = ["campaign", "executor_for"]
 def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
     """Where the Trials of `settings` run: in child processes, or in this one if it says so. Close it after use."""
     if settings.in_process:
-        return InProcess(settings.device)
-    backends = [kernel.backend for kernel in kernels]
-    return Isolated(settings.device, backends=backends, deadline=settings.deadline, memory=settings.memory)
+        return InProcess(settings.device, memory_check=settings.memory_check)
+    return Isolated(
+        settings.device,
+        backends=[kernel.backend for kernel in kernels],
+        deadline=settings.deadline,
+        memory=settings.memory,
+        memory_check=settings.memory_check,
+    )
 
 
 def campaign(

@@ -106,6 +106,8 @@ def _fault(slug: str) -> Kernel | None:
     backend, dot, rest = slug.partition(".")
     if backend == "numeric":
         return importlib.import_module("attnfuzz.kernels.emulated.kernel").fault_kernel(rest)  # type: ignore[no-any-return]
+    if dot and backend == "memory":
+        return importlib.import_module("attnfuzz.kernels.faults.memory").fault_kernel(rest)  # type: ignore[no-any-return]
     if dot:
         return importlib.import_module("attnfuzz.kernels.faults.device").fault_kernel(backend, rest)  # type: ignore[no-any-return]
     return importlib.import_module("attnfuzz.kernels.faults.host").fault_kernel(slug)  # type: ignore[no-any-return]
