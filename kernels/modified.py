@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import msgspec
 
-from attnfuzz.kernels.expressions import Captured, Expression, H, S, captured, node, parse, size_of, substitute, to_data
+from attnfuzz.kernels.expressions import (
+    KV,
+    SEQLEN_K,
+    SEQLEN_Q,
+    Captured,
+    Expression,
+    H,
+    Q,
+    S,
+    both,
+    captured,
+    node,
+    parse,
+    size_of,
+    substitute,
+    to_data,
+)  # fmt: skip
 from attnfuzz.kernels.modifiers import softcap
 from attnfuzz.kernels.problem import Problem
 
-__all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of"]
+__all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of", "whole_mask_of"]
 
 
 def score_of(problem: Problem) -> Expression | None:
@@ -52,6 +68,20 @@ def of_heads(problem: Problem, first: int, count: int) -> Problem:
 def mask_of(problem: Problem) -> Expression | None:
     """The mask_mod, besides which causal and window hold; None where there is none."""
     return None if problem.mask_mod is None else parse(problem.mask_mod)
+
+
+def whole_mask_of(problem: Problem) -> Expression | None:
+    """Causal mask, window and mask_mod as one tree, beside which only the lengths hold; None where every key is seen."""
+    diagonal = Q if problem.causal == "top_left" else Q + SEQLEN_K - SEQLEN_Q
+    left, right = problem.window or (None, None)
+    parts = [] if problem.causal is None else [diagonal >= KV]
+    if left is not None:
+        parts.append(diagonal - KV <= left)
+    if right is not None:
+        parts.append(KV - diagonal <= right)
+    if (tree := mask_of(problem)) is not None:
+        parts.append(tree)
+    return reduce(both, parts) if parts else None
 
 
 def tensors_of(problem: Problem) -> tuple[Captured, ...]:

@@ -30,6 +30,7 @@ _BUILT_IN = {
     "torch.efficient": "attnfuzz.kernels.torch.efficient:KERNEL",
     "torch.flash": "attnfuzz.kernels.torch.flash:KERNEL",
     "torch.flex": "attnfuzz.kernels.torch.flex:KERNEL",
+    "torch.flex_modified": "attnfuzz.kernels.torch.flex_modified:KERNEL",
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
 _HIDDEN = {
