@@ -1,0 +1,82 @@
+"""The Configs of `triton.flex`: tiles of the forward and of both roles of the backward, and blocks of the mask."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import Problem
+
+__all__ = ["configs_for"]
+
+
+def _config(
+    forward: tuple[int, int, int, int],
+    dq: tuple[int, int],
+    dkv: tuple[int, int],
+    back: tuple[int, int],
+    *,
+    block: int = 128,
+    split: int = 1,
+) -> Config:
+    """Choices of one Config.
+
+    Args:
+        forward: queries and keys of a tile, warps, stages.
+        dq: queries and keys of a tile in the role that makes dQ.
+        dkv: the same in the role that makes dK and dV.
+        back: warps and stages of the backward.
+        block: queries, and keys, of a block of the mask.
+        split: parts of the keys in the forward, merged afterwards.
+    """
+    tile_m, tile_n, num_warps, num_stages = forward
+    return Config(
+        tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages,
+        dq_tile_m=dq[0], dq_tile_n=dq[1], dkv_tile_m=dkv[0], dkv_tile_n=dkv[1], back_warps=back[0], back_stages=back[1],
+        block=block, split=split,
+    )  # fmt: skip
+
+
+_HALF: Final = (
+    _config((32, 32, 4, 2), (32, 32), (32, 32), (4, 2), block=32),
+    _config((64, 64, 4, 2), (64, 32), (32, 64), (4, 2), block=64),
+    _config((16, 32, 4, 1), (32, 16), (16, 32), (4, 1), block=64),
+    _config((16, 64, 4, 2), (32, 64), (64, 32), (4, 1), block=128, split=4),
+)
+_HALF_TO_128: Final = (
+    _config((128, 64, 8, 3), (128, 32), (32, 128), (8, 2)),
+    _config((128, 128, 8, 2), (128, 64), (64, 128), (8, 2)),
+    _config((64, 64, 4, 3), (64, 64), (64, 64), (4, 2)),
+    _config((128, 64, 4, 3), (128, 32), (32, 128), (4, 2)),
+    _config((128, 128, 8, 3), (64, 128), (64, 128), (8, 3), block=128),
+    _config((16, 128, 4, 2), (64, 64), (64, 64), (4, 3), split=8),
+)
+_SINGLE: Final = (
+    _config((32, 32, 4, 1), (32, 32), (32, 32), (4, 1), block=32),
+    _config((16, 16, 4, 1), (16, 16), (16, 16), (4, 1), block=64, split=3),
+)
+# 32 x 32 takes 11 to 40 seconds to compile there.
+_SINGLE_BEYOND_128: Final = (_config((16, 16, 4, 1), (16, 16), (16, 16), (4, 1), block=32),)
+_TF32: Final = (
+    _config((32, 32, 4, 2), (32, 32), (32, 32), (4, 2), block=32),
+    _config((64, 32, 4, 2), (64, 32), (32, 64), (4, 1), block=64),
+)
+
+
+def configs_for(problem: Problem, *, tf32: bool, prescaled: bool) -> tuple[Config, ...]:
+    """Those for a problem, the default first; what is prescaled may also leave out the guard of rows without keys."""
+    small = max(problem.dim_qk, problem.dim_v) <= 128
+    if problem.dtype == "float32":
+        if tf32:
+            return _TF32 if small else _TF32[:1]
+        return _SINGLE if small else _SINGLE_BEYOND_128
+    found: tuple[Config, ...] = _HALF + _HALF_TO_128 if small else _HALF
+    if prescaled and _rows_safe(problem):
+        found += tuple(Config(each, rows_safe=True) for each in found[:2])
+    return found
+
+
+def _rows_safe(problem: Problem) -> bool:
+    """Whether every tile of keys has one for every row."""
+    free = problem.mask_mod is None and problem.causal is None and problem.window in (None, (None, None))
+    return free and min(problem.seqlens_k) > 0

@@ -1,0 +1,239 @@
+"""`triton.flex` in the interpreter against float64, and what it must leave alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+from support_flex import assert_right, dense, inputs_of, reference, run
+
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Config, Kernel
+from attnfuzz.kernels.expressions import (
+    KV,
+    B,
+    Captured,
+    H,
+    Q,
+    S,
+    const,
+    exp,
+    load,
+    maximum,
+    minimum,
+    sigmoid,
+    tanh,
+    to_float,
+    where,
+)
+from attnfuzz.kernels.modifiers import MASKS, SCORES, alibi, bias, causal, documents, relative_bias, sliding_window, softcap
+from attnfuzz.kernels.problem import BadArgument, Layout, Needs
+from attnfuzz.kernels.triton import runtime
+from attnfuzz.kernels.triton.flex import KERNEL, PRESCALED, TF32
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+interpreted = pytest.mark.skipif(
+    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
+)
+PER_ROW = Captured("per_row", ("seqlen_q",), gradient=True)
+PER_KEY = Captured("per_key", ("batch", "seqlen_k"), gradient=True)
+HARD = {
+    "gradients of every kind of index": relative_bias()
+    + load(PER_ROW, Q) * tanh(S)
+    - load(PER_KEY, B, KV)
+    + load(Captured("per_head", ("kv_heads", "heads"), gradient=True), B, H),
+    "one tensor read twice": S * load(PER_ROW, Q) + load(PER_ROW, Q // 2),
+    "alibi learned": alibi(gradient=True),
+    "functions": where(Q % 3 <= KV % 2, sigmoid(S) * 3.0, exp(minimum(S, 2.0))) + maximum(-S, to_float(Q - KV) * 0.02),
+    "no score": to_float(H - B) * 0.5,
+    "a constant": const(0.25),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str) -> None:
+    assert_right(KERNEL, inputs_of(dense(37, 45, score=SCORES[name])))
+
+
+@interpreted
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    assert_right(KERNEL, inputs_of(dense(70, 90, batch=1, heads=2, kv_heads=1, mask=MASKS[name])))
+
+
+@interpreted
+@pytest.mark.parametrize("name", HARD)
+def test_hard_scores_under_a_mask(name: str) -> None:
+    assert_right(KERNEL, inputs_of(dense(45, 37, score=HARD[name], mask=documents() & causal(), softcap=3.0)))
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [(64, 96), (33, 31), (1, 70), (70, 1)])
+@pytest.mark.parametrize(("band", "window"), [(None, None), ("bottom_right", None), ("top_left", (9, None)), (None, (20, 3))])
+def test_bands(lengths: tuple[int, int], band: Any, window: Any) -> None:
+    assert_right(KERNEL, inputs_of(dense(*lengths, batch=1, causal=band, window=window)))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(dtype: str) -> None:
+    assert_right(KERNEL, inputs_of(dense(50, 77, dtype=dtype, score=bias(), mask=sliding_window(30), slack_q=3, slack_k=2)))
+
+
+@interpreted
+@pytest.mark.parametrize("index", range(12))
+def test_every_config(index: int) -> None:
+    problem = dense(150, 130, batch=1, dtype="float16", score=alibi(), causal="bottom_right", heads=2, kv_heads=1)
+    configs = [*KERNEL.configs(problem), *KERNEL.configs(replace(problem, dtype="float32"))]
+    assert len(configs) == 12
+    dtype = "float16" if index < 10 else "float32"
+    assert_right(KERNEL, inputs_of(replace(problem, dtype=dtype)), configs[index])
+
+
+@interpreted
+@pytest.mark.parametrize("dims", [(1, 1), (40, 72), (17, 256)])
+def test_dims(dims: tuple[int, int]) -> None:
+    problem = dense(35, 37, batch=1, dim_qk=dims[0], dim_v=dims[1], causal="bottom_right", heads=3, kv_heads=1)
+    assert_right(KERNEL, inputs_of(problem))
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.7])
+@pytest.mark.parametrize("score", [None, softcap(2.0)])
+def test_any_scale(scale: float, score: Any) -> None:
+    assert_right(KERNEL, inputs_of(dense(33, 40, batch=1, score=score, causal="top_left", softmax_scale=scale)))
+
+
+@interpreted
+@pytest.mark.parametrize("split", [1, 3])
+def test_rows_without_keys_are_exact(split: int) -> None:
+    problem = dense(60, 40, mask=(Q % 7).differs(3) & (KV < Q), score=relative_bias())
+    config = next(each for each in KERNEL.configs(problem) if each["split"] == split)
+    inputs = inputs_of(problem)
+    expected, found = reference(inputs), run(KERNEL, inputs, config)
+    dead = expected["lse"] == -math.inf
+    assert dead[0, 0, :12].sum() == 3
+    assert (found["lse"][dead] == -math.inf).all()
+    for name in ("o", "dq"):
+        assert (found[name].transpose(1, 2)[dead] == 0).all(), name
+    assert_right(KERNEL, inputs, config)
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 40), (40, 0)])
+@pytest.mark.parametrize("mask", [None, documents()])
+def test_without_queries_or_keys(lengths: tuple[int, int], mask: Any) -> None:
+    problem = dense(*lengths, mask=mask, score=bias(), slack_q=1, slack_k=1)
+    found = run(KERNEL, inputs_of(problem))
+    assert (found["lse"] == -math.inf).all()
+    for name in ("o", "dq", "dk", "dv", "d bias"):
+        assert (found[name] == 0).all(), name
+        assert found[name].shape == reference(inputs_of(problem))[name].shape
+
+
+@interpreted
+@pytest.mark.parametrize("order", ["bhsd", "sbhd"])
+def test_other_layouts(order: Any) -> None:
+    layouts = {"layout_q": Layout(order=order, pitch=3), "layout_k": Layout(order=order, offset=5)}
+    layouts |= {"layout_v": Layout(expanded_heads=True), "layout_do": Layout(expanded=True)}
+    problem = dense(40, 50, score=alibi(), causal="bottom_right", slack_q=2, slack_k=1, dtype="float16", **layouts)
+    assert_right(KERNEL, inputs_of(problem))
+
+
+@interpreted
+def test_slack_rows_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(math.nan))
+    problem = dense(40, 37, slack_q=3, slack_k=5, causal="bottom_right")
+    inputs = inputs_of(problem)
+    for config in KERNEL.configs(problem):
+        built = KERNEL.build(problem, config, "cpu")
+        o, lse = built.forward(inputs)
+        dq, dk, dv = built.backward(inputs, o, lse)[:3]
+        rows = {"o": (o, 40), "lse": (lse.transpose(1, 2), 40), "dq": (dq, 40), "dk": (dk, 37), "dv": (dv, 37)}
+        for name, (output, length) in rows.items():
+            assert output[:, length:].isnan().all(), name
+            assert not output[:, :length].isnan().any(), name
+
+
+@interpreted
+def test_the_largest_p_is_exactly_one() -> None:
+    problem = dense(40, 33, batch=1, dtype="float16", softmax_scale=0.37, mask=Q.equals(KV))
+    inputs = inputs_of(problem, q_scale=4.0)
+    o = run(KERNEL, inputs)["o"][:, :33]
+    expected = inputs.v.repeat_interleave(2, 2)
+    assert torch.equal(o, expected)
+
+
+@interpreted
+def test_two_calls_of_one_problem_do_not_share_masks_of_captured_tensors() -> None:
+    problem = dense(40, 40, mask=documents())
+    for seed in (1, 2):
+        assert_right(KERNEL, inputs_of(problem, seed=seed))
+    inputs = inputs_of(problem, seed=4)
+    run(KERNEL, inputs)
+    for each in inputs.captured:
+        each.add_(torch.arange(40, dtype=torch.int32) // 11)
+    assert_right(KERNEL, inputs)
+
+
+@interpreted
+def test_gradients_without_dlse() -> None:
+    assert_right(KERNEL, inputs_of(dense(40, 33, score=bias(), needs=Needs())))
+
+
+@interpreted
+@pytest.mark.parametrize("rows_safe", [False, True])
+def test_prescaled_is_right_within_its_deviation(rows_safe: bool) -> None:
+    problem = dense(50, 40, dtype="float16", mask=None if rows_safe else causal())
+    config = next(each for each in PRESCALED.configs(problem) if each.get("rows_safe", False) == rows_safe)
+    # q is rounded once more: scores, and with them LSE, are off by some 2^-11.
+    assert_right(PRESCALED, inputs_of(problem), config, lse=1e-3)
+
+
+def test_fulfils_the_contract() -> None:
+    problem = dense(40, 50, dtype="float16")
+    for kernel in (KERNEL, PRESCALED, TF32):
+        assert isinstance(kernel, Kernel)
+        assert registry.get(kernel.name) is kernel
+        assert all(Path(file).is_file() for file in kernel.files)
+    for config in KERNEL.configs(problem):
+        assert KERNEL.supports(problem, config, "cpu") is None
+        edges = [value for name, value in config.items() if "_tile_" in name or name.startswith("tile_")]
+        assert len(edges) == 6
+        assert not [edge for edge in edges if config.integer("block") % int(edge)]
+    assert "packing" in str(KERNEL.supports(replace(problem, packing="ragged"), KERNEL.configs(problem)[0], "cpu"))
+    with pytest.raises(BadArgument, match="ask supports"):
+        KERNEL.build(replace(problem, packing="ragged"), KERNEL.configs(problem)[0], "cpu")
+    assert "not among" in str(KERNEL.supports(problem, Config(tile_m=48), "cpu"))
+    assert "score_mod" in str(PRESCALED.supports(dense(4, 5, dtype="float16", score=bias(gradient=False)), Config(), "cpu"))
+    assert "rows_safe" not in "".join(map(str, PRESCALED.configs(replace(problem, causal="top_left"))))
+
+
+def test_compile_key_holds_all_that_the_code_depends_on() -> None:
+    problem = dense(40, 50)
+
+    def key(**changes: Any) -> str:
+        return KERNEL.compile_key(replace(problem, **changes), KERNEL.configs(problem)[0])
+
+    same: list[dict[str, Any]] = [
+        {},
+        {"seqlens_q": (41, 41)},
+        {"heads": 2, "kv_heads": 1},
+        {"softmax_scale": -1.0},
+        {"slack_k": 1},
+    ]
+    assert len({key(**changes) for changes in same}) == 1
+    assert key(window=(3, None)) == key(window=(900, 4)) == key(causal="bottom_right") == key(causal="top_left")
+    other: list[dict[str, Any]] = [{"dim_qk": 48}, {"dim_v": 40}, {"dtype": "float16"}, {"causal": "top_left"}, {"softcap": 2.0}]
+    other += [{"seqlens_q": (64, 64)}, {"seqlens_k": (64, 64)}, {"needs": Needs()}, {"layout_q": Layout(pitch=8)}]
+    other += [{"score_mod": dense(1, 1, score=bias()).score_mod}, {"mask_mod": dense(1, 1, mask=causal()).mask_mod}]
+    assert len({key(**changes) for changes in [{}, *other]}) == 1 + len(other)
