@@ -19,7 +19,10 @@ __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """D = rowsum(dO * O) (- dLSE) and its error, each (Z, rows, 1): H_D, V_D = sigma^2, T_D = tau^2, B_D; and dP = dO v^T."""
+    """D = rowsum(dO * O) (- dLSE) and its error, each (Z, rows, 1): H_D, V_D = sigma^2, T_D = tau^2, B_D; and dP = dO v^T.
+
+    `flush` is the part of B_D that is flushed P.
+    """
 
     d_p: torch.Tensor
     d: torch.Tensor
@@ -27,6 +30,7 @@ class Delta:
     sigma2: torch.Tensor
     tau2: torch.Tensor | None
     b: torch.Tensor
+    flush: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -108,15 +112,16 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
     hard = (d_size * r).sum(-1, keepdim=True) + (p.worst * moved).sum(-1, keepdim=True) / t.l
     variance = ((t.p * dp2).sum(-1, keepdim=True) - d * d).clamp_(min=0)
     b = (variance * f.e_f2).sqrt_() + (d_size * f.reorder.add(o_size, alpha=EPS * (6 + t.v.shape[-1] / 16))).sum(-1, keepdim=True)
-    b += (p.flushed * dp_size).sum(-1, keepdim=True) / t.l
+    flush = (p.flushed * dp_size).sum(-1, keepdim=True) / t.l
+    b += flush
     b += lost(d_size.sum(-1, keepdim=True), o_size.sum(-1, keepdim=True), t.v.shape[-1])
     if t.l_error is not None:
         b += t.l_error * d.abs()
     if t.d_lse is not None:
         d, b = d - t.d_lse, b + 2 * EPS * t.d_lse.abs()
-    for each in (hard, sigma2, b):
+    for each in (hard, sigma2, b, flush):
         each.masked_fill_(t.dead, 0.0)
-    return Delta(d_p=d_p, d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b)
+    return Delta(d_p=d_p, d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b, flush=flush)
 
 
 def backward(
@@ -343,7 +348,9 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     found = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
     if not lean:
         p2, q2 = (x.weight * x.weight).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
-        found.flush, found.d_s, found.carried = r.flushed @ k_size, x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
+        # A flushed P moves D, and all of its row: no random error either.
+        found.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
+        found.d_s, found.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
         found.share = share
     return found
 
@@ -404,7 +411,7 @@ def _dk(
     sums.hard.baddbmm_(r.worst.mT, q_size).baddbmm_(x.weight.mT, delta.hard * q_size)
     sums.b.baddbmm_(torch.addcmul(r.systematic, x.grown, delta.b).mT, q_size)
     if sums.flush is not None:
-        sums.flush.baddbmm_(r.flushed.mT, q_size)
+        sums.flush.baddbmm_(torch.addcmul(r.flushed, x.weight, delta.flush).mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
