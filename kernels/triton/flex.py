@@ -145,6 +145,15 @@ class TritonFlex:
         """
         if reason := self.supports(problem, config, device):
             raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
+        return self.build_any(problem, config, device)
+
+    def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> BuiltFlex:
+        """As `build`, of a Config that `configs` need not have: to time what might become one.
+
+        Raises:
+            BuildError: Triton is missing, or its compiler refused.
+            BadArgument: this process uses Triton in the other mode.
+        """
         key = (self.compile_key(problem, config), device)
         if key not in self._built:
             runtime.load(device)
