@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support_flex import LSE_TOLERANCE, TOLERANCE, assert_right, errors, inputs_of
 from support_flex_faults import FAULTS, FlexFault, faulty
@@ -25,3 +27,14 @@ def test_the_fault_is_wrong_and_the_kernel_is_right(fault: FlexFault) -> None:
     assert fault.shows <= wrong, found
     if fault.only:
         assert fault.shows == wrong, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["LSE in base 2", "prescale undeclared", "diagonal masked", "parts merged as if they had one maximum"]
+)
+def test_the_harness_finds_what_shows_without_modifiers(name: str, tmp_path: Path) -> None:
+    from test_faults import hunted
+
+    fault = next(each for each in FAULTS if each.name == name)
+    assert hunted(faulty(fault), "triton.flex", fault.name, tmp_path, causal=False)

@@ -242,7 +242,7 @@ class BuiltFlex:
         if self._last is None or not self._last.fits(inputs):
             tensors = {each.name: tensor for each, tensor in zip(self._tensors, inputs.captured, strict=True)}
             made = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
-            of = tuple((weakref.ref(each), each._version) for each in inputs.captured)
+            of = tuple((weakref.ref(each), _version(each)) for each in inputs.captured)
             self._last = _Remembered(p, inputs.q.device, of, made)
         return band, self._last.mask
 
@@ -253,15 +253,21 @@ class _Remembered:
 
     problem: Problem
     device: Any
-    captured: tuple[tuple[weakref.ref[Any], int], ...]
+    captured: tuple[tuple[weakref.ref[Any], int | None], ...]
     mask: BlockMask
 
     def fits(self, inputs: Inputs) -> bool:
         same = self.problem == inputs.problem and self.device == inputs.q.device
         now = tuple(inputs.captured)
         return same and all(
-            version == tensor._version and known() is tensor for (known, version), tensor in zip(self.captured, now, strict=True)
+            known() is tensor and version == _version(tensor) is not None
+            for (known, version), tensor in zip(self.captured, now, strict=True)
         )
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often it was written; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _flat(*lists: Any) -> tuple[torch.Tensor, ...]:
