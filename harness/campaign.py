@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnfuzz.harness.children import ChildError
 from attnfuzz.harness.corpus import CaseFile, Corpus
@@ -115,7 +115,7 @@ def _taken(turns: Sequence[_Turn], shared: _Shared, skipped: Sequence[KernelSkip
             except DeviceLost as error:
                 lost = str(error)
             finally:
-                summaries.append(turn.hunt.summary(turn.compiles, turn.compile_seconds))
+                summaries.append(replace(turn.hunt.summary(turn.compiles, turn.compile_seconds), refused=turn.refused))
                 shared.listener(KernelFinished(summaries[-1]))
             if interrupted or lost:
                 break
@@ -167,7 +167,7 @@ class _Turn:
 
     def __init__(self, kernel: Kernel, shared: _Shared, stored: Sequence[CaseFile], left: Sequence[LeftBehind]) -> None:
         self.kernel, self.shared = kernel, shared
-        self.compiles, self.compile_seconds = 0, 0.0
+        self.compiles, self.compile_seconds, self.refused = 0, 0.0, 0
         settings = shared.settings
         profile = PROFILES[settings.profile]
         variants = all_variants(kernel, settings.device)
@@ -216,7 +216,10 @@ class _Turn:
         for case in (each for each in cases.values() if each in broken):
             self.hunt.record(case, Verdict(status="fail", failures=(broken[case],)), minimal=True)
         self.compile_seconds = time.monotonic() - start
-        return tuple(each for key, each in zip(keys, self.variants, strict=True) if cases[key] not in broken)
+        made = tuple(each for key, each in zip(keys, self.variants, strict=True) if cases[key] not in broken)
+        # One failure may stand for many of them.
+        self.refused = len(self.variants) - len(made)
+        return made
 
     def _each_compiled(self, cases: Sequence[Case]) -> Iterator[Compiled]:
         """Compile, each Case in a journal of its own while it lasts: a compiler may take the machine down as well."""

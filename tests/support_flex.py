@@ -21,6 +21,7 @@ else:
     torch = pytest.importorskip("torch")
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2.5e-2, "float32": 1e-5}
+LSE_TOLERANCE = 3e-6
 
 
 def dense(
@@ -137,7 +138,7 @@ def errors(kernel: Kernel, inputs: Inputs, config: Config | None = None) -> dict
     return {name: worst(expected[name], found[name]) for name in expected}
 
 
-def assert_right(kernel: Kernel, inputs: Inputs, config: Config | None = None, *, lse: float = 3e-6) -> None:
+def assert_right(kernel: Kernel, inputs: Inputs, config: Config | None = None, *, lse: float = LSE_TOLERANCE) -> None:
     found = errors(kernel, inputs, config)
     assert found.pop("lse") <= lse, found
     assert max(found.values()) <= TOLERANCE[inputs.problem.dtype], found

@@ -9,25 +9,38 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 from msgspec.structs import replace
 
 from attnfuzz.harness.environment import has_cuda
+from attnfuzz.harness.inputs import materialise
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Recipe
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def kernels() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_of_kernels", FOLDER / "kernels.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_of_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    return loaded("kernels")
+
+
+@pytest.fixture(scope="module")
+def flex() -> ModuleType:
+    return loaded("flex")
 
 
 def test_operations_are_those_of_visible_scores(kernels: ModuleType) -> None:
@@ -47,9 +60,55 @@ def test_ratios_are_speeds(kernels: ModuleType) -> None:
     assert mine[0]["tflops"] == pytest.approx(1e6 * 200 / 1e-3 / 1e12)
 
 
+def test_flex_counts_what_windows_leave(flex: ModuleType, kernels: ModuleType) -> None:
+    plain = Problem(seqlens_q=(6,), seqlens_k=(6,), packing="dense", heads=3, kv_heads=3, dim_qk=8, dim_v=5)
+    for causal in (None, "bottom_right"):
+        problem = replace(plain, causal=causal)
+        assert flex.operations(problem) == kernels.operations(problem)
+    assert flex.visible(replace(plain, causal="bottom_right", window=(1, None))) == 3 * 11
+    assert flex.visible(replace(plain, window=(1, 1))) == 3 * 16
+
+
+def test_flex_tells_the_windows_share(flex: ModuleType) -> None:
+    plain = Problem(seqlens_q=(4000,), seqlens_k=(4000,), packing="dense", dim_qk=50, dim_v=50)
+    rows = []
+    for setting, ms in zip(flex.settings(("window",), plain, plain), (8.0, 2.0), strict=True):
+        rows += flex.rows_of(setting, {"mine": (ms, 2 * ms), flex.PEER: (2 * ms, 2 * ms)})
+    assert [row["x"] for row in rows if row["kernel"] == "mine"] == [2.0, 1.0] * 2
+    assert {row["share"] for row in flex.shares(rows)} == {0.25}
+
+
+def test_flex_builds_every_contestant_of_every_case(flex: ModuleType, kernels: ModuleType) -> None:
+    class Refusing:
+        name = "kernel"
+
+        def configs(self, problem: Problem) -> tuple[Config, ...]:
+            return (Config(tile_m=1), Config(tile_m=2))
+
+        def build_any(self, problem: Problem, config: Config) -> object:
+            if config["tile_m"] == 1:
+                raise ValueError("too small")
+            return object()
+
+    plain = Problem(seqlens_q=(40,), seqlens_k=(40,), packing="dense", heads=2, kv_heads=2, dim_qk=16, dim_v=16)
+    for setting in flex.settings(flex.CASES, plain, plain):
+        inputs = materialise(setting.problem, Recipe(), "cpu")
+        found = flex.contestants(kernels, setting, inputs, Refusing(), None, [Config(tile_m=7)], False)
+        assert [each.name for each in found if each.name != flex.PEER] == ["kernel tile_m=2", "kernel tile_m=7"]
+
+
+def test_flex_takes_configs_to_try(flex: ModuleType) -> None:
+    base = Config(tile_m=128, num_stages=3)
+    assert flex.parsed("num_stages=2, tile_m=64", base) == Config(tile_m=64, num_stages=2)
+    for wrong in ("tile=1", "tile_m=x", "tile_m"):
+        with pytest.raises(click.BadParameter, match="give name=number of num_stages, tile_m"):
+            flex.parsed(wrong, base)
+
+
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, str(FOLDER / "kernels.py")], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("name", ["kernels", "flex"])
+def test_without_a_gpu_it_says_so(name: str) -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "cuda" in done.stderr
     assert "Traceback" not in done.stderr

@@ -97,6 +97,7 @@ class Terminal:
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
         compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
+        compiles += f" ([red]{row.refused} refused by the compiler[/], and not tried)" if row.refused else ""
         replaced = f", {row.replaced} processes replaced" if row.replaced else ""
         self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}{replaced}")
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, Inputs
+from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.kernels.torch.ops import Part, Peer, Step
 
@@ -129,6 +130,10 @@ def _zeros(problem: Problem, device: str) -> Inputs:
         max_seqlen_q=max(p.seqlens_q),
         max_seqlen_k=max(p.seqlens_k),
         d_lse=d_lse,
+        captured=tuple(
+            torch.zeros(shape_of(p, each), dtype=torch.float32 if each.kind == "float" else torch.int32, device=device)
+            for each in tensors_of(p)
+        ),
     )
 
 

@@ -1,0 +1,299 @@
+"""A `triton.flex` built for one compile key: allocation, launches, and the block lists that the device code walks."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from attnfuzz.kernels.contract import BuildError, Config, Gradients, Inputs
+from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
+from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.triton.printer import load_source, source, taking_gradients
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnfuzz.kernels.triton.blockmask import Band, BlockMask
+
+__all__ = ["BuiltFlex", "banded", "even", "strided"]
+
+# Rows per program of the Delta kernel, and of the one that merges parts: no Config changes them.
+_PREPROCESS_ROWS: Final = 64
+_MERGE_ROWS: Final = 16
+# On CUDA, p = 2^(s - m) must not contract with the product inside s: the largest p would no longer be exactly 1. In the
+# backward there is no such p.
+_FORWARD_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False}
+_BACKWARD_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": True}
+
+
+class BuiltFlex:
+    """The device functions with the constants of one compile key.
+
+    Args:
+        module: the device module.
+        masks: the module that makes block lists.
+        problem: any problem of the compile key.
+        config: tile sizes, warps, stages and parts.
+        prescaled: whether q is scaled and rounded first.
+        precision: of float32 products.
+    """
+
+    def __init__(
+        self, module: ModuleType, masks: ModuleType, problem: Problem, config: Config, *, prescaled: bool, precision: str
+    ) -> None:
+        self._strided = strided(problem)
+        self._forward, self._preprocess, self._backward = (
+            getattr(module, f"{name}_strided" if self._strided else name) for name in ("forward", "preprocess", "backward")
+        )
+        self._merge, self._masks = module.merge, masks
+        self._problem, self._config = problem, config
+        self._split = config.integer("split")
+        self._block = (config.integer("block"),) * 2
+        self._tensors = tensors_of(problem)
+        self._last: _Remembered | None = None
+        score, mask = score_of(problem), mask_of(problem)
+        printed = load_source(source(score, mask, self._tensors)) if score is not None or mask is not None else None
+        functions = {
+            constant: getattr(printed, name, None)
+            for constant, name in (
+                ("SCORE", "score_mod"), ("SLOPE", "score_gradient"), ("MASK", "mask_mod"), ("CAPTURED", "captured_gradients")
+            )
+        }  # fmt: skip
+        even_q, even_k = even(problem, config)
+        shape: dict[str, Any] = {
+            "DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": _padded(problem.dim_qk), "PAD_V": _padded(problem.dim_v),
+        }  # fmt: skip
+        common: dict[str, Any] = {
+            **shape, "BAND": banded(problem), "PRESCALED": prescaled, "EVEN_Q": even_q, "EVEN_K": even_k,
+            "BLOCK_Q": self._block[0], "BLOCK_K": self._block[1], "STRIDED": self._strided, "PRECISION": precision,
+        }  # fmt: skip
+        warps, back_warps = {"num_warps": config.integer("num_warps")}, {"num_warps": config.integer("back_warps")}
+        self._for_forward: dict[str, Any] = {
+            **common,
+            "SCORE": functions["SCORE"],
+            "MASK": functions["MASK"],
+            "SAFE": bool(config.get("rows_safe", False)),
+            "TILE_M": config.integer("tile_m"),
+            "TILE_N": config.integer("tile_n"),
+            "SPLIT": self._split,
+            "num_stages": config.integer("num_stages"),
+            **_FORWARD_OPTIONS,
+            **warps,
+        }
+        of_v = {name: shape[name] for name in ("DIM_V", "PAD_V")}
+        self._for_merge: dict[str, Any] = {**of_v, "SPLIT": self._split, "TILE_M": _MERGE_ROWS, **_FORWARD_OPTIONS}
+        self._for_preprocess: dict[str, Any] = {
+            **of_v, "STRIDED": self._strided, "DLSE": problem.needs.dlse, "TILE_M": _PREPROCESS_ROWS, **_FORWARD_OPTIONS,
+        }  # fmt: skip
+        self._for_backward: dict[str, Any] = {
+            **common,
+            **functions,
+            **{name.upper(): config.integer(name) for name in ("dq_tile_m", "dq_tile_n", "dkv_tile_m", "dkv_tile_n")},
+            "num_stages": config.integer("back_stages"),
+            **_BACKWARD_OPTIONS,
+            **back_warps,
+        }
+
+    def compile(self) -> None:
+        """Compile for CUDA now: for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided.
+
+        Raises:
+            BuildError: with the compiler's text.
+        """
+        import torch
+
+        mock = importlib.import_module("triton.runtime.jit").MockTensor
+        x, f32, i32 = getattr(torch, self._problem.dtype), torch.float32, torch.int32
+        o = f32 if self._split > 1 else x
+        captured = tuple(mock(f32 if each.kind == "float" else i32) for each in self._tensors) or (mock(f32),)
+        gradients = tuple(mock(f32) for _ in taking_gradients(self._tensors)) or (mock(f32),)
+        scale, ints = 1.0, (2,) * 22
+        lists = (i32,) * 4
+        try:
+            self._forward.warmup(x, x, x, o, f32, f32, *lists, captured, scale, *ints, grid=(1,), **self._for_forward)
+            if self._split > 1:
+                self._merge.warmup(f32, f32, f32, x, f32, *ints[:4], grid=(1,), **self._for_merge)
+            self._preprocess.warmup(x, x, f32, f32, f32, f32, *ints[:7], grid=(1,), **self._for_preprocess)
+            self._backward.warmup(
+                *(x, x, x, x, f32, f32, x, x, x, *lists, *lists, captured, gradients, scale, *ints, *ints[:4]),
+                grid=(1,),
+                **self._for_backward,
+            )
+        except Exception as error:  # Triton raises a dozen unrelated types
+            raise BuildError(f"{type(error).__name__}: {error}") from error
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """`o (batch, seqlen_q + slack_q, heads, dim_v)` and `lse (batch, heads, seqlen_q + slack_q)`, slack rows unwritten."""
+        import torch
+
+        p, q = inputs.problem, inputs.q
+        rows = q.shape[1]
+        o = torch.empty((p.batch, rows, p.heads, p.dim_v), dtype=q.dtype, device=q.device)
+        lse = torch.empty((p.batch, p.heads, rows), dtype=torch.float32, device=q.device)
+        tiles = _tiles(p.seqlens_q[0], self._for_forward["TILE_M"])
+        if not tiles:
+            return o, lse
+        out, row_max, row_sum = o, lse, lse
+        if self._split > 1:
+            out = torch.empty((self._split, *o.shape), dtype=torch.float32, device=q.device)
+            row_max, row_sum = (torch.empty((self._split, *lse.shape), device=q.device) for _ in range(2))
+        band, mask = self._lists(inputs)
+        self._forward[(tiles * self._split, p.heads, p.batch)](
+            q,
+            inputs.k,
+            inputs.v,
+            out,
+            row_max,
+            row_sum,
+            *_flat(mask.keys_partial, mask.keys_full),
+            self._captured(inputs) or (lse,),
+            *self._scalars(inputs, band, mask),
+            **self._for_forward,
+        )
+        if self._split > 1:
+            merge_grid = (_tiles(p.seqlens_q[0], _MERGE_ROWS), p.heads, p.batch)
+            sizes = (p.batch, p.heads, p.seqlens_q[0], rows)
+            self._merge[merge_grid](out, row_max, row_sum, o, lse, *sizes, **self._for_merge)
+        return o, lse
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """`dq, dk, dv`, shaped like `q, k, v`, slack rows unwritten, and the captured tensors'. `lse` is required."""
+        import torch
+
+        if lse is None:
+            raise BadArgument("lse=None: the backward reads it; pass what forward returned")
+        p, device = inputs.problem, inputs.q.device
+        seqlen_q, seqlen_k = p.seqlens_q[0], p.seqlens_k[0]
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (inputs.q, inputs.k, inputs.v))
+        captured = self._captured(inputs)
+        gradients = tuple(
+            torch.zeros_like(tensor) if each.gradient else None for each, tensor in zip(self._tensors, captured, strict=True)
+        )
+        row_lse, delta = (torch.empty((p.batch, p.heads, seqlen_q), device=device) for _ in range(2))
+        if seqlen_q:
+            self._preprocess[(_tiles(seqlen_q, _PREPROCESS_ROWS), p.heads, p.batch)](
+                o,
+                inputs.d_o,
+                lse,
+                lse if inputs.d_lse is None else inputs.d_lse.contiguous(),
+                row_lse,
+                delta,
+                p.heads,
+                seqlen_q,
+                inputs.q.shape[1],
+                *self._d_o_steps(inputs),
+                **self._for_preprocess,
+            )
+        constants = self._for_backward
+        programs = _tiles(seqlen_k, constants["DKV_TILE_N"]) + _tiles(seqlen_q, constants["DQ_TILE_M"]) * p.groups
+        if programs:
+            band, mask = self._lists(inputs)
+            self._backward[(programs, p.kv_heads, p.batch)](
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                inputs.d_o,
+                row_lse,
+                delta,
+                dq,
+                dk,
+                dv,
+                *_flat(mask.keys_partial, mask.keys_full, mask.queries_partial, mask.queries_full),
+                captured or (row_lse,),
+                tuple(each for each in gradients if each is not None) or (row_lse,),
+                *self._scalars(inputs, band, mask),
+                *self._d_o_steps(inputs),
+                **constants,
+            )
+        return (dq, dk, dv, gradients) if taking_gradients(self._tensors) else (dq, dk, dv)
+
+    def _scalars(self, inputs: Inputs, band: Band, mask: BlockMask) -> tuple[int | float, ...]:
+        """The numbers that forward and backward take, dO's strides left out."""
+        p = inputs.problem
+        by_batch, by_head = (mask.heads if mask.batches > 1 else 0), int(mask.heads > 1)
+        blocks = (mask.keys_partial.index.shape[2], mask.keys_partial.index.shape[3])
+        sizes = (p.batch, p.heads, p.kv_heads, p.seqlens_q[0], p.seqlens_k[0], inputs.q.shape[1], inputs.k.shape[1])
+        # No layout has q, k, v with another last stride than 1. Strides that are not read might still be too long for int32.
+        strides = (step for x in (inputs.q, inputs.k, inputs.v) for step in x.stride()[:3])
+        return (
+            float(p.scale),
+            band.low,
+            band.high,
+            *sizes,
+            by_batch,
+            by_head,
+            *blocks,
+            *(strides if self._strided else (0,) * 9),
+        )
+
+    def _d_o_steps(self, inputs: Inputs) -> tuple[int, ...]:
+        return inputs.d_o.stride() if self._strided else (0, 0, 0, 1)
+
+    def _captured(self, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        return tuple(each.contiguous() for each in inputs.captured)
+
+    def _lists(self, inputs: Inputs) -> tuple[Band, BlockMask]:
+        """The band and the block lists; those of the last call, if the captured tensors are the same and unchanged."""
+        p = inputs.problem
+        band: Band = self._masks.band_of(p)
+        if self._last is None or not self._last.fits(inputs):
+            tensors = {each.name: tensor for each, tensor in zip(self._tensors, inputs.captured, strict=True)}
+            made = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
+            of = tuple((weakref.ref(each), _version(each)) for each in inputs.captured)
+            self._last = _Remembered(p, inputs.q.device, of, made)
+        return band, self._last.mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Remembered:
+    """The block lists of a call: good for the next one with the same problem and the same captured tensors, unchanged."""
+
+    problem: Problem
+    device: Any
+    captured: tuple[tuple[weakref.ref[Any], int | None], ...]
+    mask: BlockMask
+
+    def fits(self, inputs: Inputs) -> bool:
+        same = self.problem == inputs.problem and self.device == inputs.q.device
+        now = tuple(inputs.captured)
+        return same and all(
+            known() is tensor and version == _version(tensor) is not None
+            for (known, version), tensor in zip(self.captured, now, strict=True)
+        )
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often it was written; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _flat(*lists: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor for each in lists for tensor in (each.count, each.index))
+
+
+def strided(problem: Problem) -> bool:
+    """Whether any tensor is other than contiguous."""
+    return any(getattr(problem, name) != Layout() for name in LAYOUTS)
+
+
+def banded(problem: Problem) -> bool:
+    """Whether causal or window are given, though they may hide nothing."""
+    return problem.causal is not None or problem.window not in (None, (None, None))
+
+
+def even(problem: Problem, config: Config) -> tuple[bool, bool]:
+    """Whether queries and keys are whole blocks."""
+    block = config.integer("block")
+    return problem.seqlens_q[0] % block == 0, problem.seqlens_k[0] % block == 0
+
+
+def _padded(dim: int) -> int:
+    """The next power of two, at least 16: what the dot products take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)

@@ -1,0 +1,40 @@
+"""Each planted fault of a block-sparse kernel is wrong against float64 where it must be, and triton.flex is right there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support_flex import LSE_TOLERANCE, TOLERANCE, assert_right, errors, inputs_of
+from support_flex_faults import FAULTS, FlexFault, faulty
+
+from attnfuzz.kernels.triton import runtime
+from attnfuzz.kernels.triton.flex import KERNEL
+
+pytestmark = pytest.mark.skipif(
+    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_fault_is_wrong_and_the_kernel_is_right(fault: FlexFault) -> None:
+    inputs = inputs_of(fault.problem, **fault.recipe)
+    config = next(each for each in KERNEL.configs(fault.problem) if each["split"] == fault.split)
+    assert_right(KERNEL, inputs, config)
+    found = errors(faulty(fault), inputs, config)
+    tolerances = {**dict.fromkeys(found, TOLERANCE[fault.problem.dtype]), "lse": LSE_TOLERANCE}
+    wrong = {name for name, error in found.items() if error > 3 * tolerances[name]}
+    assert fault.shows <= wrong, found
+    if fault.only:
+        assert fault.shows == wrong, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["LSE in base 2", "prescale undeclared", "diagonal masked", "parts merged as if they had one maximum"]
+)
+def test_the_harness_finds_what_shows_without_modifiers(name: str, tmp_path: Path) -> None:
+    from test_faults import hunted
+
+    fault = next(each for each in FAULTS if each.name == name)
+    assert hunted(faulty(fault), "triton.flex", fault.name, tmp_path, causal=False)
