@@ -30,9 +30,13 @@ from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.cases import met
 from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
 
 __all__ = ["campaign", "executor_for"]
+
+_MET = 3
+"""So many times the variants' compiles, at most, for what else drawn Cases have compiled in."""
 
 
 def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
@@ -174,11 +178,11 @@ class _Turn:
         if settings.device in kernel.capabilities.compiles_on:
             variants = pool(variants, profile.variants[settings.device], settings.seed)
             variants = modified(variants, kernel.capabilities, settings.seed)
-        self.variants = variants
+        self.variants, self.limits = variants, profile.limits[settings.device]
         self.hunt = Hunt(
             kernel,
             settings.device,
-            limits=profile.limits[settings.device],
+            limits=self.limits,
             executor=shared.executor,
             listener=shared.listener,
             corpus=shared.corpus,
@@ -205,14 +209,21 @@ class _Turn:
         cases: dict[str, Case] = {}
         for key, each in zip(keys, self.variants, strict=True):
             cases.setdefault(key, Case(kernel=self.kernel.name, problem=each.problem(can), config=each.config))
+        # What else of a Case is compiled in is met by drawing some: a compile within a Trial would take the Trials' time.
+        can_meet = met(
+            self.kernel, device=self.shared.settings.device, limits=self.limits, variants=self.variants,
+            seed=self.shared.settings.seed,
+        )  # fmt: skip
+        ahead = [case for key, case in can_meet.items() if key not in cases][: _MET * len(self.variants)]
         broken: dict[Case, Failure] = {}
-        for done in self._each_compiled(list(cases.values())):
+        for done in self._each_compiled([*cases.values(), *ahead]):
             self.compiles += 1
             error = done.failure.message if done.failure else None
             self.shared.listener(CompileFinished(done.case.kernel, done.case.config.canonical(), done.seconds, error))
             if done.failure is not None:
                 broken[done.case] = done.failure
-        # Simplest first, whichever was done first: the first Case of an identity is the one that is kept.
+        # Simplest first, whichever was done first: the first Case of an identity is the one that is kept. What was compiled ahead
+        # and refused is found, and shrunk, when a Trial meets it.
         for case in (each for each in cases.values() if each in broken):
             self.hunt.record(case, Verdict(status="fail", failures=(broken[case],)), minimal=True)
         self.compile_seconds = time.monotonic() - start

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -17,7 +19,7 @@ from attnfuzz.strategies.modifiers import modifiers
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 from attnfuzz.strategies.values import recipes
 
-__all__ = ["Limits", "cases"]
+__all__ = ["Limits", "cases", "met"]
 
 _DEFAULT_TILE = 64
 
@@ -56,6 +58,24 @@ def cases(
     # A kernel may refuse what its capabilities cannot say: two lengths together, for one.
     drawn = _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen)
     return drawn.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
+
+
+def met(
+    kernel: Kernel, *, device: Device, limits: Limits, variants: Sequence[Variant], seed: int, draws: int = 400
+) -> dict[str, Case]:
+    """Compile keys that `draws` Cases of `variants` meet, each with its first Case: layouts and lengths may be part of one."""
+    found: dict[str, Case] = {}
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=draws, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @hypothesis.given(cases(kernel, device=device, limits=limits, variants=variants))
+    def look(case: Case) -> None:
+        found.setdefault(kernel.compile_key(case.problem, case.config), case)
+
+    look()
+    return found
 
 
 @st.composite
