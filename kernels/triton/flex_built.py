@@ -66,7 +66,7 @@ class BuiltFlex:
             "DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": _padded(problem.dim_qk), "PAD_V": _padded(problem.dim_v),
         }  # fmt: skip
         common: dict[str, Any] = {
-            **shape, "BAND": banded(problem), "PRESCALED": prescaled, **dict.fromkeys(("EVEN_Q", "EVEN_K"), even(problem, config)),
+            **shape, **dict.fromkeys(("EVEN_Q", "EVEN_K"), even(problem, config)), "BAND": banded(problem), "PRESCALED": prescaled,
             "BLOCK_Q": self._block[0], "BLOCK_K": self._block[1], "STRIDED": self._strided, "PRECISION": precision,
         }  # fmt: skip
         warps, back_warps = {"num_warps": config.integer("num_warps")}, {"num_warps": config.integer("back_warps")}
