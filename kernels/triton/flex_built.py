@@ -66,8 +66,9 @@ class BuiltFlex:
             "DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": _padded(problem.dim_qk), "PAD_V": _padded(problem.dim_v),
         }  # fmt: skip
         common: dict[str, Any] = {
-            **shape, **dict.fromkeys(("EVEN_Q", "EVEN_K"), even(problem, config)), "BAND": banded(problem), "PRESCALED": prescaled,
-            "BLOCK_Q": self._block[0], "BLOCK_K": self._block[1], "STRIDED": self._strided, "PRECISION": precision,
+            **shape, **dict.fromkeys(("EVEN_Q", "EVEN_K"), even(problem, config)), "BAND": banded(problem),
+            "BLOCK_Q": self._block[0], "BLOCK_K": self._block[1], "STRIDED": self._strided, "PRESCALED": prescaled,
+            "PRECISION": precision,
         }  # fmt: skip
         warps, back_warps = {"num_warps": config.integer("num_warps")}, {"num_warps": config.integer("back_warps")}
         self._for_forward: dict[str, Any] = {
