@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnfuzz.harness.children import ChildError
 from attnfuzz.harness.corpus import CaseFile, Corpus
@@ -30,7 +30,7 @@ from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import Variant, all_variants, pool
+from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
 
 __all__ = ["campaign", "executor_for"]
 
@@ -38,9 +38,14 @@ __all__ = ["campaign", "executor_for"]
 def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
     """Where the Trials of `settings` run: in child processes, or in this one if it says so. Close it after use."""
     if settings.in_process:
-        return InProcess(settings.device)
-    backends = [kernel.backend for kernel in kernels]
-    return Isolated(settings.device, backends=backends, deadline=settings.deadline, memory=settings.memory)
+        return InProcess(settings.device, memory_check=settings.memory_check)
+    return Isolated(
+        settings.device,
+        backends=[kernel.backend for kernel in kernels],
+        deadline=settings.deadline,
+        memory=settings.memory,
+        memory_check=settings.memory_check,
+    )
 
 
 def campaign(
@@ -110,7 +115,7 @@ def _taken(turns: Sequence[_Turn], shared: _Shared, skipped: Sequence[KernelSkip
             except DeviceLost as error:
                 lost = str(error)
             finally:
-                summaries.append(turn.hunt.summary(turn.compiles, turn.compile_seconds))
+                summaries.append(replace(turn.hunt.summary(turn.compiles, turn.compile_seconds), refused=turn.refused))
                 shared.listener(KernelFinished(summaries[-1]))
             if interrupted or lost:
                 break
@@ -162,12 +167,13 @@ class _Turn:
 
     def __init__(self, kernel: Kernel, shared: _Shared, stored: Sequence[CaseFile], left: Sequence[LeftBehind]) -> None:
         self.kernel, self.shared = kernel, shared
-        self.compiles, self.compile_seconds = 0, 0.0
+        self.compiles, self.compile_seconds, self.refused = 0, 0.0, 0
         settings = shared.settings
         profile = PROFILES[settings.profile]
         variants = all_variants(kernel, settings.device)
         if settings.device in kernel.capabilities.compiles_on:
             variants = pool(variants, profile.variants[settings.device], settings.seed)
+            variants = modified(variants, kernel.capabilities, settings.seed)
         self.variants = variants
         self.hunt = Hunt(
             kernel,
@@ -210,7 +216,10 @@ class _Turn:
         for case in (each for each in cases.values() if each in broken):
             self.hunt.record(case, Verdict(status="fail", failures=(broken[case],)), minimal=True)
         self.compile_seconds = time.monotonic() - start
-        return tuple(each for key, each in zip(keys, self.variants, strict=True) if cases[key] not in broken)
+        made = tuple(each for key, each in zip(keys, self.variants, strict=True) if cases[key] not in broken)
+        # One failure may stand for many of them.
+        self.refused = len(self.variants) - len(made)
+        return made
 
     def _each_compiled(self, cases: Sequence[Case]) -> Iterator[Compiled]:
         """Compile, each Case in a journal of its own while it lasts: a compiler may take the machine down as well."""

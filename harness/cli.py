@@ -42,6 +42,9 @@ _in_process = click.option(
 _deadline = click.option(
     "--deadline", metavar="60s", help="Time that a stage of a trial may take before it hangs [default: 60s]."
 )
+_no_memory_check = click.option(
+    "--no-memory-check", is_flag=True, help="Do not check every access to memory of interpreted kernels (Triton on the CPU)."
+)
 _seed = click.option(
     "--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order."
 )
@@ -167,6 +170,7 @@ def _list_row(name: str) -> dict[str, Any]:
     help="Memory that a child process may hold, in GiB [default: half of the machine's].",
 )
 @_in_process
+@_no_memory_check
 @_json
 def run_command(
     kernels: tuple[str, ...],
@@ -181,6 +185,7 @@ def run_command(
     deadline: str | None,
     memory: float | None,
     in_process: bool,
+    no_memory_check: bool,
     as_json: bool,
 ) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
@@ -198,6 +203,7 @@ def run_command(
         deadline=None if deadline is None else options.duration(deadline, "deadline"),
         memory=None if memory is None else _bytes(memory),
         in_process=in_process,
+        memory_check=not no_memory_check,
     )
     chosen = [registry.get(name) for name in kernels or registry.names()]
     click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
@@ -245,13 +251,22 @@ def show_command(case: str, as_json: bool) -> None:
 @_device
 @_deadline
 @_in_process
+@_no_memory_check
 @click.option(
     "--sanitize",
     metavar="memcheck|racecheck|initcheck",
     help="Run it under NVIDIA's compute-sanitizer: exit 0 clean, 1 if that reports anything [deadline: 10m for all of it].",
 )
 @_json
-def repro_command(case: str, device: str, deadline: str | None, in_process: bool, sanitize: str | None, as_json: bool) -> None:
+def repro_command(
+    case: str,
+    device: str,
+    deadline: str | None,
+    in_process: bool,
+    no_memory_check: bool,
+    sanitize: str | None,
+    as_json: bool,
+) -> None:
     """Run a case file again: FIXED (exit 0), FAILED (1) or ERROR (2)."""
     from attnfuzz.harness.corpus import read_case
     from attnfuzz.harness.report.terminal import show_reproduction
@@ -263,7 +278,14 @@ def repro_command(case: str, device: str, deadline: str | None, in_process: bool
     if sanitize is not None:
         click.get_current_context().exit(_sanitized(case, sanitize, device, seconds, in_process=in_process, as_json=as_json))
     try:
-        done = reproduce(stored.case, device, rate=stored.rate, in_process=in_process, deadline=seconds)
+        done = reproduce(
+            stored.case,
+            device,
+            rate=stored.rate,
+            in_process=in_process,
+            deadline=seconds,
+            memory_check=not no_memory_check,
+        )
     except BadArgument as error:
         raise BadArgument(f"ERROR {case}: {error}") from None
     if as_json:
@@ -413,6 +435,31 @@ def selftest_verdict_command(cases: int, jobs: int | None, seed: int, as_json: b
         click.echo(dumps(machine_object(done)))
     else:
         show_verdict(_console(), done)
+    click.get_current_context().exit(CLEAN if done.right else FAILURES)
+
+
+@selftest_group.command("memory")
+@click.argument("faults", nargs=-1, metavar="[FAULT]...")
+@click.option("--cases", default=200, show_default=True, type=int, metavar="N", help="Cases of each kernel that has no fault.")
+@_seed
+@_json
+def selftest_memory_command(faults: tuple[str, ...], cases: int, seed: int, as_json: bool) -> None:
+    """Nine faults of memory in copies of triton.varlen, and the Triton kernels as they are, all on the CPU.
+
+    Exit 0 only if each fault is found as what it is, with its source line, and nothing is found in the kernels.
+    """
+    import msgspec
+
+    from attnfuzz.harness.report.selftest import FaultProgress
+    from attnfuzz.harness.report.selftest_memory import show_memory
+    from attnfuzz.harness.selftest_memory import memory
+
+    with FaultProgress(_console(stderr=as_json)) as progress:
+        done = memory(progress, faults, cases, seed)
+    if as_json:
+        click.echo(dumps({"right": done.right, **msgspec.to_builtins(done)}))
+    else:
+        show_memory(_console(), done)
     click.get_current_context().exit(CLEAN if done.right else FAILURES)
 
 

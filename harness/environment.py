@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from attnfuzz.kernels import memory
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -72,12 +73,14 @@ def versions() -> dict[str, str]:
 
 
 def describe(device: Device) -> dict[str, Any]:
-    """The run header's facts."""
+    """The run header's facts; `unchecked` says why interpreted launches are not, where they cannot be checked."""
+    unchecked = memory.why_unchecked()
     return {
         "device": device_name(device),
         "versions": versions(),
         "cores": len(os.sched_getaffinity(0)),
         "executable": sys.executable,
+        **({"unchecked": unchecked} if unchecked else {}),
     }
 
 

@@ -167,6 +167,8 @@ class KernelSummary:
     features: dict[str, int] = field(default_factory=dict)
     replaced: int = 0
     """Child processes that died or were put down."""
+    refused: int = 0
+    """Variants that the compiler refused, of which nothing was tried."""
     recoveries: tuple[float, ...] = ()
     """Seconds from each death of a child to the next verdict."""
 

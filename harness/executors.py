@@ -52,9 +52,10 @@ class Executor(Protocol):
 class InProcess:
     """Everything in this process: a kernel that dies takes the run along, and one that hangs keeps it."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, memory_check: bool = True) -> None:
         self.device = device
         self.statistics = Statistics()
+        self._memory_check = memory_check
         self._begun: Case | None = None
         environment.prepare(device)
 
@@ -65,11 +66,17 @@ class InProcess:
     def finish(self) -> Verdict:
         """The Trial itself."""
         from attnfuzz.harness.trial import run_trial
+        from attnfuzz.kernels import memory
 
         case, self._begun = self._begun, None
         assert case is not None
         self.statistics.tasks += 1
-        return run_trial(case, self.device)
+        before = memory.checking()
+        memory.check(self._memory_check)
+        try:
+            return run_trial(case, self.device)
+        finally:
+            memory.check(before)
 
     def compiled(
         self,

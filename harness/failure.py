@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from attnfuzz.harness.symptoms import Pattern
+from attnfuzz.kernels.memory import MemoryKind
 from attnfuzz.kernels.problem import OutputName
 
 __all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "printable"]
@@ -28,13 +29,20 @@ Kind = Literal[
     "illegal-access",
     "hang",
     "out-of-memory",
-    "memory",
+    # Told by the memory checker of interpreted kernels.
+    "out-of-bounds",
+    "outside-view",
+    "duplicate-store",
+    "race",
+    "uninitialised",
+    "masked-load",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _TOLD_BY_CHECK: frozenset[Kind] = frozenset(
     (
         *("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "relation", "guard", "contract", "hang"),
         "out-of-memory",
+        *get_args(MemoryKind),
     )
 )
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}

@@ -57,6 +57,7 @@ class Isolated:
         deadline: seconds that a stage may take, 60 unless told.
         compile_deadline: seconds that a compile may take, ten times the deadline unless told.
         memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
+        memory_check: check every access to memory of interpreted kernels.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Isolated:
         deadline: float | None = None,
         compile_deadline: float | None = None,
         memory: int | None = None,
+        memory_check: bool = True,
     ) -> None:
         self.device = device
+        self._memory_check = memory_check
         deadline = DEADLINE if deadline is None else deadline
         self._full = {"start": 180.0, "compile": compile_deadline or _COMPILE_TIMES * deadline, "end": 30.0}
         self._full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
@@ -194,6 +197,7 @@ class Isolated:
             "case": case.canonical(),
             "device": self.device,
             "device_name": self.describe()["device"],
+            "memory_check": self._memory_check,
         }
         return Task("attnfuzz.harness.tasks:trial", payload, deadlines)
 

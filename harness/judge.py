@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.form import BY_QUERY, broken_contract, heads_first, why_unfit
+from attnfuzz.harness.judge_captured import wrong_captured
 from attnfuzz.harness.measure import Measured, measured
 from attnfuzz.harness.pattern import pattern
 from attnfuzz.harness.places import where
@@ -64,6 +65,8 @@ def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[Output
     failures += [_wrong(kernel, problem, name, got[name], expected, found[name], config) for name in wrong]
     if isinstance(expected, Truths) and not wrong:
         failures += _as_a_whole(kernel, problem, got, expected, figures)
+    if isinstance(expected, Truths):
+        failures += wrong_captured(kernel, inputs, outputs, expected)
     ordered = sorted(failures, key=lambda each: list(expected).index(each.output) if each.output else -1)
     return Verdict(status="fail" if ordered else "pass", figures=figures, failures=tuple(ordered))
 

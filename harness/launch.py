@@ -9,11 +9,12 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness import environment
-from attnfuzz.harness.failure import Failure, Kind
+from attnfuzz.harness.failure import Failure, Kind, printable
 from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.poison import Bands, PoisonEmpty, memory
 from attnfuzz.harness.raised import may_catch, told, trace
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
+from attnfuzz.kernels.memory import MemoryFault, Watch, watching
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.strategies.case import Case
 
@@ -68,8 +69,9 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     needs, step = inputs.problem.needs.outputs, "forward"
     d_q = d_k = d_v = None
     d_captured: CapturedGradients = ()
+    watch = Watch()
     try:
-        with torch.no_grad(), PoisonEmpty(bands, fill=fill):
+        with torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
             o, lse = ready.forward(inputs)
             # So that an error of the device shows in the step that made it.
             environment.synchronise(device)
@@ -80,16 +82,23 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     except BaseException as error:  # a kernel may raise anything: that is the finding
         if not may_catch(error):
             raise
-        failure = _raised(case.kernel, step, error)
+        failure = _misused(case.kernel, watch.fault) if watch.fault else _raised(case.kernel, step, error)
         if not environment.alive(device):
             raise DeviceLost(case, _device_error(failure)) from error
         return failure
+    if watch.fault:  # the kernel's own code has caught it
+        return _misused(case.kernel, watch.fault)
     return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v, d_captured=d_captured)
 
 
 def split(found: Gradients) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], CapturedGradients]:
     """(dq, dk, dv) and the gradients of captured tensors, of which a kernel without any says nothing."""
     return found[:3], found[3] if len(found) == 4 else ()
+
+
+def _misused(kernel: str, fault: MemoryFault) -> Failure:
+    """What the memory checker of an interpreted kernel refused."""
+    return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=fault.trail)
 
 
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:

@@ -77,6 +77,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--attnfuzz-in-process", action="store_true", help="no child processes, for a debugger: a crash ends the tests"
     )
+    group.addoption(
+        "--attnfuzz-no-memory-check", action="store_true", help="do not check every access to memory of interpreted kernels"
+    )
     group.addoption("--attnfuzz-out", default=".attnfuzz", metavar="DIR", help="folder of case files")
 
 
@@ -133,6 +136,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
         "out": ".attnfuzz",
         "deadline": None,
         "in-process": False,
+        "no-memory-check": False,
     }
     values = {name: config.getoption(f"--attnfuzz-{name}") for name in defaults}
     changed = " ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
@@ -228,7 +232,14 @@ def _run_case(kernel: Kernel, path: str, shard: int, settings: Settings) -> None
     case = stored.case
     if case.kernel != kernel.name or shard:
         pytest.skip(f"--attnfuzz-case is one of {case.kernel}, run in its first shard")
-    done = reproduce(case, settings.device, rate=stored.rate, in_process=settings.in_process, deadline=settings.deadline)
+    done = reproduce(
+        case,
+        settings.device,
+        rate=stored.rate,
+        in_process=settings.in_process,
+        deadline=settings.deadline,
+        memory_check=settings.memory_check,
+    )
     if done.verdict.failures:
         told = [f"   {name:<20} {value}" for name, value in describe_case(case)]
         pytest.fail("\n".join([f"FAILED {path}", *told, *describe_verdict(done.verdict)]), pytrace=False)
@@ -251,6 +262,7 @@ def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Sett
         shards=shards,
         out=config.getoption("--attnfuzz-out"),
         in_process=config.getoption("--attnfuzz-in-process"),
+        memory_check=not config.getoption("--attnfuzz-no-memory-check"),
         deadline=None if deadline is None else options.duration(deadline, "deadline"),
     )
 

@@ -6,13 +6,16 @@ its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnfuzz.kernels.memory import Watch
 
 __all__ = ["Bands", "PoisonEmpty", "memory"]
 
@@ -157,11 +160,13 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
     """Within it every new tensor lies between `bands`, an uninitialised one filled with `fill` (integers: the largest value).
 
     A kernel that leaves part of an output or a workspace unwritten then shows it, whatever the allocator had there before.
+    `watch` hears which memory is uninitialised, and what torch writes.
     """
 
-    def __init__(self, bands: Bands, *, fill: float = math.nan) -> None:
+    def __init__(self, bands: Bands, *, fill: float = math.nan, watch: Watch | None = None) -> None:
         super().__init__()
         self._bands, self._value = bands, fill
+        self._watch = Watch() if watch is None else watch
 
     def __torch_dispatch__(
         self,
@@ -173,6 +178,8 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         """Run the op; move what it made between bands."""
         held = _held(args[0]) if func is _aten.resize_.default else None
         made = func(*args, **(kwargs or {}))
+        for tensor in _written(func, args, kwargs or {}):
+            self._watch.written(tensor)
         if held is not None and _bandable(made) and (grown := _held(made) - held) > 0:
             _fill(made.as_strided((grown,), (1,), held), self._value)
         empty = func in _EMPTY
@@ -180,7 +187,8 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             return made
         between = self._bands.like(made, "a tensor of the kernel's own,")
         if empty:
-            _fill(between, self._value)
+            if _fill(between, self._value) and between.device.type == "cpu":
+                self._watch.allocated(between)
         else:
             between.copy_(made)
         return between
@@ -196,8 +204,28 @@ def _bandable(made: Any) -> bool:
     return bool(plain and made.numel() and all(stride >= 0 for stride in made.stride()))
 
 
-def _fill(tensor: torch.Tensor, value: float) -> None:
+def _fill(tensor: torch.Tensor, value: float) -> bool:
+    """Fill it, if its dtype has a value that shows; whether it has."""
     if tensor.is_floating_point():
         tensor.fill_(value)
     elif tensor.dtype is not torch.bool and not tensor.is_complex():
         tensor.fill_(torch.iinfo(tensor.dtype).max)
+    else:
+        return False
+    return True
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an op changes: its first argument, or `out`, as its schema says."""
+    for place, name in _mutable(func):
+        given = args[place] if place < len(args) else kwargs.get(name)
+        for each in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(each, torch.Tensor):
+                yield each
+
+
+@functools.cache
+def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
+    """(place, name) of the arguments that an op changes."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    return tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)

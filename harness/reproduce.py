@@ -29,7 +29,13 @@ class Reproduction:
 
 
 def reproduce(
-    case: Case, asked: str, *, rate: Rate | None = None, in_process: bool = False, deadline: float | None = None
+    case: Case,
+    asked: str,
+    *,
+    rate: Rate | None = None,
+    in_process: bool = False,
+    deadline: float | None = None,
+    memory_check: bool = True,
 ) -> Reproduction:
     """Run `case` again on `asked` ("auto": CUDA if this machine and the kernel have it, else the CPU).
 
@@ -39,6 +45,7 @@ def reproduce(
         rate: how often it failed, where that was not every time: it is run until it fails, or as often as that rate demands.
         in_process: in this process, for a debugger; else in a child, which may die of it.
         deadline: seconds that a stage may take; None: 60.
+        memory_check: check every access to memory of an interpreted kernel.
 
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem.
@@ -49,7 +56,11 @@ def reproduce(
         device = "cpu"
     if reason := kernel.unavailable(device):
         raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
-    executor: Executor = InProcess(device) if in_process else Isolated(device, backends=[kernel.backend], deadline=deadline)
+    executor: Executor
+    if in_process:
+        executor = InProcess(device, memory_check=memory_check)
+    else:
+        executor = Isolated(device, backends=[kernel.backend], deadline=deadline, memory_check=memory_check)
     try:
         most = tries(rate)
         for runs in range(1, most + 1):

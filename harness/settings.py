@@ -95,6 +95,8 @@ class Settings:
     """Seconds that a stage of a Trial may take before it hangs, 60 unless told; a compile may take ten times that."""
     plain: bool = False
     """Only one call against the oracle: no sequences of calls, no relations."""
+    memory_check: bool = True
+    """Check every access to memory of interpreted kernels (docs/memory.md)."""
     memory: int | None = None
     """Bytes that a child process may hold; by default half of the machine's memory, shared by xdist's workers."""
 

@@ -77,12 +77,14 @@ def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - eve
 
 
 def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """One Trial. `payload`: kernel (as shipped), case (canonical JSON), device. The result is a Verdict."""
+    """One Trial. `payload`: kernel (as shipped), case (canonical JSON), device, memory_check. The result is a Verdict."""
     from attnfuzz.harness.lost import DeviceLost
     from attnfuzz.harness.trial import is_out_of_memory, run_trial
     from attnfuzz.harness.verdict import Verdict
+    from attnfuzz.kernels import memory
 
     _kernel(payload)
+    memory.check(payload["memory_check"])
     case, device = case_from_json(payload["case"]), payload["device"]
     try:
         verdict = run_trial(case, device, enter)

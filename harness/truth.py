@@ -45,23 +45,27 @@ class Truth:
 
 
 class Truths(dict[OutputName, Truth]):
-    """The Truth of every output; can count ties, should a budget without them be exceeded.
+    """The Truth of every output; can count ties, should a budget without them be exceeded. `captured`: that of gradients by name.
 
     Of a tiny Problem it is looked only on demand (`look_for_repeats`) whether its values are generic.
     """
 
     def __init__(self, inputs: Inputs, deviations: Deviations, device: str, *, lean: bool = False) -> None:
         super().__init__()
+        self.captured: dict[str, Truth] = {}
         self._inputs, self._deviations, self._device, self._lean = inputs, deviations, device, lean
         self.ties = False
         self.generic_known = lean or not is_tiny(inputs.problem)
         self.budgets: Budgets
         # In this order: what budgets take of memory for a while is the most.
         found = self._budgets()
-        expected = _reference(inputs)
+        expected, captured = _reference(inputs)
         if "lse" in expected and deviations.lse_base2:
             expected["lse"] = expected["lse"] / _LOG_2
         self._fill(expected, found)
+        for name, x in captured.items():
+            # What no score reads has no gradient, and no error either.
+            self.captured[name] = Truth(x, found.captured.get(name, torch.zeros_like(x)))
 
     def count_ties(self) -> None:
         """The budget with tau: what repeated values add."""
@@ -126,14 +130,15 @@ def _on_host(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, **tensors, d_lse=d_lse, captured=tuple(each.cpu() for each in inputs.captured))
 
 
-def _reference(inputs: Inputs) -> dict[OutputName, torch.Tensor]:
-    """The oracle's outputs over the whole batch, heads first."""
+def _reference(inputs: Inputs) -> tuple[dict[OutputName, torch.Tensor], dict[str, torch.Tensor]]:
+    """The oracle's outputs over the whole batch, heads first, and the gradients of captured tensors by name."""
     problem = inputs.problem
     references = []
     for data in attention.sequences(inputs):
         scores = data.q.shape[0] * data.q.shape[1] * data.k.shape[1]
         references.append((attention if scores <= _WHOLE else blockwise).reference(problem, data))
     names = problem.needs.outputs
+    captured = {name: sum((each.captured[name] for each in references[1:]), x) for name, x in references[0].captured.items()}
     if len(references) == 1:
-        return {name: getattr(references[0], name) for name in names}
-    return {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in names}
+        return {name: getattr(references[0], name) for name in names}, captured
+    return {name: torch.cat([getattr(each, name) for each in references], dim=1) for name in names}, captured

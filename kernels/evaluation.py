@@ -10,7 +10,7 @@ from attnfuzz.kernels.expressions import Captured, Expression
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "value_of"]
 
 
 def evaluate(
@@ -30,11 +30,11 @@ def evaluate(
     device = next(each.device for each in leaves.values() if isinstance(each, torch.Tensor))
     made: dict[Expression, torch.Tensor] = {}
     for each in tree.walk():
-        made[each] = _value(each, [made[arg] for arg in each.args], leaves, tensors, dtype, device)
+        made[each] = value_of(each, [made[arg] for arg in each.args], leaves, tensors, dtype, device)
     return made[tree]
 
 
-def _value(
+def value_of(
     x: Expression,
     a: list[torch.Tensor],
     leaves: Mapping[str, Any],
@@ -42,6 +42,7 @@ def _value(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
+    """The value of one node, whose arguments have the values `a`; the rest as in `evaluate`."""
     import torch
 
     match x.op:

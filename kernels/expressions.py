@@ -429,7 +429,8 @@ def _text(x: Expression) -> tuple[str, int]:
         binds = _BINDS[sign]
         (left, of_left), (right, of_right) = map(_text, x.args)
         left = f"({left})" if of_left < binds or binds == of_left == 1 else left
-        right = f"({right})" if of_right <= binds else right
+        # A negative number needs no brackets behind a sign.
+        right = f"({right})" if of_right <= binds and not (sign == "*" and number(x.args[1]) is not None) else right
         return f"{left} {sign} {right}", binds
     if x.op == "load" and isinstance(x.value, Captured):
         return f"{x.value.name}[{', '.join(_text(each)[0] for each in x.args)}]", 9

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, reduce
 
-from attnfuzz.kernels.expressions import Captured, Expression, S, captured, parse, size_of, substitute
+import msgspec
+
+from attnfuzz.kernels.expressions import (
+    KV,
+    SEQLEN_K,
+    SEQLEN_Q,
+    Captured,
+    Expression,
+    H,
+    Q,
+    S,
+    both,
+    captured,
+    node,
+    parse,
+    size_of,
+    substitute,
+    to_data,
+)  # fmt: skip
 from attnfuzz.kernels.modifiers import softcap
 from attnfuzz.kernels.problem import Problem
 
-__all__ = ["mask_of", "score_of", "shape_of", "tensors_of"]
+__all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of", "whole_mask_of"]
 
 
 def score_of(problem: Problem) -> Expression | None:
@@ -27,9 +46,42 @@ def _score(cap: float, data: tuple[object, ...] | None) -> Expression | None:
     return substitute(tree, S.op, capped)
 
 
+def of_heads(problem: Problem, first: int, count: int) -> Problem:
+    """The part of `problem` that is `count` query heads from `first` on, of one key/value head; captured tensors stay whole."""
+    made: dict[str, object] = {"heads": count, "kv_heads": 1}
+    for name in ("score_mod", "mask_mod"):
+        data = getattr(problem, name)
+        if data is None:
+            continue
+        tree = substitute(parse(data), H.op, H + first)
+        sizes = problem.sizes
+        fixed: dict[Expression, Expression] = {}
+        for each in tree.walk():
+            value = each.value
+            if isinstance(value, Captured):
+                value = replace(value, sizes=tuple(sizes[at] if at in ("heads", "kv_heads") else at for at in value.sizes))
+            fixed[each] = node(each.op, *(fixed[arg] for arg in each.args), value=value)
+        made[name] = to_data(fixed[tree])
+    return msgspec.structs.replace(problem, **made)
+
+
 def mask_of(problem: Problem) -> Expression | None:
     """The mask_mod, besides which causal and window hold; None where there is none."""
     return None if problem.mask_mod is None else parse(problem.mask_mod)
+
+
+def whole_mask_of(problem: Problem) -> Expression | None:
+    """Causal mask, window and mask_mod as one tree, beside which only the lengths hold; None where every key is seen."""
+    diagonal = Q if problem.causal == "top_left" else Q + SEQLEN_K - SEQLEN_Q
+    left, right = problem.window or (None, None)
+    parts = [] if problem.causal is None else [diagonal >= KV]
+    if left is not None:
+        parts.append(diagonal - KV <= left)
+    if right is not None:
+        parts.append(KV - diagonal <= right)
+    if (tree := mask_of(problem)) is not None:
+        parts.append(tree)
+    return reduce(both, parts) if parts else None
 
 
 def tensors_of(problem: Problem) -> tuple[Captured, ...]:

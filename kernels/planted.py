@@ -20,7 +20,7 @@ from attnfuzz.kernels import cache
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import reject
 
-__all__ = ["DEMO_FAULT", "Edit", "demo_kernel", "planted_copy"]
+__all__ = ["DEMO_FAULT", "Edit", "demo_kernel", "planted_copy", "planted_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,31 @@ DEMO_FAULT = Edit("if start_n < seqlen_k:", "if (start_n < seqlen_k) & (seqlen_q
 
 
 def planted_copy(module: str, edits: Sequence[Edit]) -> ModuleType:
-    """A copy of `module` with `edits`, loaded from a file named by its content.
+    """A copy of `module` with `edits`, loaded from a file of the module's own name in a folder named by its content.
+
+    Raises:
+        BadArgument: an edit does not fit the source any more.
+    """
+    file, source = planted_source(module, edits)
+    name = f"attnfuzz_planted_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    path = cache.folder(f"planted/{name}") / file
+    if not path.exists() or path.read_text(encoding="utf-8") != source:
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(source, encoding="utf-8")
+        temporary.replace(path)
+    made = importlib.util.spec_from_file_location(name, path)
+    assert made is not None
+    assert made.loader is not None
+    copy = importlib.util.module_from_spec(made)
+    sys.modules[name] = copy
+    made.loader.exec_module(copy)
+    return copy
+
+
+def planted_source(module: str, edits: Sequence[Edit]) -> tuple[str, str]:
+    """The name of `module`'s file, and its source with `edits`. Nothing is imported.
 
     Raises:
         BadArgument: an edit does not fit the source any more.
@@ -53,21 +77,7 @@ def planted_copy(module: str, edits: Sequence[Edit]) -> ModuleType:
                 "edit.old", edit.old, f"it occurs {found} times in {module}, not {edit.times}", "adapt the fault to the source"
             )
         source = source.replace(edit.old, edit.new)
-    name = f"attnfuzz_planted_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    path = cache.folder("planted") / f"{name}.py"
-    if not path.exists() or path.read_text(encoding="utf-8") != source:
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(source, encoding="utf-8")
-        temporary.replace(path)
-    made = importlib.util.spec_from_file_location(name, path)
-    assert made is not None
-    assert made.loader is not None
-    copy = importlib.util.module_from_spec(made)
-    sys.modules[name] = copy
-    made.loader.exec_module(copy)
-    return copy
+    return Path(spec.origin).name, source
 
 
 def demo_kernel() -> Kernel:

@@ -257,7 +257,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             if tree.kind != kind or (name == "mask_mod" and tree.scored):
                 raise reject(name, str(tree), f"it is of kind {tree.kind}" if tree.kind != kind else "it reads the score",
                              "a score_mod is a float tree, a mask_mod a bool tree of b, h, q_idx and kv_idx")  # fmt: skip
-            if reason := why_outside(tree, self.sizes):
+            lengths = set(zip(self.seqlens_q, self.seqlens_k, strict=True))
+            if reason := next(filter(None, (why_outside(tree, self.sizes, *pair) for pair in sorted(lengths))), None):
                 raise reject(name, str(tree), reason, "keep every index inside for all queries and keys")
             # Equal problems have one spelling.
             msgspec.structs.force_setattr(self, name, to_data(tree))

@@ -14,12 +14,15 @@ _WIDEST = 2**31 - 1
 _Interval: TypeAlias = tuple[int, int]
 
 
-def why_outside(tree: Expression, sizes: Sizes) -> str | None:
-    """Why some index of `tree`, or a number on its way, may be out of range, or None.
+def why_outside(tree: Expression, sizes: Sizes, seqlen_q: int, seqlen_k: int) -> str | None:
+    """Why some index of `tree`, or a number on its way, may be out of range in a sequence of those lengths, or None.
 
-    `sizes`: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k". Conservative: the two branches of `where` count alike, and what
-    a tensor holds is known by its fill alone.
+    `sizes`: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", of which tensors' sizes are made; lengths are the longest ones.
+    Conservative: the two branches of `where` count alike, and what a tensor holds is known by its fill alone.
     """
+    if not (seqlen_q and seqlen_k):
+        return None
+    lengths = {**sizes, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     found: dict[Expression, _Interval] = {}
     for each in tree.walk():
         if each.op == "load" and isinstance(each.value, Captured):
@@ -29,7 +32,7 @@ def why_outside(tree: Expression, sizes: Sizes) -> str | None:
                 if low < 0 or high > last:
                     return f"{each}: {index} is {low} to {high}, and the size is {last + 1}"
         if each.kind == "int":
-            found[each] = _interval(each, found, sizes)
+            found[each] = _of_tensor(each.value, sizes) if isinstance(each.value, Captured) else _interval(each, found, lengths)
             if max(map(abs, found[each])) > _WIDEST:
                 return f"{each}: it may pass the range of int32"
         if each.op in ("mod", "div") and found[each.args[0]][0] < 0:
@@ -70,8 +73,7 @@ def _interval(x: Expression, found: Mapping[Expression, _Interval], sizes: Sizes
             return max(ends[0][0], ends[1][0]), max(ends[0][1], ends[1][1])
         case "where":
             return min(ends[0][0], ends[1][0]), max(ends[0][1], ends[1][1])
-    assert isinstance(x.value, Captured)
-    return _of_tensor(x.value, sizes)
+    raise AssertionError(x.op)
 
 
 def _of_tensor(tensor: Captured, sizes: Sizes) -> _Interval:

@@ -33,6 +33,7 @@ _BUILT_IN = {
     "torch.efficient": "attnfuzz.kernels.torch.efficient:KERNEL",
     "torch.flash": "attnfuzz.kernels.torch.flash:KERNEL",
     "torch.flex": "attnfuzz.kernels.torch.flex:KERNEL",
+    "torch.flex_modified": "attnfuzz.kernels.torch.flex_modified:KERNEL",
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
 _HIDDEN = {
@@ -109,6 +110,8 @@ def _fault(slug: str) -> Kernel | None:
     backend, dot, rest = slug.partition(".")
     if backend == "numeric":
         return importlib.import_module("attnfuzz.kernels.emulated.kernel").fault_kernel(rest)  # type: ignore[no-any-return]
+    if dot and backend == "memory":
+        return importlib.import_module("attnfuzz.kernels.faults.memory").fault_kernel(rest)  # type: ignore[no-any-return]
     if dot:
         return importlib.import_module("attnfuzz.kernels.faults.device").fault_kernel(backend, rest)  # type: ignore[no-any-return]
     return importlib.import_module("attnfuzz.kernels.faults.host").fault_kernel(slug)  # type: ignore[no-any-return]

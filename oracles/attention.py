@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from attnfuzz.kernels.contract import Inputs
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.modified import tensors_of
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.modifiers import Leaves, Modifiers, leaves_of
 
-__all__ = ["Reference", "SequenceData", "attention", "reference", "refuse_modifiers", "sees", "sequences", "visible"]
+__all__ = [
+    "Reference",
+    "SequenceData",
+    "attention",
+    "differentiable",
+    "leaves_within",
+    "reference",
+    "sees",
+    "sequences",
+    "visible",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +30,7 @@ class SequenceData:
     """The tensors of one sequence, heads first, in the kernel's dtype, slack left out.
 
     `q (heads, seqlen_q, dim_qk)`, `k (kv_heads, seqlen_k, dim_qk)`, `v (kv_heads, seqlen_k, dim_v)`,
-    `d_o (heads, seqlen_q, dim_v)`, `d_lse (heads, seqlen_q)` or None.
+    `d_o (heads, seqlen_q, dim_v)`, `d_lse (heads, seqlen_q)` or None. `captured`: the batch's, as in Inputs.
     """
 
     index: int
@@ -27,17 +39,22 @@ class SequenceData:
     v: torch.Tensor
     d_o: torch.Tensor
     d_lse: torch.Tensor | None
+    captured: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """float64 results of one sequence, heads first: o, dq like q; dk, dv like k, v; lse `(heads, seqlen_q)`, natural log."""
+    """float64 results of one sequence, heads first: o, dq like q; dk, dv like k, v; lse `(heads, seqlen_q)`, natural log.
+
+    `captured`: what the sequence adds to the gradients of captured tensors, by name.
+    """
 
     o: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    captured: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def sequences(inputs: Inputs) -> Iterator[SequenceData]:
@@ -54,7 +71,7 @@ def sequences(inputs: Inputs) -> Iterator[SequenceData]:
             k, v = inputs.k[at_k : at_k + n_k], inputs.v[at_k : at_k + n_k]
             d_lse = None if inputs.d_lse is None else inputs.d_lse[:, at_q : at_q + n_q]
         q, k, v, d_o = (x.transpose(0, 1) for x in (q, k, v, d_o))
-        yield SequenceData(index=index, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse)
+        yield SequenceData(index=index, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, captured=inputs.captured)
         at_q, at_k = at_q + n_q, at_k + n_k
 
 
@@ -85,57 +102,70 @@ def sees(problem: Problem, i: torch.Tensor, j: torch.Tensor, n_q: int | torch.Te
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    modify: Callable[[torch.Tensor], torch.Tensor] = lambda s: s,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of one sequence by the definition, differentiable.
 
     Args:
         q: `(heads, seqlen_q, dim_qk)`; k `(kv_heads, seqlen_k, dim_qk)`; v `(kv_heads, seqlen_k, dim_v)`, float64.
-        seen: bool `(seqlen_q, seqlen_k)`.
+        seen: bool `(seqlen_q, seqlen_k)`, or `(heads, seqlen_q, seqlen_k)`.
         scale: factor on q . k.
-        softcap: c of `c * tanh(s / c)`, 0 for none.
+        modify: what becomes of the scaled scores: softcap and score_mod.
 
     Returns:
         o `(heads, seqlen_q, dim_v)` and lse `(heads, seqlen_q)`; rows that see no key are 0 and -inf.
     """
     groups = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-    s = scale * (q @ k.transpose(-1, -2))
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
+    s = modify(scale * (q @ k.transpose(-1, -2)))
     blind = ~seen.any(-1)
     # A row of -inf alone has no gradient that autograd could take: it is computed as if it saw all keys, then set exactly.
-    s = s.masked_fill(~(seen | blind[:, None]), -torch.inf)
+    s = s.masked_fill(~(seen | blind[..., None]), -torch.inf)
     if s.shape[-1] == 0:
         o, lse = s @ v, s.sum(-1)
     else:
         o, lse = torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
-    return o.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
-
-
-def refuse_modifiers(problem: Problem) -> None:
-    """Modifiers are not known yet.
-
-    Raises:
-        BadArgument: the problem has one.
-    """
-    for name in ("score_mod", "mask_mod"):
-        if getattr(problem, name) is not None:
-            raise reject(f"problem.{name}", getattr(problem, name), "the oracle knows no modifiers yet", "leave it out")
+    return o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
 
 
 def reference(problem: Problem, data: SequenceData) -> Reference:
-    """float64 O, LSE, dQ, dK, dV of one sequence: gradients of `sum(dO * O) + sum(dLSE * LSE)` by torch.autograd.
-
-    Raises:
-        BadArgument: the problem has a modifier that this oracle does not know.
-    """
-    refuse_modifiers(problem)
-    seen = visible(problem, data.index, data.q.device)
+    """float64 O, LSE, dQ, dK, dV of one sequence: gradients of `sum(dO * O) + sum(dLSE * LSE)` by torch.autograd."""
+    device = data.q.device
+    n_q, n_k = data.q.shape[1], data.k.shape[1]
+    modifiers, tensors = differentiable(problem, data)
+    seen = visible(problem, data.index, device)
+    leaves = leaves_within(data, torch.arange(problem.heads, device=device)[:, None, None], range(n_q), range(n_k))
+    # Without queries or keys there is nothing that an index could be within.
+    if n_q and n_k and (unmasked := modifiers.unmasked(leaves)) is not None:
+        seen = seen & unmasked
     q, k, v = (x.detach().double().requires_grad_() for x in (data.q, data.k, data.v))
-    o, lse = attention(q, k, v, seen, problem.scale, problem.softcap)
+    if not (n_q and n_k):
+        modifiers = Modifiers(None, None, {})
+    o, lse = attention(q, k, v, seen, problem.scale, lambda s: modifiers.changed(s, leaves))
     loss = (o * data.d_o.double()).sum()
     if data.d_lse is not None:
         loss = loss + (lse.masked_fill(~seen.any(-1), 0.0) * data.d_lse.double()).sum()
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
-    return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
+    dq, dk, dv, *rest = torch.autograd.grad(loss, (q, k, v, *tensors.values()), materialize_grads=True, allow_unused=True)
+    captured = dict(zip(tensors, rest, strict=True))
+    return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv, captured=captured)
+
+
+def differentiable(problem: Problem, data: SequenceData) -> tuple[Modifiers, dict[str, torch.Tensor]]:
+    """The modifiers over float64 copies of what takes a gradient, and those copies by name."""
+    taking = [each.gradient for each in tensors_of(problem)]
+    copies = tuple(x.detach().double().requires_grad_() if of else x for x, of in zip(data.captured, taking, strict=True))
+    modifiers = Modifiers.of(problem, copies)
+    return modifiers, {name: x for name, x in modifiers.tensors.items() if x.requires_grad}
+
+
+def leaves_within(data: SequenceData, heads: torch.Tensor, rows: range, keys: range) -> Leaves:
+    """Coordinates of `(heads, rows, keys)` in a sequence."""
+    device = data.q.device
+    i = torch.arange(rows.start, rows.stop, device=device)[None, :, None]
+    j = torch.arange(keys.start, keys.stop, device=device)[None, None, :]
+    return leaves_of(torch.tensor(data.index, device=device), heads, i, j, data.q.shape[1], data.k.shape[1])

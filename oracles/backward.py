@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.contract import Deviations
+from attnfuzz.oracles.captured import CapturedSums
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
 from attnfuzz.oracles.forward import TIES, Forward, OfP, Scores, accumulated, least, lost, repeated_sum, spread_of, steps_of
 from attnfuzz.oracles.roundings import VARIANCE, direction, near, neighbours
@@ -18,7 +19,10 @@ __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """D = rowsum(dO * O) (- dLSE) and its error, each (Z, rows, 1): H_D, V_D = sigma^2, T_D = tau^2, B_D; and dP = dO v^T."""
+    """D = rowsum(dO * O) (- dLSE) and its error, each (Z, rows, 1): H_D, V_D = sigma^2, T_D = tau^2, B_D; and dP = dO v^T.
+
+    `flush` is the part of B_D that is flushed P.
+    """
 
     d_p: torch.Tensor
     d: torch.Tensor
@@ -26,6 +30,7 @@ class Delta:
     sigma2: torch.Tensor
     tau2: torch.Tensor | None
     b: torch.Tensor
+    flush: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -107,19 +112,29 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
     hard = (d_size * r).sum(-1, keepdim=True) + (p.worst * moved).sum(-1, keepdim=True) / t.l
     variance = ((t.p * dp2).sum(-1, keepdim=True) - d * d).clamp_(min=0)
     b = (variance * f.e_f2).sqrt_() + (d_size * f.reorder.add(o_size, alpha=EPS * (6 + t.v.shape[-1] / 16))).sum(-1, keepdim=True)
-    b += (p.flushed * dp_size).sum(-1, keepdim=True) / t.l
+    flush = (p.flushed * dp_size).sum(-1, keepdim=True) / t.l
+    b += flush
     b += lost(d_size.sum(-1, keepdim=True), o_size.sum(-1, keepdim=True), t.v.shape[-1])
     if t.l_error is not None:
         b += t.l_error * d.abs()
     if t.d_lse is not None:
         d, b = d - t.d_lse, b + 2 * EPS * t.d_lse.abs()
-    for each in (hard, sigma2, b):
+    for each in (hard, sigma2, b, flush):
         each.masked_fill_(t.dead, 0.0)
-    return Delta(d_p=d_p, d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b)
+    return Delta(d_p=d_p, d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b, flush=flush)
 
 
 def backward(
-    t: Scores, f: Forward, delta: Delta, dk: Sums, dv: Sums, deviations: Deviations, *, ties: bool, lean: bool = False
+    t: Scores,
+    f: Forward,
+    delta: Delta,
+    dk: Sums,
+    dv: Sums,
+    deviations: Deviations,
+    *,
+    ties: bool,
+    lean: bool = False,
+    captured: CapturedSums | None = None,
 ) -> Gradients:
     """The budget of dQ (dP is lost); adds to the sums of dK and dV. `lean`: not what the statistics over a whole output need.
 
@@ -134,6 +149,8 @@ def backward(
     dK: sigma^2 = scale^2 ((v_S + v_x)^T @ q^2 + (P^2)^T @ (V_D q^2));  H = |scale| (c_S^T |q| + P^T (H_D |q|))
         B = |scale| (E + flushed + (1 + e) P B_D)^T |q| + acc + lost(q, dS)
         tau^2 = scale^2 (((n - 1) v_S)^T @ q^2 + (P^2)^T @ ((T_D + (n_i - 1) (V_D + T_D)) q^2)), n_i the rows with equal q or O
+
+    With a score_mod f, P in dS and wherever D's errors enter is P f'(s), and E grows by |P (dP - D)| times the error of f'(s).
 
     flushed P in E is (1 + |dP - D|) tiny, and the bracket of E has lost(dO, v) besides. With ties, 6 sigma + 4 tau is at least
     3 sigma + what P's and dS's roundings are known to add up to (`_known_roundings`, `_known_of_ds`). Declared: dS from rounded P
@@ -156,14 +173,26 @@ def backward(
     inner.add_(gap, alpha=4 * EPS).add_(lost(t.d_size.sum(-1, keepdim=True), 0.0, t.v.shape[-1]))
     inner.add_(t.v_size.sum(-1)[:, None, :], alpha=TINY)
     del c_size
-    grown = t.p + pe
+    grown, weight = t.p + pe, t.p
     flushed = (gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0)
     e_s = inner.mul_(grown).addcmul_(pe, gap).add_(flushed)
     del flushed
     around = delta.b + (torch.minimum(delta.hard, spread_of(delta.sigma2, delta.tau2)) if t.rounding.half else delta.hard)
     slack = torch.addcmul(e_s, grown, around)
     eta = t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
-    x = _Ds(d_s, slack, pe, grown, e_s, gap, lost_keys, eta)
+    pk = f.pk
+    if t.changed is not None:
+        if captured is not None:
+            captured.add(t.changed, d_s, slack)
+        # dS of the score before score_mod: times its derivative there, which is off as well
+        slope, off = t.changed.slope, t.changed.slope_error
+        size, steep = slope.abs(), slope.abs() + off
+        e_s = (e_s * steep).addcmul_(d_s.abs(), off + 2 * EPS * size)
+        slack = (slack * steep).addcmul_(d_s.abs(), off + 2 * EPS * size)
+        pe, grown = (pe * steep).addcmul_(t.p, off), grown * steep
+        d_s, gap, weight = d_s * slope, gap * size, t.p * size
+        pk = (t.p * slope) @ t.k
+    x = _Ds(d_s, slack, pe, grown, e_s, gap, lost_keys, eta, weight, pk)
     return _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
 
 
@@ -183,6 +212,10 @@ class _Ds:
     """(Z, keys, 1): whether some row that sees the key has lost its scores."""
     eta: float
     """Half a subnormal unit of dS: a kernel may scale dS before its rounding, so that it grows by 1 / scale."""
+    weight: torch.Tensor
+    """By what an error of D enters dS: P, times |d score_mod / d score|."""
+    pk: torch.Tensor
+    """What an error of D enters dQ by, (Z, rows, dim_qk): P @ k, P times that derivative."""
 
 
 def _dv(
@@ -252,6 +285,8 @@ def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, 
     d_p = t.d_o @ t.v.mT
     for delta in (d, of_rounded):
         exact = t.p * (d_p - delta)
+        if t.changed is not None:
+            exact *= t.changed.slope
         for factor in {1.0, scale} - {0.0}:
             steps = 2 * half_ulp(exact * factor, t.form) / factor
             error = torch.round(exact / steps).mul_(steps).sub_(exact)
@@ -280,7 +315,7 @@ def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> t
 def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: Deviations, *, ties: bool, lean: bool) -> Gradients:
     scale, u = abs(t.scale), t.form.u
     r = _roundings_of_ds(t, x, deviations)
-    k_size, k2, pk = t.k_size, t.k2, f.pk.abs() * scale
+    k_size, k2, pk = t.k_size, t.k2, x.pk.abs() * scale
     pk2 = pk * pk
     dq, reach = (x.d_s @ t.k).mul_(t.scale), r.size @ k_size
     sigma2 = torch.baddbmm(delta.sigma2 * pk2, r.random, k2)
@@ -312,8 +347,10 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     share = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
     found = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
     if not lean:
-        p2, q2 = (t.p * t.p).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
-        found.flush, found.d_s, found.carried = r.flushed @ k_size, x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
+        p2, q2 = (x.weight * x.weight).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
+        # A flushed P moves D, and all of its row: no random error either.
+        found.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
+        found.d_s, found.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
         found.share = share
     return found
 
@@ -364,17 +401,17 @@ def _dk(
     deviations: Deviations,
 ) -> torch.Tensor:
     """Adds to the sums of dK, but for what may overflow and what flushing takes. Returns the share of D's errors in sigma^2."""
-    scale, p2 = abs(t.scale), t.p * t.p
+    scale, p2 = abs(t.scale), x.weight * x.weight
     q_size, q2 = t.q_size * scale, (t.q * scale).square_()
     sums.result.baddbmm_(x.d_s.mT, t.q * t.scale)
     sums.size.baddbmm_(r.size.mT, q_size)
     of_d = p2.mT @ (delta.sigma2 * q2)
     sums.sigma2.baddbmm_(r.random.mT, q2).add_(of_d)
     share = of_d.sum() / sums.sigma2.sum().clamp(min=1e-300)
-    sums.hard.baddbmm_(r.worst.mT, q_size).baddbmm_(t.p.mT, delta.hard * q_size)
+    sums.hard.baddbmm_(r.worst.mT, q_size).baddbmm_(x.weight.mT, delta.hard * q_size)
     sums.b.baddbmm_(torch.addcmul(r.systematic, x.grown, delta.b).mT, q_size)
     if sums.flush is not None:
-        sums.flush.baddbmm_(r.flushed.mT, q_size)
+        sums.flush.baddbmm_(torch.addcmul(r.flushed, x.weight, delta.flush).mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT

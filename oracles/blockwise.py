@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Inputs
+from attnfuzz.kernels.modified import of_heads
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.oracles.attention import Reference, SequenceData, attention, refuse_modifiers, sees
+from attnfuzz.oracles.attention import Reference, SequenceData, attention, differentiable, leaves_within, sees
 from attnfuzz.oracles.frames import CHUNK, key_range
 
 __all__ = ["by_head", "is_large", "reference"]
@@ -33,8 +33,8 @@ def is_large(problem: Problem) -> bool:
 def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
     """(number, inputs) of each key/value head with its query heads."""
     problem = inputs.problem
-    one = replace(problem, heads=problem.groups, kv_heads=1)
     for head in range(problem.kv_heads):
+        one = of_heads(problem, head * problem.groups, problem.groups)
         rows = slice(head * problem.groups, (head + 1) * problem.groups)
         keys = slice(head, head + 1)
         d_lse = inputs.d_lse
@@ -55,14 +55,9 @@ def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
 
 
 def reference(problem: Problem, data: SequenceData, chunk: int | None = None) -> Reference:
-    """float64 O, LSE, dQ, dK, dV of one sequence, in blocks of at most about `chunk` scores.
-
-    Raises:
-        BadArgument: the problem has a modifier that this oracle does not know.
-    """
-    refuse_modifiers(problem)
+    """float64 O, LSE, dQ, dK, dV of one sequence, in blocks of at most about `chunk` scores."""
     chunk = CHUNK["cuda" if data.q.is_cuda else "cpu"] if chunk is None else chunk
-    found = _empty(data)
+    found = _empty(problem, data)
     block = max(1, chunk // max(1, data.k.shape[1]))
     for head in range(data.q.shape[0]):
         kv = head // problem.groups
@@ -75,7 +70,7 @@ def reference(problem: Problem, data: SequenceData, chunk: int | None = None) ->
     return found
 
 
-def _empty(data: SequenceData) -> Reference:
+def _empty(problem: Problem, data: SequenceData) -> Reference:
     """The result of rows that see no key."""
     heads, rows, _ = data.q.shape
 
@@ -88,6 +83,7 @@ def _empty(data: SequenceData) -> Reference:
         dq=zeros(*data.q.shape),
         dk=zeros(*data.k.shape),
         dv=zeros(*data.v.shape),
+        captured={name: torch.zeros_like(x) for name, x in differentiable(problem, data)[1].items()},
     )
 
 
@@ -108,12 +104,18 @@ def _block(
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)[None, :]
     seen = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
+    modifiers, tensors = differentiable(problem, data)
+    leaves = leaves_within(data, torch.tensor(head, device=device), rows, keys)
+    if (unmasked := modifiers.unmasked(leaves)) is not None:
+        seen = seen & unmasked[0] if unmasked.ndim == 3 else seen & unmasked
     q_1, k_1, v_1 = (x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[seen_keys], v[seen_keys]))
-    o, lse = attention(q_1, k_1, v_1, seen, problem.scale, problem.softcap)
+    o, lse = attention(q_1, k_1, v_1, seen, problem.scale, lambda s: modifiers.changed(s, leaves))
     loss = (o * data.d_o[head : head + 1, at].double()).sum()
     if data.d_lse is not None:
         loss = loss + (lse.masked_fill(~seen.any(-1), 0.0) * data.d_lse[head : head + 1, at].double()).sum()
-    dq, dk, dv = torch.autograd.grad(loss, (q_1, k_1, v_1), materialize_grads=True)
+    dq, dk, dv, *rest = torch.autograd.grad(loss, (q_1, k_1, v_1, *tensors.values()), materialize_grads=True, allow_unused=True)
+    for name, each in zip(tensors, rest, strict=True):
+        found.captured[name] += each
     found.o[head, at], found.lse[head, at], found.dq[head, at] = o[0].detach(), lse[0].detach(), dq[0]
     found.dk[kv, seen_keys] += dk[0]
     found.dv[kv, seen_keys] += dv[0]

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
-from attnfuzz.kernels.problem import OutputName, Problem, reject
+from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.backward import Gradients, Sums, backward, delta_error
+from attnfuzz.oracles.captured import CapturedSums
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Tokens, frames, tokens_of
@@ -57,6 +58,8 @@ class Budgets:
     lse: torch.Tensor
     outputs: dict[OutputName, Budget]
     repeats: Repeats | None
+    captured: dict[str, torch.Tensor]
+    """M of captured tensors' gradients, by name; none of what no score reads."""
 
 
 def budgets(
@@ -79,14 +82,8 @@ def budgets(
         lean: only `allowed`, for a batch whose other parts would not fit into memory.
         generic: whether to look for values that repeat (`Budgets.repeats`), a fifth of the time of a small batch.
         chunk: scores handled at once; None: by the device.
-
-    Raises:
-        BadArgument: the problem has a modifier whose budget is not known yet.
     """
     problem = inputs.problem
-    for name in ("softcap", "score_mod", "mask_mod"):
-        if getattr(problem, name):
-            raise reject(f"problem.{name}", getattr(problem, name), "its error budget is not known yet", "leave it out")
     if chunk is None:
         chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"]
         chunk = min(chunk, LEAN) if lean else chunk
@@ -102,7 +99,7 @@ def budgets(
             # Here and below: a frame's tensors are large, and not wanted beside those of what follows.
             del of_p
             with made.sums(placed) as (dk, dv):
-                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean)
+                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean, captured=made.captured)
             made.add(placed, t, f, g)
             del placed, t, f, delta, g, dk, dv
         return made.finished()
@@ -114,6 +111,7 @@ class _Made:
     def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool, generic: bool) -> None:
         p: Problem = tokens.problem
         self._tokens, self._partials = tokens, partials
+        self.captured = CapturedSums(tokens.modifiers)
         self._parts = 1 if lean else _PARTS
         names = [*_SUMS, *(["tau2"] if ties else []), *([] if lean else ["flush"])]
         # dK's statistics take sigma^2 as it is.
@@ -164,7 +162,7 @@ class _Made:
         }
         for name in ("dk", "dv"):
             found[name] = self._summed(self._names[name], self._keys.pop(name), steps)
-        return Budgets(lse=self._lse[..., 0], outputs=found, repeats=self._repeats)
+        return Budgets(lse=self._lse[..., 0], outputs=found, repeats=self._repeats, captured=self.captured.allowed())
 
     def _summed(self, names: list[str], whole: torch.Tensor, steps: float | torch.Tensor) -> Budget:
         """The budget of dK or dV from sums over all rows."""

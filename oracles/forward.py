@@ -15,6 +15,7 @@ from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
 from attnfuzz.oracles.frames import Placed, Tokens
+from attnfuzz.oracles.modifiers import Changed
 from attnfuzz.oracles.roundings import Rounding, neighbours
 
 __all__ = [
@@ -94,6 +95,8 @@ class Scores:
     """(Z, 1, dim_qk): sum_j |k|."""
     touched: torch.Tensor
     """(Z, keys, 1): 1 for keys that some row sees, else 0."""
+    changed: Changed | None
+    """What softcap and score_mod make of the scores."""
 
     @property
     def whole(self) -> bool:
@@ -166,6 +169,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     """Scores, probabilities and the budget of LSE.
 
     delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
+    With a score_mod f, delta = error of f(s) (tree_errors.py) where s is off by that without m, + eps (4 |f(s)| + 4 |m|) + 4 tiny
     Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
     """
@@ -174,29 +178,41 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     d_lse = None if tokens.d_lse is None else placed.rows(tokens.d_lse.T[:, :, None])
     values = torch.cat([v, v.abs(), v * v, k], -1)
     v, v_size, v2, k = values.split([*[problem.dim_v] * 3, problem.dim_qk], -1)
-    unseen, scale, form = ~placed.seen(), problem.scale, Format.of(problem.dtype)
+    seen, scale, form = placed.seen(), problem.scale, Format.of(problem.dtype)
+    modifiers = tokens.modifiers
+    leaves = placed.leaves() if modifiers.score is not None or modifiers.mask is not None else {}
+    if leaves and (unmasked := modifiers.unmasked(leaves)) is not None:
+        seen = seen & unmasked
+    unseen = ~seen
     q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
     rounding = Rounding(form, problem.dtype != "float32", problem.dtype == "float32" and device in deviations.tf32_on)
     s = (q * scale) @ k.mT
-    hidden = s.masked_fill(unseen, -torch.inf)
-    m = hidden.amax(-1, keepdim=True)
-    dead = m == -torch.inf
-    m.masked_fill_(dead, 0.0)
-    e = torch.exp(hidden - m)
-    total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
-    lse = m + torch.log(total)
     k_sum = k_size.sum(1, keepdim=True)
     sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
     k_size.mul_(abs(scale))
     size = q_size @ k_size.mT
     steps, k2 = max(1.0, problem.dim_qk / 16), k_size * k_size
-    s_size, m_size = s.abs(), m.abs()
-    delta = (s_size * (4 * EPS * steps)).add_(size, alpha=4 * EPS * math.sqrt(steps)).add_(m_size * (4 * EPS) + 4 * TINY)
+    s_size = s.abs()
+    delta = (s_size * (4 * EPS * steps)).add_(size, alpha=4 * EPS * math.sqrt(steps))
     if rounding.tf32:
         delta += TF32 * size
     if sum_k is not None:
         random = 2.12 * form.u * torch.sqrt((q * q) @ k2.mT)
         delta += torch.minimum(form.u * size, random + form.u * s_size) + 0.7 * form.eta * sum_k
+    changed = None
+    if modifiers.score is not None:
+        changed = modifiers.with_error(s, delta, leaves)
+        s, s_size = changed.after, changed.after.abs()
+        delta = changed.after_error + 4 * EPS * s_size
+    hidden = s.masked_fill(unseen, -torch.inf)
+    m = hidden.amax(-1, keepdim=True)
+    dead = m == -torch.inf
+    m.masked_fill_(dead, 0.0)
+    m_size = m.abs()
+    delta.add_(m_size * (4 * EPS) + 4 * TINY)
+    e = torch.exp(hidden - m)
+    total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
+    lse = m + torch.log(total)
     delta.masked_fill_(unseen, 0.0)
     # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
     shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
@@ -213,7 +229,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
         top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
         shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), part=placed.frame.part, k_sum=k_sum,
-        touched=1.0 - unseen.all(1)[..., None].to(torch.float64),
+        touched=1.0 - unseen.expand(s.shape).all(1)[..., None].to(torch.float64), changed=changed,
     )  # fmt: skip
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.

@@ -15,6 +15,7 @@ import torch
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.attention import sees
+from attnfuzz.oracles.modifiers import Leaves, Modifiers, leaves_of
 
 __all__ = ["CHUNK", "LEAN", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_of"]
 
@@ -59,6 +60,7 @@ class Tokens:
     v: torch.Tensor
     d_o: torch.Tensor
     d_lse: torch.Tensor | None
+    modifiers: Modifiers
 
 
 class Placed:
@@ -103,8 +105,26 @@ class Placed:
         at = torch.tensor(at_rows + at_keys, device=self.tokens.q.device)
         return at[: len(at_rows)], at[len(at_rows) :]
 
+    def leaves(self) -> Leaves:
+        """Batch, head, query, key and lengths of each score, for modifiers: integers that broadcast over the frame."""
+        frame, groups, device = self.frame, self.tokens.problem.groups, self.tokens.q.device
+        of_z = torch.tensor([(b, kv) for b in frame.sequences for kv in frame.kv_heads], device=device)
+        rows, keys = torch.arange(frame.rows.start, frame.rows.stop), torch.arange(frame.keys.start, frame.keys.stop)
+        member = torch.arange(groups).repeat_interleave(len(rows))
+        lengths = torch.tensor(
+            [(self.tokens.problem.seqlens_q[b], self.tokens.problem.seqlens_k[b]) for b in frame.sequences], device=device
+        ).repeat_interleave(len(frame.kv_heads), 0)
+        return leaves_of(
+            of_z[:, 0, None, None],
+            of_z[:, 1, None, None] * groups + member.to(device)[:, None],
+            rows.to(device).repeat(groups)[:, None],
+            keys.to(device)[None, :],
+            lengths[:, 0, None, None],
+            lengths[:, 1, None, None],
+        )
+
     def seen(self) -> torch.Tensor:
-        """Which keys each row sees: bool `(1 or Z, rows of all heads of the group, keys)`."""
+        """Which keys each row sees by lengths, causal mask and window: bool `(1 or Z, rows of all heads of the group, keys)`."""
         frame, problem, device = self.frame, self.tokens.problem, self.tokens.q.device
         i = torch.arange(frame.rows.start, frame.rows.stop, device=device)[:, None]
         j = torch.arange(frame.keys.start, frame.keys.stop, device=device)[None, :]
@@ -174,7 +194,7 @@ def tokens_of(inputs: Inputs) -> Tokens:
         d_lse = d_lse[:, :, : p.seqlens_q[0]].transpose(0, 1).flatten(1, 2) if p.packing == "dense" else d_lse[:, : p.total_q]
     return Tokens(
         problem=p, q=flat(inputs.q, p.seqlens_q), k=flat(inputs.k, p.seqlens_k), v=flat(inputs.v, p.seqlens_k),
-        d_o=flat(inputs.d_o, p.seqlens_q), d_lse=d_lse,
+        d_o=flat(inputs.d_o, p.seqlens_q), d_lse=d_lse, modifiers=Modifiers.of(p, inputs.captured),
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ _ACROSS = 5.0
 """Of equal P in other rows a twentieth is too many: they are a sample of the rows, and a bias adds up over all of them."""
 _OF_D = 0.1
 """The share of D's errors in dK's up to which dK's statistics are taken. On normal values it is a hundredth."""
+_DOUBTFUL = 0.05
+"""The share of rows led by a doubtful 1, up to which the statistics are taken."""
 _WINDOW = 16.0
 """Values count as equal within u / 16. What lies within a few u of each other is rounded alike as well: seen with P between
 1 - u and 1, as tiny scores make it, where z came to 1.1 x its limit while u / 256 still took 31 of them for generic."""
@@ -50,6 +52,7 @@ class Repeats:
         rows, keys = placed.sampled(_SAMPLED)
         self._g += [_repeated(t, [t.p, g.d_s], rows), _repeated(t, [t.p.mT, g.d_s.mT], keys), _repeated_rows(t, f)]
         self._g.append(1 + (_repeated_anywhere(t, rows) - 1) * _ACROSS)
+        self._g.append(_doubtful_leads(t))
         self._carried.append(g.carried.flatten())
         self._share.append(g.share)
 
@@ -62,6 +65,17 @@ class Repeats:
         # Where much of dK's error is that of D, it is a few numbers spread over all keys, of which no statistic can be made.
         rows = torch.where(torch.stack(self._share).amax() <= _OF_D, rows, 0.0)
         return torch.stack([torch.stack(self._g).nan_to_num(nan=torch.inf).amax(), rows])
+
+
+def _doubtful_leads(t: Scores) -> torch.Tensor:
+    """Endless where many rows are led by a P that should be 1 and may be off by 4 u, a bound some 20 x what happens: else 0.
+
+    Below 1 a P is rounded in half the steps that it is above, so that the roundings around 1 have a mean, and so has O: where
+    one-hot scores of some 8,000 were scaled by a multiplication that is rounded for itself, z came to 1.2 x its limit (on a GPU).
+    """
+    doubtful = ((t.p > 0.5) & (t.delta >= 4 * t.form.u)).any(-1).sum()
+    live = t.dead.numel() - t.dead.sum()
+    return torch.where(doubtful > _DOUBTFUL * live, torch.inf, 0.0).to(torch.float64)
 
 
 def _repeated(t: Scores, values: list[torch.Tensor], sampled: torch.Tensor) -> torch.Tensor:

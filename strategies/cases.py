@@ -13,6 +13,7 @@ from attnfuzz.kernels.contract import Capabilities, Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches, long_enough
+from attnfuzz.strategies.modifiers import modifiers
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 from attnfuzz.strategies.values import recipes
 
@@ -70,6 +71,8 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
     room = limits.room(variant, heads_q)
     pairs = draw(batches(replace(can, unequal=can.unequal and not packed), room, dense=packing == "dense"))
     pairs = long_enough(pairs, can)
+    changed = draw(modifiers(can)) if variant.modifiers is None else variant.modifiers
+    dlse = draw(st.sampled_from((False, False, True))) if can.dlse else False
     slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
     slack_q = draw(slack)
     problem = replace(
@@ -83,5 +86,8 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
         slack_q=slack_q,
         slack_k=slack_q if packed else draw(slack),
         **laid_out,
+        **dict(changed),
     )
+    if dlse:
+        problem = replace(problem, needs=replace(problem.needs, dlse=True))
     return Case(kernel=name, problem=problem, recipe=recipe, config=variant.config)

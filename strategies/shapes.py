@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
+from attnfuzz.strategies.modifiers import Chosen, pooled
 
-__all__ = ["Variant", "all_variants", "drawn_variant", "heads", "pool", "scales"]
+__all__ = ["MODIFIED", "Variant", "all_variants", "drawn_variant", "heads", "modified", "pool", "scales"]
 
 _DTYPE_ORDER: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
+MODIFIED = 40
+"""Functions that a kernel with score_mods is compiled for, at least."""
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
@@ -26,6 +29,8 @@ class Variant:
     causal: Causal | None
     dims: tuple[int, int]
     config: Config
+    modifiers: Chosen | None = None
+    """Softcap, window, score_mod and mask_mod that the code is compiled for; None: any, where they cost no compile."""
 
     def problem(self, can: Capabilities) -> Problem:
         """The smallest Problem of this variant within `can`: what a compile needs."""
@@ -40,6 +45,7 @@ class Variant:
             dtype=self.dtype,
             causal=self.causal,
             needs=Needs(outputs=can.outputs),
+            **dict(self.modifiers or ()),
         )
 
 
@@ -66,6 +72,16 @@ def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
     if not found:
         raise BadArgument(f"kernel={kernel.name!r}: nothing to draw on {device}: {reason}; correct its capabilities or configs")
     return tuple(found)
+
+
+def modified(variants: Sequence[Variant], can: Capabilities, seed: int) -> tuple[Variant, ...]:
+    """`variants`, each with modifiers of its own where `can` has any, the first without: at least MODIFIED of them."""
+    if not (can.score_mod or can.mask_mod or can.softcap or can.window):
+        return tuple(variants)
+    count = max(MODIFIED if can.score_mod or can.mask_mod else 1, len(variants))
+    chosen = pooled(can, count, seed)
+    # More functions than variants: a variant has several.
+    return tuple(replace(variants[i % len(variants)], modifiers=each) for i, each in enumerate(chosen))
 
 
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:
@@ -95,7 +111,7 @@ def _values(variant: Variant) -> Iterable[tuple[str, object]]:
 def drawn_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
     """One of `variants`, drawn value by value so that each shrinks on its own as far as the pool allows."""
     left = list(variants)
-    for name in ("dtype", "causal", "dims", "config"):
+    for name in ("dtype", "causal", "dims", "config", "modifiers"):
         values = list(dict.fromkeys(getattr(each, name) for each in left))
         value = draw(st.sampled_from(values))
         left = [each for each in left if getattr(each, name) == value]

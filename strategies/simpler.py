@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
+from attnfuzz.kernels.expressions import Expression, S, node, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["simpler"]
@@ -28,7 +30,7 @@ _PLAINER: tuple[tuple[str, object], ...] = (
     ("pitch", 1),
     ("offset", 1),
 )
-_VARIANT_PARTS = ("dtype", "causal", "dims", "config")
+_VARIANT_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
 
 
 def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
@@ -44,6 +46,7 @@ def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
     yield from _plainer_layouts(case)
     yield from _plainer_values(case)
     yield from _plainer_problem(case)
+    yield from _simpler_trees(case)
     yield from _simpler_variants(case, variants)
     yield from _shorter(case)
 
@@ -117,26 +120,60 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
     p = case.problem
     if p.slack_q and p.slack_k:
         yield _with(case, slack_q=0, slack_k=0)
-    for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), ("window", None), ("softcap", 0.0)):
+    plainest = (("window", None), ("softcap", 0.0), ("score_mod", None), ("mask_mod", None))
+    for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
         if getattr(p, name) != plain:
             yield _with(case, **{name: plain})
+    if p.needs.dlse:
+        yield _with(case, needs=replace(p.needs, dlse=False))
     if p.packing == "dense":
         yield _with(case, packing="ragged")
+
+
+def _simpler_trees(case: Case) -> Iterator[Case]:
+    """score_mod and mask_mod with a part in place of the whole, then with a part of a part, boldest first."""
+    for name in ("score_mod", "mask_mod"):
+        data = getattr(case.problem, name)
+        if data is None:
+            continue
+        tree = parse(data)
+        for each in sorted(_smaller(tree), key=_nodes):
+            yield _with(case, **{name: to_data(each)})
+
+
+def _smaller(tree: Expression) -> Iterator[Expression]:
+    """Trees with fewer nodes: an argument of the same kind, or the score, in place of a node."""
+    for at, arg in enumerate(tree.args):
+        if arg.kind == tree.kind:
+            yield arg
+        for each in _smaller(arg):
+            yield node(tree.op, *tree.args[:at], each, *tree.args[at + 1 :], value=tree.value)
+    if tree.args and tree.kind == "float" and tree.op != "load":
+        yield S
+
+
+def _nodes(tree: Expression) -> int:
+    return 1 + sum(map(_nodes, tree.args))
 
 
 def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
     """For each part alone the simpler values that some variant has, simplest first."""
     p = case.problem
-    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config)
+    fixed = any(each.modifiers is not None for each in variants)
+    values = {"score_mod": p.score_mod, "mask_mod": p.mask_mod, "softcap": p.softcap or None, "window": p.window}
+    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config, chosen(values) if fixed else None)
     order = {name: list(dict.fromkeys(getattr(each, name) for each in variants)) for name in _VARIANT_PARTS}
     for name in _VARIANT_PARTS:
-        values = order[name]
-        simplest = values[: values.index(getattr(now, name))] if getattr(now, name) in values else []
+        there = order[name]
+        simplest = there[: there.index(getattr(now, name))] if getattr(now, name) in there else []
         for value in simplest:
             for each in variants:
                 parts = {other: getattr(each, other) == getattr(now, other) for other in _VARIANT_PARTS if other != name}
                 if getattr(each, name) == value and all(parts.values()):
-                    changed = _with(case, dtype=each.dtype, causal=each.causal, dim_qk=each.dims[0], dim_v=each.dims[1])
+                    plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None} if fixed else {}
+                    given = {**plain, **dict(each.modifiers or ())}
+                    dims = {"dim_qk": each.dims[0], "dim_v": each.dims[1]}
+                    changed = _with(case, dtype=each.dtype, causal=each.causal, **dims, **given)
                     yield replace(changed, config=each.config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,6 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and "slow" not in asked:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """What the rest of the harness finds where the memory checker, which a GPU has not, is not the first."""
+    from attnfuzz.kernels import memory
+
+    memory.check(False)
+    yield
+    memory.check(True)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

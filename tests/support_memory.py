@@ -28,6 +28,8 @@ class MemoryFault:
     says: str = ""
     """What the message must tell."""
     dtype: str = "float16"
+    checked: str = ""
+    """The kind that the memory checker of interpreted kernels finds it as, if it does."""
     cpu_only: bool = False
     """Its code cannot be compiled for a GPU, or is guarded there."""
 
@@ -64,6 +66,7 @@ FAULTS = (
         "read past cu_seqlens[-1]",
         "triton",
         ("nonfinite",),
+        checked="out-of-bounds",
         device=(
             Edit(
                 "    begin_k, seqlen_k = _sequence(cu_seqlens_k, seq)\n    head = tl.program_id(1)\n",
@@ -76,6 +79,7 @@ FAULTS = (
         "V beyond the last key read, times P = 0",
         "triton",
         ("nonfinite",),
+        checked="out-of-bounds",
         device=(
             Edit(
                 "mask=_inside(cols, seqlen_k, dims_v, DIM_V, PAD_V)",
@@ -88,6 +92,7 @@ FAULTS = (
         "one element past O written",
         "triton",
         ("guard",),
+        checked="out-of-bounds",
         device=(_before("    lse_offsets = head.to(", "    tl.store(o + lse_stride * heads * DIM_V, 0.0)\n"),),
         says="written past the end of a tensor of the kernel's own",
     ),
@@ -109,6 +114,7 @@ FAULTS = (
         "one element in front of dK written",
         "triton",
         ("guard",),
+        checked="out-of-bounds",
         device=(_before("    tl.store(dk + dk_offsets", "    tl.store(dk - 1, 0.0)\n"),),
         says="written before the start of a tensor of the kernel's own",
     ),
@@ -131,6 +137,7 @@ FAULTS = (
         "Delta added to a workspace assumed zero",
         "triton",
         ("unwritten",),
+        checked="uninitialised",
         device=(
             Edit(
                 "tl.store(delta + rows, tl.sum(o_tile * do_tile, 1), mask=rows < rows_total)",
@@ -164,6 +171,7 @@ FAULTS = (
         "lengths of the first call kept",
         "triton",
         ("mismatch", "nonfinite", "unwritten"),
+        checked="uninitialised",
         host=(
             Edit(
                 "grid = (_tiles(inputs.max_seqlen_q, self._tile_m), problem.heads, problem.batch)",

@@ -257,4 +257,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, op in {**flash(), **efficient(), **cudnn()}.items():
         monkeypatch.setattr(torch.ops.aten, name, op)
-    monkeypatch.setattr(flex, "_function", flex_function)
+    monkeypatch.setattr(flex, "function", flex_function)

@@ -18,7 +18,10 @@ MAY_IMPORT = {
     "strategies": {"strategies", "kernels"},
     "harness": {"harness", "strategies", "oracles", "kernels"},
 }
-FROM_KERNELS = {"attnfuzz.kernels.contract", "attnfuzz.kernels.problem"}
+FROM_KERNELS = {
+    f"attnfuzz.kernels.{name}"
+    for name in ("contract", "problem", "expressions", "derivative", "evaluation", "modified", "modifiers", "ranges")
+}
 """All that oracles and strategies may know of the kernels: data, never a subject."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.environment import has_cuda
 from attnfuzz.harness.inputs import materialise
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe
@@ -119,4 +121,26 @@ def test_without_a_gpu_it_says_so(name: str) -> None:
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "cuda" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_memory_checkers_cost_is_a_ratio(tmp_path: Path) -> None:
+    if reason := registry.get("triton.varlen").unavailable("cpu"):
+        pytest.skip(reason)
+    file = tmp_path / "cost.json"
+    command = [sys.executable, str(FOLDER / "memory_check.py"), "--cases", "3", "--rounds", "1", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = json.loads(file.read_text())
+    assert told["cases"] == 3
+    assert told["total"] == pytest.approx(sum(on for on, _ in told["seconds"]) / sum(off for _, off in told["seconds"]))
+    assert f"with the memory checker {told['median']:.3f} x the time without" in done.stdout
+    assert done.returncode == (told["median"] > 1.25)
+
+
+def test_the_memory_checkers_cost_needs_a_kernel_that_runs_here() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "memory_check.py"), "nothing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "kernel='nothing'" in done.stderr
     assert "Traceback" not in done.stderr

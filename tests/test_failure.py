@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from attnfuzz.harness.failure import KINDS, OUTPUT_TITLES, Failure, Identity, Place, normalised
+from attnfuzz.kernels.memory import MemoryKind
 
 
 def failure(**changed: Any) -> Failure:
@@ -21,6 +22,7 @@ PLACE = Place(sequence=1, position=2, head=3, dim=4, got=1.0, expected=2.0, allo
 NUMERIC = (
     *("contract", "mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "relation", "guard", "hang"),
     "out-of-memory",
+    *get_args(MemoryKind),
 )
 
 

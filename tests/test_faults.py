@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support_faults import FAULTS, Fault, faulty
@@ -17,6 +18,7 @@ from attnfuzz.harness.report.describe import lengths
 from attnfuzz.harness.settings import PROFILES
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Device, Kernel
+from attnfuzz.kernels.memory import MemoryKind
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 CASES = 200
@@ -95,14 +97,15 @@ def hunted(kernel: Kernel, backend: str, fault: str, folder: Path, *, causal: bo
     assert hunt.found, f"not found in {hunt.tally.cases} cases"
     found = next(iter(hunt.found.values()))
     assert found.verdict.failure is not None
-    assert found.identity.kind in ("mismatch", "aggregate", "nonfinite", "unwritten"), found.verdict.failure.message
+    kinds = ("mismatch", "aggregate", "nonfinite", "unwritten", *get_args(MemoryKind))
+    assert found.identity.kind in kinds, found.verdict.failure.message
     assert found.case.problem.batch <= 2, found.case.canonical()
     assert not found.partly
     problem = found.case.problem
     return {
         "kernel": backend,
         "fault": fault,
-        "shows in": str(found.identity.output),
+        "shows in": str(found.identity.output or found.identity.kind),
         "cases": found.cases_to_find,
         "seconds": round(time.monotonic() - start, 1),
         "minimal": f"{lengths(found.case)} heads {problem.heads}/{problem.kv_heads} {problem.dtype} "

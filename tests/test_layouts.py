@@ -190,6 +190,7 @@ TRITON_FAULTS = {
 
 
 @launchable
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", TRITON_FAULTS)
 def test_a_stride_fault_of_a_real_kernel_is_found(name: str) -> None:
     edit, layout = TRITON_FAULTS[name]

@@ -200,7 +200,7 @@ def test_other_peoples_sessions_are_left_alone(pytester: pytest.Pytester) -> Non
 def config(device: str = "auto", **changed: Any) -> Any:
     values = {"--attnfuzz-device": device, "--attnfuzz-budget": None, "--attnfuzz-max-examples": None}
     values |= {"--attnfuzz-profile": "quick", "--attnfuzz-seed": 0, "--attnfuzz-out": ".attnfuzz"}
-    values |= {"--attnfuzz-deadline": None, "--attnfuzz-in-process": False}
+    values |= {"--attnfuzz-deadline": None, "--attnfuzz-in-process": False, "--attnfuzz-no-memory-check": False}
     values |= {f"--attnfuzz-{name.replace('_', '-')}": value for name, value in changed.items()}
     return SimpleNamespace(getoption=values.__getitem__)
 

@@ -127,6 +127,7 @@ IN_TRITON: list[tuple[Check, Edit, Problem, set[str]]] = [
 """Faults of bugs that were real (GQA-02, MSK, CMP-09, RAG-08), as edits of triton.varlen."""
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("check", "edit", "of", "outputs"), IN_TRITON, ids=[each[0] for each in IN_TRITON])
 def test_faults_of_a_real_kernel_are_found(check: Check, edit: Edit, of: Problem, outputs: set[str]) -> None:
     good = registry.get("triton.varlen")

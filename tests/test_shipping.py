@@ -106,12 +106,15 @@ def test_planted_copies_can_be_shipped() -> None:
 
 def test_every_fault_kernel_is_known_by_name_and_never_listed() -> None:
     from attnfuzz.harness.selftest import fault_names
+    from attnfuzz.kernels.faults import memory
 
     for device in ("cpu", "cuda"):
         for name in fault_names(device):
             assert registry.get(name).name == name
+    for fault in memory.FAULTS:
+        assert registry.get(f"fault.memory.{fault.slug}").name == f"fault.memory.{fault.slug}"
     assert not [name for name in registry.names() if name.startswith("fault.")]
     assert fault_kernel("nothing") is None
-    for name in ("fault.nothing", "fault.triton.nothing", "fault.cuda.address", "fault."):
+    for name in ("fault.nothing", "fault.triton.nothing", "fault.cuda.address", "fault.memory.nothing", "fault."):
         with pytest.raises(BadArgument, match="no kernel of that name"):
             registry.get(name)

@@ -272,7 +272,7 @@ def test_what_an_op_does_wrong_shows_through_its_adapter(name: str, monkeypatch:
     from attnfuzz.kernels.torch import flex
 
     monkeypatch.setattr(support_torch_ops, "attention", without_a_key)
-    monkeypatch.setattr(flex, "_function", of_flex)
+    monkeypatch.setattr(flex, "function", of_flex)
     kernel = registry.get(name)
     problem = within(kernel, problems(kernel.capabilities)[0])
     verdict = emulated(Case(kernel=name, problem=problem, config=kernel.configs(problem)[0]))
@@ -347,7 +347,7 @@ def test_one_compile_of_flex_serves_all_lengths_masks_of_a_kind_and_scales(monke
             part = ops.Part.of(materialise(problem, Recipe(), "cpu"))
             score_mod, mask = flex.score_of(problem, "cpu"), flex._block_mask(part)
             q, k, v = ((x if part.dense else x[None]).transpose(1, 2) for x in (part.q, part.k, part.v))
-            function = flex._function(registry.get("torch.flex").compile_key(problem, Config()))
+            function = flex.function(registry.get("torch.flex").compile_key(problem, Config()))
             with torch.no_grad(), PoisonEmpty(Bands()), _disable_current_modes():
                 got = function(q, k, v, score_mod, mask, 1.0, True)
             with torch.enable_grad():

@@ -6,6 +6,8 @@ import msgspec
 
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels.expressions import parse
+from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Needs
 from attnfuzz.strategies.case import Case, Recipe
 
@@ -34,7 +36,10 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
         rows.append(("softcap", f"{p.softcap:g}"))
     for name in ("score_mod", "mask_mod"):
         if getattr(p, name) is not None:
-            rows.append((name, str(getattr(p, name))))
+            rows.append((name, str(parse(getattr(p, name)))))
+    for each in tensors_of(p):
+        of = ", its gradient wanted" if each.gradient else ""
+        rows.append((f"captured {each.name}", f"{' x '.join(map(str, shape_of(p, each)))} {each.fill}{of}"))
     for name, title in zip(LAYOUTS, ("q", "k", "v", "dO"), strict=True):
         if (layout := getattr(p, name)) != Layout():
             rows.append((f"layout of {title}", _layout(layout)))

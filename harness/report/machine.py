@@ -57,6 +57,7 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "cases_per_second": row.rate,
         "compiles": row.compiles,
         "compile_seconds": row.compile_seconds,
+        "refused": row.refused,
         "outputs": {name: msgspec.to_builtins(each) for name, each in row.outputs.items()},
         "failures": len(row.found),
         "features": row.features,

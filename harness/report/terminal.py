@@ -50,6 +50,8 @@ class Terminal:
     def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
         described: dict[str, Any] = event.environment
         found = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
+        if "unchecked" in described:
+            self.console.print(f"[yellow]{escape(described['unchecked'])}[/]", highlight=False, soft_wrap=True)
         changed = " ".join(f"{name}={value}" for name, value in event.settings.items()) or "all default"
         self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {found}", highlight=False)
         budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {len(event.kernels)} kernels"
@@ -95,6 +97,7 @@ class Terminal:
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
         compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
+        compiles += f" ([red]{row.refused} refused by the compiler[/], and not tried)" if row.refused else ""
         replaced = f", {row.replaced} processes replaced" if row.replaced else ""
         self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}{replaced}")
 

@@ -11,11 +11,13 @@ from typing import Final
 
 import torch
 
-from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Inputs, why_unsupported
+from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Gradients, Inputs, why_unsupported
 from attnfuzz.kernels.emulated.arithmetic import DTYPES
 from attnfuzz.kernels.emulated.choices import Choices, sample
 from attnfuzz.kernels.emulated.faults import Change, fault
+from attnfuzz.kernels.emulated.modified import Modified, unmasked
 from attnfuzz.kernels.emulated.tiled import Sequence, Tiled
+from attnfuzz.kernels.modified import score_of, tensors_of
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
 
 __all__ = ["FAULT_PREFIX", "KERNEL", "PRESCALED", "TF32", "Emulated", "fault_kernel"]
@@ -34,6 +36,10 @@ def _capabilities(*, prescaled_q: bool, tf32: bool) -> Capabilities:
         groups=None,
         causal=(None, "bottom_right", "top_left"),
         window=True,
+        softcap=not prescaled_q,
+        score_mod=not prescaled_q,
+        mask_mod=True,
+        captured_gradients=not prescaled_q,
         zero_q=True,
         zero_k=True,
         unequal=True,
@@ -109,14 +115,15 @@ class _Emulation:
                 lse[_of_lse(at)] = lse_part.flatten(0, 1)
         return o, lse
 
-    def backward(
-        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`dq, dk, dv` like `q, k, v`. `lse` is required."""
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """`dq, dk, dv` like `q, k, v`, and gradients of captured tensors. `lse` is required."""
         if lse is None:
             raise BadArgument("lse=None: the backward recomputes P from it; pass what forward returned")
         p = inputs.problem
         dq, dk, dv = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
+        captured = {
+            each.name: torch.zeros_like(x) for each, x in zip(tensors_of(p), inputs.captured, strict=True) if each.gradient
+        }
         places = zip(_places(p, p.seqlens_q), _places(p, p.seqlens_k), strict=True)
         for index, (at_q, at_k) in enumerate(places):
             if not (p.seqlens_q[index] and p.seqlens_k[index]):
@@ -128,10 +135,12 @@ class _Emulation:
             o32 = self._tiled(inputs, index).forward()[2] if fused else o_part
             lse_part = lse[_of_lse(at_q)].unflatten(0, (p.kv_heads, p.groups))
             dq_part, dk_part, dv_part = tiled.backward(o_part, lse_part, o32)
+            for name, x in tiled.x.modified.gradients.items() if tiled.x.modified is not None else ():
+                captured[name] += x
             dq[at_q] = _tokens_first(dq_part).to(dq.dtype)
             dk[at_k] = dk_part.transpose(0, 1).to(dk.dtype)
             dv[at_k] = dv_part.transpose(0, 1).to(dv.dtype)
-        return dq, dk, dv
+        return (dq, dk, dv, tuple(captured.get(each.name) for each in tensors_of(p))) if captured else (dq, dk, dv)
 
     def _tiled(self, inputs: Inputs, index: int) -> Tiled:
         p = inputs.problem
@@ -144,7 +153,8 @@ class _Emulation:
             v=inputs.v[at_k].float().transpose(0, 1)[:, None],
             d_o=_heads_first(p, inputs.d_o[at_q].float()),
             d_lse=None if d_lse is None else d_lse[_of_lse(at_q)].unflatten(0, (p.kv_heads, p.groups)),
-            seen=_seen(p, index, self.change.causal_shift),
+            seen=_seen(p, index, self.change.causal_shift) & unmasked(inputs, index),
+            modified=Modified(inputs, index) if score_of(p) is not None else None,
         )
         return Tiled(sequence, p.scale, self.choices, self.change, prescaled_q=self.prescaled_q, tf32=self.tf32)
 

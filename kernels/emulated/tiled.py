@@ -11,6 +11,7 @@ import torch
 from attnfuzz.kernels.emulated.arithmetic import Accumulation, product, rounded, truncated
 from attnfuzz.kernels.emulated.choices import Choices
 from attnfuzz.kernels.emulated.faults import Change, Rounding
+from attnfuzz.kernels.emulated.modified import Modified
 
 __all__ = ["Sequence", "Tiled"]
 
@@ -22,7 +23,7 @@ class Sequence:
     """Tensors of one sequence, float32 holding values of `dtype`, heads as [kv_heads, groups].
 
     `q [kv_heads, groups, n, dim_qk]`, `k, v [kv_heads, 1, m, dim]`, `d_o` like q with dim_v, `seen [n, m]`,
-    `d_lse [kv_heads, groups, n]` or None.
+    `d_lse [kv_heads, groups, n]` or None. `seen` may be `[kv_heads, groups, n, m]`, too.
     """
 
     dtype: torch.dtype
@@ -32,6 +33,7 @@ class Sequence:
     d_o: torch.Tensor
     d_lse: torch.Tensor | None
     seen: torch.Tensor
+    modified: Modified | None = None
 
 
 class Tiled:
@@ -53,6 +55,9 @@ class Tiled:
         self.scale = scale
         self.size = abs(scale)
         self.q = -sequence.q if scale < 0 else sequence.q
+        if sequence.modified is not None:
+            # score_mod is of the scaled score
+            self.size, self.q = 1.0, sequence.q
         self.keys = sequence.k.shape[2]
         self.random = torch.Generator().manual_seed(choices.seed)
 
@@ -70,16 +75,18 @@ class Tiled:
         mode: Accumulation = "half" if in_half else "tf32" if self.tf32 else self.choices.mma
         return product(a, b, mode, start, self.dtype)
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, keys: slice) -> torch.Tensor:
         s = self._mma(q, k.mT, in_half=self.change.scores_in_half)
-        return rounded(s, self.dtype) if self.change.scores_rounded else s
+        s = rounded(s, self.dtype) if self.change.scores_rounded else s
+        modified = self.x.modified
+        return s if modified is None else modified.score(s * self._f32(self.scale), keys)
 
     def _seen(self, where: str) -> torch.Tensor:
         """The mask of the forward or of the backward, without the dropped key."""
         seen = self.x.seen
         if where in self.change.key_dropped and self.keys:
             seen = seen.clone()
-            seen[:, self.keys // 2] = False
+            seen[..., self.keys // 2] = False
         return seen
 
     def _exp2(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +138,7 @@ class Tiled:
         """Scores of one key tile before their factor, -inf where masked, and the tile's v."""
         end, tile_n = min(self.keys, start + self.choices.tile_n), self.choices.tile_n
         k, v = self.x.k[:, :, start:end], self.x.v[:, :, start:end]
-        s = self._scores(q, k).masked_fill(~self._seen("forward")[:, start:end], -_INF)
+        s = self._scores(q, k, slice(start, end)).masked_fill(~self._seen("forward")[..., start:end], -_INF)
         if self.change.padding_visible and end - start < tile_n:
             padding = start + tile_n - end
             s = torch.cat([s, s.new_zeros(*s.shape[:-1], padding)], -1)
@@ -186,6 +193,10 @@ class Tiled:
             delta = delta - x.d_lse
         gradient = self._f32(self.scale * change.scale_gradient)
         ds = p * (self._mma(x.d_o, x.v.mT) - delta[..., None])
+        if x.modified is not None:
+            s = self._mma(self.q, x.k.mT) * self._f32(self.scale)
+            x.modified.add_gradients(s, ds)
+            ds = torch.where(self._seen("backward"), ds * x.modified.slope(s), 0.0)
         after = None
         if self.choices.ds_scale == "before":
             ds = ds * gradient
@@ -205,7 +216,7 @@ class Tiled:
     def _recomputed(self, lse: torch.Tensor) -> torch.Tensor:
         """P of the backward, from LSE."""
         change = self.change
-        s = self._scores(self.q, self.x.k)
+        s = self._scores(self.q, self.x.k, slice(self.keys))
         scale = self.size * change.scale_backward
         blind = torch.isinf(lse) & (lse < 0)
         lse = torch.where(blind, 0.0, lse)

@@ -19,13 +19,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, Inputs
+from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.kernels.torch.ops import Part, Peer, Step
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KERNEL", "Flex", "mask_of", "score_of"]
+__all__ = ["KERNEL", "Flex", "FlexStep", "function", "mask_of", "missing", "score_of", "too_wide"]
 
 _CAPABILITIES: Final = Capabilities(
     packings=("dense", "ragged"),
@@ -129,10 +130,14 @@ def _zeros(problem: Problem, device: str) -> Inputs:
         max_seqlen_q=max(p.seqlens_q),
         max_seqlen_k=max(p.seqlens_k),
         d_lse=d_lse,
+        captured=tuple(
+            torch.zeros(shape_of(p, each), dtype=torch.float32 if each.kind == "float" else torch.int32, device=device)
+            for each in tensors_of(p)
+        ),
     )
 
 
-class _FlexStep(Step):
+class FlexStep(Step):
     """q (batch, heads, seqlen, dim) as a view of our tensors; a ragged batch is a batch of one."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -140,13 +145,13 @@ class _FlexStep(Step):
         import torch
         from torch.utils._python_dispatch import _disable_current_modes
 
-        p, function = part.problem, _function(KERNEL.compile_key(part.problem, self.config))
+        p, compiled = part.problem, function(KERNEL.compile_key(part.problem, self.config))
         with _disable_current_modes(), torch.enable_grad():
             leaves = tuple(x.detach().requires_grad_() for x in (part.q, part.k, part.v))
             q, k, v = ((x if part.dense else x[None]).transpose(1, 2) for x in leaves)
             score_mod = score_of(p, part.q.device)
             scale = p.scale if score_mod is None else 1.0
-            o, lse = function(q, k, v, score_mod, _block_mask(part), scale, p.groups > 1)
+            o, lse = compiled(q, k, v, score_mod, _block_mask(part), scale, p.groups > 1)
             kept = (o if part.dense else o[0], lse if part.dense else lse[0], leaves)
             return kept[0].detach().transpose(-3, -2), kept[1].detach(), kept
 
@@ -236,7 +241,7 @@ def _block_mask(part: Part) -> Any:
     return create_block_mask(mask_mod, None, None, rows_q, rows_k, device=str(part.q.device))
 
 
-def _function(key: str) -> Callable[..., Any]:
+def function(key: str) -> Callable[..., Any]:
     """flex_attention with LSE, compiled for `key`: a code object of its own, as Dynamo counts and searches compiles by code."""
     import torch
     import torch._dynamo
@@ -272,7 +277,8 @@ def _with_lse(q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any, scale: fl
     return flex_attention(q, k, v, score_mod, block_mask, scale, grouped, return_lse=True)  # type: ignore[name-defined]  # noqa: F821
 
 
-def _missing() -> str | None:
+def missing() -> str | None:
+    """Why this torch lacks what is called, or None."""
     import torch
 
     if not hasattr(torch, "AcceleratorError"):
@@ -290,7 +296,7 @@ def _missing() -> str | None:
     return None
 
 
-def _too_wide(problem: Problem) -> str | None:
+def too_wide(problem: Problem) -> str | None:
     """Inductor finds no tiles for it: "No valid triton configs", 280 KB of shared memory (torch 2.11 on an H200)."""
     if problem.dtype == "float32" and problem.dim_qk > 128:
         return f"dtype='float32', dim_qk={problem.dim_qk}: inductor finds no tiles that fit; at most 128"
@@ -301,7 +307,7 @@ KERNEL: Final = Flex(
     name="torch.flex",
     file=__file__,
     capabilities=_CAPABILITIES,
-    step=_FlexStep,
-    missing=_missing,
-    refuses=_too_wide,
+    step=FlexStep,
+    missing=missing,
+    refuses=too_wide,
 )

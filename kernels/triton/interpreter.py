@@ -4,7 +4,7 @@ As shipped it keeps a bfloat16 as its 16 bits in a `uint16` and then computes wi
 it converts to bfloat16. Here every bfloat16 operation goes through float32 and rounds to nearest, ties to even.
 
 As shipped it also patches the language anew for every launch and every nested call. Here that happens once. The short
-ways around Triton's type checker are in `shortcuts`.
+ways around Triton's type checker are in `shortcuts`, the checks of every access to memory in `memory`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ except ImportError:
     np = tl = shipped = Absent("triton")  # type: ignore[assignment]
 
 
-from attnfuzz.kernels.triton import shortcuts
+from attnfuzz.kernels.memory import MemoryFault
+from attnfuzz.kernels.triton import memory, shortcuts
 
 __all__ = ["bfloat16_to_float32", "float32_to_bfloat16", "install"]
 
@@ -50,6 +51,7 @@ def install() -> None:
     _install_language()
     _install_launch()
     shortcuts.install()
+    memory.install()
 
 
 def bfloat16_to_float32(bits: Array) -> Array:
@@ -200,6 +202,8 @@ def _install_launch() -> None:
                 for indices in product(*(range(size) for size in sizes)):
                     builder.set_grid_idx(*indices)
                     self.fn(**arguments)
+        except MemoryFault:
+            raise
         except Exception as error:
             raise shipped.InterpreterError(repr(error)) from error
 

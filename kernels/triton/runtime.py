@@ -90,12 +90,17 @@ def compile_counts() -> dict[str, int]:
 
 
 def _count_compiles(triton: Any) -> None:
-    """Count through Triton's hook, passing every call on to a hook that is already there."""
-    before = triton.knobs.runtime.jit_post_compile_hook
+    """Count what Triton's compiler says of each compile, passing every call on to a listener that is already there.
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        function = kwargs["fn"]
-        _compiles[f"{function.module}.{function.name}"] += 1
-        return before(*args, **kwargs) if before is not None else None
+    Not by the hook behind a compile: Triton 3.6 writes a kernel's constants as JSON for it, which functions among them are not.
+    """
+    before = triton.knobs.compilation.listener
 
-    triton.knobs.runtime.jit_post_compile_hook = count
+    def count(*args: Any, **kwargs: Any) -> None:
+        function = getattr(kwargs["src"], "fn", None)
+        if function is not None:
+            _compiles[f"{function.fn.__module__}.{function.fn.__name__}"] += 1
+        if before is not None:
+            before(*args, **kwargs)
+
+    triton.knobs.compilation.listener = count

@@ -59,17 +59,20 @@ def install() -> None:
 _templates: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
 
 
-def _made(data: Any, scalar: Any, block: bool) -> Any:
-    """The tensor of `data` with elements of type `scalar`; tensor types are built once per element type and shape."""
+def _made(data: Any, scalar: Any, block: bool, kind: Any = None) -> Any:
+    """The tensor of `data` with elements of type `scalar`; tensor types are built once per element type and shape.
+
+    A pointer's handle has a type of its own, `kind`, by which the memory checker knows its tensor.
+    """
     key = (scalar.name, data.shape if block else None)
     template = _templates.get(key)
     if template is None:
-        made = _tensor(_Handle(data, scalar), tl.block_type(scalar, list(data.shape)) if block else scalar)
+        made = _tensor(_Handle(data, kind or scalar), tl.block_type(scalar, list(data.shape)) if block else scalar)
         _templates[key] = {name: value for name, value in vars(made).items() if name != "handle"}
         return made
     made = _tensor.__new__(_tensor)
     vars(made).update(template)
-    made.handle = _Handle(data, scalar)
+    made.handle = _Handle(data, kind or scalar)
     return made
 
 
@@ -108,7 +111,7 @@ def _operator(name: str, function: Callable[..., Any], result: Any = None) -> Ca
         elif name == "__add__" and type(other) is _tensor and self.dtype.is_ptr() and other.dtype.name in ("int32", "int64"):
             width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
             data = self.handle.data + other.handle.data.astype(np.uint64) * np.uint64(width)
-            return _made(data, self.dtype, bool(self.shape or other.shape))
+            return _made(data, self.dtype, bool(self.shape or other.shape), self.handle.dtype)
         return shipped_operator(self, other)
 
     return operator
@@ -132,7 +135,7 @@ def _getitem(shipped_getitem: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
 
     def getitem(self: Any, index: Any) -> Any:
         if type(index) is tuple and self.shape and all(part is None or part == whole for part in index):
-            return _made(self.handle.data[index], self.dtype, True)
+            return _made(self.handle.data[index], self.dtype, True, self.handle.dtype if self.dtype.is_ptr() else None)
         return shipped_getitem(self, index)
 
     return getitem
@@ -189,7 +192,7 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
             return _made(builder.create_masked_load(pointer.handle, always, None, *hints).data, element, False)
         if pointer.shape and type(mask) is _tensor and type(other) is float and set(kwargs) <= {"_semantic"}:
             shape = np.broadcast_shapes(pointer.handle.data.shape, mask.handle.data.shape)
-            pointers = _Handle(np.broadcast_to(pointer.handle.data, shape), pointer.dtype)
+            pointers = _Handle(np.broadcast_to(pointer.handle.data, shape), pointer.handle.dtype)
             kept = _Handle(np.broadcast_to(mask.handle.data, shape), tl.int1)
             if other:
                 rest = builder.cast_impl(_Handle(np.full(shape, other, np.float32), tl.float32), element)

@@ -141,6 +141,8 @@ def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Diff
     same = float(alike[:, noise.live].max()) if noise.live.any() else 0.0
     size = d_v.abs()
     own = same * half_ulp(size, form) + torch.where(size < 32 * form.eta, form.eta, 0.0)
+    # Subnormal P are a few hundred values, and so are their products: what these are rounded by does not average out.
+    own = own + torch.where((size >= 32 * form.eta) & (size < 2.0**form.min_exponent), form.eta / 4, 0.0)
     truncated = truncated + own.sum(1, keepdim=True)
     spread = (grouped((d_o * by_row[..., None]).square()) + carried**2 * d_v.square().sum(1, keepdim=True)).sqrt()
     spread = spread + form.eta * math.sqrt(d_v.shape[1]) + carried * expected.abs() / 8

@@ -1,0 +1,80 @@
+"""A modifier's tree in float64 with a bound on the error of a kernel that evaluates it in fp32.
+
+Each operation carries the errors of its arguments on to first order, with a second-order term where it bends, and adds its own:
+2 eps of the result for arithmetic; 8 eps + 2 eps |x| for tanh, sigmoid (absolute) and exp (relative), which kernels make of the
+hardware's exponential. A choice by a float comparison that the errors of both sides may turn over is off by what it chooses from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attnfuzz.kernels.evaluation import value_of
+from attnfuzz.kernels.expressions import Expression
+from attnfuzz.oracles.formats import EPS
+
+__all__ = ["evaluated"]
+
+_OWN, _FUNCTION, _LARGEST = 2 * EPS, 8 * EPS, 80.0
+
+
+def evaluated(
+    tree: Expression, leaves: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], error: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(value, error) of a float tree, where the score in `leaves` may be off by `error`; both broadcast over the leaves."""
+    device = leaves["q_idx"].device
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    values: dict[Expression, torch.Tensor] = {}
+    errors: dict[Expression, torch.Tensor] = {}
+    for each in tree.walk():
+        values[each] = value_of(each, [values[arg] for arg in each.args], leaves, tensors, torch.float64, device)
+        if each.kind == "float":
+            errors[each] = error if each.op == "score" else _error(each, values, errors, zero)
+        elif each.kind == "bool":
+            errors[each] = _doubt(each, values, errors, zero)
+    return values[tree], errors[tree]
+
+
+def _error(
+    x: Expression, values: Mapping[Expression, torch.Tensor], errors: Mapping[Expression, torch.Tensor], zero: torch.Tensor
+) -> torch.Tensor:
+    y = values[x]
+    v = [values[each] for each in x.args]
+    e = [errors.get(each, zero) for each in x.args]
+    match x.op:
+        case "const" | "float":
+            return EPS * y.abs()
+        case "load":
+            return zero
+        case "add" | "sub":
+            return e[0] + e[1] + _OWN * y.abs()
+        case "mul":
+            return v[0].abs() * e[1] + v[1].abs() * e[0] + e[0] * e[1] + _OWN * y.abs()
+        case "neg" | "abs":
+            return e[0]
+        case "tanh":
+            return e[0] * torch.clamp(1 - y * y + 2 * e[0], max=1.0) + _FUNCTION
+        case "sigmoid":
+            return e[0] * torch.clamp(y * (1 - y) + e[0], max=0.25) + _FUNCTION
+        case "exp":
+            return y * (torch.expm1(e[0].clamp(max=_LARGEST)) + _FUNCTION + _OWN * v[0].abs())
+        case "min" | "max":
+            return torch.maximum(e[0], e[1])
+        case "where":
+            return torch.maximum(e[1], e[2]) + torch.where(errors[x.args[0]] > 0, (v[1] - v[2]).abs(), zero)
+    raise AssertionError(x.op)
+
+
+def _doubt(
+    x: Expression, values: Mapping[Expression, torch.Tensor], errors: Mapping[Expression, torch.Tensor], zero: torch.Tensor
+) -> torch.Tensor:
+    """Above 0 where the errors of its arguments may turn a truth value over."""
+    found = [errors.get(each, zero) for each in x.args]
+    if x.op in ("and", "or", "not"):
+        return found[0] if len(found) == 1 else torch.maximum(*found)
+    if not x.args or x.args[0].kind != "float":
+        return zero
+    around = found[0] + found[1]
+    return torch.where((values[x.args[0]] - values[x.args[1]]).abs() <= around, around, zero)
