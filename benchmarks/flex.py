@@ -40,6 +40,8 @@ CASES = ("causal", "full", "softcap", "alibi", "window")
 WINDOW = 1024
 CAP = 20.0
 PEER = "flex_attention"
+FAR = 0.02
+"""Of the largest value: more than half precision explains."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def peer(setting: Setting, inputs: Inputs, autotune: bool) -> tuple[Callable[[],
 
     lengths = (problem.seqlens_q[0], problem.seqlens_k[0])
     mask = None if band.everything else torch.compile(create_block_mask)(mask_mod, None, None, *lengths, device="cuda")
-    compiled = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs" if autotune else None)
+    # Shapes that have changed would be compiled as dynamic ones.
+    compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs" if autotune else None)
 
     def forward() -> Any:
         return compiled(*qkv, setting.score_mod, mask, problem.scale, problem.groups > 1)
@@ -153,6 +156,27 @@ def contestants(
         except Exception as error:
             _left_out(name, error)
     return found
+
+
+def differences(found: list[Any]) -> None:
+    """Tell where O or dQ of a contestant is far from flex_attention's, which comes first: then its time means nothing."""
+    if not found or found[0].name != PEER:
+        return
+    try:
+        o = found[0].forward()
+        expected = [x.detach().transpose(1, 2).float() for x in (o, found[0].backward(o)[0])]
+    except Exception as error:
+        _left_out(PEER, error)
+        return
+    for each in found[1:]:
+        try:
+            kept = each.forward()
+            for name, e, got in zip(("O", "dQ"), expected, (kept[0], each.backward(kept)[0]), strict=True):
+                off = float((got.float() - e).abs().max() / e.abs().max())
+                if not off < FAR:
+                    click.echo(f"{each.name}: {name} is off by {off:.2g} of the largest value from {PEER}'s", err=True)
+        except Exception as error:
+            _left_out(each.name, error)
 
 
 def _left_out(name: str, error: Exception) -> None:
@@ -229,7 +253,9 @@ def main(
             (each for each in kernel.configs(setting.problem) if each["tile_m"] == 128), kernel.configs(setting.problem)[0]
         )
         chosen = [parsed(text, base) for text in tries]
-        rows += rows_of(setting, common.timed(contestants(common, setting, inputs, kernel, configs, chosen, autotune), rounds))
+        found = contestants(common, setting, inputs, kernel, configs, chosen, autotune)
+        differences(found)
+        rows += rows_of(setting, common.timed(found, rounds))
         click.echo(f"{setting.label}: done", err=True)
     table = Table("case", "kernel", "direction", "ms", "TFLOP/s", f"x {PEER}")
     for row in sorted(rows, key=lambda row: (row["case"], row["direction"], row["ms"])):

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import click
 import pytest
+import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.environment import has_cuda
@@ -95,6 +96,15 @@ def test_flex_builds_every_contestant_of_every_case(flex: ModuleType, kernels: M
         inputs = materialise(setting.problem, Recipe(), "cpu")
         found = flex.contestants(kernels, setting, inputs, Refusing(), None, [Config(tile_m=7)], False)
         assert [each.name for each in found if each.name != flex.PEER] == ["kernel tile_m=2", "kernel tile_m=7"]
+
+
+def test_flex_tells_what_is_wrong(flex: ModuleType, kernels: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    o = torch.randn(1, 4, 2, 8)
+    peer = kernels.Contestant(flex.PEER, lambda: o.transpose(1, 2), lambda o: (o,))
+    right = kernels.Contestant("right", lambda: (o, None), lambda kept: kept[:1])
+    wrong = kernels.Contestant("wrong", lambda: (o, None), lambda kept: (kept[0] * 1.1,))
+    flex.differences([peer, right, wrong])
+    assert capsys.readouterr().err.splitlines() == ["wrong: dQ is off by 0.1 of the largest value from flex_attention's"]
 
 
 def test_flex_takes_configs_to_try(flex: ModuleType) -> None:

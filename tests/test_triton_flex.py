@@ -230,10 +230,13 @@ def test_compile_key_holds_all_that_the_code_depends_on() -> None:
         {"heads": 2, "kv_heads": 1},
         {"softmax_scale": -1.0},
         {"slack_k": 1},
+        {"needs": Needs()},
+        {"seqlens_q": (64, 64)},
+        {"seqlens_k": (64, 64)},
     ]
     assert len({key(**changes) for changes in same}) == 1
     assert key(window=(3, None)) == key(window=(900, 4)) == key(causal="bottom_right") == key(causal="top_left")
     other: list[dict[str, Any]] = [{"dim_qk": 48}, {"dim_v": 40}, {"dtype": "float16"}, {"causal": "top_left"}, {"softcap": 2.0}]
-    other += [{"seqlens_q": (64, 64)}, {"seqlens_k": (64, 64)}, {"needs": Needs()}, {"layout_q": Layout(pitch=8)}]
+    other += [{"seqlens_q": (64, 64), "seqlens_k": (32, 32)}, {"layout_q": Layout(pitch=8)}]
     other += [{"score_mod": dense(1, 1, score=bias()).score_mod}, {"mask_mod": dense(1, 1, mask=causal()).mask_mod}]
     assert len({key(**changes) for changes in [{}, *other]}) == 1 + len(other)

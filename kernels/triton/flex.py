@@ -127,12 +127,11 @@ class TritonFlex:
     def compile_key(self, problem: Problem, config: Config) -> str:
         """What the code is made for.
 
-        Dims, dtype, modifiers, whether causal or window hide anything, whether lengths are whole blocks, whether dLSE is given
-        and whether all is contiguous, and the Config; lengths, widths of windows, heads, strides and scale are run-time values.
+        Dims, dtype, modifiers, whether causal or window hide anything, whether both lengths are whole blocks and
+        whether all is contiguous, and the Config; lengths, widths of windows, heads, strides and scale are run-time values.
         """
         p = problem
-        blocks = " ".join("whole" if whole else "ragged" for whole in even(p, config))
-        flags = f"{'banded ' * banded(p)}{'dlse ' * p.needs.dlse}{'strided ' * strided(p)}{blocks}"
+        flags = f"{'banded ' * banded(p)}{'strided ' * strided(p)}{'whole' if even(p, config) else 'ragged'}"
         modifiers = f"{p.softcap} {p.score_mod} {p.mask_mod}"
         return f"{self.name} {p.dim_qk} {p.dim_v} {p.dtype} {flags} {modifiers} {config.canonical()}"
 

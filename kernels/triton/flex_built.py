@@ -62,13 +62,13 @@ class BuiltFlex:
                 ("SCORE", "score_mod"), ("SLOPE", "score_gradient"), ("MASK", "mask_mod"), ("CAPTURED", "captured_gradients")
             )
         }  # fmt: skip
-        even_q, even_k = even(problem, config)
         shape: dict[str, Any] = {
             "DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": _padded(problem.dim_qk), "PAD_V": _padded(problem.dim_v),
         }  # fmt: skip
         common: dict[str, Any] = {
-            **shape, "BAND": banded(problem), "PRESCALED": prescaled, "EVEN_Q": even_q, "EVEN_K": even_k,
-            "BLOCK_Q": self._block[0], "BLOCK_K": self._block[1], "STRIDED": self._strided, "PRECISION": precision,
+            **shape, **dict.fromkeys(("EVEN_Q", "EVEN_K"), even(problem, config)), "BAND": banded(problem),
+            "BLOCK_Q": self._block[0], "BLOCK_K": self._block[1], "STRIDED": self._strided, "PRESCALED": prescaled,
+            "PRECISION": precision,
         }  # fmt: skip
         warps, back_warps = {"num_warps": config.integer("num_warps")}, {"num_warps": config.integer("back_warps")}
         self._for_forward: dict[str, Any] = {
@@ -86,7 +86,7 @@ class BuiltFlex:
         of_v = {name: shape[name] for name in ("DIM_V", "PAD_V")}
         self._for_merge: dict[str, Any] = {**of_v, "SPLIT": self._split, "TILE_M": _MERGE_ROWS, **_FORWARD_OPTIONS}
         self._for_preprocess: dict[str, Any] = {
-            **of_v, "STRIDED": self._strided, "DLSE": problem.needs.dlse, "TILE_M": _PREPROCESS_ROWS, **_FORWARD_OPTIONS,
+            **of_v, "STRIDED": self._strided, "TILE_M": _PREPROCESS_ROWS, **_FORWARD_OPTIONS,
         }  # fmt: skip
         self._for_backward: dict[str, Any] = {
             **common,
@@ -116,7 +116,8 @@ class BuiltFlex:
             self._forward.warmup(x, x, x, o, f32, f32, *lists, captured, scale, *ints, grid=(1,), **self._for_forward)
             if self._split > 1:
                 self._merge.warmup(f32, f32, f32, x, f32, *ints[:4], grid=(1,), **self._for_merge)
-            self._preprocess.warmup(x, x, f32, f32, f32, f32, *ints[:7], grid=(1,), **self._for_preprocess)
+            for given in (False, True):
+                self._preprocess.warmup(x, x, *(f32,) * 4, *ints[:7], grid=(1,), DLSE=given, **self._for_preprocess)
             self._backward.warmup(
                 *(x, x, x, x, f32, f32, x, x, x, *lists, *lists, captured, gradients, scale, *ints, *ints[:4]),
                 grid=(1,),
@@ -185,6 +186,7 @@ class BuiltFlex:
                 seqlen_q,
                 inputs.q.shape[1],
                 *self._d_o_steps(inputs),
+                DLSE=inputs.d_lse is not None,
                 **self._for_preprocess,
             )
         constants = self._for_backward
@@ -284,10 +286,10 @@ def banded(problem: Problem) -> bool:
     return problem.causal is not None or problem.window not in (None, (None, None))
 
 
-def even(problem: Problem, config: Config) -> tuple[bool, bool]:
-    """Whether queries and keys are whole blocks."""
+def even(problem: Problem, config: Config) -> bool:
+    """Whether queries and keys are whole blocks, both: there are two variants, not four."""
     block = config.integer("block")
-    return problem.seqlens_q[0] % block == 0, problem.seqlens_k[0] % block == 0
+    return problem.seqlens_q[0] % block == problem.seqlens_k[0] % block == 0
 
 
 def _padded(dim: int) -> int:
