@@ -43,6 +43,8 @@ _HALF: Final = (
     _config((16, 32, 4, 1), (32, 16), (16, 32), (4, 1), block=64),
     _config((16, 64, 4, 2), (32, 64), (64, 32), (4, 1), block=128, split=4),
 )
+# Fastest of ten both ways on an H200 (causal, 4,096 tokens, dims 128): 1.3 and 1.2 x compiled flex_attention.
+_FASTEST_TO_128: Final = _config((64, 64, 4, 3), (64, 64), (64, 64), (4, 2))
 _HALF_TO_128: Final = (
     _config((128, 64, 8, 3), (128, 32), (32, 128), (8, 2)),
     _config((128, 128, 8, 2), (128, 64), (64, 128), (8, 2)),
@@ -70,7 +72,7 @@ def configs_for(problem: Problem, *, tf32: bool, prescaled: bool) -> tuple[Confi
         if tf32:
             return _TF32 if small else _TF32[:1]
         return _SINGLE if small else _SINGLE_BEYOND_128
-    found: tuple[Config, ...] = _HALF + _HALF_TO_128 if small else _HALF
+    found: tuple[Config, ...] = (_FASTEST_TO_128, *_HALF, *_HALF_TO_128) if small else _HALF
     if prescaled and _rows_safe(problem):
         found += tuple(Config(each, rows_safe=True) for each in found[:2])
     return found
