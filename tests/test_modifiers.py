@@ -37,6 +37,7 @@ from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.modifiers import MASKS, SCORES, bias, causal, softcap
 from attnfuzz.kernels.problem import BadArgument, Needs, Problem
 from attnfuzz.kernels.torch.flex_modified import modifiers_of
+from attnfuzz.kernels.tracing import traced
 from attnfuzz.oracles.attention import reference, sequences
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.modifiers import pooled
@@ -244,3 +245,39 @@ def test_trees_shrink_to_nothing() -> None:
         case, steps = smaller, steps + 1
         assert steps < 200
     assert (case.problem.score_mod, case.problem.mask_mod) == (None, None)
+
+
+TRACED = [
+    (lambda score, b, h, q_idx, kv_idx: torch.tanh(score / 20) * 20, "tanh(score * 0.05) * 20"),
+    (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 256), "(q_idx >= kv_idx) & (q_idx - kv_idx < 256)"),
+    (lambda score, b, h, q, k: torch.where(q % 2 == 0, score, -score), "where(q_idx % 2 == 0, score, -score)"),
+    (lambda score, b, h, q, k: 1 - score + abs(q - k) * 0.5, "1 - score + float(abs(q_idx - kv_idx)) * 0.5"),
+    (lambda b, h, q, k: torch.logical_or(k == q, ~(h != 0)), "(kv_idx == q_idx) | ~(h != 0)"),
+]
+
+
+@pytest.mark.parametrize(("function", "text"), TRACED)
+def test_a_function_of_the_users_own_becomes_a_tree(function, text: str) -> None:
+    assert str(traced(function)) == text
+
+
+def test_a_traced_function_names_what_it_captures() -> None:
+    slopes = Captured("slopes", ("heads",), "slopes")
+    found = traced(lambda score, b, h, q, k, slopes: score - slopes[h] * (q - k), {"slopes": slopes})
+    assert found == S - load(slopes, H) * to_float(Q - KV)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda x: x, "write"),
+        (lambda b, h, q, k: q if q > k else k, "truth"),
+        (lambda score, b, h, q, k: torch.sqrt(score), "torch.sqrt"),
+        (lambda score, b, h, q, k: score / k, "only numbers divide"),
+        (lambda score, b, h, q, k: score + torch.ones(3), "name captured tensors"),
+        (lambda score, b, h, q, k: score & q, "no operation on"),
+    ],
+)
+def test_what_no_tree_can_say_is_refused(function, told: str) -> None:
+    with pytest.raises(BadArgument, match=told):
+        traced(function)
