@@ -421,6 +421,7 @@ def test_json_of_the_whole_way() -> None:
         "failures",
         "features",
         "processes_replaced",
+        "refused",
         "seconds_to_recover",
     }
     assert (row["kernel"], row["cases"], row["failures"]) == ("acme.flash", 25, 1)
