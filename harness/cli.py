@@ -474,7 +474,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     from attnfuzz.harness.settings import Settings
 
     device: Device = "cuda" if has_cuda() else "cpu"
-    settings = Settings(device=device, max_examples=60, max_failures=1, seed=seed, out=f"{out}/demo", replay=False)
+    settings = Settings(device=device, max_examples=150, max_failures=1, seed=seed, out=f"{out}/demo", replay=False)
     console = _console(stderr=as_json)
     if not as_json:
         console.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")

@@ -16,7 +16,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+OFTEN = (
+    "transposed lists of a sliced mask",
+    "full blocks past the real length",
+    "score_mod called with index 0 in the backward",
+    "forward lists used in the backward",
+    "LSE in base 2",
+    "the -inf guard gone",
+    "dLSE ignored",
+    "prescale undeclared",
+)
+"""What such kernels have got wrong before; the others are tried by `-m slow`."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(each, id=each.name, marks=[] if each.name in OFTEN else [pytest.mark.slow]) for each in FAULTS]
+)
 def test_the_fault_is_wrong_and_the_kernel_is_right(fault: FlexFault) -> None:
     inputs = inputs_of(fault.problem, **fault.recipe)
     config = next(each for each in KERNEL.configs(fault.problem) if each["split"] == fault.split)
@@ -29,12 +44,13 @@ def test_the_fault_is_wrong_and_the_kernel_is_right(fault: FlexFault) -> None:
         assert fault.shows == wrong, found
 
 
+def test_those_are_there() -> None:
+    assert set(OFTEN) <= {each.name for each in FAULTS}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["LSE in base 2", "prescale undeclared", "diagonal masked", "parts merged as if they had one maximum"]
-)
-def test_the_harness_finds_what_shows_without_modifiers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_harness_finds_it(fault: FlexFault, tmp_path: Path) -> None:
     from test_faults import hunted
 
-    fault = next(each for each in FAULTS if each.name == name)
     assert hunted(faulty(fault), "triton.flex", fault.name, tmp_path, causal=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -40,7 +41,9 @@ from attnfuzz.kernels.torch.flex_modified import modifiers_of
 from attnfuzz.kernels.tracing import traced
 from attnfuzz.oracles.attention import reference, sequences
 from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.cases import Limits, met
 from attnfuzz.strategies.modifiers import pooled
+from attnfuzz.strategies.shapes import MODIFIED, all_variants, modified, pool
 from attnfuzz.strategies.simpler import simpler
 
 LEAVES = {
@@ -137,7 +140,7 @@ def test_pools_are_the_same_each_time_and_nothing_is_first() -> None:
     assert names == {"score_mod", "mask_mod", "softcap", "window"}
 
 
-@pytest.mark.parametrize("changes", POOL)
+@pytest.mark.parametrize("changes", [*POOL[:20], *(pytest.param(each, marks=pytest.mark.slow) for each in POOL[20:])])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:return_lse is deprecated")
 def test_eager_flex_is_of_the_oracles_mind(changes) -> None:
     """PyTorch's own specification of the same attention, in float64: O and LSE, rows without keys and all."""
@@ -281,3 +284,35 @@ def test_a_traced_function_names_what_it_captures() -> None:
 def test_what_no_tree_can_say_is_refused(function, told: str) -> None:
     with pytest.raises(BadArgument, match=told):
         traced(function)
+
+
+def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
+    kernel = registry.get("triton.flex")
+    plain = pool(all_variants(kernel, "cuda"), 10, 1)
+    found = modified(plain, kernel.capabilities, 1)
+    assert found == modified(plain, kernel.capabilities, 1)
+    assert len(found) == MODIFIED
+    assert found[0] == replace(plain[0], modifiers=())
+    assert len({each.modifiers for each in found}) == MODIFIED
+    for each in found:
+        problem = each.problem(kernel.capabilities)
+        assert all(getattr(problem, name) == value for name, value in each.modifiers)
+    # A kernel without any has what it had.
+    other = registry.get("triton.varlen")
+    assert modified(plain, other.capabilities, 1) == plain
+
+
+def test_drawn_and_simpler_cases_keep_to_those_modifiers() -> None:
+    kernel = registry.get("triton.flex")
+    variants = modified(pool(all_variants(kernel, "cuda"), 4, 2), kernel.capabilities, 2)
+    allowed = {_trees(each.problem(kernel.capabilities)) for each in variants}
+    met_cases = met(kernel, device="cuda", limits=Limits(), variants=variants, seed=1, draws=60)
+    assert len(met_cases) > 8
+    for key, case in met_cases.items():
+        assert _trees(case.problem) in allowed
+        assert key == kernel.compile_key(case.problem, case.config)
+    assert met_cases.keys() == met(kernel, device="cuda", limits=Limits(), variants=variants, seed=1, draws=60).keys()
+
+
+def _trees(problem: Problem) -> tuple[object, ...]:
+    return problem.score_mod, problem.mask_mod, problem.softcap, problem.window
