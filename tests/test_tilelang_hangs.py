@@ -1,7 +1,8 @@
 """Cases in which a TileLang kernel once did not end: long loops over the smallest tiles, on a GPU that others shared.
 
-What is suspected: of the warpgroup that loads, only one thread issues copies, and nothing keeps its
-other warps within one phase of the barriers that they wait for too; a warp that misses two waits for ever.
+Of the warpgroup that loads, only one thread issues copies, and nothing keeps its other warps within one
+phase of the barriers that they wait for too; a warp that misses two waits for ever. Blocks of so few threads
+load for themselves since (`cuda_passes`): without a warpgroup for it, all three Cases ended 20 times of 20.
 """
 
 from __future__ import annotations
