@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("tilelang")
@@ -18,7 +20,7 @@ from attnfuzz.kernels import registry  # noqa: E402
 from attnfuzz.kernels.contract import Config  # noqa: E402
 from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import dense, dense_device  # noqa: E402
-from attnfuzz.kernels.tilelang.build import CUDA_PASSES  # noqa: E402
+from attnfuzz.kernels.tilelang.build import cuda_passes  # noqa: E402
 from attnfuzz.kernels.tilelang.dense import GQA_ATOMIC, GQA_SPLIT, MHA, MHA_PIPELINED  # noqa: E402
 from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
@@ -29,10 +31,10 @@ PROBLEM = Problem(seqlens_q=(45, 45), seqlens_k=(70, 70), packing="dense", dim_q
 FORM = {"dim_qk": 128, "dim_v": 128, "dtype": "float16", "causal": True, "strided": True}
 
 
-def source(factory: str, **options: object) -> str:
+def source(factory: str, **options: Any) -> str:
     """The CUDA source that a function of the device code lowers to for sm_90a; no GPU is needed."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target, PassContext(config=CUDA_PASSES):
+    with target, PassContext(config=cuda_passes(options["threads"])):
         return tilelang.lower(getattr(dense_device, factory)(**options), target=target).kernel_source
 
 
@@ -42,6 +44,14 @@ def test_the_forward_uses_the_tensor_memory_accelerator_and_warpgroup_products()
     assert "tma_store" in text
     assert "wgmma" in text
     assert "mma_sync" not in text
+
+
+@pytest.mark.parametrize("tile", [32, 64])
+def test_blocks_of_less_than_a_warpgroup_load_for_themselves(tile: int) -> None:
+    text = source("forward", **FORM, tile_m=tile, tile_n=tile, threads=2 * tile, stages=1)
+    # A warpgroup set apart for loading waits at barriers that it may miss: tests/test_tilelang_hangs.py.
+    assert ("mbarrier" in text) == (tile == 64)
+    assert f"__launch_bounds__({2 * tile + 128 * (tile == 64)}" in text
 
 
 @pytest.mark.parametrize(
