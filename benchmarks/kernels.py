@@ -190,12 +190,14 @@ def main(
     resolve_device("cuda")
     names = kernels or [name for name in registry.names() if name.startswith(("tilelang", "triton"))]
     chosen = [registry.get(name) for name in names]
+    if wrong := [each for each in grid["groups"] if heads % each]:
+        raise click.BadParameter(f"{wrong[0]} does not divide --heads {heads}", param_hint="--groups")
     rows: list[dict[str, Any]] = []
     axes = ("seqlen", "dim", "groups", "dtype", "mask", "packing")
     for seqlen, dim, groups, dtype, mask, packing in itertools.product(*(grid[name] for name in axes)):
         problem = Problem(
             seqlens_q=(seqlen,) * batch, seqlens_k=(seqlen,) * batch, packing=packing,
-            heads=heads, kv_heads=max(1, heads // groups), dim_qk=dim, dim_v=dim,
+            heads=heads, kv_heads=heads // groups, dim_qk=dim, dim_v=dim,
             dtype=dtype, causal="bottom_right" if mask == "causal" else None,
         )  # fmt: skip
         inputs = materialise(problem, Recipe(), "cuda")

@@ -255,7 +255,11 @@ def main(dims: tuple[str, ...], dtype: tuple[str, ...], of: tuple[str, ...], job
         raise reject("out", str(out), reason, "give another file")
     temporary = out.with_suffix(".part")
     temporary.touch()
-    found = {key_of(row): row for row in (*before.rows, *measured(tasks, jobs))}
+    try:
+        found = {key_of(row): row for row in (*before.rows, *measured(tasks, jobs))}
+    except BaseException:
+        temporary.unlink()
+        raise
     table = msgspec.structs.replace(table, rows=tuple(found[key] for key in sorted(found)))
     text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode()
     temporary.write_text(text + "\n", encoding="utf-8")

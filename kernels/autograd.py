@@ -2,7 +2,8 @@
 `attention_padded` for sequences of many lengths in one rectangle.
 
 Any kernel of the registry, or an object of your own that fulfils `contract.Kernel`. Arguments are checked before anything is
-compiled; a compile happens once for each compile key.
+compiled; a compile happens once for each compile key. Not for torch.func (no vmap, no jacrev); autocast changes nothing: tensors
+go to the kernel in the dtype that they have.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem, reject
 __all__ = ["attention", "attention_padded", "attention_varlen"]
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ALIGNED = 16
 Mask = bool | Literal["bottom_right", "top_left"] | None
 """True is "bottom_right", False is None."""
 
@@ -84,7 +87,7 @@ def attention_varlen(
         kernel, causal, softmax_scale, config, return_lse: as for `attention`; lse is `(heads, total_q)`.
 
     Returns:
-        o `(total_q, heads, dim_v)` in q's dtype; rows of no sequence may hold anything.
+        o `(total_q, heads, dim_v)` in q's dtype; rows of no sequence are 0, and have no gradient.
 
     Raises:
         BadArgument: (a ValueError) tensors that do not fit each other, or what the kernel does not support.
@@ -142,7 +145,9 @@ def attention_padded(
 def _unpadded(name: str, lengths: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(which rows count, `(batch, seqlen)` bool; cu_seqlens)."""
     batch, seqlen = x.shape[:2]
-    whole = isinstance(lengths, torch.Tensor) and not lengths.is_floating_point() and lengths.dtype != torch.bool
+    if not batch:
+        raise reject("q.shape", tuple(x.shape), "a batch has at least one sequence", "give one length per sequence")
+    whole = isinstance(lengths, torch.Tensor) and lengths.dtype in _WHOLE and lengths.device.type != "meta"
     if not whole or lengths.shape != (batch,):
         found = f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
         raise reject(name, found, f"a whole number for each of {batch} sequences is expected", "give a (batch,) tensor")
@@ -166,6 +171,9 @@ def _fitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ndim: int) -> No
             raise reject(f"{name}.dtype", x.dtype, f"q has {q.dtype}", "give all three the same dtype")
         if x.device != q.device:
             raise reject(f"{name}.device", x.device, f"q is on {q.device}", "move all three to one device")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda"):
+            raise reject(name, f"{x.layout} on {x.device}", "kernels read plain memory", "give a dense tensor on a CPU or a GPU")
     if k.shape[: ndim - 1] != v.shape[: ndim - 1]:
         raise reject("v.shape", tuple(v.shape), f"k has {tuple(k.shape)}", "k and v differ in their last dimension at most")
     if ndim == 4 and k.shape[0] != q.shape[0]:
@@ -185,6 +193,8 @@ def _offsets(name: str, cu: torch.Tensor, rows: int, device: torch.device) -> li
         raise reject(name, found, "one int32 offset for each sequence and the end is expected", "give (batch + 1,) int32")
     if cu.device != device:
         raise reject(f"{name}.device", cu.device, f"q is on {device}", "move it there")
+    if not cu.is_contiguous():
+        raise reject(f"{name}.stride()", cu.stride(), "kernels read it one after the other", "call .contiguous()")
     ends: list[int] = cu.tolist()
     if ends[0] != 0:
         raise reject(f"{name}[0]", ends[0], "the first sequence begins at 0", "begin with 0")
@@ -206,7 +216,7 @@ def _problem(
     causal: Mask,
     softmax_scale: float | None,
 ) -> Problem:
-    if causal not in (None, True, False, "bottom_right", "top_left"):
+    if not (causal is None or isinstance(causal, bool | str)) or causal not in (None, True, False, "bottom_right", "top_left"):
         raise reject("causal", causal, "no such mask", "use True, False, 'bottom_right' or 'top_left'")
     aligned: Causal | None = "bottom_right" if causal is True else causal or None
     return Problem(
@@ -234,6 +244,8 @@ def _applied(
     return_lse: bool,
 ) -> Any:
     subject = registry.get(kernel) if isinstance(kernel, str) else kernel
+    if not isinstance(subject, Kernel):
+        raise reject("kernel", kernel, "it is no kernel", "give a name of `attnfuzz list`, or a Kernel")
     device: Device = "cuda" if qkv[0].is_cuda else "cpu"
     if reason := subject.unavailable(device):
         raise BadArgument(f"kernel={subject.name!r}: it cannot run on {device} here: {reason}")
@@ -266,8 +278,11 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         """(o, lse)."""
         q, k, v = (_readable(x, strided) for x in (q, k, v))
         o, lse = built.forward(_inputs(problem, (q, k, v), starts, q))
-        ctx.built, ctx.problem, ctx.starts, ctx.strided = built, problem, starts, strided
-        ctx.save_for_backward(q, k, v, o, lse)
+        # A kernel may leave anything in rows of slack.
+        _clear_slack(o, problem.slack_q)
+        ctx.built, ctx.problem, ctx.strided = built, problem, strided
+        # The offsets too: what is saved may not be overwritten before the backward.
+        ctx.save_for_backward(q, k, v, o, lse, *starts)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return o, lse
@@ -276,13 +291,27 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
         """(dq, dk, dv), and None for all that is no tensor."""
-        q, k, v, o, lse = ctx.saved_tensors
-        inputs = _inputs(ctx.problem, (q, k, v), ctx.starts, _readable(d_o, ctx.strided))
-        return *ctx.built.backward(inputs, o, lse), None, None, None, None
+        q, k, v, o, lse, *starts = ctx.saved_tensors
+        inputs = _inputs(ctx.problem, (q, k, v), (starts[0], starts[1]), _readable(d_o, ctx.strided))
+        d_q, d_k, d_v = ctx.built.backward(inputs, o, lse)[:3]
+        _clear_slack(d_q, ctx.problem.slack_q)
+        for each in (d_k, d_v):
+            _clear_slack(each, ctx.problem.slack_k)
+        return d_q, d_k, d_v, None, None, None, None
+
+
+def _clear_slack(x: torch.Tensor, rows: int) -> None:
+    """0 in the last rows, of which no sequence has any: their gradient, and O there."""
+    if rows:
+        x[x.shape[0] - rows :] = 0
 
 
 def _readable(x: torch.Tensor, strided: bool) -> torch.Tensor:
-    return x.detach() if strided else x.detach().contiguous()
+    """What a kernel can read: contiguous, and at an address where a GPU loads 16 bytes at once, unless it goes by strides."""
+    if strided:
+        return x.detach()
+    found = x.detach().contiguous()
+    return found.clone() if found.is_cuda and found.data_ptr() % _ALIGNED else found
 
 
 def _inputs(

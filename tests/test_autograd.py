@@ -8,7 +8,7 @@ from torch import nn
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.autograd import attention, attention_padded, attention_varlen
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, Problem
 
 assert issubclass(BadArgument, ValueError)
 
@@ -213,3 +213,84 @@ def test_offsets_are_looked_at(cu_q, message: str) -> None:
     with pytest.raises(BadArgument) as raised:
         attention_varlen(Q[0], Q[0], Q[0], cu_q, CU)
     assert message in str(raised.value)
+
+
+SLACK = ("tilelang.gqa_varlen.split", "triton.varlen")
+
+
+@pytest.mark.parametrize("name", SLACK)
+def test_rows_of_no_sequence_have_no_gradient(name: str) -> None:
+    """And are 0 in O: what memory held before must reach no weight."""
+    able(name)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        cu = torch.tensor([0, 5, 13], dtype=torch.int32)
+        into = nn.Linear(64, 3 * 4 * 64)
+        q, k, v = into(torch.randn(16, 64)).unflatten(1, (3, 4, 64)).half().unbind(1)
+        o = attention_varlen(q, k, v, cu, cu, kernel=name)
+        assert not o[13:].any()
+        o.float().square().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+    assert into.weight.grad is not None
+    assert torch.isfinite(into.weight.grad).all()
+
+
+def test_offsets_may_not_change_between_forward_and_backward() -> None:
+    able("triton.varlen")
+    cu = torch.tensor([0, 5, 13], dtype=torch.int32)
+    q, k, v = (torch.randn(13, 2, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    o = attention_varlen(q, k, v, cu, cu, kernel="triton.varlen")
+    cu[1] = 7
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("tilelang.mha_pipelined", torch.float16), ("tilelang.gqa_varlen.atomic", torch.float32)]
+)
+def test_gradients_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    able(name)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, d_o = (torch.randn(2, 37, 2, 32, generator=generator).to(dtype) for _ in range(4))
+    exact = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    nn.functional.scaled_dot_product_attention(*exact, is_causal=True).backward(d_o.double().transpose(1, 2))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    if "varlen" in name:
+        cu = torch.tensor([0, 37, 74], dtype=torch.int32)
+        o = attention_varlen(*(x.flatten(0, 1) for x in leaves), cu, cu, kernel=name, causal=True).unflatten(0, (2, 37))
+    else:
+        o = attention(*leaves, kernel=name, causal=True)
+    # as the gradient of a transposed output has it: other strides than O's
+    o.transpose(1, 2).backward(d_o.transpose(1, 2).contiguous())
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    for mine, true in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), true.grad.transpose(1, 2), rtol=tolerance, atol=tolerance)
+
+
+ODD = {
+    "kernel": ({"kernel": 3}, "it is no kernel"),
+    "causal": ({"causal": torch.tensor([True, False])}, "no such mask"),
+    "scale": ({"kernel": "tilelang.gqa.split", "softmax_scale": 3e38}, "does not fit float32"),
+    "meta": ({name: torch.empty(2, 5, 4, 32, device="meta") for name in ("q", "k", "v")}, "kernels read plain memory"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments_are_told_as_well(name: str) -> None:
+    able("tilelang.gqa.split")
+    changes, told = ODD[name]
+    given = {each: torch.zeros(2, 5, 4, 32) for each in ("q", "k", "v")} | {"kernel": "torch.reference_cpu"} | changes
+    with pytest.raises(BadArgument, match=told):
+        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def test_a_grid_has_its_limit() -> None:
+    kernel = registry.get("tilelang.gqa_varlen.split")
+    problem = Problem(seqlens_q=(1,) * 70000, seqlens_k=(1,) * 70000, dim_qk=64, dim_v=64)
+    reason = kernel.supports(problem, kernel.configs(problem)[0], "cuda")
+    assert reason == "batch=70000: a launch has at most 65535 of them; call it in parts"
+    assert kernel.supports(problem, kernel.configs(problem)[0], "cpu") is None

@@ -34,7 +34,7 @@ FORM = {"dim_qk": 128, "dim_v": 128, "dtype": "float16", "causal": True, "stride
 def source(factory: str, **options: Any) -> str:
     """The CUDA source that a function of the device code lowers to for sm_90a; no GPU is needed."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target, PassContext(config=cuda_passes(options["threads"])):
+    with target, PassContext(config=cuda_passes(dense_device.block_threads(options))):
         return tilelang.lower(getattr(dense_device, factory)(**options), target=target).kernel_source
 
 
@@ -48,7 +48,7 @@ def test_the_forward_uses_the_tensor_memory_accelerator_and_warpgroup_products()
 
 @pytest.mark.parametrize("tile", [32, 64])
 def test_blocks_of_less_than_a_warpgroup_load_for_themselves(tile: int) -> None:
-    text = source("forward", **FORM, tile_m=tile, tile_n=tile, threads=2 * tile, stages=1)
+    text = source("forward", **FORM, tile_m=tile, tile_n=tile, threads=128, stages=1)
     # A warpgroup set apart for loading waits at barriers that it may miss: tests/test_tilelang_hangs.py.
     assert ("mbarrier" in text) == (tile == 64)
     assert f"__launch_bounds__({2 * tile + 128 * (tile == 64)}" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("tilelang")
@@ -16,7 +18,7 @@ from attnfuzz.harness.trial import run_trial  # noqa: E402
 from attnfuzz.kernels import registry  # noqa: E402
 from attnfuzz.kernels.problem import Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import ragged_device  # noqa: E402
-from attnfuzz.kernels.tilelang.build import CUDA_PASSES  # noqa: E402
+from attnfuzz.kernels.tilelang.build import cuda_passes  # noqa: E402
 from attnfuzz.kernels.tilelang.ragged import ATOMIC, SPLIT, TileLangRagged  # noqa: E402
 from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
@@ -27,10 +29,10 @@ PROBLEM = Problem(seqlens_q=(45, 0, 7, 64), seqlens_k=(70, 3, 9, 64), dim_qk=64,
 FORM = {"dim_qk": 128, "dim_v": 128, "dtype": "float16", "causal": True, "threads": 256, "stages": 1}
 
 
-def source(factory: str, **options: object) -> str:
+def source(factory: str, **options: Any) -> str:
     """The CUDA source that a function of the device code lowers to for sm_90a; no GPU is needed."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target, PassContext(config=CUDA_PASSES):
+    with target, PassContext(config=cuda_passes(ragged_device.block_threads(options))):
         return tilelang.lower(getattr(ragged_device, factory)(**options), target=target).kernel_source
 
 

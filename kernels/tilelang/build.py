@@ -79,16 +79,18 @@ def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: 
         if key not in _compiled:
             name = f"{module.__name__}.{factory} {options_text} on {device}"
             _counts[name] = _counts.get(name, 0) + 1
-            _compiled[key] = _compile(getattr(module, factory), options, device, name)
+            # A module may give a block fewer threads than the options say.
+            threads = getattr(module, "block_threads", lambda given: given.get("threads", WARPGROUP))(options)
+            _compiled[key] = _compile(getattr(module, factory), options, device, name, threads)
         return _compiled[key]
 
 
-def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Device, name: str) -> Launch:
+def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Device, name: str, threads: int) -> Launch:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     with _captured() as log:
         try:
             func = factory(**options)
-            return _for_cpu(func) if device == "cpu" else _for_cuda(func, options.get("threads", WARPGROUP))
+            return _for_cpu(func) if device == "cpu" else _for_cuda(func, threads)
         except Exception as error:
             said = (f"{type(error).__name__}: {error}"[:TEXT_MAX], log.read_text(errors="replace").strip()[-TEXT_MAX:])
             raise BuildError("\n".join((name, *filter(None, said)))) from error

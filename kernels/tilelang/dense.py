@@ -13,7 +13,7 @@ from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel
-from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, options_of, scaled, signed
+from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, not_hopper, options_of, scaled, signed, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,14 @@ class TileLangDense(TileLangKernel):
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
         found = fitting(problem, self.table)
         return tuple(each for each in found if each.integer("back_threads") >= 128) if self._asynchronous_only else found
+
+    def unavailable(self, device: Device) -> str | None:
+        """The package, compiler or device that is missing, a GPU that is none of Hopper's; or None."""
+        return super().unavailable(device) or not_hopper(device)
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        """The reason why not, or None."""
+        return super().supports(problem, config, device) or unfit(problem, device)
 
     def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
         """forward, preprocess, backward."""

@@ -25,7 +25,7 @@ try:
 except ImportError:  # a machine without TileLang can still import this module and read its source
     T = None
 
-__all__ = ["backward", "forward", "preprocess"]
+__all__ = ["backward", "block_threads", "forward", "preprocess"]
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
@@ -36,6 +36,12 @@ PRODUCER_REGISTERS = 24
 HEADS_TOGETHER = 4
 ROWS, PARTS = 16, 16
 """Rows of a block of the preprocess, and threads for each of them."""
+
+
+def block_threads(options: dict[str, Any]) -> int:
+    """Threads of a block: a warp has 16 rows of its tile, so that a small tile has fewer than its options say."""
+    rows = options.get("tile_n" if "reduction" in options else "tile_m")
+    return options.get("threads", 128) if rows is None else min(options["threads"], 2 * rows)
 
 
 def by_wgmma(dtype: str, threads: int) -> bool:
@@ -171,7 +177,7 @@ def forward(
 
 
 def preprocess(*, dim_v: int, dtype: str, strided: bool) -> Any:
-    """PrimFunc (O, dO, LSE, Delta, LSE2): products and sums in fp32, one block per 64 rows, head and sequence."""
+    """PrimFunc (O, dO, LSE, Delta, LSE2): products and sums in fp32, one block per 16 rows, head and sequence."""
     batch, n_q, heads = (T.dynamic(n) for n in ("batch", "n_q", "heads"))
 
     @T.prim_func

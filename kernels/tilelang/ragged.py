@@ -14,7 +14,7 @@ from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel, not_empty
-from attnfuzz.kernels.tilelang.tiles import HOPPER, PAD, exponent_of, fitting, options_of, signed
+from attnfuzz.kernels.tilelang.tiles import HOPPER, PAD, exponent_of, fitting, not_hopper, options_of, signed, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,14 @@ class TileLangRagged(TileLangKernel):
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
         return fitting(problem, self.table, beside=self._reduction == "atomic", part_of=PAD)
+
+    def unavailable(self, device: Device) -> str | None:
+        """The package, compiler or device that is missing, a GPU that is none of Hopper's; or None."""
+        return super().unavailable(device) or not_hopper(device)
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        """The reason why not, or None."""
+        return super().supports(problem, config, device) or unfit(problem, device)
 
     def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:  # noqa: ARG002
         """forward, preprocess, backward, and pad and finish for each head dim."""

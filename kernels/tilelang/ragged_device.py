@@ -16,7 +16,7 @@ them.
 import math
 from typing import Any, Literal
 
-from attnfuzz.kernels.tilelang.dense_device import PRODUCER_REGISTERS, by_wgmma, consumer_registers
+from attnfuzz.kernels.tilelang.dense_device import PRODUCER_REGISTERS, block_threads, by_wgmma, consumer_registers
 from attnfuzz.kernels.tilelang.tiles import PAD
 
 try:
@@ -24,7 +24,7 @@ try:
 except ImportError:  # a machine without TileLang can still import this module and read its source
     T = None
 
-__all__ = ["backward", "finish", "forward", "pad", "preprocess"]
+__all__ = ["backward", "block_threads", "finish", "forward", "pad", "preprocess"]
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.contract import Config, Device
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
 from attnfuzz.kernels.tilelang.tuned import NAMES, config_of, tuned
@@ -14,10 +14,13 @@ from attnfuzz.kernels.tilelang.tuned import NAMES, config_of, tuned
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIGS", "HOPPER", "PAD", "exponent_of", "fits", "fitting", "options_of", "scaled", "signed"]
+__all__ = ["CONFIGS", "HOPPER", "PAD", "exponent_of", "fits", "fitting", "not_hopper", "options_of", "scaled", "signed", "unfit"]
 
 PAD = 128
 """A multiple of all tiles: rows to which ragged sequences are padded."""
+GRID_MAX = 65535
+"""Blocks along the second and third dimension of a CUDA grid."""
+SCALE_MAX = (2 - 2.0**-23) * 2.0**127 / 1.4427
 _SMALLEST_EXPONENT = 1e-30
 """Stands for a softmax_scale of 0: exp of a score times it is 1."""
 
@@ -35,6 +38,27 @@ CONFIGS = (
     config_of((32, 32, 64, 1), (32, 32, 64, 1)),
 )
 """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
+
+
+def unfit(problem: Problem, device: Device) -> str | None:
+    """Why a GPU cannot take `problem`, whatever the Config, or None."""
+    if device == "cuda" and max(problem.batch, problem.heads) > GRID_MAX:
+        name, count = max(("batch", problem.batch), ("heads", problem.heads), key=lambda each: each[1])
+        return f"{name}={count}: a launch has at most {GRID_MAX} of them; call it in parts"
+    if abs(problem.scale) > SCALE_MAX:
+        return f"softmax_scale={problem.scale}: times log2(e) it does not fit float32; give at most {SCALE_MAX:.4g}"
+    return None
+
+
+def not_hopper(device: Device) -> str | None:
+    """Why this machine's GPU is not one that these kernels are made for, or None."""
+    if device != "cuda":
+        return None
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    needed = "sm_90, Hopper: they use its warpgroup products and its tensor memory accelerator"
+    return None if major == 9 else f"this GPU is sm_{major}{minor}, and the kernel is made for {needed}"
 
 
 def options_of(config: Config) -> tuple[dict[str, int], dict[str, int]]:

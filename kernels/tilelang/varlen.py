@@ -53,10 +53,12 @@ class TileLangVarlen(TileLangKernel):
             **tiles,
         }
         rows = {name: options[name] for name in ("dim_v", "dtype", "tile_m", "threads")}
+        # What the blocks have in fact, a warp for 16 rows of their tile: by that it is told which load for themselves.
+        by_query, by_key = ({**options, "threads": min(options["threads"], 2 * options[of])} for of in ("tile_m", "tile_n"))
         return _Built(
-            forward=compiled(module, "forward", options, device),
+            forward=compiled(module, "forward", by_query, device),
             preprocess=compiled(module, "preprocess", rows, device),
-            backward=compiled(module, "backward", options, device),
+            backward=compiled(module, "backward", by_key, device),
         )
 
 
