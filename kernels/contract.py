@@ -28,10 +28,13 @@ __all__ = [
     "Inputs",
     "Kernel",
     "Outputs",
+    "beyond_grid",
     "why_unsupported",
 ]
 
 Device = Literal["cpu", "cuda"]
+GRID_MAX = 65535
+"""Blocks along the second and third dimension of a CUDA grid."""
 ConfigValue = int | str | bool
 
 
@@ -266,6 +269,14 @@ def why_unsupported(capabilities: Capabilities, problem: Problem, device: Device
         or _why_not_lengths(capabilities, problem)
         or _why_not_scores(capabilities, problem)
     )
+
+
+def beyond_grid(problem: Problem, device: Device) -> str | None:
+    """Why a CUDA launch cannot take `problem` where heads and sequences are its grid's second and third dimension; or None."""
+    name, count = max(("batch", problem.batch), ("heads", problem.heads), key=lambda each: each[1])
+    if device == "cuda" and count > GRID_MAX:
+        return f"{name}={count}: a launch has at most {GRID_MAX} of them; call it in parts"
+    return None
 
 
 def _why_not_form(can: Capabilities, problem: Problem, device: Device) -> str | None:

@@ -288,8 +288,9 @@ def test_odd_arguments_are_told_as_well(name: str) -> None:
         attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
-def test_a_grid_has_its_limit() -> None:
-    kernel = registry.get("tilelang.gqa_varlen.split")
+@pytest.mark.parametrize("name", ["tilelang.gqa_varlen.split", "triton.varlen"])
+def test_a_grid_has_its_limit(name: str) -> None:
+    kernel = registry.get(name)
     problem = Problem(seqlens_q=(1,) * 70000, seqlens_k=(1,) * 70000, dim_qk=64, dim_v=64)
     reason = kernel.supports(problem, kernel.configs(problem)[0], "cuda")
     assert reason == "batch=70000: a launch has at most 65535 of them; call it in parts"

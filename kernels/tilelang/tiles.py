@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Config, Device
+from attnfuzz.kernels.contract import Config, Device, beyond_grid
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
 from attnfuzz.kernels.tilelang.tuned import NAMES, config_of, tuned
@@ -18,8 +18,6 @@ __all__ = ["CONFIGS", "HOPPER", "PAD", "exponent_of", "fits", "fitting", "not_ho
 
 PAD = 128
 """A multiple of all tiles: rows to which ragged sequences are padded."""
-GRID_MAX = 65535
-"""Blocks along the second and third dimension of a CUDA grid."""
 SCALE_MAX = (2 - 2.0**-23) * 2.0**127 / 1.4427
 _SMALLEST_EXPONENT = 1e-30
 """Stands for a softmax_scale of 0: exp of a score times it is 1."""
@@ -42,9 +40,8 @@ CONFIGS = (
 
 def unfit(problem: Problem, device: Device) -> str | None:
     """Why a GPU cannot take `problem`, whatever the Config, or None."""
-    if device == "cuda" and max(problem.batch, problem.heads) > GRID_MAX:
-        name, count = max(("batch", problem.batch), ("heads", problem.heads), key=lambda each: each[1])
-        return f"{name}={count}: a launch has at most {GRID_MAX} of them; call it in parts"
+    if reason := beyond_grid(problem, device):
+        return reason
     if abs(problem.scale) > SCALE_MAX:
         return f"softmax_scale={problem.scale}: times log2(e) it does not fit float32; give at most {SCALE_MAX:.4g}"
     return None

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, why_unsupported
+from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, beyond_grid, why_unsupported
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.flex_built import BuiltFlex, banded, even, strided
@@ -122,7 +122,7 @@ class TritonFlex:
         reason = why_unsupported(self.capabilities, problem, device)
         if reason is None and config not in self.configs(problem):
             reason = f"config={config!r}: not among configs(problem)"
-        return reason
+        return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
         """What the code is made for.

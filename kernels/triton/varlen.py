@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from attnfuzz.kernels.contract import BuildError, Capabilities, Config, Device, Inputs, why_unsupported
+from attnfuzz.kernels.contract import BuildError, Capabilities, Config, Device, Inputs, beyond_grid, why_unsupported
 from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, BadArgument, Layout, Problem
 from attnfuzz.kernels.triton import runtime
 
@@ -108,7 +108,7 @@ class TritonVarlen:
         reason = why_unsupported(self.capabilities, problem, device)
         if reason is None and config not in self.configs(problem):
             reason = f"config={config!r}: not among configs(problem)"
-        return reason
+        return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
         """Dims, causal, dtype, Config, and whether all is contiguous; lengths, heads, strides and scale are run-time values."""
