@@ -279,7 +279,9 @@ def laid_out(problem: Problem) -> list[str]:
 
 @pytest.fixture(scope="module")
 def strided() -> list[Case]:
-    return drawn(Subject(can={"layouts": True, "packings": ("ragged", "dense")}), 600)
+    subject = Subject(can={"layouts": True, "packings": ("ragged", "dense")})
+    # Of one seed Cases are much alike: 600 of another have no expanded heads at all.
+    return [case for seed in (5, 6, 7, 8) for case in drawn(subject, 250, seed=seed)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS_DRAWN)
