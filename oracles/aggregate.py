@@ -12,7 +12,7 @@ z is the smaller of that and the same with err - (1 - f) (rd(ref) - ref): where 
 last rounding goes with them, and it is known.
 
 acc is the accumulation's part of B. Tensor cores truncate the sum at every step of 16 terms: where these have one sign, all of an
-output is too small by 1.7 eps a step (measured on an H200, the same for five kernels with tiles of 16 to 128 keys).
+output is too small by 1.7 eps a step (measured on an H200, the same for four kernels with tiles of 16 to 128 keys).
 
 nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, at least 16; both are taken only where values are
 generic (oracles/repeats.py), since the errors of equal values are no independent ones. Limits as measured: on 875 correct cases

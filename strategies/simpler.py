@@ -138,7 +138,12 @@ def _simpler_trees(case: Case) -> Iterator[Case]:
             continue
         tree = parse(data)
         for each in sorted(_smaller(tree), key=_nodes):
-            yield _with(case, **{name: to_data(each)})
+            try:
+                smaller = _with(case, **{name: to_data(each)})
+            except BadArgument:
+                # A part of an index may be outside where the whole is not.
+                continue
+            yield smaller
 
 
 def _smaller(tree: Expression) -> Iterator[Expression]:

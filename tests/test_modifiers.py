@@ -286,6 +286,12 @@ def test_what_no_tree_can_say_is_refused(function, told: str) -> None:
         traced(function)
 
 
+@pytest.mark.parametrize("name", [*SCORES, *MASKS])
+def test_what_shrinking_makes_of_an_index_stays_inside(name: str) -> None:
+    part = {"score_mod": to_data(SCORES[name])} if name in SCORES else {"mask_mod": to_data(MASKS[name])}
+    assert list(simpler(Case(kernel="emulated", problem=Problem(**PLAIN, **part)), ()))
+
+
 def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
     kernel = registry.get("triton.flex")
     plain = pool(all_variants(kernel, "cuda"), 10, 1)
