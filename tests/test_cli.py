@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from attnfuzz.harness import cli, environment
+from attnfuzz.harness.commands import run as run_commands
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, Inputs, Outputs, why_unsupported
 from attnfuzz.kernels.problem import Problem
@@ -290,7 +291,7 @@ def test_a_fault_of_the_harness_is_said_to_be_one(monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.delenv("ATTNFUZZ_DEBUG", raising=False)
-    monkeypatch.setattr(cli, "_campaign", lambda *_, **__: broken())
+    monkeypatch.setattr(run_commands, "_campaign", lambda *_, **__: broken())
     result = run()
     assert_refused(
         result,

@@ -1,0 +1,82 @@
+"""`attnfuzz calibrate`."""
+
+from __future__ import annotations
+
+import shlex
+
+import click
+
+from attnfuzz.harness.commands.common import (
+    CLEAN,
+    FAILURES,
+    INTERRUPTED,
+    WRONG_USE,
+    console,
+    device_option,
+    json_option,
+    out_option,
+    seed_option,
+    writable,
+)
+from attnfuzz.harness.environment import resolve_device
+from attnfuzz.harness.jsontext import dumps
+from attnfuzz.kernels import registry
+
+__all__ = ["calibrate_command"]
+
+
+@click.command("calibrate")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@device_option
+@click.option("--max-examples", type=int, default=1000, show_default=True, metavar="N", help="Distinct Cases per kernel.")
+@seed_option
+@click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How large Cases are.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Kernels at once [default: a quarter of the cores].")
+@out_option
+@click.option("--known", metavar="DIR", help="Kept defects of PyTorch's kernels [default: tests/corpus/peers, if there].")
+@click.option("--write", metavar="FILE", help="Write the table as Markdown.")
+@json_option
+def calibrate_command(
+    kernels: tuple[str, ...],
+    device: str,
+    max_examples: int,
+    seed: int,
+    profile: str,
+    jobs: int | None,
+    out: str,
+    known: str | None,
+    write: str | None,
+    as_json: bool,
+) -> None:
+    """Run kernels that should be right (default: all that can run here) and measure how near they come to their budgets."""
+    from attnfuzz.harness.calibrate import calibrate, planned
+    from attnfuzz.harness.corpus import Corpus
+    from attnfuzz.harness.known import found_at
+    from attnfuzz.harness.report import calibrate as report
+    from attnfuzz.harness.settings import profile as profile_called
+    from attnfuzz.harness.turn import Plan
+
+    plan = Plan(
+        device=resolve_device(device),
+        cases=max_examples,
+        seed=seed,
+        jobs=planned(jobs),
+        profile=profile_called(profile).name,
+        out=out,
+        known=found_at(known),
+    )
+    chosen = [registry.get(name) for name in dict.fromkeys(kernels or registry.names())]
+    file = None if write is None else writable(write)
+    Corpus(out).check()
+    with report.CalibrationProgress(console(stderr=as_json)) as progress:
+        done = calibrate(chosen, plan, progress)
+    if as_json:
+        click.echo(dumps(report.calibration_object(done)))
+    else:
+        report.show_calibration(console(), done)
+    if file is not None:
+        command = ["attnfuzz", "calibrate", *kernels, "--device", plan.device, "--max-examples", str(max_examples)]
+        command += [*(["--seed", str(seed)] if seed else []), *(["--profile", profile] if profile != "quick" else [])]
+        file.write_text(report.markdown(done, shlex.join(command)), encoding="utf-8")
+    code = FAILURES if done.failed else WRONG_USE if done.broken else INTERRUPTED if done.interrupted else CLEAN
+    click.get_current_context().exit(code)
