@@ -141,7 +141,8 @@ def _as_a_whole(
     }
     if not expected.generic_known and not aggregate.suspicious(pairs, form):
         return []
-    for name, (r, z) in aggregate.statistics(pairs, expected.look_for_repeats(), form).items():
+    found_of = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
+    for name, (r, z) in found_of.items():
         figures[name] = replace(figures[name], r=r, z=z)
         for check, value, what in (("R", r, "more noise than roundings make"), ("z", z, "a scale or a bias in all of it")):
             if value > 1:

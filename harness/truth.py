@@ -13,6 +13,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.bounds import Budget, Budgets, budgets
 from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.independence import Independence
 from attnfuzz.oracles.repeats import Repeats
 
 __all__ = ["HeadTruths", "Truth", "Truths", "is_tiny", "truth"]
@@ -80,6 +81,12 @@ class Truths(dict[OutputName, Truth]):
             self.generic_known = True
             self.budgets = dataclasses.replace(self.budgets, repeats=self._budgets().repeats)
         return self.budgets.repeats
+
+    def look_for_dependence(self) -> Independence | None:
+        """Whether the errors of all of an output are independent: asked where together they look wrong."""
+        return budgets(
+            self._inputs, self._deviations, self._device, ties=False, lean=self._lean, generic=False, independent=True
+        ).independence
 
     def _budgets(self) -> Budgets:
         return budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean, generic=self.generic_known)

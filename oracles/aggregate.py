@@ -16,30 +16,35 @@ output is too small by 1.7 eps a step (measured on an H200, the same for four ke
 
 nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, at least 16; both are taken only where values are
 generic (oracles/repeats.py), since the errors of equal values are no independent ones. Limits as measured: on 875 correct cases
-(R - 1) sqrt(nu) was at most 1.26 and z at most 2.6.
+(R - 1) sqrt(nu) was at most 1.26 and z at most 2.6. What is beyond one is looked at again (oracles/independence.py): with c the
+correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); z is 0 where P's and dS's roundings are known to add up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.independence import Independence
 from attnfuzz.oracles.repeats import Repeats
 
 __all__ = ["statistics", "suspicious"]
 
-_R_LIMIT, _Z_LIMIT = 3.0, 6.0
+_R_LIMIT, _R_SINGLE, _Z_LIMIT = 3.0, 10.0, 6.0
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
 
 
 def statistics(
-    outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Budget]], repeats: Repeats | None, form: Format
+    outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Budget]],
+    repeats: Repeats | None,
+    form: Format,
+    independence: Callable[[], Independence | None] = lambda: None,
 ) -> dict[OutputName, tuple[float, float]]:
     """(R, z) of each output in units of their limits: 1 is the limit. Empty where the values are not generic.
 
@@ -47,6 +52,7 @@ def statistics(
         outputs: what a kernel returned, what is expected, and the budget, float64 `(heads, tokens, dim)`.
         repeats: how far the values repeat.
         form: the dtype's format.
+        independence: asked only where a statistic is beyond its limit.
     """
     generic = repeats.figures() if repeats is not None else None
     if generic is None or not outputs:
@@ -54,7 +60,13 @@ def statistics(
     sums = _sums(list(outputs.values()), form)
     # One copy from the device for all of it.
     rows = torch.cat([generic.expand(len(outputs), -1), sums], 1).tolist()
-    return {name: found for name, row in zip(outputs, rows, strict=True) if (found := _of_limits(name, *row))}
+    of = dict(zip(outputs, rows, strict=True))
+    found = {name: pair for name, row in of.items() if (pair := _of_limits(name, *row))}
+    known = looked.figures() if any(max(pair) > 1 for pair in found.values()) and (looked := independence()) else {}
+    for name, (known_z, correlated) in known.items():
+        if name in found and (pair := _of_limits(name, *of[name], correlated)):
+            found[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
+    return found
 
 
 def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> bool:
@@ -78,6 +90,7 @@ def _of_limits(
     t2: float,
     s: float,
     s2: float,
+    correlated: float = 0.0,
 ) -> tuple[float, float] | None:
     """(R, z) over their limits, from what `Repeats.figures` and `_sums` say of an output; None where they are not taken."""
     nu = expected * expected / max(squares, _NOTHING)
@@ -86,7 +99,8 @@ def _of_limits(
     if g >= Repeats.LIMIT or nu < _FEWEST_ROWS:
         return None
     # Values that repeat g times in the mean have g times the noise.
-    r = noise / max(expected * max(g, 1.0), _NOTHING) / (1 + _R_LIMIT / nu**0.5)
+    limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5
+    r = noise / max(expected * max(g, 1.0), _NOTHING) / limit
     z = min(max(0.0, abs(x) - slope) / max(x2, _NOTHING) ** 0.5 for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
     return r, z
 

@@ -27,6 +27,7 @@ from attnfuzz.oracles.captured import CapturedSums
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Tokens, frames, tokens_of
+from attnfuzz.oracles.independence import Independence
 from attnfuzz.oracles.repeats import Repeats
 
 __all__ = ["Budget", "Budgets", "budgets"]
@@ -60,6 +61,8 @@ class Budgets:
     repeats: Repeats | None
     captured: dict[str, torch.Tensor]
     """M of captured tensors' gradients, by name; none of what no score reads."""
+    independence: Independence | None = None
+    """Whether errors are independent, where it was asked for and all frames are whole."""
 
 
 def budgets(
@@ -70,6 +73,7 @@ def budgets(
     ties: bool = False,
     lean: bool = False,
     generic: bool = True,
+    independent: bool = False,
     chunk: int | None = None,
 ) -> Budgets:
     """The budget M of every output of the batch, by the formulae at `forward` and `backward`.
@@ -81,6 +85,7 @@ def budgets(
         ties: whether to count equal values (tau).
         lean: only `allowed`, for a batch whose other parts would not fit into memory.
         generic: whether to look for values that repeat (`Budgets.repeats`), a fifth of the time of a small batch.
+        independent: whether to look for errors that are not independent (`Budgets.independence`), about as long as all else.
         chunk: scores handled at once; None: by the device.
     """
     problem = inputs.problem
@@ -96,6 +101,8 @@ def budgets(
             t = scores(placed, tokens, deviations, device, ties=ties)
             f, of_p = forward(t, ties=ties, lean=lean)
             delta = delta_error(t, f, of_p)
+            if independent and frame.whole:
+                made.independence.add(t, f, delta, placed)
             # Here and below: a frame's tensors are large, and not wanted beside those of what follows.
             del of_p
             with made.sums(placed) as (dk, dv):
@@ -127,6 +134,7 @@ class _Made:
         # The statistics are those of roundings to half precision; the errors of float32 arithmetic are bounded, not modelled.
         taken = not lean and p.dtype != "float32" and p.total_q * p.heads >= Repeats.FEWEST
         self._repeats = Repeats() if taken and generic else None
+        self.independence = Independence()
 
     @contextmanager
     def sums(self, placed: Placed) -> Iterator[tuple[Sums, Sums]]:
@@ -162,7 +170,10 @@ class _Made:
         }
         for name in ("dk", "dv"):
             found[name] = self._summed(self._names[name], self._keys.pop(name), steps)
-        return Budgets(lse=self._lse[..., 0], outputs=found, repeats=self._repeats, captured=self.captured.allowed())
+        return Budgets(
+            lse=self._lse[..., 0], outputs=found, repeats=self._repeats, captured=self.captured.allowed(),
+            independence=self.independence,
+        )  # fmt: skip
 
     def _summed(self, names: list[str], whole: torch.Tensor, steps: float | torch.Tensor) -> Budget:
         """The budget of dK or dV from sums over all rows."""

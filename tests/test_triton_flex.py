@@ -240,3 +240,10 @@ def test_compile_key_holds_all_that_the_code_depends_on() -> None:
     other += [{"seqlens_q": (64, 64), "seqlens_k": (32, 32)}, {"layout_q": Layout(pitch=8)}]
     other += [{"score_mod": dense(1, 1, score=bias()).score_mod}, {"mask_mod": dense(1, 1, mask=causal()).mask_mod}]
     assert len({key(**changes) for changes in [{}, *other]}) == 1 + len(other)
+
+
+def test_a_block_that_is_no_whole_tiles_is_refused() -> None:
+    problem = dense(64, 64)
+    config = Config({**KERNEL.configs(problem)[0], "block": 64, "tile_m": 128})
+    with pytest.raises(BadArgument, match="tile_m=128: a block of 64 is no whole tiles of it; give one that divides it"):
+        KERNEL.build_any(problem, config, "cpu")

@@ -15,7 +15,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, beyond_grid, why_unsupported
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem, reject
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.flex_built import BuiltFlex, banded, even, strided
 from attnfuzz.kernels.triton.flex_configs import configs_for
@@ -151,8 +151,13 @@ class TritonFlex:
 
         Raises:
             BuildError: Triton is missing, or its compiler refused.
-            BadArgument: this process uses Triton in the other mode.
+            BadArgument: this process uses Triton in the other mode, or a block is no whole tiles.
         """
+        block = config.integer("block")
+        for name in ("tile_m", "tile_n", "dq_tile_m", "dq_tile_n", "dkv_tile_m", "dkv_tile_n"):
+            if block % config.integer(name):
+                reason = f"a block of {block} is no whole tiles of it"
+                raise reject(name, config.integer(name), reason, "give one that divides it")
         key = (self.compile_key(problem, config), device)
         if key not in self._built:
             runtime.load(device)
