@@ -23,7 +23,7 @@ correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); z is 0 where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -61,10 +61,10 @@ def statistics(
     # One copy from the device for all of it.
     rows = torch.cat([generic.expand(len(outputs), -1), sums], 1).tolist()
     of = dict(zip(outputs, rows, strict=True))
-    found = {name: pair for name, row in of.items() if (pair := _of_limits(name, *row))}
+    found = {name: pair for name, row in of.items() if (pair := _of_limits(name, row))}
     known = looked.figures() if any(max(pair) > 1 for pair in found.values()) and (looked := independence()) else {}
     for name, (known_z, correlated) in known.items():
-        if name in found and (pair := _of_limits(name, *of[name], correlated)):
+        if name in found and (pair := _of_limits(name, of[name], correlated)):
             found[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
     return found
 
@@ -74,25 +74,13 @@ def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Bu
     if not outputs:
         return False
     rows = _sums(list(outputs.values()), form).tolist()
-    found = (_of_limits(name, 1.0, math.inf, *row) for name, row in zip(outputs, rows, strict=True))
+    found = (_of_limits(name, (1.0, math.inf, *row)) for name, row in zip(outputs, rows, strict=True))
     return any(max(each) > 1 for each in found if each)
 
 
-def _of_limits(
-    name: OutputName,
-    g: float,
-    carrying: float,
-    noise: float,
-    expected: float,
-    squares: float,
-    slope: float,
-    t: float,
-    t2: float,
-    s: float,
-    s2: float,
-    correlated: float = 0.0,
-) -> tuple[float, float] | None:
+def _of_limits(name: OutputName, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
     """(R, z) over their limits, from what `Repeats.figures` and `_sums` say of an output; None where they are not taken."""
+    g, carrying, noise, expected, squares, slope, t, t2, s, s2 = sums
     nu = expected * expected / max(squares, _NOTHING)
     if name == "dk":
         nu = min(nu, carrying)
