@@ -90,6 +90,7 @@ def forward(
     threads = min(threads, 2 * tile_m)
     ahead = by_wgmma(dtype, threads)
     trees = printed(score, mask)
+    changed = trees is not None
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
@@ -127,7 +128,7 @@ def forward(
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
             # what a tree has changed is scaled already
-            scale_log2 = (1.0 if trees else exponent) * LOG2_E
+            scale_log2 = (1.0 if changed else exponent) * LOG2_E
             row_0 = (T.ceildiv(n_q, tile_m) - 1 - block) * tile_m
             T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
             T.fill(acc, 0)
@@ -154,7 +155,7 @@ def forward(
                     T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
                 # only in tiles that the mask's edge crosses
-                if trees:
+                if changed:
                     for i, j in T.Parallel(tile_m, tile_n):
                         s[i, j] = trees.changed(s[i, j] * exponent, (seq, head, row_0 + i, key_0 + j, n_q, n_k))
                 elif causal:
@@ -194,7 +195,7 @@ def forward(
             for i in T.Parallel(tile_m):
                 if row_0 + i < n_q:
                     LSE[seq, head, row_0 + i] = T.if_then_else(
-                        total[i] > 0, m[i] * (1.0 if trees else exponent) + T.log(total[i]), -T.infinity(ACC)
+                        total[i] > 0, m[i] * (1.0 if changed else exponent) + T.log(total[i]), -T.infinity(ACC)
                     )
 
     return dense_forward
@@ -264,7 +265,8 @@ def backward(
     """
     threads = min(threads, 2 * tile_n)
     trees = printed(score, mask)
-    pipelined = pipelined and by_wgmma(dtype, threads) and not trees
+    changed = trees is not None
+    pipelined = pipelined and by_wgmma(dtype, threads) and not changed
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
@@ -322,7 +324,7 @@ def backward(
             head = first_head + (number - first_head * blocks) % together
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
-            scale_log2 = (1.0 if trees else exponent) * LOG2_E
+            scale_log2 = (1.0 if changed else exponent) * LOG2_E
             key_0 = block * tile_n
             T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
             T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
@@ -345,7 +347,7 @@ def backward(
                     T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                 # only in tiles that the mask's edge crosses
-                if trees:
+                if changed:
                     for j, i in T.Parallel(tile_n, tile_m):
                         ds[j, i] = trees.sloped(
                             ds[j, i] - delta[i], p[j, i] * exponent, (seq, head, row_0 + i, key_0 + j, n_q, n_k)
@@ -371,7 +373,7 @@ def backward(
                 else:
                     T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(tile_n, tile_m):
-                    ds_half[j, i] = p[j, i] * (ds[j, i] if trees else ds[j, i] - delta[i])
+                    ds_half[j, i] = p[j, i] * (ds[j, i] if changed else ds[j, i] - delta[i])
                 if pipelined:
                     T.wgmma_gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
                     T.copy(ds_half, ds_tile)
