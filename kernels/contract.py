@@ -126,6 +126,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     softcap: bool = False
     score_mod: bool = False
     mask_mod: bool = False
+    captured: bool = False
+    """Tensors that a score_mod or mask_mod reads."""
     captured_gradients: bool = False
     """Gradients of the tensors that a score_mod reads: `backward` returns them, too."""
     layouts: bool = False
@@ -323,7 +325,11 @@ def _why_not_scores(can: Capabilities, problem: Problem) -> str | None:
     for name in ("window", "softcap", "score_mod", "mask_mod"):
         if getattr(problem, name) not in (None, 0, (None, None)) and not getattr(can, name):
             return f"{name}={getattr(problem, name)!r}: not supported"
-    if not can.captured_gradients and any(each.gradient for each in tensors_of(problem)):
+    tensors = tensors_of(problem)
+    if not can.captured and tensors:
+        names = ", ".join(each.name for each in tensors)
+        return f"score_mod, mask_mod: they read {names}; captured tensors are not supported"
+    if not can.captured_gradients and any(each.gradient for each in tensors):
         return "score_mod: gradients of captured tensors are not supported"
     if not can.scale_any and problem.scale <= 0:
         return f"softmax_scale={problem.scale}: only positive scales"

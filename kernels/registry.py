@@ -22,6 +22,7 @@ _BUILT_IN = {
     "tilelang.gqa.split": "attnfuzz.kernels.tilelang.dense:GQA_SPLIT",
     "tilelang.gqa_varlen.atomic": "attnfuzz.kernels.tilelang.ragged:ATOMIC",
     "tilelang.gqa_varlen.split": "attnfuzz.kernels.tilelang.ragged:SPLIT",
+    "tilelang.modified": "attnfuzz.kernels.tilelang.modified:KERNEL",
     "tilelang.varlen": "attnfuzz.kernels.tilelang.varlen:KERNEL",
     "triton.flex": "attnfuzz.kernels.triton.flex:KERNEL",
     "triton.flex.prescaled": "attnfuzz.kernels.triton.flex:PRESCALED",

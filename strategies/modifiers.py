@@ -23,6 +23,7 @@ from attnfuzz.kernels.expressions import (
     Q,
     S,
     both,
+    captured,
     const,
     either,
     exp,
@@ -64,9 +65,9 @@ def modifiers(can: Capabilities) -> st.SearchStrategy[Chosen]:
     """What to set of a Problem, within `can`; nothing first, and about a quarter of the time."""
     parts: dict[str, st.SearchStrategy[Any]] = {}
     if can.score_mod:
-        parts["score_mod"] = st.none() | scores(can.captured_gradients).map(to_data)
+        parts["score_mod"] = st.none() | scores(can.captured, can.captured_gradients).map(to_data)
     if can.mask_mod:
-        parts["mask_mod"] = st.none() | masks().map(to_data)
+        parts["mask_mod"] = st.none() | masks(can.captured).map(to_data)
     if can.softcap:
         parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
     if can.window:
@@ -116,21 +117,22 @@ def _captured(gradients: bool) -> st.SearchStrategy[Expression]:
     return st.builds(made, st.sampled_from(forms), grad)
 
 
-def scores(gradients: bool) -> st.SearchStrategy[Expression]:
-    """Score_mods, the plainest first; `gradients`: captured tensors may take them."""
+def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
+    """Score_mods, the plainest first; `reads`: they may read captured tensors, `gradients`: which may take one."""
     named = st.sampled_from([each for name, each in SCORES.items() if gradients or name in ("softcap", "scaled by distance")])
     given = (
         st.sampled_from(_CAPS).map(softcap),
-        st.just(alibi(gradient=False)),
+        *((st.just(alibi(gradient=False)),) if reads else ()),
         *((st.booleans().map(lambda of: relative_bias(gradient=of)), st.just(bias(gradient=True))) if gradients else ()),
     )
-    return st.one_of(st.sampled_from(_FACTORS).map(lambda factor: S * factor), named, *given, _random(gradients))
+    return st.one_of(st.sampled_from(_FACTORS).map(lambda factor: S * factor), named, *given, _random(reads, gradients))
 
 
-def _random(gradients: bool) -> st.SearchStrategy[Expression]:
+def _random(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     number = st.sampled_from(_FACTORS).map(const)
+    loads = (_captured(gradients),) if reads else ()
     distance = st.sampled_from((0.03125, -0.03125, 0.5)).map(lambda by: to_float(Q - KV) * by)
-    flat = st.one_of(number, _captured(gradients), distance, st.just(to_float(H)))
+    flat = st.one_of(number, *loads, distance, st.just(to_float(H)))
     leaf = st.just(S) | flat.map(lambda x: S + x)
 
     def grown(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression]:
@@ -145,16 +147,16 @@ def _random(gradients: bool) -> st.SearchStrategy[Expression]:
             tame,
             st.builds(lambda x, y: x + y, inner, inner),
             st.builds(lambda x, y: x - y, inner, tame),
-            st.builds(lambda x, y: x * y, tame, _captured(gradients)),
-            st.builds(where, masks(depth=1), inner, inner),
+            *(st.builds(lambda x, y: x * y, tame, each) for each in loads),
+            st.builds(where, masks(reads, depth=1), inner, inner),
             inner.map(lambda x: -x),
         )
 
     return st.recursive(leaf, grown, max_leaves=5)
 
 
-def masks(depth: int = 3) -> st.SearchStrategy[Expression]:
-    """Mask_mods, the plainest first."""
+def masks(reads: bool, depth: int = 3) -> st.SearchStrategy[Expression]:
+    """Mask_mods, the plainest first; `reads`: they may read captured tensors."""
     edge = st.sampled_from(_EDGES)
     comparison = st.builds(
         lambda left, op, right: getattr(left, op)(right),
@@ -168,11 +170,12 @@ def masks(depth: int = 3) -> st.SearchStrategy[Expression]:
         comparison,
         edge.map(sliding_window),
         st.sampled_from((1, 2, 3, 5)).map(dilated),
-        st.sampled_from((prefix(), documents(), of_numbers >= 2)),
+        *((st.sampled_from((prefix(), documents(), of_numbers >= 2)),) if reads else ()),
         st.builds(lambda n, at: ((KV + H) % n).differs(at % n), st.sampled_from((2, 3, 16)), st.integers(0, 3)),
         st.sampled_from((truth(True), truth(False))),
     )
     if depth <= 1:
         return leaf
-    pair = st.builds(lambda op, x, y: op(x, y), st.sampled_from((both, either)), masks(depth - 1), masks(depth - 1))
-    return st.one_of(leaf, st.sampled_from(list(MASKS.values())), pair, masks(depth - 1).map(negated))
+    pair = st.builds(lambda op, x, y: op(x, y), st.sampled_from((both, either)), masks(reads, depth - 1), masks(reads, depth - 1))
+    named = [each for each in MASKS.values() if reads or not captured(each)]
+    return st.one_of(leaf, st.sampled_from(named), pair, masks(reads, depth - 1).map(negated))

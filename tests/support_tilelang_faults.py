@@ -93,7 +93,7 @@ DENSE_FAULTS: tuple[TileLangFault, ...] = (
         causal=True,
     ),
     TileLangFault("rescale dropped", (Edit("acc[i, d] = acc[i, d] * rescale[i]", "acc[i, d] = acc[i, d] * 1.0"),)),
-    TileLangFault("LSE of base 2", (Edit("m[i] * exponent + T.log(", "m[i] * scale_log2 + T.log("),), "none"),
+    TileLangFault("LSE of base 2", (Edit("(1.0 if changed else exponent) + T.log(", "scale_log2 + T.log("),), "none"),
     TileLangFault(
         "Delta's products in half",
         (

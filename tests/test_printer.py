@@ -34,9 +34,9 @@ from attnfuzz.kernels.expressions import (
     where,
     whole,
 )
+from attnfuzz.kernels.folding import folded
 from attnfuzz.kernels.modifiers import MASKS, SCORES, alibi, bias, causal, relative_bias, softcap
 from attnfuzz.kernels.triton import runtime
-from attnfuzz.kernels.triton.folding import folded
 from attnfuzz.kernels.triton.printer import load_source, source, taking_gradients
 
 if TYPE_CHECKING:

@@ -39,6 +39,7 @@ def _capabilities(*, prescaled_q: bool, tf32: bool) -> Capabilities:
         softcap=not prescaled_q,
         score_mod=not prescaled_q,
         mask_mod=True,
+        captured=True,
         captured_gradients=not prescaled_q,
         zero_q=True,
         zero_k=True,

@@ -14,11 +14,17 @@ LSE2_i is LSE_i log2(e), or +inf for a row that sees no key, so that P_ij = exp2
 
 `exponent` is scale, and greater than 0 also where scale is 0: masked scores are -inf, and -inf * 0 is NaN. A row that sees no key
 has O = 0 and LSE = -inf. `offset` is n_k - n_q for a mask aligned at the bottom right, 0 at the top left.
+
+`score` and `mask`, trees as a Problem holds them, are built in: s_ij becomes f(s_ij), dS_ij is times f'(s_ij) as well, and
+`visible(i, j)` is j < n_k and the mask, which the causal one must be part of: `causal` bounds the loops alone then.
 """
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
 import math
 from typing import Any, Literal
+
+from attnfuzz.kernels.expressions import Data
+from attnfuzz.kernels.tilelang.printer import printed
 
 try:
     import tilelang.language as T
@@ -63,7 +69,18 @@ def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any
 
 
 def forward(
-    *, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, tile_n: int, threads: int, stages: int, strided: bool
+    *,
+    dim_qk: int,
+    dim_v: int,
+    causal: bool,
+    dtype: str,
+    tile_m: int,
+    tile_n: int,
+    threads: int,
+    stages: int,
+    strided: bool,
+    score: Data | None = None,
+    mask: Data | None = None,
 ) -> Any:
     """PrimFunc (Q, K, V, groups, offset, exponent, O, LSE): one block per query tile, head and sequence.
 
@@ -72,6 +89,8 @@ def forward(
     """
     threads = min(threads, 2 * tile_m)
     ahead = by_wgmma(dtype, threads)
+    trees = printed(score, mask)
+    changed = trees is not None
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
@@ -108,7 +127,8 @@ def forward(
             kv_head = T.alloc_var("int32")
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
-            scale_log2 = exponent * LOG2_E
+            # what a tree has changed is scaled already
+            scale_log2 = (1.0 if changed else exponent) * LOG2_E
             row_0 = (T.ceildiv(n_q, tile_m) - 1 - block) * tile_m
             T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
             T.fill(acc, 0)
@@ -135,7 +155,10 @@ def forward(
                     T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
                 # only in tiles that the mask's edge crosses
-                if causal:
+                if changed:
+                    for i, j in T.Parallel(tile_m, tile_n):
+                        s[i, j] = trees.changed(s[i, j] * exponent, (seq, head, row_0 + i, key_0 + j, n_q, n_k))
+                elif causal:
                     if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):
                         for i, j in T.Parallel(tile_m, tile_n):
                             s[i, j] = T.if_then_else(
@@ -171,7 +194,9 @@ def forward(
             T.copy(o_tile, O[seq, row_0 : row_0 + tile_m, head, 0:dim_v])
             for i in T.Parallel(tile_m):
                 if row_0 + i < n_q:
-                    LSE[seq, head, row_0 + i] = T.if_then_else(total[i] > 0, m[i] * exponent + T.log(total[i]), -T.infinity(ACC))
+                    LSE[seq, head, row_0 + i] = T.if_then_else(
+                        total[i] > 0, m[i] * (1.0 if changed else exponent) + T.log(total[i]), -T.infinity(ACC)
+                    )
 
     return dense_forward
 
@@ -223,6 +248,8 @@ def backward(
     reduction: Reduction,
     pipelined: bool,
     strided: bool,
+    score: Data | None = None,
+    mask: Data | None = None,
 ) -> Any:
     """PrimFunc (Q, K, V, dO, LSE2, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
 
@@ -234,10 +261,12 @@ def backward(
         split   stored in fp32, one of each query head, (batch, n_k, heads, dim), for the caller to sum
 
     `pipelined`: products are only waited for where their results are used, so that P is made while dO V^T runs, and dS while
-    P^T dO does; where WGMMA takes them (`by_wgmma`).
+    P^T dO does; where WGMMA takes them (`by_wgmma`), and nothing is built in, which takes both products at once.
     """
     threads = min(threads, 2 * tile_n)
-    pipelined = pipelined and by_wgmma(dtype, threads)
+    trees = printed(score, mask)
+    changed = trees is not None
+    pipelined = pipelined and by_wgmma(dtype, threads) and not changed
     # a tf32 product takes its left operand in another register layout than a product leaves behind: by way of shared memory
     alloc_operand = T.alloc_shared if dtype == "float32" else T.alloc_fragment
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
@@ -295,7 +324,7 @@ def backward(
             head = first_head + (number - first_head * blocks) % together
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
-            scale_log2 = exponent * LOG2_E
+            scale_log2 = (1.0 if changed else exponent) * LOG2_E
             key_0 = block * tile_n
             T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
             T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
@@ -318,7 +347,14 @@ def backward(
                     T.gemm(k_tile, q_tile, p, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     T.gemm(v_tile, do_tile, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                 # only in tiles that the mask's edge crosses
-                if causal:
+                if changed:
+                    for j, i in T.Parallel(tile_n, tile_m):
+                        ds[j, i] = trees.sloped(
+                            ds[j, i] - delta[i], p[j, i] * exponent, (seq, head, row_0 + i, key_0 + j, n_q, n_k)
+                        )
+                    for j, i in T.Parallel(tile_n, tile_m):
+                        p[j, i] = trees.changed(p[j, i] * exponent, (seq, head, row_0 + i, key_0 + j, n_q, n_k))
+                elif causal:
                     if key_0 + tile_n > T.min(n_k, row_0 + offset + 1):
                         for j, i in T.Parallel(tile_n, tile_m):
                             p[j, i] = T.if_then_else(
@@ -337,7 +373,7 @@ def backward(
                 else:
                     T.gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
                 for j, i in T.Parallel(tile_n, tile_m):
-                    ds_half[j, i] = p[j, i] * (ds[j, i] - delta[i])
+                    ds_half[j, i] = p[j, i] * (ds[j, i] if changed else ds[j, i] - delta[i])
                 if pipelined:
                     T.wgmma_gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)
                     T.copy(ds_half, ds_tile)

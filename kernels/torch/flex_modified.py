@@ -120,7 +120,7 @@ KERNEL: Final = FlexModified(
     file=__file__,
     capabilities=replace(
         flex.KERNEL.capabilities, packings=("dense",), softcap=True, window=True, score_mod=True, mask_mod=True,
-        captured_gradients=True,
+        captured=True, captured_gradients=True,
         # Gradients of captured tensors are atomic additions; those of q, k and v are not.
     ),
     step=_Step,

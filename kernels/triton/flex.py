@@ -34,6 +34,7 @@ _CAPABILITIES: Final = Capabilities(
     softcap=True,
     score_mod=True,
     mask_mod=True,
+    captured=True,
     captured_gradients=True,
     zero_q=True,
     zero_k=True,
@@ -88,9 +89,9 @@ class TritonFlex:
         files: tuple[str, ...] | None = None,
     ) -> None:
         here = Path(__file__).parent
-        own = ("flex.py", "flex_built.py", "flex_device.py", "flex_configs.py", "printer.py", "folding.py", "blockmask.py")
+        own = ("flex.py", "flex_built.py", "flex_device.py", "flex_configs.py", "printer.py", "blockmask.py")
         self.name, self.capabilities = name, capabilities
-        self.files = files or tuple(str(here / file) for file in own)
+        self.files = files or (*(str(here / file) for file in own), str(here.parent / "folding.py"))
         self._device_code, self._masks = device_code or _default_device_code, masks or _default_masks
         self._modules: tuple[ModuleType, ModuleType] | None = None
         self._built: dict[tuple[str, Device], BuiltFlex] = {}

@@ -25,7 +25,7 @@ from typing import Any
 from attnfuzz.kernels import cache
 from attnfuzz.kernels.derivative import by_load, by_score
 from attnfuzz.kernels.expressions import Captured, Expression, const, number
-from attnfuzz.kernels.triton.folding import folded
+from attnfuzz.kernels.folding import folded
 
 __all__ = ["load_source", "source", "taking_gradients"]
 
