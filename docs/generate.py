@@ -1,0 +1,121 @@
+"""Write docs/reference/cli.md and docs/reference/api.md from the code: `python docs/generate.py`, `--check` to compare only."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+FOLDER = Path(__file__).parent / "reference"
+MODULES = (
+    "attnfuzz.harness.plugin",
+    "attnfuzz.kernels.adapters",
+    "attnfuzz.kernels.contract",
+    "attnfuzz.kernels.problem",
+    "attnfuzz.kernels.registry",
+    "attnfuzz.kernels.expressions",
+    "attnfuzz.kernels.modifiers",
+    "attnfuzz.kernels.tracing",
+    "attnfuzz.kernels.autograd",
+    "attnfuzz.strategies.case",
+    "attnfuzz.harness.settings",
+    "attnfuzz.harness.campaign",
+    "attnfuzz.harness.events",
+    "attnfuzz.harness.failure",
+    "attnfuzz.harness.verdict",
+    "attnfuzz.harness.corpus",
+    "attnfuzz.harness.reproduce",
+    "attnfuzz.oracles.attention",
+    "attnfuzz.oracles.bounds",
+)
+"""What others may build on, first what most will."""
+NOTE = "<!-- Written by docs/generate.py from the code; a test compares. -->\n"
+
+
+def cli_page() -> str:
+    """Every command with its arguments and options."""
+    from attnfuzz.harness.cli import main
+
+    parts = [f"# Command line\n\n{NOTE}\nExit codes of every command: 0 clean, 1 failures, 2 wrong use or a broken environment, 130 interrupted.\n"]
+    for path, command in commands("attnfuzz", main):
+        context = click.Context(command, info_name=path)
+        usage = " ".join(command.collect_usage_pieces(context))
+        parts.append(f"## `{path}`\n\n```text\n{path} {usage}\n```\n\n{paragraphs(command.help or '')}\n")
+        options = [each.get_help_record(context) for each in command.params]
+        rows = [f"| `{cell(name)}` | {cell(text)} |" for name, text in filter(None, options)]
+        if rows:
+            parts.append("\n".join(["| option | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """The command and those within it, by name; a group that only holds others is left out."""
+    if not isinstance(command, click.Group):
+        yield path, command
+        return
+    for name in sorted(command.commands):
+        yield from commands(f"{path} {name}", command.commands[name])
+
+
+def cell(text: str) -> str:
+    """Text that a table of Markdown may hold."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
+
+
+def paragraphs(text: str) -> str:
+    """Click's help with its line breaks taken out."""
+    return "\n\n".join(re.sub(r"\s+", " ", each).strip() for each in inspect.cleandoc(text).split("\n\n"))
+
+
+def api_page() -> str:
+    """Every public name of the modules that others may build on."""
+    parts = [f"# API\n\n{NOTE}\nWhat `__all__` of these modules names. Modules not listed here may change without notice.\n"]
+    for name in MODULES:
+        module = importlib.import_module(name)
+        parts.append(f"## `{name}`\n\n{inspect.cleandoc(module.__doc__ or '')}\n")
+        parts += [entry(public, getattr(module, public)) for public in module.__all__]
+    return "\n".join(parts)
+
+
+def entry(name: str, value: Any) -> str:
+    """One public name: its signature and its docstring."""
+    own = inspect.isclass(value) or inspect.isfunction(value)
+    title = f"### `{name}{signature(value) if own else ''}`\n"
+    text = inspect.cleandoc(value.__doc__ or "") if own else f"`{type(value).__name__}`"
+    return f"{title}\n```text\n{text}\n```\n" if own and text else f"{title}\n{text}\n"
+
+
+def signature(value: Any) -> str:
+    """Its parameters as written; of a class without one of its own, nothing."""
+    try:
+        text = str(inspect.signature(value))
+    except (TypeError, ValueError):
+        return ""
+    # Addresses and long defaults say nothing.
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
+    return text if len(text) <= 300 else "(...)"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages; with --check, say which are not what the code gives."""
+    pages = {FOLDER / "cli.md": cli_page(), FOLDER / "api.md": api_page()}
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in arguments:
+        for path in stale:
+            print(f"{path.name}: not what the code says; run python docs/generate.py")
+        return 1 if stale else 0
+    FOLDER.mkdir(exist_ok=True)
+    for path in stale:
+        path.write_text(pages[path], encoding="utf-8")
+    print(f"{len(stale)} of {len(pages)} pages written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""The docs tell the truth: the reference is the code's, links lead somewhere, and every command block is run.
+
+A fenced block of `console` is a session: its lines that begin with "$ " are run one after the other, in a folder of the page's own,
+and end with 0, or with what "# exit N" at the line's end says. After the word `console`: `slow` and `gpu` as pytest's marks,
+`elsewhere` where a command needs what no test has (a clone, a network, a hosted runner): there the options are looked at only.
+A block of `python file=NAME`, or of any language, is written into that folder first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from attnfuzz.harness.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+KINDS = {"slow", "gpu", "elsewhere", "next"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, what stands beside it, its text and its line."""
+
+    language: str
+    words: tuple[str, ...]
+    text: str
+    line: int
+
+    @property
+    def file(self) -> str | None:
+        return next((word.removeprefix("file=") for word in self.words if word.startswith("file=")), None)
+
+    @property
+    def commands(self) -> list[tuple[str, int]]:
+        """The commands of a session and the exit code of each."""
+        joined = re.sub(r"\\\n", " ", self.text)
+        found = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+        return [(re.sub(r"\s+# exit \d+$", "", one), int((re.findall(r"# exit (\d+)$", one) or ["0"])[0])) for one in found]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(match[1], tuple(match[2].split()), match[3], text[: match.start()].count("\n") + 1)
+
+
+def sessions(page: Path) -> list[Block]:
+    return [each for each in blocks(page) if each.language == "console"]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def marked() -> Iterator[pytest.ParameterSet]:
+    for page in PAGES:
+        kinds = {kind for each in sessions(page) for kind in each.words if kind in ("slow", "gpu")} or {""}
+        if not any("elsewhere" not in each.words for each in sessions(page)):
+            continue
+        for kind in sorted({""} | kinds):
+            if any(wanted(each, kind) for each in sessions(page)):
+                yield pytest.param(page, kind, id=f"{name_of(page)} {kind}".strip(), marks=[getattr(pytest.mark, kind)] if kind else [])
+
+
+def wanted(block: Block, kind: str) -> bool:
+    """Whether a block is run in the test of `kind`: that kind's own blocks and, before them, the plain ones they build on."""
+    if block.language != "console" or "elsewhere" in block.words:
+        return False
+    own = {"slow", "gpu"} & set(block.words)
+    return own == {kind} if kind else not own
+
+
+@pytest.mark.parametrize(("page", "kind"), marked())
+def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("the pages' kernels need Triton")
+    bin_ = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "COLUMNS": "150"}
+    for each in blocks(page):
+        if each.file is not None:
+            (tmp_path / each.file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / each.file).write_text(each.text, encoding="utf-8")
+        if not (wanted(each, kind) or (kind and wanted(each, ""))):
+            continue
+        for command, code in each.commands:
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
+            )
+            assert done.returncode == code, f"{name_of(page)}:{each.line}: {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_of_a_known_kind(page: Path) -> None:
+    for each in blocks(page):
+        where = f"{name_of(page)}:{each.line}"
+        assert not set(each.words) - KINDS - {f"file={each.file}"}, where
+        if each.language != "console":
+            lines = each.text.splitlines()
+            assert not any(line.startswith(("$ ", "attnfuzz ", "pytest ", "python ")) for line in lines), f"{where}: a session"
+            continue
+        assert each.commands, f"{where}: no command"
+        for command, _ in each.commands:
+            for argv in attnfuzz_calls(command):
+                parse(argv, where)
+
+
+def attnfuzz_calls(command: str) -> list[list[str]]:
+    """The calls of attnfuzz in a shell line, their words after that."""
+    found = []
+    for part in re.split(r"&&|\|\||;|\|", command):
+        words = shlex.split(part, comments=True)
+        words = [*words]
+        while words and re.fullmatch(r"\w+=.*", words[0]):
+            words.pop(0)
+        if words and words[0] == "attnfuzz":
+            found.append([word for word in words[1:] if not re.match(r"\d?>", word)])
+    return found
+
+
+def parse(argv: list[str], where: str) -> None:
+    """Whether the options are the command's."""
+    group: click.Command = main
+    while isinstance(group, click.Group) and argv and not argv[0].startswith("-"):
+        assert argv[0] in group.commands, f"{where}: no command {argv[0]}"
+        group, argv = group.commands[argv[0]], argv[1:]
+    known = {name for each in group.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h", "--version"}
+    for word in argv:
+        if word.startswith("-") and not re.fullmatch(r"-\d.*|-", word):
+            assert word.split("=")[0] in known, f"{where}: {word} is no option of {group.name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
+    for name in re.findall(r"(?<![\w/.])(docs/[\w/-]+\.md)", text):
+        assert (ROOT / name).exists(), f"{name_of(page)}: {name}"
+
+
+def test_the_reference_is_the_codes() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("signatures are those of a machine with Triton")
+    done = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
