@@ -99,10 +99,11 @@ class Bundle:
                 self.add(home, used)
             elif (origin := source.imported.get(used)) is not None:
                 self._import(used, origin)
+        if text in self.texts:  # one statement may define several names, and two modules the same one
+            return
         if (taken := self._names.setdefault(name, (home, name))) != (home, name):
             raise ValueError(f"{name} is defined in {taken[0]} and in {home}")
-        if text not in self.texts:  # one statement may define several names
-            self.texts.append(text)
+        self.texts.append(text)
 
     def use(self, text: str, imported: Mapping[str, Place | str]) -> None:
         """Import lines for what `text`, written elsewhere, uses of `imported`."""

@@ -36,6 +36,7 @@ __all__ = ["Script", "script_of", "unshown"]
 _PARTS = "attnfuzz.harness.script_parts"
 _OWN = ("attnfuzz.harness", "attnfuzz.oracles", "attnfuzz.strategies")
 _MEMORY_KINDS = ("out-of-bounds", "outside-view", "duplicate-store", "race", "uninitialised", "masked-load")
+_IMPORTED = {name: ("attnfuzz.kernels.problem", name) for name in ("Layout", "Needs")}
 _UNCHECKED = ("layout", "storage", "strides")
 """Checks of a tensor's form that are not in a script."""
 
@@ -62,13 +63,14 @@ def script_of(stored: CaseFile, device: Device) -> Script:
     line, value = _kernel_lines(kernel)
     body = reference_of(case, kernel)
     main = _main(case, stored.rate)
-    for text in (body, main):
-        bundle.use(text, module(_PARTS).imported)
+    constants = _constants(case, kernel, device, value, budgets, stored)
+    for text in (body, main, constants):
+        bundle.use(text, _IMPORTED | module(_PARTS).imported)
     imports = dict.fromkeys([*bundle.imports(), "import sys", "import traceback", "import torch", line])
     parts = [
         _head(stored, device, note),
         "\n".join(sorted(imports, key=_import_order)),
-        _constants(case, kernel, device, value, budgets, stored),
+        constants,
         "# --- inputs, made from the seed alone, the same bits everywhere; the comparison; guarded memory",
         *bundle.texts,
         "# --- the float64 reference, gradients by autograd",
@@ -112,15 +114,10 @@ def _bundle(case: Case) -> Bundle:
         {("attnfuzz.strategies.case", "Recipe"): (_PARTS, "Recipe")},
     )
     bundle.add(_PARTS if plain else "attnfuzz.harness.inputs", "materialise")
-    for name in (
-        "unpacked",
-        "checksum",
-        "compared",
-        "heads_first",
-        "broken_form",
-        "called",
-        *(["unequal"] if case.check in CALLS else []),
-    ):
+    names = ["checksum", "called", "judged"]
+    names += ["judged_captured"] if tensors_of(case.problem) else []
+    names += ["kept", "again"] if case.check in CALLS else []
+    for name in names:
         bundle.add(_PARTS, name)
     return bundle
 
