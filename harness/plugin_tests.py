@@ -144,8 +144,8 @@ def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings
             properties += [(f"{name}.judged", each.cases), (f"{name}.worst_error_over_budget", f"{each.worst:.4g}")]
             properties.append((f"{name}.wrong", each.failures))
     properties.append(("failures", len(finished.found)))
-    for each in finished.found:
-        properties += [("failure", str(each.identity)), ("failure.case", each.path or _blob(each))]
+    for found in finished.found:
+        properties += [("failure", str(found.identity)), ("failure.case", found.path or _blob(found))]
     request.node.user_properties.extend((f"attnfuzz.{name}", str(value)) for name, value in properties)
 
 
