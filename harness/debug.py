@@ -139,7 +139,8 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 def enter(found: Recorded, case: Case) -> None:
     """Stop in pdb: where the kernel raised, or in a frame that holds what was compared. Returns when the user leaves it."""
-    debugger = pdb.Pdb()
+    # On a terminal pdb's own input, which has a history; else what is piped in, whoever holds the streams.
+    debugger = pdb.Pdb() if sys.stdin.isatty() else pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout)
     debugger.reset()
     if found.raised is not None:
         debugger.interaction(None, found.raised.__traceback__)

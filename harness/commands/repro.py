@@ -102,13 +102,13 @@ def _way(options: Mapping[str, Any]) -> str | None:
     Raises:
         BadArgument: they ask for two, or for what makes no sense in theirs.
     """
-    asked = [name for name in _WAYS if options[name] not in (None, False)]
+    asked = [name for name in _WAYS if _given(options[name])]
     if len(asked) > 1:
         reason = f"--{asked[0]} and --{asked[1]} are two ways to run a case"
         raise reject(asked[1], options[asked[1]], reason, "give one of them")
     way = asked[0] if asked else None
     for name, reason in _SENSELESS.get(way or "", {}).items():
-        if options[name] not in (None, False):
+        if _given(options[name]):
             shown = _SHOWN.get(name, name.replace("_", "-"))
             raise reject(name, options[name], reason, f"leave --{shown} out")
     if options["budget"] is not None and way != "shrink":
@@ -116,6 +116,11 @@ def _way(options: Mapping[str, Any]) -> str | None:
     if way == "script" and options["script"] == "-" and options["as_json"]:
         raise reject("script", "-", "the script itself would be between the JSON", "give --script a file, or leave --json out")
     return way
+
+
+def _given(value: Any) -> bool:
+    # By identity: 0 equals False, and is no wish to leave it out.
+    return value is not None and value is not False
 
 
 def _again(stored: CaseFile, where: Where, *, as_json: bool) -> int:
