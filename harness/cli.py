@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from attnfuzz.harness.commands.calibrate import calibrate_command
-from attnfuzz.harness.commands.cases import repro_command, show_command
+from attnfuzz.harness.commands.cases import show_command
 from attnfuzz.harness.commands.common import CLEAN, INTERRUPTED, WRONG_USE
 from attnfuzz.harness.commands.kernels import list_command
+from attnfuzz.harness.commands.repro import repro_command
 from attnfuzz.harness.commands.run import demo_command, run_command
 from attnfuzz.harness.commands.selftest import selftest_group
 from attnfuzz.harness.environment import versions

@@ -11,145 +11,44 @@ A kernel team gates its kernel with a test file of five lines:
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
-import subprocess
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
+from attnfuzz.harness.plugin_gpus import pin_worker, pytest_xdist_auto_num_workers
+from attnfuzz.harness.plugin_options import pytest_addoption, pytest_configure, pytest_report_header
+from attnfuzz.harness.plugin_tests import MARK, close_executors, run_given, run_shard
+
 if TYPE_CHECKING:
-    from attnfuzz.harness.executors import Executor
-    from attnfuzz.harness.settings import Settings
     from attnfuzz.kernels.contract import Kernel
 
-__all__ = ["fuzz"]
+__all__ = [
+    "fuzz",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_report_collectionfinish",
+    "pytest_report_header",
+    "pytest_unconfigure",
+    "pytest_xdist_auto_num_workers",
+]
 
 _SHARDS = 2
-_EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
-_PER_GPU = 4
-"""Workers that share a GPU: small cases leave it idle most of the time, and every worker takes about a GiB of it."""
+
+# As soon as pytest imports this: torch is not imported yet.
+pin_worker(os.environ.get("PYTEST_XDIST_WORKER"))
 
 
-def _gpus() -> list[str]:
-    """The GPUs that this process may use, asked of the driver's tool so that torch is not imported before the choice is made."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [each for each in chosen.split(",") if each.strip() not in ("", "-1")]
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(index) for index, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))]
-
-
-def _pin_worker(worker: str | None) -> None:
-    """Give xdist worker "gwN" GPU number N mod the number of GPUs; must run before torch is imported."""
-    if worker is None or not worker.startswith("gw"):
-        return
-    gpus = _gpus()
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[2:]) % len(gpus)]
-
-
-_pin_worker(os.environ.get("PYTEST_XDIST_WORKER"))
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """The CLI's options, as --attnfuzz-..."""
-    group = parser.getgroup("attnfuzz", "fuzz testing of attention kernels")
-    group.addoption("--attnfuzz-kernel", action="append", default=[], metavar="NAME", help="only these kernels (may be repeated)")
-    group.addoption("--attnfuzz-device", default="auto", metavar="auto|cpu|cuda", help="where kernels run")
-    group.addoption("--attnfuzz-profile", default="quick", metavar="quick|gate|nightly", help="how large Cases may be")
-    group.addoption("--attnfuzz-budget", default=None, metavar="60s", help="time for trials of each kernel, over all its shards")
-    group.addoption(
-        "--attnfuzz-max-examples", default=None, type=int, metavar="N", help="Cases of each kernel, over all its shards"
-    )
-    group.addoption("--attnfuzz-case", default=None, metavar="FILE", help="run just this case file, in its kernel's tests")
-    group.addoption("--attnfuzz-seed", default=0, type=int, metavar="N", help="same seed, same Cases")
-    group.addoption(
-        "--attnfuzz-deadline", default=None, metavar="60s", help="time that a stage of a trial may take before it hangs"
-    )
-    group.addoption(
-        "--attnfuzz-in-process", action="store_true", help="no child processes, for a debugger: a crash ends the tests"
-    )
-    group.addoption(
-        "--attnfuzz-no-memory-check", action="store_true", help="do not check every access to memory of interpreted kernels"
-    )
-    group.addoption("--attnfuzz-out", default=".attnfuzz", metavar="DIR", help="folder of case files")
-
-
-@pytest.hookimpl(tryfirst=True, optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """`-n auto` on a GPU node: a few workers per GPU, not one per core. None (xdist's own choice) without a GPU."""
-    if config.getoption("--attnfuzz-device") == "cpu":
-        return None
-    gpus = len(_gpus())
-    return gpus * max(1, min(_PER_GPU, len(os.sched_getaffinity(0)) // gpus)) if gpus else None
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Refuse wrong options before anything runs."""
-    from attnfuzz.kernels.problem import BadArgument
-
-    try:
-        _check_options(config)
-    except BadArgument as error:
-        raise pytest.UsageError(str(error)) from None
-
-
-def _check_options(config: pytest.Config) -> None:
-    from attnfuzz.harness import settings as options
-    from attnfuzz.kernels.problem import reject
-
-    budget, most, device, deadline = (
-        config.getoption(f"--attnfuzz-{name}") for name in ("budget", "max-examples", "device", "deadline")
-    )
-    options.Settings(
-        profile=options.profile(config.getoption("--attnfuzz-profile")).name,
-        budget=None if budget is None else options.duration(budget),
-        max_examples=most,
-        seed=config.getoption("--attnfuzz-seed"),
-        deadline=None if deadline is None else options.duration(deadline, "deadline"),
-    )
-    if device not in ("auto", "cpu", "cuda"):
-        raise reject("device", device, "no such device", "use auto, cpu or cuda")
-    if device == "cuda":
-        from attnfuzz.harness.environment import resolve_device
-
-        resolve_device(device)
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """The options that differ from their defaults."""
-    defaults: dict[str, Any] = {
-        "kernel": [],
-        "device": "auto",
-        "profile": "quick",
-        "budget": None,
-        "max-examples": None,
-        "seed": 0,
-        "out": ".attnfuzz",
-        "deadline": None,
-        "in-process": False,
-        "no-memory-check": False,
-    }
-    values = {name: config.getoption(f"--attnfuzz-{name}") for name in defaults}
-    changed = " ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
-    return f"attnfuzz: {changed}" if changed else None
-
-
-def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS) -> Callable[..., None]:
+def fuzz(
+    kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS, cases: Sequence[str] = ()
+) -> Callable[..., None]:
     """A test function that fuzzes `kernel` (an object, or the name of an installed one).
 
     Args:
         kernel: anything that fulfils `attnfuzz.kernels.contract.Kernel`.
         max_examples: distinct Cases over all shards, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
         shards: how many tests it becomes, so that xdist's workers share the work.
+        cases: found earlier, as blobs (AF1-...) or paths of case files: each is a test of its own, run every time.
 
     Returns:
         A function to assign to a name that starts with `test_`.
@@ -158,125 +57,38 @@ def fuzz(kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS)
     for name, value in (("max_examples", max_examples), ("shards", shards)):
         if value < 1:
             raise ValueError(f"{name}={value!r}: nothing would be tried; give 1 or more")
+    if isinstance(cases, str):
+        raise ValueError(f"cases={cases!r}: one case; give a list of cases")  # noqa: TRY004 - of the same kind as the others
 
     if not isinstance(kernel, str):
         from attnfuzz.kernels import registry
 
         registry.register(kernel)
+    given = [pytest.param(each, id=f"case{number}") for number, each in enumerate(cases)]
 
-    @pytest.mark.parametrize("shard", range(shards))
-    def test(shard: int, request: pytest.FixtureRequest) -> None:
-        _run_shard(kernel, shard, shards, max_examples, request)
+    @pytest.mark.parametrize("shard", [*range(shards), *given])
+    def test(shard: int | str, request: pytest.FixtureRequest) -> None:
+        if isinstance(shard, str):
+            run_given(kernel, shard, request)
+        else:
+            run_shard(kernel, shard, shards, max_examples, request)
 
+    setattr(test, MARK, kernel if isinstance(kernel, str) else kernel.name)
     return test
 
 
-def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
-    from attnfuzz.harness.campaign import campaign
-    from attnfuzz.kernels import registry
-    from attnfuzz.kernels.problem import BadArgument
-
-    config = request.config
-    subject = registry.get(kernel) if isinstance(kernel, str) else kernel
-    only = config.getoption("--attnfuzz-kernel")
-    for name in only:
-        registry.get(name)
-    if only and subject.name not in only:
-        pytest.skip(f"--attnfuzz-kernel names {', '.join(only)}")
-    settings = _settings(config, shard, shards, most)
-    if settings.device not in subject.capabilities.devices:
-        pytest.skip(f"{subject.name} declares no {settings.device}")
-    if reason := subject.unavailable(settings.device):
-        pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
-    if case := config.getoption("--attnfuzz-case"):
-        _run_case(subject, case, shard, settings)
-        return
-    try:
-        finished = campaign([subject], settings, lambda _: None, _executor(config, subject, settings))
-    except BadArgument as error:
-        pytest.fail(str(error), pytrace=False)
-    if finished.interrupted:
-        raise KeyboardInterrupt
-    if finished.found or finished.lost:
-        again = (
-            f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
-            if registry.is_local(subject.name)
-            else None
-        )
-        pytest.fail(_message(finished, again), pytrace=False)
-
-
-def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
-    """One for all tests of this process that run on the same device: children are not started anew for each."""
-    from attnfuzz.harness.campaign import executor_for
-
-    known = config.stash.setdefault(_EXECUTORS, {})
-    if settings.device not in known:
-        known[settings.device] = executor_for([kernel], settings)
-    return known[settings.device]
+def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> str | None:
+    """What will be fuzzed and how, where anything is."""
+    names = [getattr(getattr(item, "function", None), MARK, None) for item in items]
+    kernels = list(dict.fromkeys(name for name in names if name))
+    if not kernels:
+        return None
+    of = {name: config.getoption(f"--attnfuzz-{name}") for name in ("device", "profile", "budget", "max-examples", "seed")}
+    budget = of["budget"] or (f"{of['max-examples']} cases a kernel" if of["max-examples"] else "as the tests say")
+    settings = f"device={of['device']} profile={of['profile']} seed={of['seed']} budget={budget}"
+    return f"attnfuzz: {', '.join(kernels)} in {sum(map(bool, names))} tests; {settings}"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the child processes."""
-    for executor in config.stash.get(_EXECUTORS, {}).values():
-        executor.close()
-
-
-def _run_case(kernel: Kernel, path: str, shard: int, settings: Settings) -> None:
-    """One case file again, in the first shard of its kernel's test."""
-    from attnfuzz.harness.corpus import read_case
-    from attnfuzz.harness.report.describe import describe_case, describe_verdict
-    from attnfuzz.harness.reproduce import reproduce
-
-    stored = read_case(path)
-    case = stored.case
-    if case.kernel != kernel.name or shard:
-        pytest.skip(f"--attnfuzz-case is one of {case.kernel}, run in its first shard")
-    done = reproduce(
-        case,
-        settings.device,
-        rate=stored.rate,
-        in_process=settings.in_process,
-        deadline=settings.deadline,
-        memory_check=settings.memory_check,
-    )
-    if done.verdict.failures:
-        told = [f"   {name:<20} {value}" for name, value in describe_case(case)]
-        pytest.fail("\n".join([f"FAILED {path}", *told, *describe_verdict(done.verdict)]), pytrace=False)
-
-
-def _settings(config: pytest.Config, shard: int, shards: int, most: int) -> Settings:
-    from attnfuzz.harness import settings as options
-    from attnfuzz.harness.environment import resolve_device
-
-    budget, asked = config.getoption("--attnfuzz-budget"), config.getoption("--attnfuzz-max-examples")
-    deadline = config.getoption("--attnfuzz-deadline")
-    most = -(-(most if asked is None else asked) // shards)
-    return options.Settings(
-        device=resolve_device(config.getoption("--attnfuzz-device")),
-        profile=options.profile(config.getoption("--attnfuzz-profile")).name,
-        budget=None if budget is None else options.duration(budget),
-        max_examples=None if budget is not None and asked is None else most,
-        seed=config.getoption("--attnfuzz-seed"),
-        shard=shard,
-        shards=shards,
-        out=config.getoption("--attnfuzz-out"),
-        in_process=config.getoption("--attnfuzz-in-process"),
-        memory_check=not config.getoption("--attnfuzz-no-memory-check"),
-        deadline=None if deadline is None else options.duration(deadline, "deadline"),
-    )
-
-
-def _message(finished: Any, again: str | None) -> str:
-    """Each failure: identity, minimal Case, what was seen, and the line that runs it again."""
-    from io import StringIO
-
-    from rich.console import Console
-
-    from attnfuzz.harness.report.terminal import show_found
-
-    text = StringIO()
-    console = Console(file=text, width=160)
-    for number, found in enumerate(finished.found, 1):
-        show_found(console, number, found, again)
-    return text.getvalue().strip() or str(finished.lost)
+    close_executors(config)

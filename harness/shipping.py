@@ -18,7 +18,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["shipped", "unpacked"]
+__all__ = ["global_of", "shipped", "unpacked"]
 
 _packed: dict[bytes, dict[str, Any]] = {}
 _unpacked: dict[str, Kernel] = {}
@@ -36,7 +36,7 @@ def shipped(name: str) -> dict[str, Any]:
     try:
         content = pickle.dumps(kernel)
     except Exception as error:  # pickle raises whatever the object's own methods raise
-        if (place := _global(kernel)) is None:
+        if (place := global_of(kernel)) is None:
             raise BadArgument(
                 f"kernel={name!r}: a child process cannot be given it ({type(error).__name__}: {error}); make it a global of "
                 "a module, or its class one and without lambdas in it, or run it in this process "
@@ -67,7 +67,7 @@ def unpacked(parcel: dict[str, Any]) -> Kernel:
     return registry.register(_unpacked[key])
 
 
-def _global(kernel: Kernel) -> tuple[str, str] | None:
+def global_of(kernel: Kernel) -> tuple[str, str] | None:
     """(module, name) of a global that is the kernel."""
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):

@@ -52,11 +52,16 @@ def check_runnable(case: Case, device: Device) -> Kernel:
     return kernel
 
 
-def run_trial(case: Case, device: Device, enter: Callable[[str], None] = lambda _: None) -> Verdict:
+def run_trial(
+    case: Case,
+    device: Device,
+    enter: Callable[[str], None] = lambda _: None,
+    bench: Callable[[Case, Kernel, Device, Clock], Bench] = Bench,
+) -> Verdict:
     """Do what the Case's check asks: make inputs, run the kernel forward and backward, run the oracle, judge.
 
     Whatever the kernel raises is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
-    `enter` is told each stage as it begins: compile, inputs, kernel, oracle, judge.
+    `enter` is told each stage as it begins: compile, inputs, kernel, oracle, judge. `bench` makes what the check works with.
 
     Raises:
         BadArgument: the Case cannot run here.
@@ -65,7 +70,7 @@ def run_trial(case: Case, device: Device, enter: Callable[[str], None] = lambda 
     environment.prepare(device)
     kernel, clock = check_runnable(case, device), Clock(enter)
     try:
-        verdict = _CHECKS[case.check](Bench(case, kernel, device, clock))
+        verdict = _CHECKS[case.check](bench(case, kernel, device, clock))
     except WentWrong as error:
         verdict = Verdict(status="fail", failures=(error.failure,))
     return replace(verdict, seconds=clock.seconds, device=environment.device_name(device), versions=environment.versions())

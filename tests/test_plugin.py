@@ -7,14 +7,16 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from attnfuzz.harness import campaign, plugin
+from attnfuzz.harness import campaign, plugin, plugin_gpus, plugin_options
 from attnfuzz.kernels import registry
 
 # pytester forgets modules that are first imported inside: what must be imported once only is imported here.
 assert campaign
+assert plugin
 
 KERNEL_FILE = """
 import torch
@@ -84,6 +86,11 @@ def pytest_here(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return folder.runpytest_inprocess("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", *arguments)
 
 
+def pytest_alone(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    """As `pytest_here`, without child processes: faster still, for what is no matter of them."""
+    return pytest_here(folder, "--attnfuzz-in-process", *arguments)
+
+
 def pytest_of(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     """The tests of `folder` in a process of their own, where the plugin is found as users have it: by its entry point."""
     return folder.runpytest_subprocess("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", *arguments)
@@ -93,7 +100,8 @@ def test_five_lines_gate_a_correct_kernel(acme: pytest.Pytester) -> None:
     acme.makepyfile(test_acme=PASSING)
     result = pytest_of(acme, "-v", "--attnfuzz-seed", "3")
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["attnfuzz: device=cpu seed=3", "*::test_kernel?0? PASSED*", "*::test_kernel?1? PASSED*"])
+    told = "attnfuzz: acme.flash in 2 tests; device=cpu profile=quick seed=3 budget=as the tests say"
+    result.stdout.fnmatch_lines(["attnfuzz: device=cpu seed=3", told, "*::test_kernel?0? PASSED*", "*::test_kernel?1? PASSED*"])
     assert not (acme.path / ".attnfuzz").exists()
 
 
@@ -108,6 +116,8 @@ def test_a_faulty_kernel_fails_with_its_minimal_case_and_how_to_run_it_again(acm
             "   heads                1 query, 1 key/value (groups of 1)",
             "   exception: forward raised ValueError: more than 5 keys",
             "   run it again: *pytest test_acme.py::test_kernel --attnfuzz-case found/cases/acme.faulty-forward-exception-*.json",
+            "   without that file:   pytest test_acme.py::test_kernel --attnfuzz-case AF1-*",
+            '   to keep it:          fuzz(..., cases=?"AF1-*"?)',
         ]
     )
     result.stdout.no_fnmatch_line("*Traceback*")
@@ -169,6 +179,13 @@ def test_a_kernel_that_cannot_run_here_is_skipped_with_the_reason(acme: pytest.P
         (["--attnfuzz-budget", "0s"], "*budget='0s': nothing can be tried in no time; give a positive duration, such as 60s"),
         (["--attnfuzz-device", "tpu"], "*device='tpu': no such device; use auto, cpu or cuda"),
         (["--attnfuzz-max-examples", "few"], "*argument --attnfuzz-max-examples: invalid int value: 'few'"),
+        (["--attnfuzz-max-failures", "0"], "*max_failures=0: nothing would be tried; give 1 or more"),
+        (["--attnfuzz-max-examples", "0"], "*max_examples=0: nothing would be tried; give 1 or more"),
+        (["--attnfuzz-jobs", "0"], "*jobs=0: nothing would be compiled; give 1 or more"),
+        (["--attnfuzz-memory", "0.1"], "*memory=0.1: a child needs 1 GiB or more; give GiB, such as 8"),
+        (["--attnfuzz-memory", "nan"], "*memory=nan: a child needs 1 GiB or more; give GiB, such as 8"),
+        (["--attnfuzz-out", ""], "*out='': failing Cases would be kept nowhere; give a folder"),
+        (["--attnfuzz-deadline", "x"], "*deadline='x': it is no duration; give a number and a unit, such as 60s, 5m or 1h"),
         (["--attnfuzz-sead", "1"], "*unrecognized arguments: --attnfuzz-sead*"),
     ],
 )
@@ -183,8 +200,16 @@ def test_a_wrong_option_is_a_usage_error_before_anything_runs(
 
 def test_the_options_are_shown_in_help(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--help")
-    for name in ("kernel", "device", "profile", "budget", "max-examples", "seed", "out"):
+    for name in [each for each in plugin_options._DEFAULTS if each not in ("in-process", "no-memory-check")]:
         result.stdout.fnmatch_lines([f"*--attnfuzz-{name}=*"])
+
+
+def test_the_options_are_those_of_the_command_line() -> None:
+    """Every option of `attnfuzz run` but --json, which is JUnit here."""
+    from attnfuzz.harness.commands.run import run_command
+
+    named = {option.removeprefix("--") for each in run_command.params for option in each.opts if option.startswith("--")}
+    assert named - {"json"} <= set(plugin_options._DEFAULTS)
 
 
 def test_other_peoples_sessions_are_left_alone(pytester: pytest.Pytester) -> None:
@@ -198,9 +223,7 @@ def test_other_peoples_sessions_are_left_alone(pytester: pytest.Pytester) -> Non
 
 
 def config(device: str = "auto", **changed: Any) -> Any:
-    values = {"--attnfuzz-device": device, "--attnfuzz-budget": None, "--attnfuzz-max-examples": None}
-    values |= {"--attnfuzz-profile": "quick", "--attnfuzz-seed": 0, "--attnfuzz-out": ".attnfuzz"}
-    values |= {"--attnfuzz-deadline": None, "--attnfuzz-in-process": False, "--attnfuzz-no-memory-check": False}
+    values = {f"--attnfuzz-{name}": value for name, value in plugin_options._DEFAULTS.items()} | {"--attnfuzz-device": device}
     values |= {f"--attnfuzz-{name.replace('_', '-')}": value for name, value in changed.items()}
     return SimpleNamespace(getoption=values.__getitem__)
 
@@ -224,16 +247,16 @@ def test_worker_n_gets_gpu_n_mod_gpus(
     monkeypatch: pytest.MonkeyPatch, worker: str | None, gpus: list[str], expected: str | None
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as before")
-    monkeypatch.setattr(plugin, "_gpus", lambda: gpus)
-    plugin._pin_worker(worker)
+    monkeypatch.setattr(plugin_gpus, "gpus", lambda: gpus)
+    plugin_gpus.pin_worker(worker)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == (expected or "as before")
 
 
 def test_pinning_again_in_a_child_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    plugin._pin_worker("gw1")
+    plugin_gpus.pin_worker("gw1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
-    plugin._pin_worker("gw1")
+    plugin_gpus.pin_worker("gw1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
 
 
@@ -243,7 +266,7 @@ def test_pinning_again_in_a_child_process_changes_nothing(monkeypatch: pytest.Mo
 )
 def test_the_gpus_are_those_that_the_user_chose(monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert plugin._gpus() == expected
+    assert plugin_gpus.gpus() == expected
 
 
 @pytest.fixture
@@ -261,12 +284,12 @@ def write_tool(path: Path, text: str) -> None:
 
 def test_the_gpus_are_those_that_the_driver_lists(tool: Path) -> None:
     write_tool(tool, 'echo "GPU 0: NVIDIA X (UUID: GPU-1)"\necho "  MIG 1g.10gb Device 0: (UUID: MIG-1)"\necho "GPU 1: NVIDIA X"')
-    assert plugin._gpus() == ["0", "1"]
+    assert plugin_gpus.gpus() == ["0", "1"]
 
 
 def test_a_driver_that_fails_has_no_gpus(tool: Path) -> None:
     write_tool(tool, 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"\nexit 9')
-    assert plugin._gpus() == []
+    assert plugin_gpus.gpus() == []
 
 
 def test_a_driver_that_hangs_has_no_gpus(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,14 +297,14 @@ def test_a_driver_that_hangs_has_no_gpus(tool: Path, monkeypatch: pytest.MonkeyP
         raise subprocess.TimeoutExpired(command, timeout)
 
     write_tool(tool, "true")
-    monkeypatch.setattr(plugin.subprocess, "run", hang)
-    assert plugin._gpus() == []
+    monkeypatch.setattr(plugin_gpus.subprocess, "run", hang)
+    assert plugin_gpus.gpus() == []
 
 
 def test_a_machine_without_the_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(plugin.shutil, "which", lambda name: None)
-    assert plugin._gpus() == []
+    monkeypatch.setattr(plugin_gpus.shutil, "which", lambda name: None)
+    assert plugin_gpus.gpus() == []
 
 
 @pytest.mark.parametrize(
@@ -299,9 +322,9 @@ def test_a_machine_without_the_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatc
 def test_automatic_workers_follow_the_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, device: str, expected: int | None
 ) -> None:
-    monkeypatch.setattr(plugin, "_gpus", lambda: [str(index) for index in range(gpus)])
+    monkeypatch.setattr(plugin_gpus, "gpus", lambda: [str(index) for index in range(gpus)])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert plugin.pytest_xdist_auto_num_workers(config(device)) == expected
+    assert plugin_gpus.pytest_xdist_auto_num_workers(config(device)) == expected
 
 
 # --- settings of a shard
@@ -321,17 +344,18 @@ def test_automatic_workers_follow_the_gpus(
 def test_shards_share_budget_and_examples(
     changed: dict[str, Any], most: int, shards: int, expected: tuple[float | None, int | None]
 ) -> None:
-    settings = plugin._settings(config("cpu", **changed), 1, shards, most)
+    settings = plugin_options.settings_of(config("cpu", **changed), shard=1, shards=shards, most=most)
     assert (settings.seconds, settings.max_examples) == expected
     assert (settings.shard, settings.shards, settings.device) == (1, shards, "cpu")
 
 
 def test_the_header_shows_what_differs() -> None:
     values = {"kernel": ["a"], "device": "cpu", "profile": "gate", "budget": "5s", "max_examples": 3, "seed": 2, "out": "x"}
-    assert plugin.pytest_report_header(config(**values)) == (
-        "attnfuzz: kernel=['a'] device=cpu profile=gate budget=5s max-examples=3 seed=2 out=x"
+    values |= {"max_failures": 4, "jobs": 1, "memory": 2.0}
+    assert plugin_options.pytest_report_header(config(**values)) == (
+        "attnfuzz: kernel=['a'] device=cpu profile=gate budget=5s max-examples=3 max-failures=4 seed=2 out=x jobs=1 memory=2.0"
     )
-    assert plugin.pytest_report_header(config(kernel=[])) is None
+    assert plugin_options.pytest_report_header(config(kernel=[])) is None
 
 
 def test_a_case_file_is_run_again_by_the_line_that_was_printed(acme: pytest.Pytester) -> None:
@@ -346,3 +370,89 @@ def test_a_case_file_is_run_again_by_the_line_that_was_printed(acme: pytest.Pyte
     acme.makepyfile(test_acme=PASSING)
     missing = pytest_here(acme, "--attnfuzz-case", "nowhere.json")
     missing.stdout.fnmatch_lines(["*case='nowhere.json': it cannot be read*"])
+
+
+# --- cases by blob
+
+
+def blob_in(result: pytest.RunResult) -> str:
+    """The blob of the line that a failing test printed."""
+    [line] = [each for each in result.outlines if each.strip().startswith("without that file:")]
+    return line.split()[-1]
+
+
+def test_a_blob_runs_a_case_again_without_its_file_and_keeps_it(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING)
+    blob = blob_in(pytest_alone(acme, "--attnfuzz-out", "found", "-k", "0"))
+    again = pytest_alone(acme, "test_acme.py::test_kernel", "--attnfuzz-case", blob)
+    again.assert_outcomes(failed=1, skipped=1)
+    again.stdout.fnmatch_lines([f"FAILED {blob}", "   seqlen_q x seqlen_k  *6 (ragged)"])
+
+    kept = f'test_kernel = fuzz(Faulty(), max_examples=1, cases=["{blob}"])'
+    acme.makepyfile(test_acme=FAILING.splitlines()[0] + "\nfrom acme import Faulty\n\n" + kept)
+    result = pytest_alone(acme, "-k", "case0")
+    result.assert_outcomes(failed=1, deselected=2)
+    result.stdout.fnmatch_lines([f"FAILED {blob}", "exception: forward raised ValueError: more than 5 keys"])
+    acme.makepyfile(acme=KERNEL_FILE.replace('"acme.faulty", 5', '"acme.faulty", 999'))
+    pytest_alone(acme, "-k", "case0").assert_outcomes(passed=1, deselected=2)
+
+
+def test_a_broken_or_a_foreign_case_fails_with_a_clear_message(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING)
+    blob = blob_in(pytest_alone(acme, "--attnfuzz-out", "found", "-k", "0"))
+    acme.makepyfile(
+        test_acme=PASSING.replace("max_examples=12", f'max_examples=1, cases=["AF1-abc", "AF7-abc", "none.json", "{blob}"]')
+    )
+    result = pytest_alone(acme, "-k", "case")
+    result.assert_outcomes(failed=4, deselected=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*case='AF1-abc': the blob was cut or changed on its way; paste all of it, without blanks",
+            "*case='AF7-abc': a blob of version 7, and this attnfuzz reads version 1; use the attnfuzz that printed it, *",
+            "*case='none.json': it cannot be read (No such file or directory); give the path of a case file",
+            "*it is one of acme.faulty, not of acme.flash",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+    with pytest.raises(ValueError, match="one case; give a list of cases"):
+        plugin.fuzz("acme.flash", cases="AF1-abc")
+
+
+# --- with pytest's own options
+
+
+def test_a_failure_under_xdist_is_short_and_in_junit_with_its_figures(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING, test_good=PASSING)
+    result = pytest_of(acme, "-n", "2", "--junitxml", "junit.xml", "--attnfuzz-out", "found", "--attnfuzz-max-failures", "1")
+    outcomes = result.parseoutcomes()
+    assert (outcomes["passed"] >= 2, outcomes["failed"] >= 1) == (True, True), outcomes
+    result.stdout.no_fnmatch_line("*Traceback*")
+    suite = ElementTree.parse(acme.path / "junit.xml").getroot()
+    found: dict[str, list[dict[str, str]]] = {"acme.flash": [], "acme.faulty": []}
+    for case in suite.iter("testcase"):
+        properties = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        found[properties["attnfuzz.kernel"]].append({**properties, "failure text": case.findtext("failure") or ""})
+    assert [len(each) for each in found.values()] == [2, 2]
+    for properties in found["acme.flash"]:
+        assert int(properties["attnfuzz.cases"]) >= 1
+        assert 0 <= float(properties["attnfuzz.o.worst_error_over_budget"]) <= 1
+        assert (properties["attnfuzz.failures"], properties["failure text"]) == ("0", "")
+    failed = [each for each in found["acme.faulty"] if each["attnfuzz.failures"] != "0"]
+    for properties in failed:
+        assert properties["attnfuzz.failure"].startswith("acme.faulty: exception in forward")
+        assert Path(acme.path / properties["attnfuzz.failure.case"]).is_file()
+        assert "run it again:" in properties["failure text"]
+        assert "more than 5 keys" in properties["failure text"]
+        assert len(properties["failure text"].splitlines()) < 20
+    assert len(failed) == outcomes["failed"]
+
+
+def test_stop_at_first_and_last_failed(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_a=FAILING.replace("max_examples=40", "max_examples=40, shards=1"), test_b=PASSING)
+    options = ("--attnfuzz-device", "cpu", "--attnfuzz-in-process", "--attnfuzz-out", "found")
+    first = acme.runpytest_inprocess("-x", *options)
+    first.assert_outcomes(failed=1)
+    first.stdout.fnmatch_lines(["*stopping after 1 failures*"])
+    again = acme.runpytest_inprocess("--lf", *options)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*run-last-failure: rerun previous 1 failure*", "*found after 1 cases*"])

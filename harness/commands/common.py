@@ -59,14 +59,14 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def writable(path: str) -> Path:
-    """Known before the run, which takes long, that its result can be kept."""
+def writable(path: str, name: str = "write") -> Path:
+    """Known before the run, which takes long, that its result can be kept; `name` is the option's."""
     file = Path(path)
     if file.is_dir():
-        raise reject("write", path, "it is a folder", "give a file")
+        raise reject(name, path, "it is a folder", "give a file")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8"):
             return file
     except OSError as error:
-        raise reject("write", path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
+        raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
