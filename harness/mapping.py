@@ -134,6 +134,8 @@ def _mapped(case: Case, device: Device, enter: Callable[[str], None]) -> ErrorMa
 def _levels(found: Measured, true: Truth) -> torch.Tensor:
     """The level of each element: uint8 `(heads, tokens, columns)`, on the CPU."""
     ratio = found.ratio.double()
+    if not ratio.numel():
+        return torch.zeros(ratio.shape if ratio.dim() == 3 else (*ratio.shape, 1), dtype=torch.uint8)
     steps = (ratio.clamp(min=1e-30).log10() / DECADES * STEPS).ceil()
     inside = (steps + STEPS).clamp(1, STEPS) + EXACT
     beyond = steps.clamp(1, STEPS) + EXACT + STEPS

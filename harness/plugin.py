@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import pytest
 
 if TYPE_CHECKING:
     from attnfuzz.harness.executors import Executor
+    from attnfuzz.harness.record import Recorder
     from attnfuzz.harness.settings import Settings
     from attnfuzz.kernels.contract import Kernel
 
@@ -191,19 +193,29 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request
     if case := config.getoption("--attnfuzz-case"):
         _run_case(subject, case, shard, settings)
         return
+    again = (
+        f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case" if registry.is_local(subject.name) else None
+    )
     try:
-        finished = campaign([subject], settings, lambda _: None, _executor(config, subject, settings))
+        with _recorder(settings, again) as recorder:
+            finished = campaign([subject], settings, recorder, _executor(config, subject, settings))
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if finished.interrupted:
         raise KeyboardInterrupt
     if finished.found or finished.lost:
-        again = (
-            f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
-            if registry.is_local(subject.name)
-            else None
-        )
         pytest.fail(_message(finished, again), pytrace=False)
+
+
+def _recorder(settings: Settings, again: str | None) -> Recorder:
+    """Keeps what `attnfuzz report` shows; `again` and a path run a case file, or `attnfuzz repro` does."""
+    from attnfuzz.harness.corpus import repro_line
+    from attnfuzz.harness.record import Recorder
+
+    def line(path: str) -> str:
+        return f"{again} {shlex.quote(path)}" if again else repro_line(path)
+
+    return Recorder(settings.out or ".attnfuzz", lambda text: warnings.warn(pytest.PytestWarning(text), stacklevel=2), line)
 
 
 def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
