@@ -194,7 +194,9 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request
         _run_case(subject, case, shard, settings)
         return
     again = (
-        f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case" if registry.is_local(subject.name) else None
+        f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
+        if registry.is_local(subject.name)
+        else None
     )
     try:
         with _recorder(settings, again) as recorder:

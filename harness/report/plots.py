@@ -37,8 +37,8 @@ _WITHIN: Final = ("#fbfdff", "#f1f6fb", "#dde9f4", "#c3d7ea", "#a3c0dc")
 _BEYOND: Final = ("#fdae4b", "#f0701a", "#cb2f0d", "#8c0d10", "#4d0013")
 _COLOURS: Final = {NOT_JUDGED: "#d9d9d9", ENDLESS: "#4d0013", BROKEN: "#000000", UNWRITTEN: "#00c2a0"}
 _MASK: Final = ("#ffffff", "#a8a8a8", "#4a4a4a", "#efe9dc")
-_BLANK: Final = 255
-"""No element: what no level is."""
+_BANDS: Final = 12
+"""Colours on each side of the budget: enough to tell factors of two apart, few enough for small files."""
 _QUERY_ROWS: Final = ("o", "lse", "dq")
 _MOST_LINES: Final = 40
 _MOST_LABELS: Final = 12
@@ -95,7 +95,9 @@ def drawn(maps: ErrorMaps, title: str, subtitle: str = "", form: str = "png", dp
     _legend(figure, maps, height)
     content = BytesIO()
     # Without a date, equal maps are equal files.
-    figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else {"CreationDate": None} if form == "pdf" else None)
+    figure.savefig(
+        content, format=form, metadata={"Date": None} if form == "svg" else {"CreationDate": None} if form == "pdf" else None
+    )
     return content.getvalue()
 
 
@@ -253,7 +255,9 @@ def _legend(figure: Any, maps: ErrorMaps, height: float) -> None:
     axes.imshow(bar, aspect="auto", extent=(-DECADES, DECADES, 0, 1))
     axes.axvline(0, color="black", linewidth=1.4)
     axes.set_yticks([])
-    axes.set_xticks(np.arange(-DECADES, DECADES + 1), ["≤ 0.001", "0.01", "0.1", "1 = budget", "10", "100", "≥ 1000"], fontsize=7.5)
+    axes.set_xticks(
+        np.arange(-DECADES, DECADES + 1), ["≤ 0.001", "0.01", "0.1", "1 = budget", "10", "100", "≥ 1000"], fontsize=7.5
+    )
     axes.tick_params(axis="x", length=2, pad=1)
     axes.set_title("|error| / budget", fontsize=8, loc="left", pad=2)
     found = {level for each in maps.outputs for level in set(unpacked(each.grid))}
@@ -267,7 +271,9 @@ def _legend(figure: Any, maps: ErrorMaps, height: float) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    entries: list[Any] = [Patch(facecolor=colour, edgecolor="#666666", linewidth=0.5, label=label) for colour, label, shown in named if shown]
+    entries: list[Any] = [
+        Patch(facecolor=colour, edgecolor="#666666", linewidth=0.5, label=label) for colour, label, shown in named if shown
+    ]
     if any(maps.tiles):
         entries.append(Line2D([], [], color="black", linewidth=0.9, linestyle=(0, (4, 3)), label=_tile_words(maps.tiles)))
     step = max((max(each.grid.rows.step, each.grid.columns.step) for each in maps.outputs), default=1)
@@ -292,7 +298,9 @@ def _lookup() -> Any:
         stops = np.linspace(0, 1, len(colours))
         for channel in range(3):
             table[begin : begin + STEPS, channel] = np.interp(
-                np.linspace(0, 1, STEPS), stops, [_rgb(each)[channel] for each in colours]
+                np.floor(np.linspace(0, 1, STEPS, endpoint=False) * _BANDS) / (_BANDS - 1),
+                stops,
+                [_rgb(each)[channel] for each in colours],
             )
     for level, colour in _COLOURS.items():
         table[level] = _rgb(colour)
