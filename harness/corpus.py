@@ -142,6 +142,11 @@ def _slug(text: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a crash leaves the old one or the new one, never half.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:

@@ -26,7 +26,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import aggregate
 from attnfuzz.oracles.formats import Format
 
-__all__ = ["HeadTruths", "Truth", "Truths", "compared", "judge", "of_head", "place_of", "truth"]
+__all__ = ["HeadTruths", "Truth", "Truths", "compared", "judge", "outputs_of_head", "place_of", "truth"]
 
 _NO_CONFIG = Config()
 
@@ -88,7 +88,7 @@ def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadT
     figures: dict[OutputName, Figures] = {}
     worst: dict[OutputName, tuple[Figures, Failure]] = {}
     for head, part, truths in expected.parts():
-        verdict = judge(kernel, part, of_head(problem, outputs, head), truths, config)
+        verdict = judge(kernel, part, outputs_of_head(problem, outputs, head), truths, config)
         for name, each in verdict.figures.items():
             figures[name] = _added(figures[name], each) if name in figures else each
         for failure in verdict.failures:
@@ -118,7 +118,7 @@ def _added(one: Figures, other: Figures) -> Figures:
     )
 
 
-def of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
+def outputs_of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
     """What a kernel returned of one key/value head."""
     rows, keys = slice(head * problem.groups, (head + 1) * problem.groups), slice(head, head + 1)
 

@@ -5,7 +5,6 @@ Runs where Trials run, in a child process: tensors stay there, what goes up is a
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from msgspec.structs import replace
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.bench import Bench, Clock, WentWrong
@@ -35,7 +33,7 @@ from attnfuzz.harness.errormap import (
     packed,
 )
 from attnfuzz.harness.form import BY_QUERY, broken_contract, heads_first
-from attnfuzz.harness.judge import HeadTruths, Truth, compared, of_head
+from attnfuzz.harness.judge import HeadTruths, Truth, compared, outputs_of_head
 from attnfuzz.harness.measure import Measured
 from attnfuzz.harness.tasks import kernel_of
 from attnfuzz.harness.trial import CHECKS, check_runnable
@@ -80,7 +78,7 @@ class _Watched(Bench):
             self.seen.clear()
             if isinstance(expected, HeadTruths):
                 for head, part, truths in expected.parts():
-                    self._add(part, of_head(inputs.problem, outputs, head), truths)
+                    self._add(part, outputs_of_head(inputs.problem, outputs, head), truths)
             else:
                 self._add(inputs, outputs, expected)
         return Verdict(status="pass")

@@ -1,4 +1,4 @@
-"""The file that a run leaves for reports, `DIR/runs/STAMP.json`: its header, figures, coverage and failures, as far as it has come."""
+"""The file that a run leaves for reports, `DIR/runs/STAMP.json`: header, figures, coverage, failures, as far as it has come."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
         raise _nothing(folder, broken)
     told = merged(runs, broken)
     target = writable(output or str(Path(folder) / "report.html"))
-    with click.progressbar(length=len(told.failures), label="drawing", file=click.get_text_stream("stderr")) as bar:
+    error = click.get_text_stream("stderr")
+    with click.progressbar(length=len(told.failures), label="drawing", file=error, hidden=not error.isatty()) as bar:
         made = page(told, Path(folder), pictures=pictures, step=lambda: bar.update(1))
     _write(target, made.text)
     for each in broken:

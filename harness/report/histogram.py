@@ -54,7 +54,7 @@ def histogram(output: OutputRecord) -> Histogram | None:
         told = f"{_range(index)}: {count} Case{'' if count == 1 else 's'}"
         bars.append(Bar(x, HEIGHT - height, _PITCH - 1.5, height, index >= within, told))
     over = sum(counts[within:])
-    told = f"{cases} Cases, {over} beyond the budget; worst {output.worst if isinstance(output.worst, str) else f'{output.worst:.3g}'}"
+    told = f"{cases} Cases, {over} beyond the budget; worst {float(output.worst):.3g}"
     return Histogram(tuple(bars), within * (_PITCH - 0.5) + _GAP / 2 - 0.75, told, cases, over)
 
 

@@ -166,7 +166,8 @@ def _cell(kernel: KernelRecord, name: str, failures: list[FailureRecord]) -> _Ce
         unjudged = f", {output.unjudged} not judged" if output else ""
         return _Cell("–", -1.0, "none" if not wrong else "wrong", f"{title} of {kernel.kernel}: no Case judged{unjudged}")
     worst = value(output.worst)
-    told = f"{title} of {kernel.kernel}: worst error {_ratio(worst)} x its budget, wrong in {output.failures} of {output.cases} Cases"
+    told = f"{title} of {kernel.kernel}: worst error {_ratio(worst)} x its budget"
+    told += f", wrong in {output.failures} of {output.cases} Cases"
     if output.failures or wrong:
         return _Cell(f"✗ {_ratio(worst)}", worst, "wrong", told)
     return _Cell(_ratio(worst), worst, "close" if worst > 0.9 else "right", told)

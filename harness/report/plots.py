@@ -280,8 +280,8 @@ def _legend(figure: Any, maps: ErrorMaps, height: float) -> None:
     if step > 1:
         entries.append(Line2D([], [], linestyle="", label="a cell shows the worst of its elements"))
     if entries:
-        figure.legend(handles=entries, loc="lower right", bbox_to_anchor=(0.988, 0.05 / height), ncols=4, fontsize=8, frameon=False,
-                      handlelength=1.6, columnspacing=1.4)  # fmt: skip
+        place = {"loc": "lower right", "bbox_to_anchor": (0.988, 0.05 / height)}
+        figure.legend(handles=entries, ncols=4, fontsize=8, frameon=False, handlelength=1.6, columnspacing=1.4, **place)
 
 
 def _tile_words(tiles: tuple[int, int]) -> str:
