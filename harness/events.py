@@ -134,6 +134,8 @@ class FailureMapped:
     identity: Identity
     path: str | None
     reason: str = ""
+    first: str | None = None
+    """Those of the Case as it was found, where that is another: a larger one shows where errors lie."""
 
 
 @dataclass(frozen=True, slots=True)

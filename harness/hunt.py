@@ -183,7 +183,7 @@ class Hunt:
         self._sight(identity, case, verdict)
         self._shrink(identity)
         name = self._settle()[identity]
-        self._map(self.found[name])
+        self._map(self.found[name], case)
         return name
 
     def _round(self, number: int, variants: Sequence[Variant]) -> None:
@@ -238,7 +238,7 @@ class Hunt:
         while (identity := self._new(verdict)) is not None and not self._enough_failures():
             self._sight(identity, case, verdict)
             self._shrink(identity)
-            self._map(self.found[self._settle()[identity]])
+            self._map(self.found[self._settle()[identity]], case)
 
     def _told_plainly(self, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
         """The same Case against the oracle, if that fails as well: a bug that one call shows is told by that call, once."""
@@ -282,19 +282,15 @@ class Hunt:
         finally:
             self._shrink_total += time.monotonic() - start
 
-    def _map(self, found: Found) -> None:
-        """Keep maps of a finding's errors. Takes no time from the hunt, and is a launch like any other: on disk before it."""
+    def _map(self, found: Found, first: Case) -> None:
+        """Keep maps of a finding's errors. Takes no time from the hunt; what is launched is on disk before, as ever."""
         if self.gallery is None:
             return
         start = time.monotonic()
-        if self.journal:
-            self.journal.launch(found.case)
         try:
-            self.listener(self.gallery.keep(found))
+            self.listener(self.gallery.keep(found, first, self.journal))
         finally:
             self._shrink_total += time.monotonic() - start
-        if self.journal:
-            self.journal.landed()
 
     def _attempt(self, case: Case, patient: bool) -> Verdict:
         self._launch(case, patient=patient)

@@ -146,7 +146,7 @@ class Recorder:
 
     def _on_FailureMapped(self, event: events.FailureMapped) -> None:  # noqa: N802
         if (record := self._failures.get(event.identity)) is not None:
-            record.maps, record.no_maps = event.path, event.reason[:_MOST_TEXT]
+            record.maps, record.no_maps, record.first_maps = event.path, event.reason[:_MOST_TEXT], event.first
 
     def _on_KernelBroke(self, event: events.KernelBroke) -> None:  # noqa: N802
         self._run.broken.append(Refused(what=event.kernel, reason=event.error[:_MOST_TEXT]))

@@ -103,6 +103,8 @@ class FailureRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     repro: str | None = None
     maps: str | None = None
     """Relative to DIR."""
+    first_maps: str | None = None
+    """Those of the Case as it was found, which is larger and shows more of where the errors lie."""
     no_maps: str = ""
     """Why there are none."""
     shrunk: bool = False

@@ -14,6 +14,7 @@ from attnfuzz.harness.commands.common import (
     json_option,
     no_memory_check_option,
 )
+from attnfuzz.harness.commands.picture import Picture
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -47,6 +48,7 @@ def show_command(case: str, as_json: bool) -> None:
     metavar="memcheck|racecheck|initcheck",
     help="Run it under NVIDIA's compute-sanitizer: exit 0 clean, 1 if that reports anything [deadline: 10m for all of it].",
 )
+@click.option("--plot", metavar="FILE.png", help="Draw error over budget of each output (.png, .svg, .pdf, or into a folder).")
 @json_option
 def repro_command(
     case: str,
@@ -55,6 +57,7 @@ def repro_command(
     in_process: bool,
     no_memory_check: bool,
     sanitize: str | None,
+    plot: str | None,
     as_json: bool,
 ) -> None:
     """Run a case file again: FIXED (exit 0), FAILED (1) or ERROR (2)."""
@@ -64,6 +67,7 @@ def repro_command(
     from attnfuzz.harness.settings import duration
 
     stored = read_case(case)
+    picture = None if plot is None else Picture(plot, stored)
     seconds = None if deadline is None else duration(deadline, "deadline")
     if sanitize is not None:
         click.get_current_context().exit(_sanitized(case, sanitize, device, seconds, in_process=in_process, as_json=as_json))
@@ -85,9 +89,19 @@ def repro_command(
             "verdict": machine.verdict_object(done.verdict),
             "runs": done.runs,
         }
-        click.echo(dumps({**found, "case": stored.case.to_object()}))
+        click.echo(
+            dumps(
+                {
+                    **found,
+                    "case": stored.case.to_object(),
+                    **(picture.drawn(done, deadline=seconds, in_process=in_process) if picture else {}),
+                }
+            )
+        )
     else:
         show_reproduction(console(), stored, done)
+        if picture:
+            picture.show(console(), done, deadline=seconds, in_process=in_process)
     click.get_current_context().exit(CLEAN if done.outcome == "FIXED" else FAILURES)
 
 

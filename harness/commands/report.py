@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
         raise _nothing(folder, broken)
     told = merged(runs, broken)
     target = writable(output or str(Path(folder) / "report.html"))
-    error = click.get_text_stream("stderr")
-    with click.progressbar(length=len(told.failures), label="drawing", file=error, hidden=not error.isatty()) as bar:
+    with click.progressbar(length=len(told.failures), label="drawing", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
         made = page(told, Path(folder), pictures=pictures, step=lambda: bar.update(1))
     _write(target, made.text)
     for each in broken:
@@ -83,7 +83,10 @@ def _nothing(folder: str, broken: list[Broken]) -> BadArgument:
 def _write(target: Path, text: str) -> None:
     from attnfuzz.harness.corpus import write_whole
 
+    # As any file of this user, and not as the temporary one, which is for nobody else.
+    mode = target.stat().st_mode & 0o777
     try:
         write_whole(target, text)
+        target.chmod(mode)
     except OSError as error:
         raise reject("output", str(target), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None

@@ -57,6 +57,8 @@ class _Shown:
     repro: str
     case: str
     picture: str = ""
+    first: str = ""
+    """The picture of the Case as it was found."""
     no_picture: str = ""
 
 
@@ -112,11 +114,17 @@ def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) ->
         here = folder / "cases" / Path(record.path).name
         if here.exists() and not Path(record.path).exists():
             repro = repro_line(str(here))
-    picture, reason = "", record.no_maps or ("it was not made" if record.shrunk else "the run ended before it was shrunk")
+    picture, first, reason = (
+        "",
+        "",
+        record.no_maps or ("it was not made" if record.shrunk else "the run ended before it was shrunk"),
+    )
     if record.maps is not None and not draw:
         reason = f"left out: draw it by {repro} --plot FILE.png" if repro else "left out"
     elif record.maps is not None:
-        picture, reason = _picture(record, folder)
+        picture, reason = _picture(record.maps, record.title, folder)
+        if record.first_maps is not None:
+            first, _ = _picture(record.first_maps, f"{record.title}, as found", folder)
     return _Shown(
         record=record,
         number=number,
@@ -124,16 +132,17 @@ def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) ->
         repro=repro,
         case=dumps(record.case) if record.case else "",
         picture=picture,
+        first=first,
         no_picture=reason,
     )
 
 
-def _picture(record: FailureRecord, folder: Path) -> tuple[str, str]:
+def _picture(name: str, title: str, folder: Path) -> tuple[str, str]:
     """The error maps as a data URI; or why there is no picture."""
-    path = folder / "maps" / Path(record.maps or "").name
+    path = folder / "maps" / Path(name).name
     try:
         maps = read_maps(path)
-        content = plots.drawn(maps, record.title, "; ".join(f"{name} {told}" for name, told in record.told[1:]))
+        content = plots.drawn(maps, title, plots.subtitle(maps))
     except BadArgument as error:
         return "", str(error)
     return f"data:image/png;base64,{base64.b64encode(content).decode()}", ""

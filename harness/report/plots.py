@@ -28,9 +28,11 @@ from attnfuzz.harness.errormap import (
     unpacked,
 )
 from attnfuzz.harness.failure import OUTPUT_TITLES
+from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.strategies.case import case_from_object
 
-__all__ = ["SUFFIXES", "drawn", "needs_matplotlib", "save"]
+__all__ = ["SUFFIXES", "drawn", "needs_matplotlib", "save", "subtitle"]
 
 SUFFIXES: Final = (".png", ".svg", ".pdf")
 _WITHIN: Final = ("#fbfdff", "#f1f6fb", "#dde9f4", "#c3d7ea", "#a3c0dc")
@@ -58,6 +60,15 @@ def needs_matplotlib() -> None:
         name = error.name or "matplotlib"
         raise BadArgument(f"{name}: it is not installed, and draws the maps; pip install 'attnfuzz[report]'") from None
     del matplotlib, numpy
+
+
+def subtitle(maps: ErrorMaps) -> str:
+    """The Case of `maps` in one line."""
+    try:
+        told = describe_case(case_from_object(maps.case))
+    except BadArgument:
+        return f"case {maps.id}"
+    return "; ".join(f"{name} {value}" for name, value in told[1:])
 
 
 def save(maps: ErrorMaps, path: Path, title: str, subtitle: str = "") -> None:

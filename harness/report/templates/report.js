@@ -42,6 +42,6 @@
     if (target) target.open = true;
   };
   addEventListener("hashchange", unfold);
-  addEventListener("beforeprint", () => { for (const each of document.querySelectorAll("details.failure")) each.open = true; });
+  addEventListener("beforeprint", () => { for (const each of document.querySelectorAll("details.failure, details.failure details:has(img)")) each.open = true; });
   unfold();
 })();
