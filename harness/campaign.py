@@ -21,6 +21,7 @@ from attnfuzz.harness.events import (
 )
 from attnfuzz.harness.executors import Compiled, Executor, InProcess
 from attnfuzz.harness.failure import Failure
+from attnfuzz.harness.gallery import Gallery
 from attnfuzz.harness.hunt import Hunt
 from attnfuzz.harness.isolated import ExecutionError, Isolated
 from attnfuzz.harness.journal import Journal, LeftBehind, left_behind
@@ -84,7 +85,8 @@ def campaign(
         for each in skipped:
             listener(each)
         journal = Journal(settings.out) if settings.out else None
-        shared = _Shared(settings, listener, used, corpus, journal, len(able))
+        gallery = Gallery(settings.out, used) if settings.out and settings.maps else None
+        shared = _Shared(settings, listener, used, corpus, journal, gallery, len(able))
         turns = [
             _Turn(kernel, shared, stored[kernel.name], [each for each in left if each.case.kernel == kernel.name])
             for kernel in able
@@ -163,6 +165,7 @@ class _Shared:
     executor: Executor
     corpus: Corpus | None
     journal: Journal | None
+    gallery: Gallery | None
     shares: int
 
 
@@ -188,6 +191,7 @@ class _Turn:
             corpus=shared.corpus,
             stored=stored,
             journal=shared.journal,
+            gallery=shared.gallery,
             left_behind=left,
             seed=settings.seed * 1000003 + settings.shard,
             seconds=None if settings.seconds is None else settings.seconds / shared.shares,

@@ -15,6 +15,7 @@ from attnfuzz.harness.commands.calibrate import calibrate_command
 from attnfuzz.harness.commands.cases import show_command
 from attnfuzz.harness.commands.common import CLEAN, INTERRUPTED, WRONG_USE
 from attnfuzz.harness.commands.kernels import list_command
+from attnfuzz.harness.commands.report import report_command
 from attnfuzz.harness.commands.repro import repro_command
 from attnfuzz.harness.commands.run import demo_command, run_command
 from attnfuzz.harness.commands.selftest import selftest_group
@@ -85,7 +86,16 @@ def main() -> None:
     """Differential correctness and fuzz testing of attention kernels against float64 oracles."""
 
 
-for _command in (list_command, run_command, show_command, repro_command, calibrate_command, selftest_group, demo_command):
+for _command in (
+    list_command,
+    run_command,
+    show_command,
+    repro_command,
+    calibrate_command,
+    selftest_group,
+    demo_command,
+    report_command,
+):
     main.add_command(_command)
 
 if __name__ == "__main__":

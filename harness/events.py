@@ -19,6 +19,7 @@ __all__ = [
     "CompileFinished",
     "Event",
     "FailureFound",
+    "FailureMapped",
     "Found",
     "KernelBroke",
     "KernelFinished",
@@ -29,6 +30,7 @@ __all__ = [
     "Shrunk",
     "TrialFinished",
     "Worst",
+    "to_all",
 ]
 
 Phase = Literal["replay", "generate", "shrink"]
@@ -119,6 +121,21 @@ class Shrunk:
     partly: bool
     trials: int
     path: str | None
+    rate: tuple[int, int] | None = None
+    """It showed in so many of so many runs; None: every time."""
+    sighted: Identity | None = None
+    """What it was called when it was found, where that was another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureMapped:
+    """Error maps of a minimal Case are kept at `path`, relative to the run's folder; or why there are none."""
+
+    identity: Identity
+    path: str | None
+    reason: str = ""
+    first: str | None = None
+    """Those of the Case as it was found, where that is another: a larger one shows where errors lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +239,19 @@ Event = (
     | TrialFinished
     | FailureFound
     | Shrunk
+    | FailureMapped
     | KernelBroke
     | KernelFinished
     | CampaignFinished
 )
 Listener = Callable[[Event], None]
+
+
+def to_all(*listeners: Listener) -> Listener:
+    """One listener that tells each of `listeners`, in their order."""
+
+    def tell(event: Event) -> None:
+        for each in listeners:
+            each(event)
+
+    return tell

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from attnfuzz.harness import environment
+from attnfuzz.harness.errormap import ErrorMaps
 from attnfuzz.harness.failure import Failure, printable
 from attnfuzz.harness.supervisor import Statistics
 from attnfuzz.harness.verdict import Verdict
@@ -38,6 +39,9 @@ class Executor(Protocol):
 
     def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
         """Compile the kernel of each Case, `jobs` at once (default: the cores). `starting` hears of each before it begins."""
+
+    def mapped(self, case: Case) -> ErrorMaps | str:
+        """Run `case` once more for maps of its errors; or why there are none. Never while a Trial is begun."""
 
     def fresh(self) -> None:
         """The next Trial shall not meet what earlier ones left behind in the process."""
@@ -92,6 +96,12 @@ class InProcess:
             starting(case)
             seconds, error = compile_here(registry.get(case.kernel), case.problem, case.config, self.device)
             yield Compiled(case, seconds, compile_error(case, error))
+
+    def mapped(self, case: Case) -> ErrorMaps | str:
+        """Run it here."""
+        from attnfuzz.harness.mapping import error_maps
+
+        return error_maps(case, self.device)
 
     def fresh(self) -> None:
         """There is but one process."""

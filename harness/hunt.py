@@ -18,6 +18,7 @@ from attnfuzz.harness.corpus import CaseFile, Corpus
 from attnfuzz.harness.events import FailureFound, Found, KernelSummary, Listener, Shrunk, TrialFinished
 from attnfuzz.harness.executors import Executor
 from attnfuzz.harness.failure import OUTPUT_TITLES, Failure, Identity
+from attnfuzz.harness.gallery import Gallery
 from attnfuzz.harness.journal import Journal, LeftBehind
 from attnfuzz.harness.lost import DeviceLost
 from attnfuzz.harness.runnable import why_not_case
@@ -60,6 +61,7 @@ class Hunt:
         corpus: Corpus | None,
         stored: Sequence[CaseFile] = (),
         journal: Journal | None = None,
+        gallery: Gallery | None = None,
         left_behind: Sequence[LeftBehind] = (),
         seed: int,
         seconds: float | None,
@@ -70,6 +72,7 @@ class Hunt:
     ) -> None:
         self.kernel, self.device, self.limits = kernel, device, limits
         self.executor, self.listener, self.corpus, self.seed = executor, listener, corpus, seed
+        self.gallery = gallery
         self.stored, self.journal, self.left_behind, self.most_failures = stored, journal, left_behind, most_failures
         self.seconds, self.most, self.shrink_seconds = seconds, most, shrink_seconds
         self._strategy = cases if plain else trial_cases
@@ -179,7 +182,9 @@ class Hunt:
             return None
         self._sight(identity, case, verdict)
         self._shrink(identity)
-        return self._settle()[identity]
+        name = self._settle()[identity]
+        self._map(self.found[name], case)
+        return name
 
     def _round(self, number: int, variants: Sequence[Variant]) -> None:
         """Draw the next Case while the one before runs."""
@@ -233,7 +238,7 @@ class Hunt:
         while (identity := self._new(verdict)) is not None and not self._enough_failures():
             self._sight(identity, case, verdict)
             self._shrink(identity)
-            self._settle()
+            self._map(self.found[self._settle()[identity]], case)
 
     def _told_plainly(self, case: Case, verdict: Verdict) -> tuple[Case, Verdict]:
         """The same Case against the oracle, if that fails as well: a bug that one call shows is told by that call, once."""
@@ -274,6 +279,16 @@ class Hunt:
         shrinker = Shrinker(self._attempt, self._supported, self.executor.fresh, self._memo, self._variants)
         try:
             shrinker.shrink(self._sighted[identity], identity, self.shrink_seconds)
+        finally:
+            self._shrink_total += time.monotonic() - start
+
+    def _map(self, found: Found, first: Case) -> None:
+        """Keep maps of a finding's errors. Takes no time from the hunt; what is launched is on disk before, as ever."""
+        if self.gallery is None:
+            return
+        start = time.monotonic()
+        try:
+            self.listener(self.gallery.keep(found, first, self.journal))
         finally:
             self._shrink_total += time.monotonic() - start
 
@@ -319,7 +334,7 @@ class Hunt:
             )
             # What the minimal Case shows besides is the same bug, told with it.
             self._known |= {identity, sighted, *(each.identity for each in seen.verdict.failures)}
-            self.listener(Shrunk(identity, seen.case, verdict, seen.partly, seen.trials, path))
+            self.listener(Shrunk(identity, seen.case, verdict, seen.partly, seen.trials, path, seen.rate, sighted))
         self._sighted.clear()
         return names
 

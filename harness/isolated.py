@@ -11,6 +11,7 @@ import msgspec
 
 from attnfuzz.harness.children import ChildError
 from attnfuzz.harness.deaths import THE_KERNELS_OWN, death_failure
+from attnfuzz.harness.errormap import ErrorMaps
 from attnfuzz.harness.executors import Compiled, compile_error
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.nursery import Nursery
@@ -132,6 +133,21 @@ class Isolated:
         """Begin and finish, patiently."""
         self.begin(case, patient=True)
         return self.finish()
+
+    def mapped(self, case: Case) -> ErrorMaps | str:
+        """Run `case` once more, in a child, for maps of its errors; or why there are none.
+
+        Raises:
+            BadArgument: a child cannot find the kernel.
+        """
+        task = Task("attnfuzz.harness.mapping:map_case", self._task(case, {}).payload, self._full)
+        outcome = self._supervisor.run(task)
+        if isinstance(outcome, Death):
+            return death_failure(case.kernel, outcome).message
+        if isinstance(outcome, Error):
+            return f"{outcome.type}: {outcome.message}"
+        found = outcome.result
+        return str(found["reason"]) if "reason" in found else msgspec.convert(found["maps"], ErrorMaps)
 
     def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
         """Compile in several children at once.

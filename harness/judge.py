@@ -26,7 +26,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles import aggregate
 from attnfuzz.oracles.formats import Format
 
-__all__ = ["HeadTruths", "Truth", "Truths", "judge", "place_of", "truth"]
+__all__ = ["HeadTruths", "Truth", "Truths", "compared", "judge", "outputs_of_head", "place_of", "truth"]
 
 _NO_CONFIG = Config()
 
@@ -44,7 +44,10 @@ def judge(
         return _judged(kernel, inputs, outputs, expected, config)
 
 
-def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config) -> Verdict:
+def compared(
+    kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]
+) -> tuple[dict[OutputName, torch.Tensor], dict[OutputName, Measured], list[Failure]]:
+    """Outputs in float64, heads first, and every element of them against its budget; what is no such output is a Failure."""
     problem = inputs.problem
     failures: list[Failure] = []
     got: dict[OutputName, torch.Tensor] = {}
@@ -60,6 +63,12 @@ def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[Output
     if isinstance(expected, Truths) and not expected.ties and any(each.over for each in found.values()):
         expected.count_ties()
         found = measured(problem, got, expected)
+    return got, found, failures
+
+
+def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config) -> Verdict:
+    problem = inputs.problem
+    got, found, failures = compared(kernel, inputs, outputs, expected)
     figures = {name: each.figures for name, each in found.items()}
     wrong = [name for name, each in found.items() if each.over]
     failures += [_wrong(kernel, problem, name, got[name], expected, found[name], config) for name in wrong]
@@ -79,7 +88,7 @@ def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadT
     figures: dict[OutputName, Figures] = {}
     worst: dict[OutputName, tuple[Figures, Failure]] = {}
     for head, part, truths in expected.parts():
-        verdict = judge(kernel, part, _of_head(problem, outputs, head), truths, config)
+        verdict = judge(kernel, part, outputs_of_head(problem, outputs, head), truths, config)
         for name, each in verdict.figures.items():
             figures[name] = _added(figures[name], each) if name in figures else each
         for failure in verdict.failures:
@@ -109,7 +118,7 @@ def _added(one: Figures, other: Figures) -> Figures:
     )
 
 
-def _of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
+def outputs_of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
     """What a kernel returned of one key/value head."""
     rows, keys = slice(head * problem.groups, (head + 1) * problem.groups), slice(head, head + 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.corpus import CaseFile
     from attnfuzz.harness.events import CampaignFinished, Found
     from attnfuzz.harness.executors import Executor
+    from attnfuzz.harness.record import Recorder
     from attnfuzz.harness.settings import Settings
     from attnfuzz.kernels.contract import Kernel
 
@@ -34,7 +36,8 @@ def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request:
         _run_asked(subject, given, shard, settings, request)
         return
     try:
-        finished = campaign([subject], settings, lambda _: None, _executor(request.config, subject, settings))
+        with _recorder(settings, _again(subject, request)) as recorder:
+            finished = campaign([subject], settings, recorder, _executor(request.config, subject, settings))
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if finished.interrupted:
@@ -79,6 +82,25 @@ def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: in
     if reason := subject.unavailable(settings.device):
         pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
     return subject, settings
+
+
+def _again(kernel: Kernel, request: pytest.FixtureRequest) -> str | None:
+    """The command that takes a Case of a kernel that only its test file knows; None: `attnfuzz repro` does."""
+    from attnfuzz.kernels import registry
+
+    line = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
+    return line if registry.is_local(kernel.name) else None
+
+
+def _recorder(settings: Settings, again: str | None) -> Recorder:
+    """Keeps what `attnfuzz report` shows; `again` and a path run a case file, or `attnfuzz repro` does."""
+    from attnfuzz.harness.corpus import repro_line
+    from attnfuzz.harness.record import Recorder
+
+    def line(path: str) -> str:
+        return f"{again} {shlex.quote(path)}" if again else repro_line(path)
+
+    return Recorder(settings.out or ".attnfuzz", lambda text: warnings.warn(pytest.PytestWarning(text), stacklevel=2), line)
 
 
 def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnfuzz.harness import environment
+from attnfuzz.harness.children import ChildError
+from attnfuzz.harness.errormap import ErrorMaps
 from attnfuzz.harness.executors import Executor, InProcess
 from attnfuzz.harness.failure import Failure, Identity
-from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.isolated import ExecutionError, Isolated
 from attnfuzz.harness.shrink import Rate, tries
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
@@ -19,7 +21,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Repetition", "Reproduction", "Seen", "Where", "interval", "repeat", "reproduce"]
+__all__ = ["Repetition", "Reproduction", "Seen", "Where", "interval", "mapped", "repeat", "reproduce"]
 
 _Z = 1.959963984540054
 """Of a normal distribution 95 % lie within so many deviations."""
@@ -177,3 +179,29 @@ def repeat(case: Case, count: int, where: Where, each: Callable[[int, Verdict], 
         except KeyboardInterrupt:
             interrupted = True
     return Repetition(device, count, runs, failed, tuple(seen.values()), interrupted)
+
+
+def mapped(
+    case: Case, device: Device, *, rate: Rate | None = None, deadline: float | None = None, in_process: bool = False
+) -> ErrorMaps | str:
+    """Run `case` once more on `device` and map its errors; or why there is nothing to map.
+
+    Args:
+        case: what to run; its kernel can run there.
+        device: where.
+        rate: how often it fails, where that is not every time: it is run until errors show, or as often as that demands.
+        deadline: seconds that a stage may take; None: 60.
+        in_process: in this process; else in a child, which may die of it.
+    """
+    backends = [registry.get(case.kernel).backend]
+    executor: Executor = InProcess(device) if in_process else Isolated(device, backends=backends, deadline=deadline)
+    try:
+        for _ in range(tries(rate)):
+            maps = executor.mapped(case)
+            if isinstance(maps, str) or maps.over:
+                break
+    except (BadArgument, ChildError, ExecutionError) as error:
+        return str(error)
+    finally:
+        executor.close()
+    return maps

@@ -135,7 +135,9 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
             for group, most, most_failures in ((_but_four(chosen) + good, _CASES, 1), (_four(chosen), _FOUR_BUGS_CASES, None)):
                 if not group:
                     continue
-                settings = Settings(device=device, max_examples=most, max_failures=most_failures, out=folder, plain=True)
+                settings = Settings(
+                    device=device, max_examples=most, max_failures=most_failures, out=folder, plain=True, maps=False
+                )
                 kernels = [registry.get(name) for name in group]
                 finished = campaign(kernels, settings, listener, executor)
                 if finished.interrupted:

@@ -94,7 +94,7 @@ def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASE
 
             def run(names: Sequence[str], most: int, *, faulty: bool) -> tuple[KernelSummary, ...]:
                 failures = 1 if faulty else None
-                settings = Settings(max_examples=most, max_failures=failures, out=folder, seed=seed, plain=faulty)
+                settings = Settings(max_examples=most, max_failures=failures, out=folder, seed=seed, plain=faulty, maps=False)
                 finished = campaign([registry.get(name) for name in names], settings, listener, executor)
                 if finished.interrupted:
                     raise KeyboardInterrupt

@@ -97,6 +97,8 @@ class Settings:
     """Only one call against the oracle: no sequences of calls, no relations."""
     memory_check: bool = True
     """Check every access to memory of interpreted kernels (docs/memory.md)."""
+    maps: bool = True
+    """Keep maps of the errors of each minimal Case, for reports; where there is an `out`."""
     memory: int | None = None
     """Bytes that a child process may hold; by default half of the machine's memory, shared by xdist's workers."""
 

@@ -23,7 +23,7 @@ from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
 from attnfuzz.kernels.problem import BadArgument, Problem, reject
 from attnfuzz.strategies.case import Case, Check, Recipe
 
-__all__ = ["check_runnable", "is_out_of_memory", "rehearse", "run_trial"]
+__all__ = ["CHECKS", "check_runnable", "is_out_of_memory", "rehearse", "run_trial"]
 
 
 def against_oracle(bench: Bench) -> Verdict:
@@ -33,7 +33,8 @@ def against_oracle(bench: Bench) -> Verdict:
     return told_apart(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
 
 
-_CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
+CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
+"""What each check does on a Bench."""
 
 
 def check_runnable(case: Case, device: Device) -> Kernel:
@@ -70,7 +71,7 @@ def run_trial(
     environment.prepare(device)
     kernel, clock = check_runnable(case, device), Clock(enter)
     try:
-        verdict = _CHECKS[case.check](bench(case, kernel, device, clock))
+        verdict = CHECKS[case.check](bench(case, kernel, device, clock))
     except WentWrong as error:
         verdict = Verdict(status="fail", failures=(error.failure,))
     return replace(verdict, seconds=clock.seconds, device=environment.device_name(device), versions=environment.versions())

@@ -62,6 +62,7 @@ class Plan:
             jobs=max(1, cores // self.jobs),
             replay=False,
             plain=True,
+            maps=False,
             memory=max(_LEAST_MEMORY, total // 2 // self.jobs) if self.jobs > 1 else None,
         )
 

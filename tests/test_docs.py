@@ -1,7 +1,7 @@
 """The docs tell the truth: the reference is the code's, links lead somewhere, and every command block is run.
 
-A fenced block of `console` is a session: its lines that begin with "$ " are run one after the other, in a folder of the page's own,
-and end with 0, or with what "# exit N" at the line's end says. After the word `console`: `slow` and `gpu` as pytest's marks,
+A fenced block of `console` is a session: its lines that begin with "$ " are run one after the other, in a folder of the page's
+own, and end with 0, or with what "# exit N" at the line's end says. After the word `console`: `slow` and `gpu` as pytest's marks,
 `elsewhere` where a command needs what no test has (a clone, a network, a hosted runner): there the options are looked at only.
 A block of `python file=NAME`, or of any language, is written into that folder first.
 """
@@ -71,7 +71,9 @@ def marked() -> Iterator[pytest.ParameterSet]:
             continue
         for kind in sorted({""} | kinds):
             if any(wanted(each, kind) for each in sessions(page)):
-                yield pytest.param(page, kind, id=f"{name_of(page)} {kind}".strip(), marks=[getattr(pytest.mark, kind)] if kind else [])
+                yield pytest.param(
+                    page, kind, id=f"{name_of(page)} {kind}".strip(), marks=[getattr(pytest.mark, kind)] if kind else []
+                )
 
 
 def wanted(block: Block, kind: str) -> bool:
@@ -98,7 +100,9 @@ def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path:
             done = subprocess.run(
                 ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
             )
-            assert done.returncode == code, f"{name_of(page)}:{each.line}: {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            assert done.returncode == code, (
+                f"{name_of(page)}:{each.line}: {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -208,7 +208,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(monkeyp
 
 
 def test_pdb_has_the_tensors_of_a_wrong_value_in_reach() -> None:
-    commands = 'p sorted(error)\np round(float(error["dv"].max()), 2), inputs.q.shape, outputs.dv.shape\np verdict.failures[0].kind\nq\n'
+    commands = (
+        'p sorted(error)\np round(float(error["dv"].max()), 2), inputs.q.shape, outputs.dv.shape\np verdict.failures[0].kind\nq\n'
+    )
     result = repro(stored("acme.element"), "--pdb", stdin=commands)
     assert result.exit_code == 1, result.output
     assert result.stdout.startswith("FAILED case.json on cpu\n")

@@ -20,6 +20,7 @@ from attnfuzz.harness.commands.common import (
     no_memory_check_option,
     writable,
 )
+from attnfuzz.harness.commands.picture import Picture
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -60,6 +61,7 @@ _SHOWN = {"as_json": "json"}
 @click.option("--repeat", type=int, metavar="N", help="Run it N times: how often it fails, and what was seen.")
 @click.option("--shrink", is_flag=True, help="Go on shrinking; a smaller case file is written beside this one.")
 @click.option("--budget", metavar="60s", help="Time for --shrink [default: 60s].")
+@click.option("--plot", metavar="FILE.png", help="Draw error over budget of each output (.png, .svg, .pdf, or into a folder).")
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
 @json_option
 def repro_command(case: str, as_json: bool, **options: Any) -> None:
@@ -90,7 +92,7 @@ def repro_command(case: str, as_json: bool, **options: Any) -> None:
             case "pdb":
                 code = _debugged(stored, where)
             case _:
-                code = _again(stored, where, as_json=as_json)
+                code = _again(stored, where, options["plot"], as_json=as_json)
     except BadArgument as error:
         raise BadArgument(f"ERROR {case}: {error}") from None
     click.get_current_context().exit(code)
@@ -107,6 +109,8 @@ def _way(options: Mapping[str, Any]) -> str | None:
         reason = f"--{asked[0]} and --{asked[1]} are two ways to run a case"
         raise reject(asked[1], options[asked[1]], reason, "give one of them")
     way = asked[0] if asked else None
+    if way and options["plot"] is not None:
+        raise reject("plot", options["plot"], f"--{way} draws nothing", f"leave --{way} out")
     for name, reason in _SENSELESS.get(way or "", {}).items():
         if _given(options[name]):
             shown = _SHOWN.get(name, name.replace("_", "-"))
@@ -123,10 +127,11 @@ def _given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _again(stored: CaseFile, where: Where, *, as_json: bool) -> int:
+def _again(stored: CaseFile, where: Where, plot: str | None, *, as_json: bool) -> int:
     from attnfuzz.harness.report.terminal import show_reproduction
     from attnfuzz.harness.reproduce import reproduce
 
+    picture = None if plot is None else Picture(plot, stored)
     done = reproduce(
         stored.case,
         where.asked,
@@ -142,9 +147,12 @@ def _again(stored: CaseFile, where: Where, *, as_json: bool) -> int:
             "verdict": machine.verdict_object(done.verdict),
             "runs": done.runs,
         }
-        click.echo(dumps({**found, "case": stored.case.to_object()}))
+        drawn = picture.drawn(done, deadline=where.deadline, in_process=where.in_process) if picture else {}
+        click.echo(dumps({**found, "case": stored.case.to_object(), **drawn}))
     else:
         show_reproduction(console(), stored, done)
+        if picture:
+            picture.show(console(), done, deadline=where.deadline, in_process=where.in_process)
     return CLEAN if done.outcome == "FIXED" else FAILURES
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -24,11 +24,15 @@ from attnfuzz.harness.commands.common import (
     seed_option,
 )
 from attnfuzz.harness.environment import has_cuda, resolve_device
+from attnfuzz.harness.events import to_all
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.record import Recorder
 
 __all__ = ["demo_command", "run_command"]
 
@@ -52,6 +56,7 @@ __all__ = ["demo_command", "run_command"]
 )
 @in_process_option
 @no_memory_check_option
+@click.option("--no-maps", is_flag=True, help="Keep no maps of the errors of minimal Cases for `attnfuzz report`.")
 @json_option
 def run_command(
     kernels: tuple[str, ...],
@@ -67,6 +72,7 @@ def run_command(
     memory: float | None,
     in_process: bool,
     no_memory_check: bool,
+    no_maps: bool,
     as_json: bool,
 ) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
@@ -85,6 +91,7 @@ def run_command(
         memory=None if memory is None else _bytes(memory),
         in_process=in_process,
         memory_check=not no_memory_check,
+        maps=not no_maps,
     )
     chosen = [registry.get(name) for name in kernels or registry.names()]
     click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
@@ -100,16 +107,22 @@ def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
     from attnfuzz.harness.campaign import campaign
     from attnfuzz.harness.report.terminal import Terminal
 
+    terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
+    with _recorder(settings) as recorder:
+        finished = campaign(kernels, settings, to_all(terminal, recorder))
     if as_json:
-        finished = campaign(kernels, settings, Terminal(console(stderr=True), live=False))
         click.echo(dumps(machine.campaign_object(finished)))
-    else:
-        finished = campaign(kernels, settings, Terminal(console()))
     if finished.found or finished.lost:
         return FAILURES
     if finished.broken:
         return WRONG_USE
     return INTERRUPTED if finished.interrupted else CLEAN
+
+
+def _recorder(settings: Any) -> Recorder:
+    from attnfuzz.harness.record import Recorder
+
+    return Recorder(settings.out, lambda text: click.echo(f"warning: {text}", err=True))
 
 
 @click.command("demo")
@@ -127,7 +140,8 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     terminal = console(stderr=as_json)
     if not as_json:
         terminal.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
-    finished = campaign([registry.get("demo.varlen")], settings, Terminal(terminal))
+    with _recorder(settings) as recorder:
+        finished = campaign([registry.get("demo.varlen")], settings, to_all(Terminal(terminal), recorder))
     planted = [each for each in finished.found if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)

@@ -1,0 +1,238 @@
+"""The report: one HTML file with everything in it, readable offline and on paper. Jinja2 is imported when a page is made."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from attnfuzz.harness.corpus import repro_line
+from attnfuzz.harness.environment import versions
+from attnfuzz.harness.errormap import read_maps
+from attnfuzz.harness.failure import OUTPUT_TITLES
+from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.report import plots
+from attnfuzz.harness.report.histogram import Histogram, histogram
+from attnfuzz.harness.report.merged import Merged, value
+from attnfuzz.harness.runfile import FailureRecord, KernelRecord
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
+
+__all__ = ["Page", "page"]
+
+_TEMPLATES: Final = Path(__file__).parent / "templates"
+_OPEN: Final = 10
+"""Failures that are shown in full at once; the others unfold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The page's text, how many pictures are in it, and why others are not."""
+
+    text: str
+    pictures: int
+    without: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One output of one kernel in the table: what is shown, by what it is sorted, and how it is coloured."""
+
+    text: str
+    sort: float
+    look: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """One failure as the page has it."""
+
+    record: FailureRecord
+    number: int
+    output: str
+    repro: str
+    case: str
+    picture: str = ""
+    first: str = ""
+    """The picture of the Case as it was found."""
+    no_picture: str = ""
+
+
+def page(found: Merged, folder: Path, *, pictures: int, step: Callable[[], None] = lambda: None) -> Page:
+    """Render `found`, the runs of `folder`.
+
+    Args:
+        found: what to show.
+        folder: DIR; maps and Cases are looked for in it, wherever it was when they were written.
+        pictures: drawn at most; each takes half a second and some ten kilobytes.
+        step: called after each failure.
+
+    Raises:
+        BadArgument: jinja2 is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise BadArgument("jinja2: it is not installed, and makes the page; pip install 'attnfuzz[report]'") from None
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters.update(seconds=_seconds, count=_count)
+    shown: list[_Shown] = []
+    for number, record in enumerate(found.failures, 1):
+        shown.append(_failure(record, number, folder, draw=sum(bool(each.picture) for each in shown) < pictures))
+        step()
+    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+    text = environment.get_template("report.html.j2").render(
+        run=found,
+        failures=shown,
+        open=_OPEN,
+        outputs=[OUTPUT_TITLES[name] for name in OUTPUT_NAMES],
+        rows=[_row(each, found) for each in found.kernels],
+        distributions=[(each.kernel, _histograms(each)) for each in found.kernels if each.outputs],
+        features=_features(found),
+        drawn=_drawn(found),
+        headers=_headers(found),
+        version=versions().get("attnfuzz", "unknown"),
+        style=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+    reasons = tuple(dict.fromkeys(each.no_picture for each in shown if each.no_picture))
+    return Page(text, sum(bool(each.picture) for each in shown), reasons)
+
+
+def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) -> _Shown:
+    repro = record.repro or ""
+    if record.path is not None:
+        # The folder may have been moved since.
+        here = folder / "cases" / Path(record.path).name
+        if here.exists() and not Path(record.path).exists():
+            repro = repro_line(str(here))
+    picture, first, reason = (
+        "",
+        "",
+        record.no_maps or ("it was not made" if record.shrunk else "the run ended before it was shrunk"),
+    )
+    if record.maps is not None and not draw:
+        reason = f"left out: draw it by {repro} --plot FILE.png" if repro else "left out"
+    elif record.maps is not None:
+        picture, reason = _picture(record.maps, record.title, folder)
+        if record.first_maps is not None:
+            first, _ = _picture(record.first_maps, f"{record.title}, as found", folder)
+    return _Shown(
+        record=record,
+        number=number,
+        output=_titled(record.output) or record.check,
+        repro=repro,
+        case=dumps(record.case) if record.case else "",
+        picture=picture,
+        first=first,
+        no_picture=reason,
+    )
+
+
+def _picture(name: str, title: str, folder: Path) -> tuple[str, str]:
+    """The error maps as a data URI; or why there is no picture."""
+    path = folder / "maps" / Path(name).name
+    try:
+        maps = read_maps(path)
+        content = plots.drawn(maps, title, plots.subtitle(maps))
+    except BadArgument as error:
+        return "", str(error)
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}", ""
+
+
+def _titled(name: str | None) -> str:
+    return next((title for output, title in OUTPUT_TITLES.items() if output == name), "")
+
+
+def _row(kernel: KernelRecord, found: Merged) -> dict[str, Any]:
+    """One kernel's line of the table."""
+    own = [each for each in found.failures if each.kernel == kernel.kernel]
+    return {
+        "kernel": kernel.kernel,
+        "cases": kernel.cases,
+        "rate": kernel.cases / kernel.seconds if kernel.seconds else 0.0,
+        "ended": kernel.ended,
+        "cells": [_cell(kernel, name, own) for name in OUTPUT_NAMES],
+        "failures": len(own),
+        "others": [each for each in own if each.output not in OUTPUT_NAMES],
+        "first": next((number for number, each in enumerate(found.failures, 1) if each.kernel == kernel.kernel), 0),
+    }
+
+
+def _cell(kernel: KernelRecord, name: str, failures: list[FailureRecord]) -> _Cell:
+    output = kernel.outputs.get(name)
+    wrong = [each for each in failures if each.output == name]
+    title = _titled(name)
+    if output is None or not (output.cases or output.failures):
+        unjudged = f", {output.unjudged} not judged" if output else ""
+        return _Cell("–", -1.0, "none" if not wrong else "wrong", f"{title} of {kernel.kernel}: no Case judged{unjudged}")
+    worst = value(output.worst)
+    told = f"{title} of {kernel.kernel}: worst error {_ratio(worst)} x its budget"
+    told += f", wrong in {output.failures} of {output.cases} Cases"
+    if output.failures or wrong:
+        return _Cell(f"✗ {_ratio(worst)}", worst, "wrong", told)
+    return _Cell(_ratio(worst), worst, "close" if worst > 0.9 else "right", told)
+
+
+def _histograms(kernel: KernelRecord) -> list[tuple[str, Histogram | None]]:
+    return [(OUTPUT_TITLES[name], histogram(kernel.outputs[name]) if name in kernel.outputs else None) for name in OUTPUT_NAMES]
+
+
+def _features(found: Merged) -> list[tuple[str, list[int]]]:
+    """Each feature with its count for every kernel; those that most Cases have come last."""
+    names = dict.fromkeys(name for kernel in found.kernels for name in kernel.features)
+    rows = [(name, [kernel.features.get(name, 0) for kernel in found.kernels]) for name in names]
+    return sorted(rows, key=lambda row: row[0])
+
+
+def _drawn(found: Merged) -> list[tuple[str, list[tuple[str, int, float]]]]:
+    """What was drawn, over all kernels: (what, (value, Cases, share of the most frequent))."""
+    totals: dict[str, dict[str, int]] = {}
+    for kernel in found.kernels:
+        for what, counts in kernel.drawn.items():
+            for name, count in counts.items():
+                into = totals.setdefault(what, {})
+                into[name] = into.get(name, 0) + count
+    return [
+        (what, [(name, count, count / max(counts.values())) for name, count in sorted(counts.items(), key=lambda each: -each[1])])
+        for what, counts in totals.items()
+        if len(counts) > 1 or what in ("dtype", "packing", "check")
+    ]
+
+
+def _headers(found: Merged) -> list[dict[str, Any]]:
+    """Settings and environment, equal ones of several runs once."""
+    headers: list[dict[str, Any]] = []
+    for run in found.runs:
+        settings = {name: told for name, told in run.settings.items() if name not in ("shard", "out", "seconds")}
+        header = {"settings": settings, "environment": run.environment, "runs": 1}
+        same = next((each for each in headers if (each["settings"], each["environment"]) == (settings, run.environment)), None)
+        if same is None:
+            headers.append(header)
+        else:
+            same["runs"] += 1
+    return headers
+
+
+def _ratio(worst: float) -> str:
+    if not math.isfinite(worst):
+        return "∞"
+    return f"{worst:.2f}" if worst < 100 else f"{worst:.1e}"
+
+
+def _seconds(number: float) -> str:
+    if number < 120:
+        return f"{number:.1f} s"
+    return f"{number / 60:.1f} min" if number < 7200 else f"{number / 3600:.1f} h"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
