@@ -16,6 +16,7 @@ import msgspec
 from attnfuzz.harness.failure import Identity
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
@@ -67,9 +68,14 @@ def read_case(path: Path | str) -> CaseFile:
     return CaseFile(case=case, found=more if isinstance(more, dict) else {}, path=path)
 
 
-def repro_line(path: str) -> str:
-    """The command that runs a case file again."""
-    return f"attnfuzz repro {shlex.quote(path)}"
+def repro_line(path: str, kernel: str, target: object = None) -> str:
+    """The command that runs a case file of `kernel` again.
+
+    It says where that kernel is found if its name alone does not tell: as it was asked for in this process, else at `target`.
+    """
+    came = registry.origin(kernel)
+    where = came.target if came else target if isinstance(target, str) else None
+    return shlex.join(["attnfuzz", "repro", path, *(["--kernel", where] if where else [])])
 
 
 class Corpus:
@@ -114,6 +120,7 @@ class Corpus:
             "device": verdict.device,
             "versions": verdict.versions,
             **({"rate": list(rate)} if rate else {}),
+            **({"target": came.target} if (came := registry.origin(case.kernel)) else {}),
         }
         path = (
             self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"

@@ -178,9 +178,7 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request
 
     config = request.config
     subject = registry.get(kernel) if isinstance(kernel, str) else kernel
-    only = config.getoption("--attnfuzz-kernel")
-    for name in only:
-        registry.get(name)
+    only = [registry.get(name).name for name in config.getoption("--attnfuzz-kernel")]
     if only and subject.name not in only:
         pytest.skip(f"--attnfuzz-kernel names {', '.join(only)}")
     settings = _settings(config, shard, shards, most)

@@ -7,13 +7,16 @@ import click
 from attnfuzz.harness.commands.common import (
     CLEAN,
     FAILURES,
+    check_owner,
     console,
     deadline_option,
     device_option,
     in_process_option,
     json_option,
+    kernel_option,
     no_memory_check_option,
 )
+from attnfuzz.harness.environment import prepare, resolve_device
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -23,13 +26,16 @@ __all__ = ["repro_command", "show_command"]
 
 @click.command("show")
 @click.argument("case", metavar="CASE")
+@kernel_option
 @json_option
-def show_command(case: str, as_json: bool) -> None:
+def show_command(case: str, owner: str | None, as_json: bool) -> None:
     """Show a case file: the Problem, the values, the Config, and what was found with it."""
     from attnfuzz.harness.corpus import read_case
     from attnfuzz.harness.report.terminal import show_stored
 
     stored = read_case(case)
+    if owner is not None:
+        check_owner(owner, case, stored.case.kernel, None)
     if as_json:
         click.echo(dumps({"case": stored.case.to_object(), "found": stored.found, "path": str(stored.path)}))
     else:
@@ -38,6 +44,7 @@ def show_command(case: str, as_json: bool) -> None:
 
 @click.command("repro")
 @click.argument("case", metavar="CASE")
+@kernel_option
 @device_option
 @deadline_option
 @in_process_option
@@ -50,6 +57,7 @@ def show_command(case: str, as_json: bool) -> None:
 @json_option
 def repro_command(
     case: str,
+    owner: str | None,
     device: str,
     deadline: str | None,
     in_process: bool,
@@ -64,6 +72,12 @@ def repro_command(
     from attnfuzz.harness.settings import duration
 
     stored = read_case(case)
+    if in_process:
+        prepare(resolve_device(device))
+    try:
+        check_owner(owner, case, stored.case.kernel, stored.found.get("target"))
+    except BadArgument as error:
+        raise BadArgument(f"ERROR {case}: {error}") from None
     seconds = None if deadline is None else duration(deadline, "deadline")
     if sanitize is not None:
         click.get_current_context().exit(_sanitized(case, sanitize, device, seconds, in_process=in_process, as_json=as_json))

@@ -14,16 +14,18 @@ from attnfuzz.harness.commands.common import (
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    asked_for,
     console,
     deadline_option,
     device_option,
     in_process_option,
     json_option,
+    kernels_option,
     no_memory_check_option,
     out_option,
     seed_option,
 )
-from attnfuzz.harness.environment import has_cuda, resolve_device
+from attnfuzz.harness.environment import has_cuda, prepare, resolve_device
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels import registry
@@ -35,6 +37,7 @@ __all__ = ["demo_command", "run_command"]
 
 @click.command("run")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@kernels_option
 @device_option
 @click.option("--budget", metavar="60s", help="Time for trials, compiles and shrinking not counted [default: the profile's].")
 @click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, instead of or besides a budget.")
@@ -55,6 +58,7 @@ __all__ = ["demo_command", "run_command"]
 @json_option
 def run_command(
     kernels: tuple[str, ...],
+    more_kernels: tuple[str, ...],
     device: str,
     budget: str | None,
     max_examples: int | None,
@@ -86,7 +90,10 @@ def run_command(
         in_process=in_process,
         memory_check=not no_memory_check,
     )
-    chosen = [registry.get(name) for name in kernels or registry.names()]
+    if in_process:
+        # Triton has one mode for a process, chosen at its import; somebody else's module may import it.
+        prepare(settings.device)
+    chosen = asked_for(kernels, more_kernels)
     click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
 
 

@@ -155,7 +155,7 @@ def show_found(console: Console, number: int, found: Found, again: str | None = 
     for line in describe_verdict(found.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
     if found.path:
-        line = f"{again} {shlex.quote(found.path)}" if again else repro_line(found.path)
+        line = f"{again} {shlex.quote(found.path)}" if again else repro_line(found.path, found.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
 
 
@@ -170,7 +170,8 @@ def show_stored(console: Console, stored: CaseFile) -> None:
         known = stored.found.get("versions")
         versions = ", ".join(f"{name} {version}" for name, version in known.items()) if isinstance(known, dict) else "?"
         console.print(f"   {'on':<20} {device}; {versions}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"   {'run it again':<20} {repro_line(str(stored.path))}", highlight=False, soft_wrap=True, markup=False)
+    line = repro_line(str(stored.path), stored.case.kernel, stored.found.get("target"))
+    console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
 
 
