@@ -15,7 +15,7 @@ from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["compile_variant", "preloads", "trial", "warm"]
+__all__ = ["compile_variant", "kernel_of", "preloads", "trial", "warm"]
 
 _Done = tuple[Any, bool]
 _Enter = Callable[[str], None]
@@ -72,7 +72,7 @@ def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - eve
     importlib.import_module("attnfuzz.harness.trial").rehearse(device)
     if "case" in payload:
         case = case_from_json(payload["case"])
-        importlib.import_module("attnfuzz.harness.builds").built(_kernel(payload), case.problem, case.config, device)
+        importlib.import_module("attnfuzz.harness.builds").built(kernel_of(payload), case.problem, case.config, device)
     return environment.describe(device), False
 
 
@@ -83,7 +83,7 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
     from attnfuzz.harness.verdict import Verdict
     from attnfuzz.kernels import memory
 
-    _kernel(payload)
+    kernel_of(payload)
     memory.check(payload["memory_check"])
     case, device = case_from_json(payload["case"]), payload["device"]
     try:
@@ -103,14 +103,19 @@ def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
     """One compile, left in the backend's cache. `payload`: kernel (as shipped), problem, config, device."""
     from attnfuzz.harness.builds import compile_here
 
-    kernel = _kernel(payload)
+    kernel = kernel_of(payload)
     problem = msgspec.convert(payload["problem"], Problem)
     enter("compile")
     seconds, error = compile_here(kernel, problem, Config(payload["config"]), payload["device"])
     return {"seconds": seconds, "error": error}, False
 
 
-def _kernel(payload: dict[str, Any]) -> Kernel:
+def kernel_of(payload: dict[str, Any]) -> Kernel:
+    """The kernel that a payload names, as shipped; for a child to ask.
+
+    Raises:
+        BadArgument: it cannot be found here, or its module raises.
+    """
     this_is_a_child()
     environment.prepare(payload["device"])
     try:
