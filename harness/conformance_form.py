@@ -213,7 +213,7 @@ def _supports(kernel: Kernel) -> tuple[list[str], str]:
             wrong.append(f"it takes what is not declared: {reason}")
     foreign = Config(no_such_choice=12345)
     if kernel.supports(sample[0], foreign, can.devices[0]) is None:
-        wrong.append(f"it takes {foreign}")
+        wrong.append(f"it takes {foreign!r}")
     return list(dict.fromkeys(wrong))[:3], f"{2 * len(sample)} problems asked"
 
 

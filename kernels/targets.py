@@ -77,10 +77,9 @@ def _imported(module: str, target: str) -> ModuleType:
 
 
 def _failed(target: str, module: str, error: BaseException) -> BadArgument:
-    """The module's own error, with the last place in its code that led there."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<")]
-    outside = [each for each in frames if each.filename not in (__file__, importlib.__file__)]
-    at = f" ({Path(outside[-1].filename).name}:{outside[-1].lineno})" if outside else ""
+    """The module's own error, with the last line at the top level of a module that led there."""
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
+    at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
     text = f"{type(error).__name__}: {error}".strip(": ")
     return reject("kernel", target, f"importing {module} failed with {text}{at}", "mend that, or install what it needs")
 

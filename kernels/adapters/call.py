@@ -48,14 +48,19 @@ class Call:
         """What it is given besides q, k and v: what `inputs.problem` needs, so that its own defaults are tried as well."""
         problem, signature = inputs.problem, self.signature
         left, right = problem.window or (None, None)
-        options: dict[str, Any] = {
-            "softmax_scale": problem.softmax_scale,
-            "causal": problem.causal is not None or None,
-            "window_size": (-1 if left is None else left, -1 if right is None else right) if problem.window else None,
-            "softcap": problem.softcap or None,
-            "return_lse": self.gives_lse or None,
+        # Of each option whether the problem needs it said, and what is said.
+        options: dict[str, tuple[bool, Any]] = {
+            "softmax_scale": (problem.softmax_scale is not None, problem.scale),
+            "causal": (problem.causal is not None, problem.causal is not None),
+            "window_size": (problem.window is not None, (-1 if left is None else left, -1 if right is None else right)),
+            "softcap": (bool(problem.softcap), problem.softcap),
+            "return_lse": (self.gives_lse, self.gives_lse),
         }
-        given = {name: value for option, value in options.items() if value is not None and (name := signature.option(option))}
+        given = {
+            name: value
+            for option, (needed, value) in options.items()
+            if (name := signature.option(option)) and (needed or name in signature.required)
+        }
         if self.layout == "thd":
             for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
                 given[name] = getattr(inputs, name)

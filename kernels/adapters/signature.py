@@ -29,6 +29,8 @@ class Signature:
 
     name: str
     parameters: tuple[str, ...]
+    required: tuple[str, ...]
+    """Those without a default."""
 
     def option(self, name: str) -> str | None:
         """What the function calls the option `name`; None where it has none."""
@@ -67,7 +69,8 @@ def read(function: Callable[..., Any], needed: Sequence[str]) -> Signature:
     for each in rest:
         if each.default is each.empty and each.kind not in variadic and each.name not in passed:
             raise reject("function", name, f"its parameter {each.name} has no default", "bind it with functools.partial")
-    return Signature(name, named)
+    required = tuple(each.name for each in rest if each.name in named and each.default is each.empty)
+    return Signature(name, named, required)
 
 
 def source_files(function: Callable[..., Any]) -> list[str]:
