@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -71,7 +72,8 @@ def _text(error: Exception) -> str:
 def _wrong_use(message: str, *, as_json: bool, show: Callable[[], None] | None = None) -> int:
     """Say what is wrong, for a machine too if asked; returns the exit code."""
     if as_json:
-        click.echo(dumps({"error": message}))
+        with contextlib.suppress(OSError):  # the output may be what is wrong
+            click.echo(dumps({"error": message}))
     if show is not None:
         show()
     else:

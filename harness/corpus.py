@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ __all__ = ["CaseFile", "Corpus", "read_case", "repro_line"]
 
 _MOST_RUNS = 1000
 """Runs that a rate may tell of: what tells of more was not written here."""
+_LARGEST = 64 << 20
+"""Bytes of a case file: one of a batch of a million sequences has a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,20 @@ def read_case(path: Path | str) -> CaseFile:
     """
     path = Path(path)
     try:
+        kind = path.stat()
+        # A pipe or a device would keep a reader for ever.
+        if not (stat.S_ISREG(kind.st_mode) or stat.S_ISDIR(kind.st_mode)) or kind.st_size > _LARGEST:
+            reason = "it is too large" if stat.S_ISREG(kind.st_mode) else "it is no plain file"
+            raise BadCase(f"case={str(path)!r}: {reason}; give a file that `attnfuzz run` wrote")
         content = path.read_bytes()
     except OSError as error:
         raise BadCase(f"case={str(path)!r}: it cannot be read ({error.strerror}); give the path of a case file") from None
+    except ValueError as error:  # a NUL in the path
+        raise BadCase(f"case={str(path)!r}: it cannot be read ({error}); give the path of a case file") from None
     try:
         found = msgspec.json.decode(content)
         case = case_from_object(found)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadCase(f"case={str(path)!r}: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
     except RecursionError:
         raise BadCase(f"case={str(path)!r}: nested too deeply; give a file that `attnfuzz run` wrote") from None
@@ -130,8 +141,9 @@ class Corpus:
         return path
 
     def remove(self, path: Path) -> None:
-        """Drop a case file that a smaller one replaces."""
-        path.unlink(missing_ok=True)
+        """Drop a case file that a smaller one replaces, if that can be done: it does no harm."""
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
     def of(self, kernel: str) -> Iterator[CaseFile]:
         """The stored Cases of `kernel`, by file name. A file that cannot be read is an error with its path, never passed over."""
@@ -158,5 +170,6 @@ def _write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         Path(temporary).replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
         raise

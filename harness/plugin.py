@@ -202,6 +202,10 @@ def _run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request
             else None
         )
         pytest.fail(_message(finished, again), pytrace=False)
+    if finished.not_kept:
+        pytest.fail(
+            f"cases could not be kept on disk: {finished.not_kept}; make room, or choose another --attnfuzz-out", pytrace=False
+        )
 
 
 def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:

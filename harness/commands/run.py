@@ -112,6 +112,9 @@ def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
         click.echo(dumps(machine.campaign_object(finished)))
     else:
         finished = campaign(kernels, settings, Terminal(console()))
+    if finished.not_kept:
+        # Told on the terminal alone: a machine must not take what is in the folder for all that was found.
+        return WRONG_USE
     if finished.found or finished.lost:
         return FAILURES
     if finished.broken:

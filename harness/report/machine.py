@@ -23,6 +23,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
         "interrupted": finished.interrupted,
         "broken": [{"kernel": each.kernel, "error": each.error} for each in finished.broken],
         "lost": finished.lost,
+        "not_kept": finished.not_kept,
     }
 
 
