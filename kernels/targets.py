@@ -87,7 +87,9 @@ def _failed(target: str, module: str, error: BaseException) -> BadArgument:
 def _lacking(target: str, holder: Any, name: str) -> BadArgument:
     names = [each for each in vars(holder) if not each.startswith("_")] if hasattr(holder, "__dict__") else []
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    kernels = [each for each in names if hasattr(getattr(holder, each, None), "compile_key")]
+    values = ((each, getattr(holder, each, None)) for each in names)
+    kernels = [each for each, value in values if hasattr(value, "compile_key") and not isinstance(value, type)]
     hint = f"did you mean {close[0]!r}?" if close else f"kernels there: {', '.join(kernels) or 'none'}"
-    what = f"module {holder.__name__!r}" if isinstance(holder, ModuleType) else f"{type(holder).__name__} object"
+    kind = "module" if isinstance(holder, ModuleType) else "class" if isinstance(holder, type) else type(holder).__name__
+    what = f"{kind} {getattr(holder, '__name__', '')!r}"
     return reject("kernel", target, f"the {what} has no {name!r}", hint)

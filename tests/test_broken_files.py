@@ -309,7 +309,7 @@ def assert_nothing_lost(result: Result, reason: str) -> None:
 # --- the output itself
 
 
-@pytest.mark.parametrize("arguments", [["list", "--json"], ["show", "case.json"], ["--help"]], ids=lambda each: each[0])
+@pytest.mark.parametrize("arguments", [["show", "case.json", "--json"], ["show", "case.json"]], ids=["json", "text"])
 def test_an_output_that_cannot_be_written_ends_with_2(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "case.json").write_bytes(with_())
     command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", *arguments]
