@@ -42,9 +42,8 @@ def cli_page() -> str:
     """Every command with its arguments and options."""
     from attnfuzz.harness.cli import main
 
-    parts = [
-        f"# Command line\n\n{NOTE}\nExit codes of every command: 0 clean, 1 failures, 2 wrong use or a broken environment, 130 interrupted.\n"
-    ]
+    codes = "Exit codes of every command: 0 clean, 1 failures, 2 wrong use or a broken environment, 130 interrupted."
+    parts = [f"# Command line\n\n{NOTE}\n{codes}\n"]
     for path, command in commands("attnfuzz", main):
         context = click.Context(command, info_name=path)
         usage = " ".join(command.collect_usage_pieces(context))

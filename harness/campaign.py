@@ -131,9 +131,10 @@ def _taken(turns: Sequence[_Turn], shared: _Shared, skipped: Sequence[KernelSkip
             shared.journal.abandon()
         raise
     if shared.journal:
-        shared.journal.close()
+        shared.journal.forsake()
     seconds = time.monotonic() - start
-    finished = CampaignFinished(tuple(summaries), tuple(skipped), seconds, interrupted, tuple(broken), lost)
+    not_kept = next((turn.hunt.not_kept for turn in turns if turn.hunt.not_kept), None)
+    finished = CampaignFinished(tuple(summaries), tuple(skipped), seconds, interrupted, tuple(broken), lost, not_kept)
     shared.listener(finished)
     return finished
 
@@ -241,18 +242,22 @@ class _Turn:
         flying: dict[Case, Journal] = {}
 
         def starting(case: Case) -> None:
-            if self.shared.settings.out:
+            if self.shared.settings.out and self.hunt.not_kept is None:
                 flying[case] = Journal(self.shared.settings.out)
-                flying[case].launch(case)
+                try:
+                    flying[case].launch(case)
+                except OSError as error:
+                    flying.pop(case).forsake()
+                    self.hunt.cannot_keep(case, error)
 
         try:
             for done in self.shared.executor.compiled(cases, self.shared.settings.jobs, starting):
                 if done.case in flying:
-                    flying.pop(done.case).close()
+                    flying.pop(done.case).forsake()
                 yield done
         except (KeyboardInterrupt, GeneratorExit):
             for journal in flying.values():
-                journal.close()
+                journal.forsake()
             raise
         except BaseException:
             for journal in flying.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import click
 
 from attnfuzz.harness.commands.calibrate import calibrate_command
 from attnfuzz.harness.commands.cases import show_command
+from attnfuzz.harness.commands.check_adapter import check_adapter_command
 from attnfuzz.harness.commands.common import CLEAN, INTERRUPTED, WRONG_USE
 from attnfuzz.harness.commands.kernels import list_command
 from attnfuzz.harness.commands.report import report_command
@@ -72,7 +74,8 @@ def _text(error: Exception) -> str:
 def _wrong_use(message: str, *, as_json: bool, show: Callable[[], None] | None = None) -> int:
     """Say what is wrong, for a machine too if asked; returns the exit code."""
     if as_json:
-        click.echo(dumps({"error": message}))
+        with contextlib.suppress(OSError):  # the output may be what is wrong
+            click.echo(dumps({"error": message}))
     if show is not None:
         show()
     else:
@@ -97,6 +100,7 @@ for _command in (
     report_command,
 ):
     main.add_command(_command)
+main.add_command(check_adapter_command)
 
 if __name__ == "__main__":
     main()

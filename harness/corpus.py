@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import msgspec
 from attnfuzz.harness.failure import Identity
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.verdict import Verdict
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
@@ -24,6 +27,8 @@ __all__ = ["CaseFile", "Corpus", "read_case", "repro_line", "write_whole"]
 
 _MOST_RUNS = 1000
 """Runs that a rate may tell of: what tells of more was not written here."""
+_LARGEST = 64 << 20
+"""Bytes of a case file: one of a batch of a million sequences has a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,20 @@ def read_case(path: Path | str) -> CaseFile:
     """
     path = Path(path)
     try:
+        kind = path.stat()
+        # A pipe or a device would keep a reader for ever.
+        if not (stat.S_ISREG(kind.st_mode) or stat.S_ISDIR(kind.st_mode)) or kind.st_size > _LARGEST:
+            reason = "it is too large" if stat.S_ISREG(kind.st_mode) else "it is no plain file"
+            raise BadCase(f"case={str(path)!r}: {reason}; give a file that `attnfuzz run` wrote")
         content = path.read_bytes()
     except OSError as error:
         raise BadCase(f"case={str(path)!r}: it cannot be read ({error.strerror}); give the path of a case file") from None
+    except ValueError as error:  # a NUL in the path
+        raise BadCase(f"case={str(path)!r}: it cannot be read ({error}); give the path of a case file") from None
     try:
         found = msgspec.json.decode(content)
         case = case_from_object(found)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadCase(f"case={str(path)!r}: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
     except RecursionError:
         raise BadCase(f"case={str(path)!r}: nested too deeply; give a file that `attnfuzz run` wrote") from None
@@ -67,9 +79,14 @@ def read_case(path: Path | str) -> CaseFile:
     return CaseFile(case=case, found=more if isinstance(more, dict) else {}, path=path)
 
 
-def repro_line(path: str) -> str:
-    """The command that runs a case file again."""
-    return f"attnfuzz repro {shlex.quote(path)}"
+def repro_line(path: str, kernel: str, target: object = None) -> str:
+    """The command that runs a case file of `kernel` again.
+
+    It says where that kernel is found if its name alone does not tell: as it was asked for in this process, else at `target`.
+    """
+    came = registry.origin(kernel)
+    where = came.target if came else target if isinstance(target, str) else None
+    return shlex.join(["attnfuzz", "repro", path, *(["--kernel", where] if where else [])])
 
 
 class Corpus:
@@ -114,6 +131,7 @@ class Corpus:
             "device": verdict.device,
             "versions": verdict.versions,
             **({"rate": list(rate)} if rate else {}),
+            **({"target": came.target} if (came := registry.origin(case.kernel)) else {}),
         }
         path = (
             self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"
@@ -123,8 +141,9 @@ class Corpus:
         return path
 
     def remove(self, path: Path) -> None:
-        """Drop a case file that a smaller one replaces."""
-        path.unlink(missing_ok=True)
+        """Drop a case file that a smaller one replaces, if that can be done: it does no harm."""
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
     def of(self, kernel: str) -> Iterator[CaseFile]:
         """The stored Cases of `kernel`, by file name. A file that cannot be read is an error with its path, never passed over."""
@@ -156,5 +175,6 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         Path(temporary).replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
         raise

@@ -14,6 +14,7 @@ from attnfuzz.strategies.case import Case
 __all__ = [
     "CampaignFinished",
     "CampaignStarted",
+    "CaseNotKept",
     "CaseResumed",
     "CaseSkipped",
     "CompileFinished",
@@ -60,6 +61,15 @@ class CaseSkipped:
 
     path: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaseNotKept:
+    """A Case that could not be written to disk, and why. `failing`: it shows a Failure; else it was only about to run."""
+
+    case: Case
+    reason: str
+    failing: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +232,8 @@ class CampaignFinished:
     """Kernels whose turn ended by an error."""
     lost: str | None = None
     """Why the run ended early, where a kernel broke the device for this process."""
+    not_kept: str | None = None
+    """Why Cases could not be written to disk, where they could not: failures without a path are in `found` all the same."""
 
     @property
     def found(self) -> tuple[Found, ...]:
@@ -233,6 +245,7 @@ Event = (
     CampaignStarted
     | KernelSkipped
     | CaseSkipped
+    | CaseNotKept
     | CaseResumed
     | KernelStarted
     | CompileFinished

@@ -6,6 +6,7 @@ the choices behind a Case, and ends in smaller ones.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,8 @@ class Hunt:
         self._memo: dict[Case, Verdict] = {}
         self._flying: Case | None = None
         self._sighted: dict[Identity, Sighting] = {}
+        self.not_kept: str | None = None
+        """Why Cases could not be written to disk, where they could not: then the run goes on, and tells them."""
         self._started: float | None = None
         self._ended: float | None = None
         self._variants: Sequence[Variant] = ()
@@ -114,6 +117,12 @@ class Hunt:
             self._sighted[identity].partly = not minimal
             self._settle()
 
+    def cannot_keep(self, case: Case, error: OSError, *, failing: bool = False) -> None:
+        """Tell that `case` could not be written, and go on."""
+        where = f" ({error.filename})" if error.filename else ""
+        self.not_kept = self.not_kept or f"{error.strerror or error}{where}"
+        self.listener(events.CaseNotKept(case, self.not_kept, failing))
+
     def summary(self, compiles: int, compile_seconds: float) -> KernelSummary:
         """What was tried and found so far."""
         self._settle()
@@ -143,8 +152,10 @@ class Hunt:
                 message = f"{left.deaths} runs died while this Case was in flight"
                 failure = Failure(kernel=self.kernel.name, kind="crash", check=DEADLY, message=message)
                 verdict = Verdict(status="fail", failures=(failure,))
-                path = self.corpus.write(left.case, verdict, failure.identity, minimal=False, seed=self.seed)
-                self.listener(events.CaseSkipped(str(path), message))
+                path = self._written(left.case, verdict, failure.identity, minimal=False)
+                if path is None:
+                    continue
+                self.listener(events.CaseSkipped(path, message))
             else:
                 self._tried_first(left.case, left=left)
                 continue
@@ -221,8 +232,14 @@ class Hunt:
     def _launch(self, case: Case, *, patient: bool = False, left: LeftBehind | None = None) -> None:
         """Begin to run a Case, which is on disk before: in this run's journal, and from then on in no other's."""
         if self.journal:
-            self.journal.launch(case, left.deaths if left else 0)
-        if left:
+            try:
+                self.journal.launch(case, left.deaths if left else 0)
+            except OSError as error:
+                # A full disk: what is found from now on is told, and kept where that is still possible.
+                self.cannot_keep(case, error)
+                self.journal.forsake()
+                self.journal = None
+        if left and self.journal:
             left.path.unlink(missing_ok=True)
         self.executor.begin(case, patient=patient)
         self._flying = case
@@ -261,7 +278,8 @@ class Hunt:
         self._flying = None
         verdict = self._memo[case] = self.executor.finish()
         if self.journal:
-            self.journal.landed()
+            with contextlib.suppress(OSError):  # at worst a Case that passed is tried once more
+                self.journal.landed()
         if phase == "shrink":
             self.tally.shrink_cases += 1
         else:
@@ -310,12 +328,22 @@ class Hunt:
 
     def _sight(self, identity: Identity, case: Case, verdict: Verdict) -> None:
         """A new identity: on disk at once, so that nothing that happens later can lose it."""
-        path = None
-        if self.corpus:
-            path = str(self.corpus.write(case, verdict, identity, minimal=False, seed=self.seed))
+        path = self._written(case, verdict, identity, minimal=False)
         seconds = 0.0 if self._started is None else time.monotonic() - self._started - self._shrink_total
         self._sighted[identity] = Sighting(case, verdict, self.tally.cases, seconds, path)
         self.listener(FailureFound(identity, case, verdict, self.tally.cases, seconds, path))
+
+    def _written(
+        self, case: Case, verdict: Verdict, identity: Identity, *, minimal: bool, rate: tuple[int, int] | None = None
+    ) -> str | None:
+        """Where the Case was written; None where it could not be, which is told with the Case: nothing that was found is lost."""
+        if self.corpus is None:
+            return None
+        try:
+            return str(self.corpus.write(case, verdict, identity, minimal=minimal, seed=self.seed, rate=rate))
+        except OSError as error:
+            self.cannot_keep(case, error, failing=True)
+            return None
 
     def _settle(self) -> dict[Identity, Identity]:
         """Each sighting becomes a finding, its file replaced by the minimal Case's; returns what each is called now."""
@@ -323,12 +351,9 @@ class Hunt:
         for sighted, seen in self._sighted.items():
             verdict = self._labelled(sighted, seen)
             identity = names[sighted] = verdict.failures[0].identity if verdict is not seen.verdict else sighted
-            path = seen.path
-            if self.corpus:
-                minimal = not seen.partly
-                path = str(self.corpus.write(seen.case, verdict, identity, minimal=minimal, seed=self.seed, rate=seen.rate))
-                if seen.path is not None and seen.path != path:
-                    self.corpus.remove(Path(seen.path))
+            path = self._written(seen.case, verdict, identity, minimal=not seen.partly, rate=seen.rate)
+            if self.corpus and path is not None and seen.path is not None and seen.path != path:
+                self.corpus.remove(Path(seen.path))
             self.found[identity] = Found(
                 identity, seen.case, verdict, seen.partly, path, seen.cases_before, seen.seconds, seen.trials, seen.rate
             )

@@ -180,6 +180,10 @@ class Isolated:
                 yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
         self._supervisor.trim()
 
+    def ask(self, target: str, payload: dict[str, Any]) -> Outcome:
+        """What comes of `target` ("module:function") with `payload` in a child, patiently."""
+        return self._supervisor.run(Task(target, payload, self._full))
+
     def settle(self) -> None:
         """Wait until the spare children stand ready."""
         self._supervisor.settle()

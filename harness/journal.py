@@ -86,15 +86,22 @@ class Journal:
         """Leave the Case in flight for the next run, which is no death of this one."""
         if self._file >= 0:
             if self._entry is not None:
-                self._write(_Entry(self._number + 1, self._entry.case, self._entry.deaths, died=False))
+                with contextlib.suppress(OSError):  # a full disk: then it counts as a death
+                    self._write(_Entry(self._number + 1, self._entry.case, self._entry.deaths, died=False))
             os.close(self._file)
             self._file, self._entry = -1, None
+
+    def forsake(self) -> None:
+        """Let go of a file that cannot be written any more."""
+        with contextlib.suppress(OSError):
+            self.close()
 
     def _open(self) -> None:
         _made.update(each for each in (self._folder, self._folder.parent) if not each.exists())
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         hidden = self._folder / f".{name}"
+        self._path = hidden
         self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.ftruncate(self._file, 2 * _SLOT)

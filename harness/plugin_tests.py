@@ -45,6 +45,9 @@ def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request:
     _record(request, finished, settings)
     if finished.found or finished.lost:
         pytest.fail(_message(finished, subject, request), pytrace=False)
+    if finished.not_kept:
+        remedy = "make room, or choose another --attnfuzz-out"
+        pytest.fail(f"cases could not be kept on disk: {finished.not_kept}; {remedy}", pytrace=False)
 
 
 def run_given(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) -> None:

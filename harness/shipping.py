@@ -1,4 +1,7 @@
-"""How a child process finds a kernel: by its name, or, where only this process knows it, by a pickle and the files it needs."""
+"""How a child process finds a kernel: by its name, by "package.module:OBJECT", or, where only this process knows it, by a pickle.
+
+A pickle travels with the files that it needs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ def shipped(name: str) -> dict[str, Any]:
     """
     kernel = registry.get(name)
     if not registry.is_local(name):
-        return {"name": name}
+        came = registry.origin(name)
+        return {"name": name} if came is None else {"name": name, "target": came.target, "folder": came.folder}
     try:
         content = pickle.dumps(kernel)
     except Exception as error:  # pickle raises whatever the object's own methods raise
@@ -56,6 +60,8 @@ def shipped(name: str) -> dict[str, Any]:
 
 def unpacked(parcel: dict[str, Any]) -> Kernel:
     """The kernel of what `shipped` gave, made known in this process under its name."""
+    if "target" in parcel:
+        return registry.get(parcel["target"], parcel["folder"])
     if "pickle" not in parcel:
         return registry.get(parcel["name"])
     key = hashlib.sha256(parcel["pickle"].encode()).hexdigest()

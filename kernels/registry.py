@@ -1,17 +1,36 @@
-"""Names to kernels. Third parties join by the entry-point group `attnfuzz.kernels`, or at run time by `register`."""
+"""Names to kernels. Third parties join by the entry-point group `attnfuzz.kernels`, by "package.module:OBJECT", or by `register`.
+
+"package.module:OBJECT" may stand wherever a kernel's name may. The kernel is then known in this process under its own name as
+well, which is the one that its Cases hold; `target` tells where it came from, for whoever has to find it again.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
+from attnfuzz.kernels import targets
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, reject
 
-__all__ = ["ENTRY_POINT_GROUP", "UnknownKernel", "get", "is_local", "names", "register", "unregister"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "MEMBERS",
+    "Origin",
+    "UnknownKernel",
+    "find",
+    "get",
+    "is_local",
+    "missing_members",
+    "names",
+    "origin",
+    "register",
+    "unregister",
+]
 
 ENTRY_POINT_GROUP = "attnfuzz.kernels"
 
@@ -48,10 +67,21 @@ _HIDDEN = {
 """Found by name, never listed: they are there to try the harness, or known to be wrong. So are names that begin with "fault."."""
 _FAULT = "fault."
 
-_MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
+MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
+"""What a Kernel has, in the contract's order."""
 
 _registered: dict[str, Kernel] = {}
 _loaded: dict[str, Kernel] = {}
+_origins: dict[str, Origin] = {}
+"""Of each kernel that was asked for as "package.module:OBJECT", under its own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a kernel was found: "package.module:OBJECT", and the folder that was put on sys.path for it, if one was."""
+
+    target: str
+    folder: str | None = None
 
 
 class UnknownKernel(BadArgument):
@@ -78,33 +108,81 @@ def is_local(name: str) -> bool:
     return name in _registered
 
 
+def origin(name: str) -> Origin | None:
+    """Where the kernel called `name` was found, if it was asked for as "package.module:OBJECT"; else None."""
+    return None if name in _registered else _origins.get(name)
+
+
 def names() -> tuple[str, ...]:
-    """Every listed kernel: built in, from entry points, registered."""
+    """Every listed kernel: built in, from entry points, registered, asked for as "package.module:OBJECT"."""
     found = {point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    return tuple(sorted({*_BUILT_IN, *found, *_registered}))
+    return tuple(sorted({*_BUILT_IN, *found, *_origins, *_registered}))
 
 
-def get(name: str) -> Kernel:
-    """The kernel called `name`.
+def get(name: str, folder: str | None = None) -> Kernel:
+    """The kernel called `name`, or found at `name`, "package.module:OBJECT".
+
+    Args:
+        name: either.
+        folder: where modules are looked for besides sys.path; None: in the current directory, as `python -m` does.
 
     Raises:
         UnknownKernel: none has that name; the text lists the nearest names.
+        BadArgument: nothing can be imported from there, or it is no Kernel; the text says what it lacks.
     """
+    if targets.is_target(name):
+        return _at(name, folder)
+    if known := _registered.get(name) or _loaded.get(name):
+        return known
+    _loaded[name] = _checked(find(name))
+    return _loaded[name]
+
+
+def find(name: str) -> Any:
+    """What is called `name`, or found there, whether it fulfils the contract or not.
+
+    Raises:
+        UnknownKernel, BadArgument: as for `get`, but for what the object itself is.
+    """
+    if targets.is_target(name):
+        targets.look_in()
+        return _made_by_others(targets.found_at(name), name)
     if known := _registered.get(name) or _loaded.get(name):
         return known
     if target := {**_BUILT_IN, **_HIDDEN}.get(name):
-        _loaded[name] = _load(target)
-        return _loaded[name]
+        module, _, attribute = target.partition(":")
+        return _made(getattr(importlib.import_module(module), attribute), name)
+    if name in _origins:
+        return _made_by_others(targets.found_at(_origins[name].target), name)
     if name.startswith(_FAULT) and (fault := _fault(name.removeprefix(_FAULT))) is not None:
-        _loaded[name] = fault
         return fault
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
-            _loaded[name] = _from_entry_point(point)
-            return _loaded[name]
+            return _from_entry_point(point)
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
     raise UnknownKernel(f"kernel={name!r}: no kernel of that name is installed; {hint}")
+
+
+def missing_members(kernel: object) -> list[str]:
+    """What `kernel` lacks of a Kernel."""
+    return [name for name in MEMBERS if not hasattr(kernel, name)]
+
+
+def _at(target: str, folder: str | None) -> Kernel:
+    folder = targets.look_in(folder)
+    known = next((name for name, each in _origins.items() if each.target == target and name in _loaded), None)
+    if known is not None:
+        return _loaded[known]
+    kernel = _checked(_made_by_others(targets.found_at(target), target))
+    name = kernel.name
+    # An entry point of the same name is most likely the same kernel, as installed; what is named here and now goes before it.
+    other = _loaded.get(name) if name in _origins else None if name not in {**_BUILT_IN, **_HIDDEN} else get(name)
+    if other is not None and other is not kernel:
+        where = _origins[name].target if name in _origins else "attnfuzz itself"
+        raise reject("kernel", target, f"it calls itself {name!r}, as another kernel does ({where})", "give it a name of its own")
+    _loaded[name], _origins[name] = kernel, Origin(target, folder)
+    return kernel
 
 
 def _fault(slug: str) -> Kernel | None:
@@ -118,19 +196,14 @@ def _fault(slug: str) -> Kernel | None:
     return importlib.import_module("attnfuzz.kernels.faults.host").fault_kernel(slug)  # type: ignore[no-any-return]
 
 
-def _load(target: str) -> Kernel:
-    module, _, attribute = target.partition(":")
-    return _made(getattr(importlib.import_module(module), attribute))
-
-
-def _from_entry_point(point: metadata.EntryPoint) -> Kernel:
+def _from_entry_point(point: metadata.EntryPoint) -> Any:
     """The kernel of an entry point, which bears the entry point's name.
 
     Raises:
-        BadArgument: it cannot be imported, is no Kernel, or calls itself otherwise.
+        BadArgument: it cannot be imported, or calls itself otherwise.
     """
     try:
-        kernel = _made(point.load())
+        found = _made(point.load(), point.name)
     except BadArgument:
         raise
     except Exception as error:  # somebody else's code: its error is the reason
@@ -138,22 +211,43 @@ def _from_entry_point(point: metadata.EntryPoint) -> Kernel:
             f"kernel={point.name!r}: its entry point {point.value!r} failed with {type(error).__name__}: {error}; "
             "mend or uninstall that package"
         ) from error
-    if kernel.name != point.name:
-        raise BadArgument(f"kernel={point.name!r}: {point.value!r} calls itself {kernel.name!r}; give both one name")
-    return kernel
+    if getattr(found, "name", point.name) != point.name:
+        raise BadArgument(f"kernel={point.name!r}: {point.value!r} calls itself {found.name!r}; give both one name")
+    return found
 
 
-def _made(found: Kernel | type[Kernel] | Callable[[], Kernel]) -> Kernel:
-    """An entry point may name a kernel, or a function or class that makes one."""
-    if inspect.isclass(found) or inspect.isfunction(found):
-        return _checked(found())
-    return _checked(found)
+def _made(found: Any, called: str) -> Any:
+    """What `found` is, or makes: an entry point or a target may name a kernel, or a function or class that makes one."""
+    if not (inspect.isclass(found) or inspect.isfunction(found)):
+        return found
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:  # a class of an extension module
+        return found()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]:
+        raise reject(
+            "kernel",
+            called,
+            f"{found.__name__}({', '.join(needed)}, ...) is no kernel, and makes none without arguments",
+            "an attention function becomes one by attnfuzz.kernels.adapters.dense or varlen; name the object that they give",
+        )
+    return found()
 
 
-def _checked(kernel: object) -> Kernel:
-    missing = [name for name in _MEMBERS if not hasattr(kernel, name)]
+def _made_by_others(found: Any, called: str) -> Any:
+    try:
+        return _made(found, called)
+    except BadArgument:
+        raise
+    except Exception as error:  # somebody else's code: its error is the reason
+        raise reject("kernel", called, f"making it failed with {type(error).__name__}: {error}", "mend that") from error
+
+
+def _checked(kernel: Any) -> Kernel:
     if inspect.isclass(kernel):
         raise BadArgument(f"kernel={kernel.__name__}: it is a class; give an object of it, {kernel.__name__}(...)")
+    missing = missing_members(kernel)
     if missing or not isinstance(kernel, Kernel):
         raise BadArgument(f"kernel={kernel!r}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
     return kernel

@@ -171,7 +171,7 @@ def case_from_json(text: str | bytes) -> Case:
     """
     try:
         found = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadCase(f"case: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
     return case_from_object(found)
 
@@ -191,8 +191,12 @@ def case_from_object(found: object) -> Case:
     unknown = sorted(found.keys() - _KEYS)
     if unknown:
         raise BadCase(f"case.{unknown[0]}: no such part; a Case has format, kernel, problem, recipe, config and check")
+    kernel = _part(found, "kernel", str)
+    if ":" in kernel:
+        # What is named package.module:OBJECT is imported; a file from anywhere must not say what.
+        raise BadCase(f"case.kernel={kernel!r}: a kernel's own name is expected; give --kernel what it is found by")
     return Case(
-        kernel=_part(found, "kernel", str),
+        kernel=kernel,
         problem=_part(found, "problem", Problem),
         recipe=_part(found, "recipe", Recipe),
         config=Config(_part(found, "config", dict[str, int | str | bool])),

@@ -407,7 +407,7 @@ def test_json_of_the_whole_way() -> None:
     assert result.exit_code == 1
     assert "attnfuzz on cpu" in result.stderr
     found = json.loads(result.stdout)
-    assert set(found) == {"kernels", "skipped", "failures", "seconds", "interrupted", "broken", "lost"}
+    assert set(found) == {"kernels", "skipped", "failures", "seconds", "interrupted", "broken", "lost", "not_kept"}
     assert (found["skipped"], found["interrupted"], found["lost"]) == ([], False, None)
     [row] = found["kernels"]
     assert set(row) == {

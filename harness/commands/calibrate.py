@@ -11,22 +11,24 @@ from attnfuzz.harness.commands.common import (
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    asked_for,
     console,
     device_option,
     json_option,
+    kernels_option,
     out_option,
     seed_option,
     writable,
 )
 from attnfuzz.harness.environment import resolve_device
 from attnfuzz.harness.jsontext import dumps
-from attnfuzz.kernels import registry
 
 __all__ = ["calibrate_command"]
 
 
 @click.command("calibrate")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@kernels_option
 @device_option
 @click.option("--max-examples", type=int, default=1000, show_default=True, metavar="N", help="Distinct Cases per kernel.")
 @seed_option
@@ -38,6 +40,7 @@ __all__ = ["calibrate_command"]
 @json_option
 def calibrate_command(
     kernels: tuple[str, ...],
+    more_kernels: tuple[str, ...],
     device: str,
     max_examples: int,
     seed: int,
@@ -65,7 +68,7 @@ def calibrate_command(
         out=out,
         known=found_at(known),
     )
-    chosen = [registry.get(name) for name in dict.fromkeys(kernels or registry.names())]
+    chosen = asked_for(kernels, more_kernels)
     file = None if write is None else writable(write)
     Corpus(out).check()
     with report.CalibrationProgress(console(stderr=as_json)) as progress:
@@ -75,7 +78,7 @@ def calibrate_command(
     else:
         report.show_calibration(console(), done)
     if file is not None:
-        command = ["attnfuzz", "calibrate", *kernels, "--device", plan.device, "--max-examples", str(max_examples)]
+        command = ["attnfuzz", "calibrate", *kernels, *more_kernels, "--device", plan.device, "--max-examples", str(max_examples)]
         command += [*(["--seed", str(seed)] if seed else []), *(["--profile", profile] if profile != "quick" else [])]
         file.write_text(report.markdown(done, shlex.join(command)), encoding="utf-8")
     code = FAILURES if done.failed else WRONG_USE if done.broken else INTERRUPTED if done.interrupted else CLEAN

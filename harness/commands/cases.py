@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from attnfuzz.harness.commands.common import console, json_option
+from attnfuzz.harness.commands.common import check_owner, console, json_option, kernel_option
 from attnfuzz.harness.jsontext import dumps
 
 __all__ = ["show_command"]
@@ -12,13 +12,16 @@ __all__ = ["show_command"]
 
 @click.command("show")
 @click.argument("case", metavar="CASE")
+@kernel_option
 @json_option
-def show_command(case: str, as_json: bool) -> None:
+def show_command(case: str, owner: str | None, as_json: bool) -> None:
     """Show a case file, or the blob of one: the Problem, the values, the Config, and what was found with it."""
     from attnfuzz.harness.blob import stored_case
     from attnfuzz.harness.report.terminal import show_stored
 
     stored = stored_case(case)
+    if owner is not None:
+        check_owner(owner, case, stored.case.kernel, None)
     if as_json:
         click.echo(dumps({"case": stored.case.to_object(), "found": stored.found, "path": str(stored.path)}))
     else:

@@ -8,18 +8,24 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.problem import BadArgument, reject
 
 __all__ = [
     "CLEAN",
     "FAILURES",
     "INTERRUPTED",
     "WRONG_USE",
+    "asked_for",
+    "check_owner",
     "console",
     "deadline_option",
     "device_option",
     "in_process_option",
     "json_option",
+    "kernel_option",
+    "kernels_option",
     "no_memory_check_option",
     "out_option",
     "seed_option",
@@ -36,6 +42,13 @@ device_option = click.option(
     metavar="auto|cpu|cuda",
     help="Where the kernels run; auto takes CUDA if there is one.",
 )
+_KERNEL_HELP = "A kernel by its name, or one from anywhere: package.module:OBJECT, seen from the current folder."
+kernels_option = click.option(
+    "--kernel", "more_kernels", multiple=True, metavar="MODULE:OBJECT", help=f"{_KERNEL_HELP} As KERNEL; may be repeated."
+)
+kernel_option = click.option(
+    "--kernel", "owner", metavar="MODULE:OBJECT", help=f"The case's kernel, where its name alone does not find it. {_KERNEL_HELP}"
+)
 out_option = click.option("--out", default=".attnfuzz", show_default=True, metavar="DIR", help="Folder of case files.")
 in_process_option = click.option(
     "--in-process", is_flag=True, help="No child processes, for a debugger: a kernel that crashes or hangs takes attnfuzz along."
@@ -49,6 +62,35 @@ no_memory_check_option = click.option(
 seed_option = click.option(
     "--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order."
 )
+
+
+def asked_for(kernels: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Kernel]:
+    """The kernels that a command line names by KERNEL and by --kernel, each once; all that are listed where it names none.
+
+    Raises:
+        BadArgument: one of them is not there, or is no kernel.
+    """
+    found = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
+    return list(found.values())
+
+
+def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:
+    """Make the kernel of a case file known: the one that --kernel names, if it does.
+
+    Raises:
+        BadArgument: that is another kernel; or the case's is found nowhere, though the file tells where it came from.
+    """
+    if owner is not None:
+        if (kernel := registry.get(owner)).name != case_kernel:
+            reason = f"it calls itself {kernel.name!r}, and {path} is a case of {case_kernel!r}"
+            raise reject("kernel", owner, reason, "name the case's own kernel")
+    elif isinstance(target, str):
+        try:
+            registry.get(case_kernel)
+        except registry.UnknownKernel:
+            raise BadArgument(
+                f"kernel={case_kernel!r}: no kernel of that name is installed; it was found at {target}: add --kernel {target}"
+            ) from None
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from attnfuzz.harness.commands.common import console, json_option
+from attnfuzz.harness.commands.common import asked_for, console, json_option, kernels_option
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
@@ -16,10 +16,13 @@ __all__ = ["list_command"]
 
 
 @click.command("list")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@kernels_option
 @json_option
-def list_command(as_json: bool) -> None:
-    """List the kernels, and where each can run on this machine."""
-    rows = [_list_row(name) for name in registry.names()]
+def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool) -> None:
+    """List the kernels (default: all), and where each can run on this machine."""
+    named = [kernel.name for kernel in asked_for(kernels, more_kernels)] if kernels or more_kernels else registry.names()
+    rows = [_list_row(name) for name in named]
     if as_json:
         click.echo(dumps({"kernels": rows}))
         return

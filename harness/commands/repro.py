@@ -12,15 +12,18 @@ from attnfuzz.harness.commands.common import (
     CLEAN,
     FAILURES,
     INTERRUPTED,
+    check_owner,
     console,
     deadline_option,
     device_option,
     in_process_option,
     json_option,
+    kernel_option,
     no_memory_check_option,
     writable,
 )
 from attnfuzz.harness.commands.picture import Picture
+from attnfuzz.harness.environment import prepare, resolve_device
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -48,6 +51,7 @@ _SHOWN = {"as_json": "json"}
 
 @click.command("repro")
 @click.argument("case", metavar="CASE")
+@kernel_option
 @device_option
 @deadline_option
 @in_process_option
@@ -64,7 +68,7 @@ _SHOWN = {"as_json": "json"}
 @click.option("--plot", metavar="FILE.png", help="Draw error over budget of each output (.png, .svg, .pdf, or into a folder).")
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
 @json_option
-def repro_command(case: str, as_json: bool, **options: Any) -> None:
+def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -> None:
     """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1) or ERROR (2)."""
     from attnfuzz.harness.blob import stored_case
     from attnfuzz.harness.reproduce import Where
@@ -79,7 +83,10 @@ def repro_command(case: str, as_json: bool, **options: Any) -> None:
         deadline=None if deadline is None else duration(deadline, "deadline"),
         memory_check=not options["no_memory_check"],
     )
+    if where.in_process or way == "pdb":
+        prepare(resolve_device(where.asked))
     try:
+        check_owner(owner, case, stored.case.kernel, stored.found.get("target"))
         match way:
             case "sanitize":
                 code = _sanitized(stored, options["sanitize"], where, as_json=as_json)

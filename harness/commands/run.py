@@ -14,16 +14,18 @@ from attnfuzz.harness.commands.common import (
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    asked_for,
     console,
     deadline_option,
     device_option,
     in_process_option,
     json_option,
+    kernels_option,
     no_memory_check_option,
     out_option,
     seed_option,
 )
-from attnfuzz.harness.environment import has_cuda, resolve_device
+from attnfuzz.harness.environment import has_cuda, prepare, resolve_device
 from attnfuzz.harness.events import to_all
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.harness.report import machine
@@ -39,6 +41,7 @@ __all__ = ["demo_command", "run_command"]
 
 @click.command("run")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@kernels_option
 @device_option
 @click.option("--budget", metavar="60s", help="Time for trials, compiles and shrinking not counted [default: the profile's].")
 @click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, instead of or besides a budget.")
@@ -60,6 +63,7 @@ __all__ = ["demo_command", "run_command"]
 @json_option
 def run_command(
     kernels: tuple[str, ...],
+    more_kernels: tuple[str, ...],
     device: str,
     budget: str | None,
     max_examples: int | None,
@@ -93,7 +97,10 @@ def run_command(
         memory_check=not no_memory_check,
         maps=not no_maps,
     )
-    chosen = [registry.get(name) for name in kernels or registry.names()]
+    if in_process:
+        # Triton has one mode for a process, chosen at its import; somebody else's module may import it.
+        prepare(settings.device)
+    chosen = asked_for(kernels, more_kernels)
     click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
 
 
@@ -112,6 +119,9 @@ def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
         finished = campaign(kernels, settings, to_all(terminal, recorder))
     if as_json:
         click.echo(dumps(machine.campaign_object(finished)))
+    if finished.not_kept:
+        # Told on the terminal alone: a machine must not take what is in the folder for all that was found.
+        return WRONG_USE
     if finished.found or finished.lost:
         return FAILURES
     if finished.broken:

@@ -23,6 +23,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
         "interrupted": finished.interrupted,
         "broken": [{"kernel": each.kernel, "error": each.error} for each in finished.broken],
         "lost": finished.lost,
+        "not_kept": finished.not_kept,
     }
 
 
@@ -34,7 +35,7 @@ def found_object(found: Found) -> dict[str, Any]:
         "verdict": verdict_object(found.verdict),
         "partly_shrunk": found.partly,
         "path": found.path,
-        "repro": repro_line(found.path) if found.path else None,
+        "repro": repro_line(found.path, found.case.kernel) if found.path else None,
         "cases_to_find": found.cases_to_find,
         "seconds_to_find": found.seconds_to_find,
         "shrink_trials": found.shrink_trials,

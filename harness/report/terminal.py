@@ -64,6 +64,13 @@ class Terminal:
     def _on_CaseSkipped(self, event: events.CaseSkipped) -> None:  # noqa: N802
         self._say(f"[yellow]{escape(event.path)}: not tried again here: {escape(event.reason)}[/]")
 
+    def _on_CaseNotKept(self, event: events.CaseNotKept) -> None:  # noqa: N802
+        if event.failing:
+            self._say(f"[red]a failing case could not be written: {escape(event.reason)}; it is this:[/]")
+            self.progress.console.print(event.case.canonical(), highlight=False, soft_wrap=True, markup=False)
+        else:
+            self._say(f"[red]the case in flight cannot be noted on disk any more: {escape(event.reason)}[/]")
+
     def _on_CaseResumed(self, event: events.CaseResumed) -> None:  # noqa: N802
         self._say(f"[yellow]case {event.case.id} was in flight when a run died: it comes first[/]")
 
@@ -112,6 +119,11 @@ class Terminal:
             self.console.print(
                 f"[red]{escape(broken.kernel)} was not tried to the end: {escape(broken.error.splitlines()[0])}[/]"
             )
+        if event.not_kept:
+            told = (
+                f"not all could be kept on disk: {event.not_kept}; a case that is printed above is a case file once it is saved"
+            )
+            self.console.print(f"[red]{escape(told)}[/]", highlight=False, soft_wrap=True)
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases = sum(row.cases for row in event.summaries)
@@ -155,8 +167,10 @@ def show_found(console: Console, number: int, found: Found, again: str | None = 
     for line in describe_verdict(found.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
     if found.path:
-        line = f"{again} {shlex.quote(found.path)}" if again else repro_line(found.path)
+        line = f"{again} {shlex.quote(found.path)}" if again else repro_line(found.path, found.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
+    else:
+        console.print(f"   its case, in no file: {found.case.canonical()}", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_stored(console: Console, stored: CaseFile) -> None:
@@ -170,7 +184,8 @@ def show_stored(console: Console, stored: CaseFile) -> None:
         known = stored.found.get("versions")
         versions = ", ".join(f"{name} {version}" for name, version in known.items()) if isinstance(known, dict) else "?"
         console.print(f"   {'on':<20} {device}; {versions}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"   {'run it again':<20} {repro_line(str(stored.path))}", highlight=False, soft_wrap=True, markup=False)
+    line = repro_line(str(stored.path), stored.case.kernel, stored.found.get("target"))
+    console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
 
 

@@ -1,0 +1,149 @@
+"""A function with flash-attention's signature becomes a kernel in five lines; docs/plug-in.md is the how-to.
+
+    from attnfuzz.kernels.adapters import dense
+    from mypackage.attention import my_flash_attn
+
+    KERNEL = dense(my_flash_attn, name="mine", devices=("cpu", "cuda"), groups=None)
+
+Nothing is declared that the signature does not show or the caller does not say: the defaults are those of the plainest kernel
+(equal lengths, none of them zero, no grouped heads, head dim 64, float16 and bfloat16, CUDA). `attnfuzz check-adapter` tells what
+works besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from attnfuzz.kernels.adapters.adapted import Adapted
+from attnfuzz.kernels.adapters.call import Call
+from attnfuzz.kernels.adapters.signature import read, source_files
+from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Packing, reject
+
+__all__ = ["Adapted", "dense", "varlen"]
+
+Function = Callable[..., Any]
+Lse = bool | Literal["auto"]
+
+
+def dense(
+    function: Function,
+    *,
+    name: str | None = None,
+    backend: str = "torch",
+    layout: Literal["bshd", "bhsd"] = "bshd",
+    lse: Lse = "auto",
+    gradients: bool = True,
+    backward: Function | None = None,
+    configs: Sequence[Mapping[str, ConfigValue]] = ({},),
+    files: Sequence[str | Path] = (),
+    **capabilities: Any,
+) -> Adapted:
+    """The kernel of `function(q, k, v, ...)`, as flash_attn_func: q `(batch, seqlen_q, heads, dim)`, k and v alike.
+
+    Args:
+        function: gives o, or a tuple that begins with o (and LSE). Of these parameters it is passed those that it has:
+            `softmax_scale` (or `scale`, `sm_scale`), `causal` (or `is_causal`), `window_size` (two numbers, -1 for no limit),
+            `softcap`, and a flag for LSE (`return_lse`, `return_softmax_lse` or `return_attn_probs`).
+        name: of the kernel; default: the function's own.
+        backend: "triton" makes Triton's interpreter ready on the CPU.
+        layout: "bhsd": the function takes and gives `(batch, heads, seqlen, dim)`.
+        lse: whether it gives LSE `(batch, heads, seqlen_q)`, float32, natural log: "auto": if it has a flag for it; True: always,
+            second in the tuple. +inf in a row that sees no key is read as -inf, as flash-attention has it.
+        gradients: dQ, dK and dV by torch's autograd of `function`; False: it has none.
+        backward: gives (dq, dk, dv) in place of autograd: `backward(d_o, q, k, v, o, lse, ...)` with the same keywords.
+        configs: choices (tile sizes, ...), the default first, passed by name. `tile_m` and `tile_n` are what lengths are drawn
+            around, and are passed only if the function has such parameters.
+        files: sources whose change means that the kernel changed, besides that of the function.
+        capabilities: fields of `attnfuzz.kernels.contract.Capabilities` in place of the defaults.
+
+    Raises:
+        BadArgument: the signature cannot be read or is another one, or the capabilities contradict it.
+    """
+    call = Call(function, backward, read(function, ()), lse, layout, gradients)
+    return _adapted(call, name, backend, configs, files, {"packings": ("dense",), **capabilities})
+
+
+def varlen(
+    function: Function,
+    *,
+    name: str | None = None,
+    backend: str = "torch",
+    lse: Lse = "auto",
+    gradients: bool = True,
+    backward: Function | None = None,
+    configs: Sequence[Mapping[str, ConfigValue]] = ({},),
+    files: Sequence[str | Path] = (),
+    **capabilities: Any,
+) -> Adapted:
+    """The kernel of `function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ...)`: flash_attn_varlen_func.
+
+    q is `(total_q, heads, dim)`, k and v `(total_k, kv_heads, dim)`, cu_seqlens `(batch + 1,)` int32, LSE `(heads, total_q)`.
+    The four are passed by their names. All else as for `dense`; `backward` gets them as keywords, too.
+
+    Raises:
+        BadArgument: the signature cannot be read or is another one, or the capabilities contradict it.
+    """
+    needed = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    call = Call(function, backward, read(function, needed), lse, "thd", gradients)
+    return _adapted(call, name, backend, configs, files, {"packings": ("ragged",), **capabilities})
+
+
+def _adapted(
+    call: Call,
+    name: str | None,
+    backend: str,
+    configs: Sequence[Mapping[str, ConfigValue]],
+    files: Sequence[str | Path],
+    given: dict[str, Any],
+) -> Adapted:
+    name = call.signature.name if name is None else name
+    if not name or any(each.isspace() or each in ":/" for each in name):
+        raise reject("name", name, "a kernel's name has no spaces, colons or slashes", "give a dotted one, such as mine.flash")
+    if not configs:
+        raise reject("configs", configs, "a kernel has at least its default", "leave it out, or give ({},)")
+    chosen = tuple(Config(each) for each in configs)
+    if unknown := sorted({key for each in chosen for key in each} - {*call.signature.parameters, "tile_m", "tile_n"}):
+        raise reject("configs", unknown[0], f"{call.signature.name} has no such parameter", "name its parameters")
+    can = _capabilities(call, given)
+    found = tuple(dict.fromkeys([*source_files(call.function), *(str(Path(each).absolute()) for each in files)]))
+    if not found:
+        raise reject("files", files, f"the source of {call.signature.name} is not found", "name the files that make it up")
+    return Adapted(name=name, backend=backend, files=found, capabilities=can, call=call, choices=chosen)
+
+
+def _capabilities(call: Call, given: dict[str, Any]) -> Capabilities:
+    """What the signature shows, and what the caller says in its place."""
+    if unknown := sorted(given.keys() - set(Capabilities.__struct_fields__)):
+        remedy = f"use one of {', '.join(Capabilities.__struct_fields__)}"
+        raise reject("capabilities", unknown[0], "Capabilities have no such field", remedy)
+    has = call.signature.option
+    outputs: tuple[OutputName, ...] = tuple(
+        each for each in OUTPUT_NAMES if each == "o" or (call.gives_lse if each == "lse" else call.has_gradients)
+    )
+    shown: dict[str, Any] = {
+        "causal": (None, "bottom_right") if has("causal") else (None,),
+        "window": has("window_size") is not None,
+        "softcap": has("softcap") is not None,
+        "outputs": outputs,
+        "compiles_on": (),
+    }
+    can = Capabilities(**{**shown, **given})
+    for field, name in (("window", "window_size"), ("softcap", "softcap")):
+        if getattr(can, field) and not has(name):
+            raise reject(field, True, f"{call.signature.name} has no parameter {name}", "leave it out, or wrap the function")
+    if any(can.causal) and not has("causal"):
+        raise reject("causal", can.causal, f"{call.signature.name} has no parameter causal", "leave it out, or wrap the function")
+    if wrong := [each for each in can.outputs if each not in outputs]:
+        remedy = "lse=True where it always gives LSE; gradients=True or backward=... where it has them"
+        raise reject("outputs", wrong, f"the adapter gets only {', '.join(outputs)} of it", remedy)
+    expected: Packing = "ragged" if call.layout == "thd" else "dense"
+    if can.packings != (expected,):
+        raise reject("packings", can.packings, f"this adapter calls it {expected}", "leave it out, or use the other adapter")
+    if can.slack and call.layout != "thd":
+        raise reject("slack", True, "a dense function is not told how many rows count", "leave it out")
+    if can.score_mod or can.mask_mod:
+        raise reject("score_mod", True, "these adapters pass no functions", "write a Kernel of its own (contract.Kernel)")
+    return can

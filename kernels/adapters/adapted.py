@@ -1,0 +1,66 @@
+"""The Kernel around a function with flash-attention's signature."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+
+from attnfuzz.kernels.adapters.call import Call, Running
+from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, why_unsupported
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.triton import runtime
+
+__all__ = ["Adapted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """A Kernel; made by `dense` or `varlen`, which check what they are given."""
+
+    name: str
+    backend: str
+    files: tuple[str, ...]
+    capabilities: Capabilities
+    call: Call
+    choices: tuple[Config, ...]
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:  # noqa: ARG002 - the contract's signature
+        """The same for every Problem."""
+        return self.choices
+
+    def unavailable(self, device: Device) -> str | None:
+        """An undeclared device, a missing torch or CUDA device, a missing Triton; or None."""
+        if device not in self.capabilities.devices:
+            return f"device={device!r}: {self.name} is declared for {', '.join(self.capabilities.devices)} only"
+        if self.backend == "triton":
+            return runtime.unavailable(device)
+        if importlib.util.find_spec("torch") is None:
+            return "torch is not installed: pip install torch"
+        torch = importlib.import_module("torch")
+        if device == "cuda" and not torch.cuda.is_available():
+            return "no CUDA device: torch.cuda.is_available() is False"
+        return None
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        """Why not, or None."""
+        if config not in self.choices:
+            return f"config={config!r}: supports {', '.join(map(repr, self.choices))}"
+        return why_unsupported(self.capabilities, problem, device) or self.call.why_not(problem)
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        """By what compiled functions usually differ; they compile at their first call."""
+        form = (problem.dtype, problem.dim_qk, problem.dim_v, problem.causal is not None)
+        return f"{self.name} {form} {config.canonical()}"
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        """Nothing is compiled before the first call.
+
+        Raises:
+            BadArgument: `problem` is not supported.
+        """
+        if reason := self.supports(problem, config, device):
+            raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
+        if self.backend == "triton":
+            runtime.load(device)
+        return Running(self.call, config, contiguous=not self.capabilities.layouts)

@@ -1,0 +1,94 @@
+"""What a function's signature says: which of flash-attention's parameters it has, under which names, and where its source is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnfuzz.kernels.errors import reject
+
+__all__ = ["Signature", "read", "source_files"]
+
+_NAMES = {
+    "softmax_scale": ("softmax_scale", "scale", "sm_scale"),
+    "causal": ("causal", "is_causal"),
+    "window_size": ("window_size",),
+    "softcap": ("softcap",),
+    "return_lse": ("return_lse", "return_softmax_lse", "return_attn_probs"),
+}
+"""Each option's names in the libraries that have it; the first is flash-attention's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A function's parameters by name, those that can be passed by keyword, beyond q, k and v."""
+
+    name: str
+    parameters: tuple[str, ...]
+    required: tuple[str, ...]
+    """Those without a default."""
+
+    def option(self, name: str) -> str | None:
+        """What the function calls the option `name`; None where it has none."""
+        return next((each for each in _NAMES[name] if each in self.parameters), None)
+
+
+def read(function: Callable[..., Any], needed: Sequence[str]) -> Signature:
+    """The signature of `function(q, k, v, ...)`, which has the parameters `needed`.
+
+    Raises:
+        BadArgument: it cannot be read, takes fewer than three tensors, lacks one of `needed`, or needs what it is never given.
+    """
+    if not callable(function):
+        raise reject("function", function, "it cannot be called", "give the function itself")
+    name = _name(function)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise reject(
+            "function", name, f"its signature cannot be read ({error})", "wrap it in a def with named parameters"
+        ) from None
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3:
+        raise reject(
+            "function",
+            f"{name}{inspect.signature(function)}",
+            "q, k and v come first, one after the other",
+            "wrap it in such a def",
+        )
+    rest = [each for each in parameters if each not in positional[:3]]
+    named = tuple(each.name for each in rest if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
+    if missing := [each for each in needed if each not in named]:
+        raise reject("function", name, f"it has no parameter {missing[0]}", "wrap it in a def that has, or use adapters.dense")
+    passed = {*needed, *(alias for aliases in _NAMES.values() for alias in aliases)}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for each in rest:
+        if each.default is each.empty and each.kind not in variadic and each.name not in passed:
+            raise reject("function", name, f"its parameter {each.name} has no default", "bind it with functools.partial")
+    required = tuple(each.name for each in rest if each.name in named and each.default is each.empty)
+    return Signature(name, named, required)
+
+
+def source_files(function: Callable[..., Any]) -> list[str]:
+    """The file of `function` beneath partials and decorators, or of its class; empty where Python does not know it."""
+    found: Any = function
+    while isinstance(found, functools.partial):
+        found = found.func
+    found = inspect.unwrap(found)
+    if not (inspect.isroutine(found) or inspect.isclass(found)):
+        found = type(found)
+    try:
+        file = inspect.getsourcefile(found)
+    except TypeError:
+        return []
+    return [str(Path(file).absolute())] if file and Path(file).is_file() else []
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
