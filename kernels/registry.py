@@ -11,7 +11,7 @@ from importlib import metadata
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["ENTRY_POINT_GROUP", "UnknownKernel", "get", "is_local", "names", "register", "unregister"]
+__all__ = ["ENTRY_POINT_GROUP", "UnknownKernel", "get", "is_local", "names", "register", "target", "unregister"]
 
 ENTRY_POINT_GROUP = "attnfuzz.kernels"
 
@@ -81,6 +81,13 @@ def names() -> tuple[str, ...]:
     """Every listed kernel: built in, from entry points, registered."""
     found = {point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return tuple(sorted({*_BUILT_IN, *found, *_registered}))
+
+
+def target(name: str) -> str | None:
+    """ "module:object" of a kernel that is built in or an entry point's, whether or not it can be imported; else None."""
+    if built_in := {**_BUILT_IN, **_HIDDEN}.get(name):
+        return built_in
+    return next((point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name), None)
 
 
 def get(name: str) -> Kernel:
