@@ -25,6 +25,8 @@ class Timed:
     case: Case
     direction: str
     rounds: list[tuple[float, float]] = field(default_factory=list)
+    confirmed: bool = False
+    """It was too slow in two series of rounds."""
 
     @property
     def ratio(self) -> Ratio:
@@ -71,11 +73,20 @@ def speed(
     rounds: int = ROUNDS,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Part:
-    """Fails where the ratio's interval lies above `threshold`."""
+    """Fails where the ratio's interval lies above `threshold`, twice."""
     try:
         found, left_out = timed_by_turns(head, base, cases, rounds, progress)
     except BrokenSideError as error:
         return Part("speed", "error", f"a run could not be timed: {error}")
+    doubtful = list(dict.fromkeys(each.case for each in found if each.ratio.above(threshold)))
+    if doubtful:
+        # What else the machine does comes in bursts, which no interval of one run knows of: it must show twice.
+        again, _ = timed_by_turns(head, base, doubtful, rounds, progress)
+        first = {(each.case, each.direction): each for each in found}
+        for each in again:
+            each.confirmed = first[each.case, each.direction].ratio.above(threshold) and each.ratio.above(threshold)
+            first[each.case, each.direction] = each
+        found = list(first.values())
     if not found:
         return Part("speed", "skipped", f"no Case to time: {'; '.join(left_out) or 'the kernel takes none of the usual ones'}")
     findings, rows = [], []
@@ -83,7 +94,7 @@ def speed(
         ratio = each.ratio
         ours, theirs = (statistics.median(side) for side in zip(*each.rounds, strict=True))
         what = f"{each.direction} of {_label(each.case)}"
-        if ratio.above(threshold):
+        if each.confirmed:
             message = f"{what} takes {_time(ours)}, {ratio} x what it took ({_time(theirs)}), over {len(each.rounds)} rounds by "
             message += f"turns; more than {threshold:g} x is too much"
             findings.append(Finding("speed", kernel, message, check=each.direction, described=tuple(describe_case(each.case))))
@@ -102,7 +113,9 @@ def speed(
     slowest = max(found, key=lambda each: each.ratio.value)
     summary = f"at most {slowest.ratio} x base's time ({slowest.direction} of {_label(slowest.case)})"
     clear = all(each.ratio.clearly_below(threshold) for each in found)
-    return Part("speed", "fail" if findings else "pass", summary, tuple(findings), {"threshold": threshold, "rows": rows}, complete=clear)
+    return Part(
+        "speed", "fail" if findings else "pass", summary, tuple(findings), {"threshold": threshold, "rows": rows}, complete=clear
+    )
 
 
 def _label(case: Case) -> str:
