@@ -48,6 +48,8 @@ KERNEL = '''
 
 import time
 
+import torch
+
 from acme.core import Acme
 
 
@@ -69,8 +71,8 @@ KERNEL = Kernel()
 
 HARMLESS = ("# forward", "o = o.mul(3).div(3)  # the same but for two roundings")
 BROKEN_DK = ("# backward", "dk = dk * 0.5 if inputs.problem.groups == 3 else dk")
-SLOW = ("# forward", "time.sleep(0.002)")
-ROUGH = ("# forward", "o = o * (1 + 2.0**-19 * (-1.0) ** torch.arange(o.shape[-1]))")
+SLOW = ("# forward", "time.sleep(0.005)")
+ROUGH = ("# backward", "dq = dq * (1 + 2.0**-21 * (-1.0) ** torch.arange(dq.shape[-1]))")
 
 
 def git(folder: Path, *arguments: str) -> str:

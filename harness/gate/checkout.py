@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -98,7 +99,10 @@ def changes_since(checkout: Checkout, ref: str) -> Changes:
             deleted.add(name)
         else:
             changed.add(name)
-    untracked = {each for each in checkout.git("ls-files", "--others", "--exclude-standard", "-z").split("\0") if each}
+    listed = checkout.git("ls-files", "--others", "--exclude-standard", "-z").split("\0")
+    # An environment in the checkout that nobody has told git to ignore.
+    environment = Path(sys.prefix).resolve()
+    untracked = {each for each in listed if each and not (checkout.root / each).is_relative_to(environment)}
     return Changes(
         base=base,
         told=f"{base[:10]} ({ref})" if not base.startswith(ref) else base[:10],

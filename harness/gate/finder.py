@@ -99,7 +99,8 @@ class TreeFinder:
         return None
 
     def _inside(self, path: str) -> str | None:
-        return _under(path, self.head)
+        # An environment that lies in the checkout is none of its code.
+        return None if _under(path, os.path.realpath(sys.prefix)) is not None else _under(path, self.head)
 
     @staticmethod
     def _swapped(path: str, old: str, new: str) -> str:
