@@ -214,10 +214,10 @@ def test_a_command_that_gives_no_table(
 
 def test_the_sample_is_the_same_every_time_and_holds_large_enough_cases() -> None:
     kernel = registry.get(KERNEL)
-    one, other = (accuracy_cases(kernel, "cpu", 10, 3) for _ in range(2))
+    one, other = (accuracy_cases(kernel, "cpu", 6, 3) for _ in range(2))
     assert one == other
-    assert len(one) == 10
-    assert one != accuracy_cases(kernel, "cpu", 10, 4)
+    assert len(one) == 6
+    assert one != accuracy_cases(kernel, "cpu", 6, 4)
     assert all(case.recipe == Recipe(seed=number) for number, case in enumerate(one) if number % 2 == 0)
     assert all(kernel.supports(case.problem, case.config, "cpu") is None for case in one)
 

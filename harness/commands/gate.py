@@ -101,7 +101,7 @@ def gate_command(
         device=resolve_device(device),
         base=base,
         baseline=None if baseline is None else Path(baseline),
-        write=None if write is None else writable(write),
+        write=None if write is None else _to_be_written(write),
         kernels=kernels,
         everything=everything,
         folder=Path.cwd(),
@@ -126,6 +126,14 @@ def gate_command(
         done = gate(plan, progress)
     _report(done, files, annotate=annotate, as_json=as_json)
     click.get_current_context().exit(_code(done))
+
+
+def _to_be_written(path: str) -> Path:
+    """Known to be writable, and not begun: an empty file would be a broken baseline if this ends before it is written."""
+    file = writable(path)
+    if not file.stat().st_size:
+        file.unlink()
+    return file
 
 
 def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool) -> None:

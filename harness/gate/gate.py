@@ -154,6 +154,9 @@ def _without_head(broken: dict[str, Exception], base: Base, *, explicit: bool) -
     """
     for asked, error in broken.items():
         if absent := why_absent(asked, error):
+            # Names come from what is installed, which is the same for both sides.
+            if isinstance(error, registry.UnknownKernel) and ":" not in asked and isinstance(base, Commit):
+                raise error
             if not base.had(asked):
                 if not explicit:
                     continue

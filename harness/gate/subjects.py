@@ -46,7 +46,9 @@ def load_kernel(asked: str) -> Kernel:
     if not module or not name:
         raise reject("kernel", asked, "it names no object of a module", "write package.module:OBJECT")
     found: Any = operator.attrgetter(name)(importlib.import_module(module))
-    made: Kernel = found() if inspect.isclass(found) or inspect.isfunction(found) else found
+    made = found
+    if inspect.isclass(found) or inspect.isfunction(found):
+        made = found()
     return registry.register(made)
 
 

@@ -114,7 +114,7 @@ def _again(path: str) -> str:
 def _verdict(done: Gate) -> str:
     seconds = f"{done.seconds:.1f} s"
     if done.written:
-        return f"{done.written}: {len(done.kernels)} kernels written in {seconds}"
+        return f"{done.written}: {len(done.kernels)} kernel{'s' * (len(done.kernels) != 1)} written in {seconds}"
     against = f" against {done.against}" if done.against else ""
     counts = {
         name: sum(1 for each in done.kernels if each.outcome == name) for name in ("pass", "fail", "known", "error", "skipped")
