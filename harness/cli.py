@@ -16,6 +16,7 @@ from attnfuzz.harness.commands.calibrate import calibrate_command
 from attnfuzz.harness.commands.cases import show_command
 from attnfuzz.harness.commands.check_adapter import check_adapter_command
 from attnfuzz.harness.commands.common import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.commands.gate import gate_command
 from attnfuzz.harness.commands.kernels import list_command
 from attnfuzz.harness.commands.report import report_command
 from attnfuzz.harness.commands.repro import repro_command
@@ -95,6 +96,7 @@ for _command in (
     show_command,
     repro_command,
     calibrate_command,
+    gate_command,
     selftest_group,
     demo_command,
     report_command,

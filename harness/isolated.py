@@ -59,6 +59,7 @@ class Isolated:
         compile_deadline: seconds that a compile may take, ten times the deadline unless told.
         memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
         memory_check: check every access to memory of interpreted kernels.
+        variables: environment variables of the children, besides those that every child gets.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Isolated:
         compile_deadline: float | None = None,
         memory: int | None = None,
         memory_check: bool = True,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.device = device
         self._memory_check = memory_check
@@ -81,7 +83,7 @@ class Isolated:
         self._hangs: set[tuple[str, str]] = set()
         self._last: str | None = None
         self._hinted: tuple[str, str] | None = None
-        self._nursery = Nursery(preloads(device, backends), _VARIABLES[device])
+        self._nursery = Nursery(preloads(device, backends), {**_VARIABLES[device], **(variables or {})})
         self.run = self._nursery.run
         self._supervisor = Supervisor(
             self._nursery,
@@ -128,6 +130,13 @@ class Isolated:
             self._hinted = key
             self._supervisor.hint(Task("attnfuzz.harness.tasks:warm", self._task(case, {}).payload, {}))
         return verdict
+
+    def ask(self, target: str, payload: Mapping[str, Any]) -> Outcome:
+        """What becomes of a task that is no Trial: `target` ("module:function") with `payload`, JSON values, at full deadlines.
+
+        Tasks that follow each other are done by the same child for as long as none ends it.
+        """
+        return self._supervisor.run(Task(target, dict(payload), self._full))
 
     def trial(self, case: Case) -> Verdict:
         """Begin and finish, patiently."""
@@ -179,10 +188,6 @@ class Isolated:
             else:
                 yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
         self._supervisor.trim()
-
-    def ask(self, target: str, payload: dict[str, Any]) -> Outcome:
-        """What comes of `target` ("module:function") with `payload` in a child, patiently."""
-        return self._supervisor.run(Task(target, payload, self._full))
 
     def settle(self) -> None:
         """Wait until the spare children stand ready."""

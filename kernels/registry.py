@@ -29,6 +29,7 @@ __all__ = [
     "names",
     "origin",
     "register",
+    "target",
     "unregister",
 ]
 
@@ -117,6 +118,13 @@ def names() -> tuple[str, ...]:
     """Every listed kernel: built in, from entry points, registered, asked for as "package.module:OBJECT"."""
     found = {point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return tuple(sorted({*_BUILT_IN, *found, *_origins, *_registered}))
+
+
+def target(name: str) -> str | None:
+    """ "module:object" of a kernel that is built in or an entry point's, whether or not it can be imported; else None."""
+    if built_in := {**_BUILT_IN, **_HIDDEN}.get(name):
+        return built_in
+    return next((point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name), None)
 
 
 def get(name: str, folder: str | None = None) -> Kernel:

@@ -1,0 +1,207 @@
+"""The gate: which kernels changed, each through its parts, against what it was before; and one verdict."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+from attnfuzz.harness.corpus import CaseFile, Corpus, read_case
+from attnfuzz.harness.gate.before import Base
+from attnfuzz.harness.gate.commit import Commit
+from attnfuzz.harness.gate.correctness import stored_cases
+from attnfuzz.harness.gate.from_file import FromFile
+from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, read_ledger, spent
+from attnfuzz.harness.gate.plan import Plan
+from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, Tell
+from attnfuzz.harness.gate.subjects import Subject, named, why_absent, within
+from attnfuzz.harness.gate.turn import KernelTurn, why_not_here
+from attnfuzz.harness.gate.write import written
+from attnfuzz.harness.isolated import Isolated
+from attnfuzz.harness.raised import told
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import BadArgument, reject
+
+__all__ = ["gate"]
+
+
+def gate(plan: Plan, tell: Tell, today: date | None = None) -> Gate:
+    """Gate the kernels of `plan`; `tell` hears how far it is. Ctrl-C ends it with what was found until then.
+
+    Args:
+        plan: what to do.
+        tell: hears of every part.
+        today: by which the ledger's entries expire; None: the day that it is.
+
+    Raises:
+        BadArgument: no checkout, an unknown ref, a broken ledger or baseline, a kernel that is none.
+    """
+    start = time.monotonic()
+    Corpus(plan.out).check()
+    if plan.write is not None:
+        return written(plan, plan.write, tell)
+    today = today or date.today()
+    ledger = _ledger(plan, today)
+    base: Base
+    if plan.baseline is not None:
+        base = FromFile(plan.baseline, plan.device)
+    else:
+        assert plan.base is not None
+        base = Commit(plan.folder, plan.base, plan.device)
+    with base:
+        return _gated(plan, base, ledger, tell, today, start)
+
+
+def _gated(plan: Plan, base: Base, ledger: Ledger | None, tell: Tell, today: date, start: float) -> Gate:
+    asked = plan.kernels or (base.kernels if isinstance(base, FromFile) else ())
+    chosen, broken = named(asked, base.root)
+    done = list(_without_head(broken, base, explicit=bool(plan.kernels)))
+    _check_places(chosen, base, explicit=bool(plan.kernels))
+    if ledger is not None and not broken:
+        _check_names(ledger, {each.name for each in chosen})
+    why = {each.name: _why(each, plan, base) for each in chosen}
+    gated = [each for each in chosen if why[each.name] is not None]
+    entries = ledger.entries if ledger else ()
+    pleas = [each for each in entries if not each.expired(today)]
+    stored = _stored(plan, entries)
+    interrupted, described = False, {}
+    if any(why_not_here(each.kernel, plan.device) is None for each in gated):
+        backends = sorted({each.kernel.backend for each in gated})
+        base.will_run(backends)
+        executor = Isolated(plan.device, backends=backends, deadline=plan.deadline, memory_check=plan.memory_check)
+        try:
+            described = executor.describe()
+            for each in gated:
+                turn = KernelTurn(each, plan, base, executor, stored, pleas, tell)
+                try:
+                    turn.run()
+                except KeyboardInterrupt:
+                    interrupted = True
+                done.append(KernelGate(each.name, why[each.name] or "", tuple(turn.parts), *base.place(each)))
+                if interrupted:
+                    break
+        finally:
+            executor.close()
+    else:
+        done += [_not_here(each, why[each.name] or "", plan, base) for each in gated]
+    wrong, notes = spent(ledger, done, today) if ledger else ((), ())
+    return Gate(
+        against=base.told,
+        kernels=tuple(done),
+        untouched=len(chosen) - len(gated),
+        notes=notes,
+        ledger=str(ledger.path) if ledger else None,
+        stale=wrong,
+        seconds=time.monotonic() - start,
+        environment=described,
+        interrupted=interrupted,
+    )
+
+
+def _ledger(plan: Plan, today: date) -> Ledger | None:
+    if plan.ledger is not None:
+        return read_ledger(plan.ledger, today)
+    usual = plan.folder / DEFAULT
+    return read_ledger(usual, today) if usual.exists() else None
+
+
+def _check_names(ledger: Ledger, chosen: set[str]) -> None:
+    """An entry of a kernel that nobody knows lets nothing through, and would stay for ever."""
+    for entry in ledger.entries:
+        if entry.kernel in chosen or entry.kernel in registry.names():
+            continue
+        try:
+            registry.get(entry.kernel)
+        except BadArgument as error:
+            where = f"line {entry.line}: " if entry.line else ""
+            remedy = "take the entry out, or name the kernel by --kernel as well"
+            raise reject(
+                "ledger", str(ledger.path), f"{where}{entry} is of no kernel that is known here ({error})", remedy
+            ) from None
+
+
+def _check_places(chosen: Sequence[Subject], base: Base, *, explicit: bool) -> None:
+    if base.root is None:
+        return
+    remedy = "install its package from the checkout (pip install -e .), or put it on PYTHONPATH"
+    for each in chosen if explicit else ():
+        if not within(each.kernel, base.root):
+            files = ", ".join(each.kernel.files) or "it declares none"
+            reason = f"none of its files is in the checkout {base.root} ({files})"
+            raise reject("kernel", each.asked, reason, remedy)
+    if not chosen and not explicit:
+        raise reject(
+            "kernel", "", f"no kernel that is known has a file in the checkout {base.root}", f"name it by --kernel; or {remedy}"
+        )
+
+
+def _why(subject: Subject, plan: Plan, base: Base) -> str | None:
+    """Why the kernel is gated, or None."""
+    if changed := base.why_changed(subject):
+        return changed
+    if plan.kernels:
+        return "asked for by --kernel"
+    return "asked for by --all" if plan.everything else None
+
+
+def _without_head(broken: dict[str, Exception], base: Base, *, explicit: bool) -> Iterator[KernelGate]:
+    """Kernels that cannot be loaded: deleted, which is no failure, or broken, which is one.
+
+    Raises:
+        BadArgument: there is no such kernel, and was none.
+    """
+    for asked, error in broken.items():
+        if absent := why_absent(asked, error):
+            # Names come from what is installed, which is the same for both sides.
+            if isinstance(error, registry.UnknownKernel) and ":" not in asked and isinstance(base, Commit):
+                raise error
+            if not base.had(asked):
+                if not explicit:
+                    continue
+                if isinstance(error, BadArgument):
+                    raise error
+                remedy = "give its name, or package.module:OBJECT; its package must be installed, or on PYTHONPATH"
+                raise reject("kernel", asked, absent, remedy) from None
+            yield KernelGate(asked, "deleted", (Part("load", "skipped", f"it is deleted: {absent}, and {base.told} has it"),))
+            continue
+        file, line = _raised_at(error, base.root)
+        finding = Finding("load", asked, f"it cannot be loaded: {told(error)}", detail=_trace(error))
+        part = Part("load", "fail", told(error).splitlines()[0], (finding,))
+        yield KernelGate(asked, "it cannot be loaded", (part,), file, line)
+
+
+def _raised_at(error: BaseException, root: Path | None) -> tuple[str, int]:
+    """Where in the checkout an import failed: the file that does not parse, or the innermost frame."""
+    cause = error.__cause__ or error
+    places = [(each.filename, each.lineno or 1) for each in reversed(traceback.extract_tb(cause.__traceback__))]
+    if isinstance(cause, SyntaxError) and cause.filename:
+        places.insert(0, (cause.filename, cause.lineno or 1))
+    for name, line in places:
+        path = Path(name).resolve()
+        if root is not None and path.is_relative_to(root) and path.is_file():
+            return path.relative_to(root).as_posix(), line
+    return "", 1
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error.__cause__ or error))[-4000:]
+
+
+def _not_here(subject: Subject, why: str, plan: Plan, base: Base) -> KernelGate:
+    reason = why_not_here(subject.kernel, plan.device)
+    part = Part("load", "skipped", f"it cannot run on {plan.device} here: {reason}")
+    return KernelGate(subject.name, why, (part,), *base.place(subject))
+
+
+def _stored(plan: Plan, entries: Sequence[Entry]) -> tuple[CaseFile, ...]:
+    found = {each.case: each for each in stored_cases(plan.out, plan.corpora)}
+    for entry in entries:
+        if entry.case is not None:
+            stored = read_case(entry.case)
+            if stored.case.kernel != entry.kernel:
+                reason = f"{entry}: its case is of {stored.case.kernel}"
+                raise reject("ledger", str(entry.case), reason, "give a case of the entry's kernel")
+            found.setdefault(stored.case, stored)
+    return tuple(found.values())

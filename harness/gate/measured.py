@@ -1,0 +1,62 @@
+"""Errors and digests of one side on the sample of Cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from attnfuzz.harness.failure import Failure
+from attnfuzz.harness.gate.trees import BrokenSideError, Side
+from attnfuzz.kernels.problem import OutputName
+from attnfuzz.strategies.case import Case
+
+__all__ = ["Errors", "Measurement", "measurements"]
+
+
+class Errors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One output's errors over their budgets on one Case: elements, mean square, largest."""
+
+    elements: int
+    square: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One Case on one side: errors by output, digests of two runs, or why there are none."""
+
+    case: Case
+    errors: dict[OutputName, Errors] = field(default_factory=dict)
+    digests: tuple[dict[str, str], ...] = ()
+    failures: tuple[Failure, ...] = ()
+    left_out: str = ""
+    """Why the side does not take the Case."""
+
+
+def measurements(
+    side: Side, cases: Sequence[Case], *, memory_check: bool, progress: Callable[[int], None] = lambda _: None
+) -> tuple[Measurement, ...]:
+    """Every Case on `side`; `progress` hears how many are done. A Case that ends its process is a failure of kind crash."""
+    found = []
+    for number, case in enumerate(cases):
+        progress(number)
+        try:
+            answer = side.ask("measure", case=case.canonical(), memory_check=memory_check)
+        except BrokenSideError as error:
+            failure = Failure(kernel=case.kernel, kind="crash", check="kernel", message=str(error))
+            found.append(Measurement(case, failures=(failure,)))
+            continue
+        if "unsupported" in answer:
+            found.append(Measurement(case, left_out=answer["unsupported"]))
+            continue
+        found.append(
+            Measurement(
+                case,
+                errors=msgspec.convert(answer["figures"], dict[OutputName, Errors]),
+                digests=tuple(answer["digests"]),
+                failures=msgspec.convert(tuple(answer["failures"]), tuple[Failure, ...]),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,107 @@
+"""The Cases that head and base are compared on: a fixed sample for errors, a few large ones for speed."""
+
+from __future__ import annotations
+
+import contextlib
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import BadArgument, Causal, Problem
+from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.shapes import all_variants, pool
+
+__all__ = ["accuracy_cases", "speed_cases"]
+
+_LIMITS: dict[Device, Limits] = {
+    "cpu": Limits(batch=3, heads=4, length=150, tiles=8),
+    "cuda": Limits(batch=4, heads=8, length=1024, tiles=512),
+}
+_VARIANTS: dict[Device, int] = {"cpu": 3, "cuda": 12}
+"""Variants that are compiled for the sample, where that takes long."""
+_LEAST = 512
+"""Elements of an output below which its errors are too few to measure."""
+_DRAWS = 20
+_SPEED: dict[Device, tuple[tuple[int, int, int], ...]] = {
+    "cpu": ((1, 4, 128), (1, 2, 64)),
+    "cuda": ((4, 32, 4096), (2, 16, 2048), (1, 8, 1024)),
+}
+"""(batch, heads, length), the first that the kernel takes."""
+
+
+class _EnoughError(BaseException):
+    """Ends the draws. No Exception, so that Hypothesis takes it for no failure."""
+
+
+def accuracy_cases(kernel: Kernel, device: Device, count: int, seed: int) -> tuple[Case, ...]:
+    """`count` Cases of `kernel`, or as many as are drawn: the same for the same kernel, device and seed.
+
+    Every other has plain normal values, whose errors are all of one size.
+    """
+    variants = all_variants(kernel, device)
+    if device in kernel.capabilities.compiles_on:
+        variants = pool(variants, _VARIANTS[device], seed)
+    found: dict[Case, None] = {}
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=_DRAWS * count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(cases(kernel, device=device, limits=_LIMITS[device], variants=variants))
+    def look(case: Case) -> None:
+        problem = case.problem
+        visible = sum(n_q * min(n_k, 1) for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
+        if visible * problem.heads * problem.dim_v >= _LEAST:
+            plain = replace(case, recipe=Recipe(seed=len(found))) if len(found) % 2 == 0 else case
+            found.setdefault(plain)
+        if len(found) == count:
+            raise _EnoughError
+
+    with contextlib.suppress(_EnoughError):
+        look()
+    return tuple(found)
+
+
+def speed_cases(kernel: Kernel, device: Device) -> tuple[Case, ...]:
+    """The largest usual problem that the kernel takes, in its first dtype, dims and Config: without a mask and with one."""
+    can = kernel.capabilities
+    masks: list[Causal | None] = [each for each in (None, "bottom_right", "top_left") if each in can.causal]
+    found = []
+    for causal in masks[:2]:
+        for batch, heads, length in _SPEED[device]:
+            if (case := _speed_case(kernel, device, causal, batch, heads, min(length, can.length_max or length))) is not None:
+                found.append(case)
+                break
+    return tuple(found)
+
+
+def _speed_case(kernel: Kernel, device: Device, causal: Causal | None, batch: int, heads: int, length: int) -> Case | None:
+    can = kernel.capabilities
+    dim_qk, dim_v = can.dims[0]
+    groups = 1 if can.groups is None else can.groups[0]
+    try:
+        problem = Problem(
+            seqlens_q=(length,) * batch,
+            seqlens_k=(length,) * batch,
+            packing=can.packings[0],
+            heads=heads * groups if heads % groups else heads,
+            kv_heads=heads if heads % groups else heads // groups,
+            dim_qk=dim_qk,
+            dim_v=dim_v,
+            dtype=can.dtypes_for(device)[0],
+            causal=causal,
+        )
+    except BadArgument:
+        return None
+    problem = replace(problem, needs=replace(problem.needs, outputs=can.outputs))
+    for config in kernel.configs(problem)[:1]:
+        if kernel.supports(problem, config, device) is None:
+            return Case(kernel=kernel.name, problem=problem, config=config)
+    return None

@@ -1,0 +1,196 @@
+"""What a child of either side is asked to do: describe a kernel, measure its errors, time it.
+
+Each takes a payload of JSON values with "asked" (the kernel) and "device", and a way to say its stage; (result, replace me).
+A result {"broken": text} says that the kernel's own code raised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from attnfuzz.harness import environment
+from attnfuzz.harness.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.builds import built
+from attnfuzz.harness.form import heads_first
+from attnfuzz.harness.gate.subjects import load_kernel, why_absent
+from attnfuzz.harness.inputs import materialise
+from attnfuzz.harness.raised import this_is_a_child, told
+from attnfuzz.harness.runnable import why_not_case
+from attnfuzz.harness.truth import Truth, Truths
+from attnfuzz.kernels import memory
+from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.strategies.case import Case, case_from_json
+
+__all__ = ["describe", "error_figures", "measure", "timed"]
+
+_Done = tuple[dict[str, Any], bool]
+_Enter = Callable[[str], None]
+_LEAST_SECONDS: dict[Device, float] = {"cpu": 0.02, "cuda": 0.01}
+"""A measurement of time takes at least so long: calls are repeated until it does."""
+_MOST_CALLS = 200
+_WARM_UPS = 3
+
+_ready: dict[tuple[str, str], tuple[Built, Inputs, int]] = {}
+
+
+def describe(payload: dict[str, Any], enter: _Enter) -> _Done:
+    """{"absent": why} or {"broken": why}, or what the kernel declares and whether it can run here.
+
+    "extensions" are compiled modules of the checkout that no commit holds: both sides would share them.
+    """
+    enter("compile")
+    _begin(payload)
+    try:
+        kernel = load_kernel(payload["asked"])
+        unavailable = kernel.unavailable(payload["device"])
+    except BaseException as error:  # somebody else's module: its error is the reason
+        absent = why_absent(payload["asked"], error)
+        return ({"absent": absent} if absent else {"broken": told(error)}), True
+    can = kernel.capabilities
+    finders = [each for each in sys.meta_path if type(each).__name__ == "TreeFinder"]
+    return {
+        "name": kernel.name,
+        "deterministic": list(can.deterministic),
+        "unavailable": unavailable,
+        "extensions": [name for each in finders for name in each.extensions],  # type: ignore[attr-defined]
+    }, False
+
+
+def measure(payload: dict[str, Any], enter: _Enter) -> _Done:
+    """Two runs of a Case ("case"), the first judged: errors over budgets, and a digest of every output of both runs.
+
+    {"unsupported": why} where the kernel does not take the Case.
+    """
+    _begin(payload)
+    memory.check(payload["memory_check"])
+    case, device = case_from_json(payload["case"]), payload["device"]
+    enter("compile")
+    try:
+        kernel = load_kernel(payload["asked"])
+        if reason := why_not_case(kernel, case, device):
+            return {"unsupported": reason}, False
+    except Exception as error:  # the kernel's own module
+        return {"broken": told(error)}, True
+    bench = Bench(case, kernel, device, Clock(enter))
+    try:
+        ready, inputs = bench.ready(), bench.inputs()
+        outputs = bench.launch(ready, inputs)
+        again = bench.launch(ready, inputs)
+    except WentWrong as error:
+        return {"failures": msgspec.to_builtins([error.failure]), "figures": {}, "digests": []}, False
+    truths = bench.truth(inputs)
+    verdict = bench.judge(inputs, outputs, truths)
+    figures = error_figures(case.problem, outputs, truths) if isinstance(truths, Truths) and not verdict.failures else {}
+    return {
+        "failures": msgspec.to_builtins(list(verdict.failures)),
+        "figures": figures,
+        "digests": [] if verdict.failures else [_digests(case.problem, each) for each in (outputs, again)],
+    }, False
+
+
+def error_figures(problem: Problem, outputs: Outputs, truths: dict[OutputName, Truth]) -> dict[OutputName, dict[str, float]]:
+    """Of each output: elements, the mean square of |got - expected| / (budget + half a unit in got's last place), the largest.
+
+    What has no finite expected value, or a budget of zero or without end, says nothing of accuracy and is left out.
+    """
+    found: dict[OutputName, dict[str, float]] = {}
+    for name, true in truths.items():
+        output: torch.Tensor | None = getattr(outputs, name)
+        if output is None:
+            continue
+        got = heads_first(problem, name, output.to(true.expected.device)).to(torch.float64)
+        room = true.allowed if name == "lse" else true.allowed + half_ulp(got.nan_to_num(), Format.of(problem.dtype))
+        told_of = torch.isfinite(true.expected) & torch.isfinite(got) & torch.isfinite(room) & (room > 0)
+        ratio = ((got - true.expected).abs() / room)[told_of]
+        if ratio.numel():
+            square, worst = ratio.square().mean(), ratio.max()
+            found[name] = {"elements": ratio.numel(), "square": float(square), "worst": float(worst)}
+    return found
+
+
+def timed(payload: dict[str, Any], enter: _Enter) -> _Done:
+    """Seconds that a call of forward and of backward takes on a Case ("case"): the mean of as many as are worth a measurement.
+
+    What is compiled and made for it stays in this process for the next time.
+    """
+    _begin(payload)
+    memory.check(False)
+    case, device = case_from_json(payload["case"]), payload["device"]
+    enter("compile")
+    try:
+        kernel = load_kernel(payload["asked"])
+        if reason := why_not_case(kernel, case, device):
+            return {"unsupported": reason}, False
+        with torch.no_grad():
+            return _timed(kernel, case, device, enter), False
+    except Exception as error:  # the kernel's own code, which was right a moment ago
+        return {"broken": told(error)}, True
+
+
+def _timed(kernel: Kernel, case: Case, device: Device, enter: _Enter) -> dict[str, Any]:
+    key = (kernel.name, case.canonical())
+    if key not in _ready:
+        try:
+            ready = built(kernel, case.problem, case.config, device)
+        except BuildError as error:
+            return {"broken": told(error)}
+        enter("inputs")
+        inputs = materialise(case.problem, case.recipe, device)
+        enter("kernel")
+        one = min(sum(_seconds(ready, inputs, device, 1).values()) for _ in range(_WARM_UPS))
+        calls = max(1, min(_MOST_CALLS, math.ceil(_LEAST_SECONDS[device] / max(one, 1e-6))))
+        _ready[key] = ready, inputs, calls
+    enter("kernel")
+    return _seconds(*_ready[key][:2], device, _ready[key][2])
+
+
+def _seconds(ready: Built, inputs: Inputs, device: Device, calls: int) -> dict[str, float]:
+    found = {}
+    kept = ready.forward(inputs)
+    backward = bool({"dq", "dk", "dv"} & set(inputs.problem.needs.outputs))
+    for name, call in (
+        ("forward", lambda: ready.forward(inputs)),
+        *((("backward", lambda: ready.backward(inputs, *kept)),) if backward else ()),
+    ):
+        environment.synchronise(device)
+        start = time.perf_counter()
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            end.synchronize()
+            found[name] = begin.elapsed_time(end) / 1000 / calls
+            continue
+        for _ in range(calls):
+            call()
+        found[name] = (time.perf_counter() - start) / calls
+    return found
+
+
+def _digests(problem: Problem, outputs: Outputs) -> dict[str, str]:
+    """SHA-256 of the bits of each output, slack rows apart."""
+    found: dict[str, str] = {}
+    for name in problem.needs.outputs:
+        output: torch.Tensor | None = getattr(outputs, name)
+        if output is not None:
+            values = heads_first(problem, name, output).cpu().contiguous()
+            found[name] = hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()
+    return found
+
+
+def _begin(payload: dict[str, Any]) -> None:
+    this_is_a_child()
+    environment.prepare(payload["device"])

@@ -1,0 +1,199 @@
+"""The ledger: what an entry must hold, what it lets through, and when it may not stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnfuzz.harness.gate.ledger import Ledger, let_through, read_ledger, spent
+from attnfuzz.harness.gate.result import Finding, KernelGate, Part
+from attnfuzz.kernels.problem import BadArgument
+
+TODAY = date(2026, 3, 1)
+WRONG_DK = Finding("campaign", "acme.flash", "dK: 3 of 9 elements are wrong", "mismatch", "dk", "element")
+ROUGH = Finding("accuracy", "acme.flash", "dQ: the rms error over budget is 0.2", output="dq", check="rms")
+
+ENTRY = {
+    "kernel": '"acme.flash"',
+    "kind": '"mismatch"',
+    "output": '"dK"',
+    "issue": '"https://example.org/acme/issues/12"',
+    "expires": "2026-06-30",
+}
+
+
+def written(folder: Path, *entries: dict[str, str], text: str | None = None) -> Path:
+    path = folder / "attnfuzz-ledger.toml"
+    lines = ["# known failures"]
+    for entry in entries:
+        lines += ["[[known]]", *(f"{name} = {value}" for name, value in entry.items())]
+    path.write_text("\n".join(lines) if text is None else text)
+    return path
+
+
+def read(folder: Path, *entries: dict[str, str], text: str | None = None) -> Ledger:
+    return read_ledger(written(folder, *entries, text=text), TODAY)
+
+
+def gated(*parts: Part) -> KernelGate:
+    return KernelGate("acme.flash", "changed", parts)
+
+
+def campaign(*findings: Finding, complete: bool = True) -> Part:
+    return Part("campaign", "fail" if findings else "pass", "", findings, complete=complete)
+
+
+def part_entry(part: str, **more: str) -> dict[str, str]:
+    return {"kernel": '"acme.flash"', "part": f'"{part}"', "issue": '"#7"', "expires": "2026-03-01", **more}
+
+
+def without(*names: str, **more: str) -> dict[str, str]:
+    return {**{name: value for name, value in ENTRY.items() if name not in names}, **more}
+
+
+def test_an_entry_lets_its_failure_through_until_it_expires(tmp_path: Path) -> None:
+    ledger = read(tmp_path, ENTRY)
+    before = gated(campaign(WRONG_DK))
+    through = let_through(before, ledger, date(2026, 6, 30))
+    assert through.outcome == "known"
+    assert through.findings[0].plea is not None
+    assert through.findings[0].plea.issue == "https://example.org/acme/issues/12"
+    assert spent(ledger, [through], date(2026, 6, 30)) == ((), ())
+    after = let_through(before, ledger, date(2026, 7, 1))
+    assert after.outcome == "fail"
+    (text, line), *rest = spent(ledger, [after], date(2026, 7, 1))[0]
+    assert not rest
+    assert line == 2
+    assert "entry 1 (acme.flash: mismatch in dK, https://example.org/acme/issues/12): it expired on 2026-06-30" in text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(WRONG_DK, output="dv"),
+        replace(WRONG_DK, kind="nonfinite"),
+        replace(WRONG_DK, kernel="acme.other"),
+        replace(WRONG_DK, part="accuracy", kind=None),
+    ],
+    ids=["another output", "another kind", "another kernel", "no kind"],
+)
+def test_another_failure_is_not_let_through(other: Finding, tmp_path: Path) -> None:
+    found = let_through(gated(campaign(WRONG_DK, other)), read(tmp_path, ENTRY), TODAY)
+    assert found.outcome == "fail"
+    assert [each.plea is not None for each in found.findings] == [True, False]
+
+
+def test_an_entry_by_message_and_check(tmp_path: Path) -> None:
+    ledger = read(tmp_path, without("output", message='"3 of 9"', check='"element"'))
+    assert let_through(gated(campaign(WRONG_DK)), ledger, TODAY).outcome == "known"
+    assert let_through(gated(campaign(replace(WRONG_DK, message="dK: 4 of 9"))), ledger, TODAY).outcome == "fail"
+    assert let_through(gated(campaign(replace(WRONG_DK, check="R"))), ledger, TODAY).outcome == "fail"
+
+
+def test_an_entry_of_a_part_lets_no_wrong_output_through(tmp_path: Path) -> None:
+    ledger = read(tmp_path, part_entry("accuracy"))
+    assert let_through(gated(Part("accuracy", "fail", "", (ROUGH,))), ledger, TODAY).outcome == "known"
+    wrong = replace(WRONG_DK, part="accuracy")
+    assert let_through(gated(Part("accuracy", "fail", "", (wrong,))), ledger, TODAY).outcome == "fail"
+
+
+def test_an_entry_whose_failure_is_gone_is_an_error(tmp_path: Path) -> None:
+    ledger = read(tmp_path, ENTRY, part_entry("accuracy"))
+    clean = gated(Part("replay", "pass", ""), campaign(), Part("accuracy", "pass", ""))
+    wrong, notes = spent(ledger, [clean], TODAY)
+    assert [line for _, line in wrong] == [2, 8]
+    assert "it did not show in the corpus nor in the campaign; take the entry out" in wrong[0][0]
+    assert "accuracy passes" in wrong[1][0]
+    assert not notes
+
+
+def test_what_was_not_looked_for_is_no_error(tmp_path: Path) -> None:
+    ledger = read(tmp_path, ENTRY, part_entry("speed"))
+    assert spent(ledger, [], TODAY) == ((), ()), "the kernel did not change"
+    skipped = gated(Part("replay", "fail", "", (replace(WRONG_DK, part="replay", output="o"),)), Part("campaign", "skipped", ""))
+    assert spent(ledger, [skipped], TODAY) == ((), ())
+    doubtful = gated(Part("speed", "pass", "", complete=False))
+    assert spent(ledger, [doubtful], TODAY) == ((), ()), "noise may hide that it is slow still"
+
+
+def test_a_campaign_that_time_ended_proves_nothing_but_the_entrys_case_does(tmp_path: Path) -> None:
+    short = gated(Part("replay", "pass", ""), campaign(complete=False))
+    wrong, notes = spent(read(tmp_path, ENTRY), [short], TODAY)
+    assert not wrong
+    assert "give the entry its case file" in notes[0]
+    (tmp_path / "case.json").write_text("{}")
+    wrong, notes = spent(read(tmp_path, {**ENTRY, "case": '"case.json"'}), [short], TODAY)
+    assert "its case case.json passes" in wrong[0][0]
+    assert not notes
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (without("issue"), "it has no issue"),
+        (without("expires"), "it has no expires"),
+        (without("kernel"), "it has no kernel"),
+        (without("kind"), "neither a kind nor a part"),
+        ({**ENTRY, "part": '"accuracy"'}, "a kind and a part"),
+        ({**ENTRY, "kind": '"mismatched"'}, "kind='mismatched' is none"),
+        ({**ENTRY, "output": '"dW"'}, "use one of O, LSE, dQ, dK, dV"),
+        ({**ENTRY, "issue": '"later"'}, "issue='later' names no issue"),
+        ({**ENTRY, "issue": "12"}, "issue=12 is no text"),
+        ({**ENTRY, "kernel": '""'}, "kernel='' is no text"),
+        ({**ENTRY, "expires": '"soon"'}, "expires='soon' is no day"),
+        ({**ENTRY, "expires": "2026-06-30T10:00:00"}, "is no day"),
+        ({**ENTRY, "expires": "2027-04-01"}, "more than a year ahead"),
+        ({**ENTRY, "owner": '"me"'}, "it has 'owner', which means nothing"),
+        ({**ENTRY, "case": '"gone.json"'}, "there is no such file"),
+        (part_entry("campaign"), "part='campaign' is none"),
+        (part_entry("speed", case='"x.json"'), "a part has no case"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_entry_is_told_with_its_number_and_line(entry: dict[str, str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(BadArgument) as error:
+        read(tmp_path, part_entry("speed", kernel='"acme.other"'), entry)
+    assert told in str(error.value)
+    assert "entry 2 (line 7)" in str(error.value)
+    assert str(tmp_path / "attnfuzz-ledger.toml") in str(error.value)
+
+
+def test_an_entry_twice(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match=r"entry 2 \(line 8\): it says the same as entry 1; keep one"):
+        read(tmp_path, ENTRY, {**ENTRY, "issue": '"#13"'})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[known]\n", "it is no TOML: .*line 1"),
+        ("[known]\nkernel = 'a'\n", "known is no list of tables"),
+        ("known = [1]\n", "known is no list of tables"),
+        ("[[waived]]\n", "it has 'waived', which means nothing"),
+    ],
+)
+def test_a_broken_file(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match=told):
+        read(tmp_path, text=text)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match="cannot be read"):
+        read_ledger(tmp_path / "none.toml", TODAY)
+    (tmp_path / "latin.toml").write_bytes(b"# \xe9\n")
+    with pytest.raises(BadArgument, match="no UTF-8"):
+        read_ledger(tmp_path / "latin.toml", TODAY)
+
+
+def test_an_empty_ledger_is_one(tmp_path: Path) -> None:
+    assert read(tmp_path, text="").entries == ()
+
+
+def test_inline_entries_have_no_line(tmp_path: Path) -> None:
+    inside: dict[str, Any] = {**ENTRY, "issue": '"later"'}
+    with pytest.raises(BadArgument, match=r"entry 1: issue='later'"):
+        read(tmp_path, text="known = [{" + ", ".join(f"{name} = {value}" for name, value in inside.items()) + "}]")
