@@ -14,6 +14,7 @@ import click
 from attnfuzz.harness.commands.calibrate import calibrate_command
 from attnfuzz.harness.commands.cases import repro_command, show_command
 from attnfuzz.harness.commands.common import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.commands.compile import compile_command
 from attnfuzz.harness.commands.kernels import list_command
 from attnfuzz.harness.commands.run import demo_command, run_command
 from attnfuzz.harness.commands.selftest import selftest_group
@@ -86,6 +87,7 @@ def main() -> None:
 
 for _command in (list_command, run_command, show_command, repro_command, calibrate_command, selftest_group, demo_command):
     main.add_command(_command)
+main.add_command(compile_command)
 
 if __name__ == "__main__":
     main()

@@ -19,7 +19,7 @@ from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
-__all__ = ["CaseFile", "Corpus", "read_case", "repro_line"]
+__all__ = ["CaseFile", "Corpus", "read_case", "repro_line", "write_whole"]
 
 
 _MOST_RUNS = 1000
@@ -119,7 +119,7 @@ class Corpus:
             self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"
         )
         text = dumps({**case.to_object(), "found": found})
-        _write_whole(path, text + "\n")
+        write_whole(path, text + "\n")
         return path
 
     def remove(self, path: Path) -> None:
@@ -141,7 +141,8 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:

@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, why_unsupported
+from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.tilelang import lower
 from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
 
 if TYPE_CHECKING:
@@ -104,6 +106,14 @@ class TileLangKernel:
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""
         return unavailable(device)
+
+    def cannot_lower(self) -> str | None:
+        """The package or compiler that is missing, or None."""
+        return lower.cannot_lower()
+
+    def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
+        """Everything that `build` compiles for CUDA."""
+        return lower.units(self.device_code(), self.functions(problem, config, "cuda"), arch)
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """The reason why not, or None."""
