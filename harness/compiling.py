@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +180,7 @@ def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> 
     backends = {registry.get(each.case.kernel).backend for each in jobs}
     # Triton is compiled here, whatever this process has it for; no fork survives a pool of threads.
     variables = {"TRITON_INTERPRET": "0"} | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    nursery = Nursery(preloads("cuda", backends), variables)
+    nursery = Nursery(_preloads(backends), variables)
     supervisor = Supervisor(nursery, memory=memory_cap(), spares=0)
     tasks = [
         Task(
@@ -200,6 +200,11 @@ def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> 
             yield jobs[index], _rows(jobs[index], outcome)
     finally:
         supervisor.close()
+
+
+def _preloads(backends: Collection[str]) -> list[str]:
+    """What a Trial needs besides is not needed here."""
+    return ["torch", "attnfuzz.harness.compiling_child", *preloads("cuda", backends)[1:]]
 
 
 def default_width() -> int:
