@@ -82,8 +82,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     dims: tuple[int, int] = (0, 0)
     causal: bool = False
     cached: bool = False
-    kind: str = "compile-error"
-    """Of the failure, where there is one: "hang", "crash" and "out-of-memory" are the compiler's, too."""
+    kind: str | None = None
+    """Of the failure, where there is one: "compile-error"; "hang", "crash" or "out-of-memory" of the compiler."""
     case: str | None = None
     """The case file of a failure."""
 
@@ -115,10 +115,10 @@ def planned(
         if reason is not None:
             left.append(reason)
             continue
-        declared = architectures_of(kernel)
-        wanted = [arch for arch in asked or declared if arch in declared]
+        declared = kernel.capabilities.architectures
+        wanted = [arch for arch in asked or architectures_of(kernel) if declared is None or arch in declared]
         if not wanted:
-            left.append(Left(kernel.name, f"it declares {', '.join(declared)} only"))
+            left.append(Left(kernel.name, f"it declares {', '.join(declared or ())} only"))
             continue
         found = jobs_of(kernel, most)
         jobs += [Job(case, arch, key) for arch in wanted for key, case in found.items()]
@@ -245,7 +245,7 @@ def _row(job: Job, found: Lowered, kind: Kind = "compile-error") -> Row:
         dims=(problem.dim_qk, problem.dim_v),
         causal=problem.causal is not None,
         cached=found.cached,
-        kind=kind,
+        kind=None if found.error is None else kind,
     )
 
 

@@ -11,6 +11,7 @@ from attnfuzz.harness.compiling import Row, jobs_of
 from attnfuzz.harness.compiling_baseline import FORMAT, Baseline, compare
 from attnfuzz.harness.compiling_figures import figures_of, rank
 from attnfuzz.harness.compiling_words import cut
+from attnfuzz.harness.report.compiling import placed
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.lowering import Lowers, MachineCode, capability, shared_limit
 from attnfuzz.kernels.problem import BadArgument
@@ -121,6 +122,14 @@ def test_better_is_not_worse() -> None:
     new = compared([row()], [row(races=["B is written twice"])])
     assert not new.worse
     assert [each.now for each in new.new_races] == ["B is written twice"]
+
+
+def test_a_table_goes_between_the_marks_of_a_page() -> None:
+    page = "# Title\n<!-- attnfuzz compile -->\nold\n<!-- end of attnfuzz compile -->\nmore\n"
+    once = placed(page, "| new |\n")
+    assert once == "# Title\n<!-- attnfuzz compile -->\n\n| new |\n\n<!-- end of attnfuzz compile -->\nmore\n"
+    assert placed(once, "| new |\n") == once
+    assert placed("something else", "| new |\n") == "| new |\n"
 
 
 def test_errors_are_cut_to_what_matters() -> None:

@@ -43,7 +43,7 @@ _COMPILERS = ("triton", "tilelang", "nvcc")
     "--baseline", metavar="FILE", help="Fail only for what is worse than there: a failure, spills, a lost tensor-core path."
 )
 @click.option("--write", "written", metavar="FILE", help="Write the table there: a baseline for later.")
-@click.option("--markdown", metavar="FILE", help="Write the table there, for people.")
+@click.option("--markdown", metavar="FILE", help="Write the table there, for people: into a page between its marks.")
 @click.option("--case", metavar="FILE", help="Compile the kernel of one case file again: FIXED (exit 0) or FAILED (1).")
 @out_option
 @json_option
@@ -155,12 +155,13 @@ def _compilers() -> dict[str, str]:
 def _write(targets: dict[str, Path], rows: Sequence[Row], left: Sequence[Left], compilers: dict[str, str]) -> None:
     from attnfuzz.harness import compiling_baseline
     from attnfuzz.harness.corpus import write_whole
-    from attnfuzz.harness.report.compiling import markdown
+    from attnfuzz.harness.report.compiling import markdown, placed
 
     if "write" in targets:
         compiling_baseline.write(targets["write"], rows, compilers)
     if "markdown" in targets:
-        write_whole(targets["markdown"], markdown(rows, left, compilers, _command()))
+        page = targets["markdown"]
+        write_whole(page, placed(page.read_text(encoding="utf-8"), markdown(rows, left, compilers, _command())))
 
 
 def _command() -> str:

@@ -15,10 +15,11 @@ from rich.table import Table
 from attnfuzz.harness.compiling import Job, Left, Row
 from attnfuzz.harness.compiling_baseline import Compared
 
-__all__ = ["Progressing", "markdown", "show", "show_compared"]
+__all__ = ["Progressing", "markdown", "placed", "show", "show_compared"]
 
 _EVERY = 20.0
 """Seconds between two lines of progress where there is no terminal."""
+_BEGIN, _END = "<!-- attnfuzz compile -->", "<!-- end of attnfuzz compile -->"
 _SHOWN = 20
 """Failures told in full."""
 
@@ -193,6 +194,13 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
     if left:
         lines += ["", "Not compiled:", "", *(f"- {each.kernel}: {each.reason}" for each in left)]
     return "\n".join(lines) + "\n"
+
+
+def placed(text: str, table: str) -> str:
+    """`text`, a page of docs, with `table` between its marks; `table` alone where it has none."""
+    before, begun, rest = text.partition(_BEGIN)
+    _, ended, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n\n{table}\n{_END}{after}" if begun and ended else table
 
 
 def _by_error(failed: Sequence[Row]) -> dict[str, list[Row]]:
