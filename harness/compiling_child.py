@@ -63,7 +63,8 @@ def lower(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, b
 
 
 def _lowered(unit: Unit, arch: str) -> Lowered:
-    print(f"{AT}{unit.function}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"{AT}{unit.function}\n")
+    sys.stderr.flush()
     start = time.perf_counter()
     try:
         return _judged(_known(unit, arch), arch)

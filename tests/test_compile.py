@@ -66,14 +66,11 @@ def test_planted_configs_fail_with_the_compilers_own_words(tmp_path: Path) -> No
 
 @pytest.mark.skipif(NO_NVCC is not None, reason=str(NO_NVCC))
 def test_planted_tilelang_configs_fail_with_the_compilers_own_words(tmp_path: Path) -> None:
-    plants = ("none", "shared", "api", "extern", "race")
+    plants = ("race", "shared", "api", "extern")
     registry.register(Compilable("acme.copy", "tilelang", plants=plants, architectures=("sm_90a",)))
     result = run(tmp_path, "acme.copy", "--json")
     assert result.exit_code == 1, result.output
     rows = {plant: row for (_, plant, _), row in rows_of(result).items()}
-    assert rows["none"]["ok"]
-    assert rows["none"]["races"] == []
-    assert 128 * 64 * 2 <= rows["none"]["shared"] <= rows["none"]["shared_limit"]
     assert rows["shared"]["error"] == (
         "a block asks for 524288 bytes of shared memory, and sm_90a has 232448: no launch is possible"
     )
@@ -81,14 +78,15 @@ def test_planted_tilelang_configs_fail_with_the_compilers_own_words(tmp_path: Pa
     assert 'error: identifier "no_such_function" is undefined' in rows["extern"]["error"]
     assert rows["extern"]["error"].startswith("nvcc ended with exit code ")
     assert len(rows["extern"]["error"].splitlines()) <= 6
+    assert rows["shared"]["races"] == []
     assert rows["race"]["ok"]
     (race,) = rows["race"]["races"]
     assert re.fullmatch(r"`B\(i // 2,\)` is written by multiple threads in loop \(i,\) at support_compile_tilelang.py:\d+", race)
     # A second time nothing is compiled, and nothing else is said.
     second = run(tmp_path, "acme.copy", "--json")
     cached = {plant: row for (_, plant, _), row in rows_of(second).items()}
-    assert [plant for plant, row in cached.items() if row["cached"]] == ["none", "race", "shared"]
-    assert {**cached["none"], "cached": False} == rows["none"]
+    assert [plant for plant, row in cached.items() if row["cached"]] == ["race", "shared"]
+    assert {**cached["race"], "cached": False} == rows["race"]
 
 
 def test_a_baseline_fails_for_what_is_worse(tmp_path: Path) -> None:
@@ -120,13 +118,13 @@ def test_a_baseline_fails_for_what_is_worse(tmp_path: Path) -> None:
 
 def test_a_compiler_that_dies_or_hangs_is_a_failure_and_a_case(tmp_path: Path) -> None:
     registry.register(Compilable("acme.dying", "planted", plants=("abort", "hang", "refuse"), architectures=("sm_90a",)))
-    result = run(tmp_path, "acme.dying", "--json", "--deadline", "3s")
+    result = run(tmp_path, "acme.dying", "--json", "--deadline", "2s")
     assert result.exit_code == 1, result.output
     rows = rows_of(result)
     aborted, hung = (rows["acme.dying", plant, "sm_90a"] for plant in ("abort", "hang"))
     assert (aborted["kind"], aborted["function"]) == ("crash", "dying")
     assert aborted["error"].startswith("the compiler: SIGABRT")
-    assert (hung["kind"], hung["error"]) == ("hang", "the compiler: compile did not end within 3 s")
+    assert (hung["kind"], hung["error"]) == ("hang", "the compiler: compile did not end within 2 s")
     assert rows["acme.dying", "refuse", "sm_90a"]["error"] == "it refuses"
 
     # A failure is a case like others.
