@@ -79,7 +79,11 @@ def compile_command(
     if before is not None and baseline is not None:
         chosen = {(each.case.kernel, each.arch) for each in planned}
         compared = compiling_baseline.compare(rows, before, baseline, found["versions"], chosen)
-    if not interrupted:
+    if interrupted:
+        for path in targets.values():
+            if not path.stat().st_size:
+                path.unlink()  # made to see that it can be written
+    else:
         _write(targets, rows, left, found["versions"])
     _tell(rows, left, compared, case, as_json=as_json, interrupted=interrupted)
     failed = compared.worse if compared is not None else any(not each.ok for each in rows)
