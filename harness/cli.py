@@ -16,6 +16,7 @@ from attnfuzz.harness.commands.calibrate import calibrate_command
 from attnfuzz.harness.commands.cases import show_command
 from attnfuzz.harness.commands.check_adapter import check_adapter_command
 from attnfuzz.harness.commands.common import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.commands.compile import compile_command
 from attnfuzz.harness.commands.gate import gate_command
 from attnfuzz.harness.commands.kernels import list_command
 from attnfuzz.harness.commands.report import report_command
@@ -95,14 +96,15 @@ for _command in (
     run_command,
     show_command,
     repro_command,
-    calibrate_command,
     gate_command,
-    selftest_group,
-    demo_command,
+    compile_command,
+    check_adapter_command,
     report_command,
+    calibrate_command,
+    demo_command,
+    selftest_group,
 ):
     main.add_command(_command)
-main.add_command(check_adapter_command)
 
 if __name__ == "__main__":
     main()

@@ -25,7 +25,7 @@ from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DEADLINE", "ExecutionError", "Isolated"]
+__all__ = ["DEADLINE", "ExecutionError", "Isolated", "memory_cap"]
 
 DEADLINE = 60.0
 """Seconds that a stage of a Trial may take, unless told otherwise."""
@@ -87,7 +87,7 @@ class Isolated:
         self.run = self._nursery.run
         self._supervisor = Supervisor(
             self._nursery,
-            memory=_memory_cap() if memory is None else memory,
+            memory=memory_cap() if memory is None else memory,
             warm=Task("attnfuzz.harness.tasks:warm", {"device": device}, {}),
             spares=_SPARES[device],
         )
@@ -287,7 +287,7 @@ def _raised(error: Error) -> Exception:
     return ExecutionError(f"{error.type}: {error.message}\n{error.trace}")
 
 
-def _memory_cap() -> int:
+def memory_cap() -> int:
     """Half of the machine's memory, shared by xdist's workers; at least 2 GiB."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(2 * _GIB, total // 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -100,8 +100,8 @@ def _recorder(settings: Settings, again: str | None) -> Recorder:
     from attnfuzz.harness.corpus import repro_line
     from attnfuzz.harness.record import Recorder
 
-    def line(path: str) -> str:
-        return f"{again} {shlex.quote(path)}" if again else repro_line(path)
+    def line(path: str, kernel: str) -> str:
+        return f"{again} {shlex.quote(path)}" if again else repro_line(path, kernel)
 
     return Recorder(settings.out or ".attnfuzz", lambda text: warnings.warn(pytest.PytestWarning(text), stacklevel=2), line)
 

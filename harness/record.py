@@ -54,11 +54,11 @@ class Recorder:
     Args:
         folder: DIR.
         lost: hears why the record cannot be kept.
-        again: of a case file's path, the line that runs it again.
+        again: of a case file's path and its kernel, the line that runs it again.
     """
 
     def __init__(
-        self, folder: Path | str, lost: Callable[[str], None] = lambda _: None, again: Callable[[str], str] = repro_line
+        self, folder: Path | str, lost: Callable[[str], None] = lambda _: None, again: Callable[[str, str], str] = repro_line
     ) -> None:
         self._folder, self._lost, self._again = Path(folder), lost, again
         now = datetime.now(UTC)
@@ -190,7 +190,7 @@ class Recorder:
             pattern=own.pattern.text[:_MOST_TEXT] if own and own.pattern else "",
             detail=own.detail[-_MOST_DETAIL:] if own else "",
             path=path,
-            repro=self._again(path) if path else None,
+            repro=self._again(path, identity.kernel) if path else None,
         )
 
     def _write(self) -> None:

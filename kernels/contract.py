@@ -147,7 +147,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """softmax_scale may be zero or negative."""
     devices: tuple[Device, ...] = ("cuda",)
     architectures: tuple[str, ...] | None = None
-    """CUDA architectures ("sm_90"); None = any."""
+    """CUDA architectures that it is compiled for ("sm_90a"); None = any. `attnfuzz compile` tries them."""
     compiles_on: tuple[Device, ...] = ("cuda",)
     """Devices where a build takes seconds: a campaign there draws from few variants and compiles them first, in parallel."""
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES

@@ -113,7 +113,7 @@ def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) ->
         # The folder may have been moved since.
         here = folder / "cases" / Path(record.path).name
         if here.exists() and not Path(record.path).exists():
-            repro = repro_line(str(here))
+            repro = repro_line(str(here), record.kernel)
     picture, first, reason = (
         "",
         "",

@@ -75,7 +75,7 @@ def reshrunk_object(done: Reshrunk) -> dict[str, Any]:
         "identity": msgspec.to_builtins(done.identity) if done.identity else None,
         "verdict": verdict_object(done.verdict),
         "path": done.path,
-        "repro": repro_line(done.path) if done.path else None,
+        "repro": repro_line(done.path, done.case.kernel) if done.path else None,
         "trials": done.trials,
         "seconds": done.seconds,
         "partly": done.partly,
@@ -102,7 +102,7 @@ def show_reshrunk(console: Console, stored: CaseFile, done: Reshrunk) -> None:
     if done.rate:
         _say(console, f"   shows in {done.rate[0]} of {done.rate[1]} runs")
     if done.path:
-        _say(console, f"   run it again:        {repro_line(done.path)}", markup=False)
+        _say(console, f"   run it again:        {repro_line(done.path, done.case.kernel)}", markup=False)
 
 
 def _case(console: Console, stored: CaseFile) -> None:

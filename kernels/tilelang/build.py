@@ -9,17 +9,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from attnfuzz.kernels.compiler_output import captured
 from attnfuzz.kernels.contract import BuildError, Device
 
-__all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "unavailable"]
+__all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "threads_of", "unavailable"]
 
 Launch = Callable[..., None]
 """A compiled PrimFunc: takes its parameters in order, tensors and numbers, and writes its output tensors."""
@@ -79,21 +78,24 @@ def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: 
         if key not in _compiled:
             name = f"{module.__name__}.{factory} {options_text} on {device}"
             _counts[name] = _counts.get(name, 0) + 1
-            # A module may give a block fewer threads than the options say.
-            threads = getattr(module, "block_threads", lambda given: given.get("threads", WARPGROUP))(options)
-            _compiled[key] = _compile(getattr(module, factory), options, device, name, threads)
+            _compiled[key] = _compile(getattr(module, factory), options, device, name, threads_of(module, options))
         return _compiled[key]
 
 
 def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Device, name: str, threads: int) -> Launch:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
-    with _captured() as log:
+    with captured() as log:
         try:
             func = factory(**options)
             return _for_cpu(func) if device == "cpu" else _for_cuda(func, threads)
         except Exception as error:
             said = (f"{type(error).__name__}: {error}"[:TEXT_MAX], log.read_text(errors="replace").strip()[-TEXT_MAX:])
             raise BuildError("\n".join((name, *filter(None, said)))) from error
+
+
+def threads_of(module: ModuleType, options: dict[str, Any]) -> int:
+    """Threads of a block of a device function made with `options`: a module may give it fewer than they say."""
+    return int(getattr(module, "block_threads", lambda given: given.get("threads", WARPGROUP))(options))
 
 
 def cuda_passes(threads: int) -> dict[str, bool]:
@@ -149,21 +151,3 @@ def _cpu_features() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-
-
-@contextmanager
-def _captured() -> Iterator[Path]:
-    """Send what compilers write to this process's stdout and stderr to a file for a while; yields the file."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "compiler.log"
-        saved = [(fd, os.dup(fd)) for fd in (1, 2)]
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            for fd, _ in saved:
-                os.dup2(target, fd)
-            yield log
-        finally:
-            for fd, copy in saved:
-                os.dup2(copy, fd)
-                os.close(copy)
-            os.close(target)

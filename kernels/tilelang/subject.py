@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, why_unsupported
+from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.tilelang import lower
 from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ CAPABILITIES = Capabilities(
     scale_any=True,
     devices=("cpu", "cuda"),
     compiles_on=("cpu", "cuda"),
+    # Their Configs are made for 227 KiB of shared memory, which sm_80 has not.
+    architectures=("sm_90a", "sm_100a"),
     deterministic=("o", "lse"),
     deviations=Deviations(tf32_on=("cuda",)),
 )
@@ -104,6 +108,14 @@ class TileLangKernel:
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""
         return unavailable(device)
+
+    def cannot_lower(self) -> str | None:
+        """The package or compiler that is missing, or None."""
+        return lower.cannot_lower()
+
+    def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
+        """Everything that `build` compiles for CUDA."""
+        return lower.units(self.device_code(), self.functions(problem, config, "cuda"), arch)
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """The reason why not, or None."""

@@ -25,6 +25,7 @@ _SMALLEST_EXPONENT = 1e-30
 HOPPER = replace(
     CAPABILITIES,
     causal=(None, "bottom_right", "top_left"),
+    architectures=("sm_90a",),
 )
 """What the dense and the ragged kernels have in common."""
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.build import Launch, compiled
-from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX, DeviceCode, TileLangKernel, not_empty
+from attnfuzz.kernels.tilelang.build import Launch
+from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX, DeviceCode, Function, TileLangKernel, not_empty
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +37,8 @@ class TileLangVarlen(TileLangKernel):
         """Tiles (tile_m query rows, tile_n key rows), threads and pipeline stages, the default first."""
         return tuple(config for config in CONFIGS if _shared_bytes(problem, config) <= SHARED_BYTES_MAX)
 
-    def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """The three functions compiled for `problem`'s compile key.
-
-        Raises:
-            BuildError: the compiler refused.
-        """
-        module = self.device_code()
+    def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:  # noqa: ARG002
+        """forward, preprocess, backward."""
         tiles: dict[str, Any] = {name: config.integer(name) for name in ("tile_m", "tile_n", "threads", "stages")}
         options = {
             "dim_qk": problem.dim_qk,
@@ -55,11 +50,19 @@ class TileLangVarlen(TileLangKernel):
         rows = {name: options[name] for name in ("dim_v", "dtype", "tile_m", "threads")}
         # What the blocks have in fact, a warp for 16 rows of their tile: by that it is told which load for themselves.
         by_query, by_key = ({**options, "threads": min(options["threads"], 2 * options[of])} for of in ("tile_m", "tile_n"))
-        return _Built(
-            forward=compiled(module, "forward", by_query, device),
-            preprocess=compiled(module, "preprocess", rows, device),
-            backward=compiled(module, "backward", by_key, device),
-        )
+        return {
+            "forward": Function("forward", by_query),
+            "preprocess": Function("preprocess", rows),
+            "backward": Function("backward", by_key),
+        }
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        """The three functions compiled for `problem`'s compile key.
+
+        Raises:
+            BuildError: the compiler refused.
+        """
+        return _Built(**self.compiled(problem, config, device))
 
 
 class _Built:

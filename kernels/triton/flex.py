@@ -15,8 +15,9 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, beyond_grid, why_unsupported
+from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem, reject
-from attnfuzz.kernels.triton import runtime
+from attnfuzz.kernels.triton import lower, runtime
 from attnfuzz.kernels.triton.flex_built import BuiltFlex, banded, even, strided
 from attnfuzz.kernels.triton.flex_configs import configs_for
 
@@ -161,14 +162,25 @@ class TritonFlex:
                 raise reject(name, config.integer(name), reason, "give one that divides it")
         key = (self.compile_key(problem, config), device)
         if key not in self._built:
-            runtime.load(device)
-            if self._modules is None:
-                self._modules = (self._device_code(), self._masks())
-            built = BuiltFlex(*self._modules, problem, config, prescaled=self.prescaled, precision=self.precision)
+            built = self._made(problem, config, device)
             if device == "cuda":
-                built.compile()
+                lower.compile_now(built.calls())
             self._built[key] = built
         return self._built[key]
+
+    def cannot_lower(self) -> str | None:
+        """The package that is missing, or None."""
+        return lower.cannot_lower()
+
+    def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
+        """Everything that `build` compiles on CUDA."""
+        return lower.units(self._made(problem, config, "cuda").calls(), arch)
+
+    def _made(self, problem: Problem, config: Config, device: Device) -> BuiltFlex:
+        runtime.load(device)
+        if self._modules is None:
+            self._modules = (self._device_code(), self._masks())
+        return BuiltFlex(*self._modules, problem, config, prescaled=self.prescaled, precision=self.precision)
 
 
 KERNEL: Final = TritonFlex()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from attnfuzz.kernels.contract import BuildError, Config, Gradients, Inputs
+from attnfuzz.kernels.contract import Config, Gradients, Inputs
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.triton.lower import Call
 from attnfuzz.kernels.triton.printer import load_source, source, taking_gradients
 
 if TYPE_CHECKING:
@@ -97,12 +98,8 @@ class BuiltFlex:
             **back_warps,
         }
 
-    def compile(self) -> None:
-        """Compile for CUDA now: for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided.
-
-        Raises:
-            BuildError: with the compiler's text.
-        """
+    def calls(self) -> tuple[Call, ...]:
+        """The launches, for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided."""
         import torch
 
         mock = importlib.import_module("triton.runtime.jit").MockTensor
@@ -112,19 +109,18 @@ class BuiltFlex:
         gradients = tuple(mock(f32) for _ in taking_gradients(self._tensors)) or (mock(f32),)
         scale, ints = 1.0, (2,) * 22
         lists = (i32,) * 4
-        try:
-            self._forward.warmup(x, x, x, o, f32, f32, *lists, captured, scale, *ints, grid=(1,), **self._for_forward)
-            if self._split > 1:
-                self._merge.warmup(f32, f32, f32, x, f32, *ints[:4], grid=(1,), **self._for_merge)
-            for given in (False, True):
-                self._preprocess.warmup(x, x, *(f32,) * 4, *ints[:7], grid=(1,), DLSE=given, **self._for_preprocess)
-            self._backward.warmup(
-                *(x, x, x, x, f32, f32, x, x, x, *lists, *lists, captured, gradients, scale, *ints, *ints[:4]),
-                grid=(1,),
-                **self._for_backward,
-            )
-        except Exception as error:  # Triton raises a dozen unrelated types
-            raise BuildError(f"{type(error).__name__}: {error}") from error
+        forward = (x, x, x, o, f32, f32, *lists, captured, scale, *ints)
+        backward = (x, x, x, x, f32, f32, x, x, x, *lists, *lists, captured, gradients, scale, *ints, *ints[:4])
+        merge = Call("merge", self._merge, (f32, f32, f32, x, f32, *ints[:4]), self._for_merge)
+        return (
+            Call("forward", self._forward, forward, self._for_forward),
+            *((merge,) if self._split > 1 else ()),
+            *(
+                Call(name, self._preprocess, (x, x, *(f32,) * 4, *ints[:7]), {**self._for_preprocess, "DLSE": given})
+                for name, given in (("preprocess", False), ("preprocess dlse", True))
+            ),
+            Call("backward", self._backward, backward, self._for_backward),
+        )
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """`o (batch, seqlen_q + slack_q, heads, dim_v)` and `lse (batch, heads, seqlen_q + slack_q)`, slack rows unwritten."""

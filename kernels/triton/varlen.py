@@ -8,9 +8,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from attnfuzz.kernels.contract import BuildError, Capabilities, Config, Device, Inputs, beyond_grid, why_unsupported
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Inputs, beyond_grid, why_unsupported
+from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, BadArgument, Layout, Problem
-from attnfuzz.kernels.triton import runtime
+from attnfuzz.kernels.triton import lower, runtime
+from attnfuzz.kernels.triton.lower import Call
 
 if TYPE_CHECKING:
     import torch
@@ -126,14 +128,25 @@ class TritonVarlen:
             raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
         key = (self.compile_key(problem, config), device)
         if key not in self._built:
-            runtime.load(device)
-            if self._module is None:
-                self._module = self._device_code()
-            built = BuiltVarlen(self._module, problem, config)
+            built = BuiltVarlen(self._loaded(device), problem, config)
             if device == "cuda":
-                built.compile()
+                lower.compile_now(built.calls())
             self._built[key] = built
         return self._built[key]
+
+    def cannot_lower(self) -> str | None:
+        """The package that is missing, or None."""
+        return lower.cannot_lower()
+
+    def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
+        """Everything that `build` compiles on CUDA."""
+        return lower.units(BuiltVarlen(self._loaded("cuda"), problem, config).calls(), arch)
+
+    def _loaded(self, device: Device) -> ModuleType:
+        runtime.load(device)
+        if self._module is None:
+            self._module = self._device_code()
+        return self._module
 
 
 class BuiltVarlen:
@@ -173,30 +186,20 @@ class BuiltVarlen:
             **options,
         }
 
-    def compile(self) -> None:
-        """Compile for CUDA now: for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided.
-
-        Raises:
-            BuildError: with the compiler's text.
-        """
+    def calls(self) -> tuple[Call, ...]:
+        """The launches, for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided."""
         import torch
 
         x, f32, i32 = getattr(torch, self._dtype), torch.float32, torch.int32
         scale, heads, kv_heads, stride, tiles = 1.0, 2, 2, 2, 2
         steps = (stride,) * 9
-        try:
-            self._forward.warmup(
-                *(x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride), *steps[:6], grid=(1,), **self._attention
-            )
-            self._preprocess.warmup(x, x, f32, stride, heads, *steps[6:], grid=(1,), **self._delta)
-            self._backward.warmup(
-                *(x, x, x, x, f32, f32, x, x, x, i32, i32, scale, heads, kv_heads, stride, tiles, tiles),
-                *steps,
-                grid=(1,),
-                **self._attention,
-            )
-        except Exception as error:  # Triton raises a dozen unrelated types
-            raise BuildError(f"{type(error).__name__}: {error}") from error
+        forward = (x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride, *steps[:6])
+        backward = (x, x, x, x, f32, f32, x, x, x, i32, i32, scale, heads, kv_heads, stride, tiles, tiles, *steps)
+        return (
+            Call("forward", self._forward, forward, self._attention),
+            Call("preprocess", self._preprocess, (x, x, f32, stride, heads, *steps[6:]), self._delta),
+            Call("backward", self._backward, backward, self._attention),
+        )
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """`o (total_q + slack_q, heads, dim_v)` and `lse (heads, total_q + slack_q)`, slack rows unwritten."""

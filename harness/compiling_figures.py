@@ -1,0 +1,114 @@
+"""What machine code shows of itself: registers, spills, shared memory, and whether it uses the tensor cores."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from attnfuzz.kernels.lowering import MachineCode
+from attnfuzz.kernels.problem import BadArgument
+
+__all__ = ["PATHS", "Figures", "disassembler", "figures_of", "rank"]
+
+PATHS = ("mma", "wgmma", "tcgen05")
+"""How a product can reach the tensor cores, the slowest first."""
+_INSTRUCTIONS = {
+    "tcgen05": re.compile(r"\bUTC[A-Z]*MMA\b"),
+    "wgmma": re.compile(r"\b[HIQB]GMMA\b"),
+    "mma": re.compile(r"\b[HIDBQO]MMA\b"),
+}
+"""In SASS."""
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_STATIC = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one function of a kernel; the largest of its entry functions' where it has several."""
+
+    registers: int
+    """Of a thread."""
+    spills: int
+    """Bytes that a thread stores for want of registers, and bytes that it loads again: ptxas' two figures, added."""
+    shared: int
+    """Bytes of shared memory of a block, static and dynamic."""
+    tensor_core: str | None
+    """ "wgmma", "mma", ...; several joined by +; None: none."""
+
+
+def figures_of(code: MachineCode) -> Figures:
+    """Read them off the machine code and off what ptxas says.
+
+    Raises:
+        BadArgument: there is no disassembler, or ptxas says nothing of what is needed.
+    """
+    log = code.log()
+    entries = tuple(_entries(log))
+    if not entries:
+        raise BadArgument(f"ptxas: it says nothing of registers ({log[:200]!r}); report it, with the compilers' versions")
+    return Figures(
+        registers=max(registers for _, registers, _ in entries),
+        spills=sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(log)),
+        shared=max(static + code.dynamic_shared.get(name, 0) for name, _, static in entries),
+        tensor_core=_path(_disassembled(code.cubin)),
+    )
+
+
+def rank(tensor_core: str | None) -> int:
+    """How good the best path of a function is: 0 for none."""
+    return max((PATHS.index(each) + 1 for each in (tensor_core or "").split("+") if each in PATHS), default=0)
+
+
+def _entries(log: str) -> Iterator[tuple[str, int, int]]:
+    """(entry function, registers, static shared memory) of each."""
+    name = None
+    for line in log.splitlines():
+        if entry := _ENTRY.search(line):
+            name = entry[1]
+        elif (used := _USED.search(line)) and name is not None:
+            static = _STATIC.search(used[2])
+            yield name, int(used[1]), int(static[1]) if static else 0
+            name = None
+
+
+def _path(sass: str) -> str | None:
+    return "+".join(name for name, instruction in _INSTRUCTIONS.items() if instruction.search(sass)) or None
+
+
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "code.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run([disassembler(), "-c", str(file)], capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise BadArgument(f"nvdisasm: it cannot read the compiler's output ({done.stderr.strip()[:300]}); give it one as new")
+    return done.stdout
+
+
+@functools.cache
+def disassembler() -> str:
+    """nvdisasm: Triton brings one along, and so does a CUDA toolkit.
+
+    Raises:
+        BadArgument: there is none.
+    """
+    spec = importlib.util.find_spec("triton")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        bundled = Path(folder) / "backends" / "nvidia" / "bin" / "nvdisasm"
+        if bundled.is_file():
+            return str(bundled)
+    found = shutil.which("nvdisasm")
+    if found is None:
+        raise BadArgument(
+            "nvdisasm: it is not on this machine; pip install triton, which has it, or put a CUDA toolkit's on PATH"
+        )
+    return found
