@@ -35,7 +35,8 @@ __all__ = ["Script", "script_of", "unshown"]
 
 _PARTS = "attnfuzz.harness.script_parts"
 _OWN = ("attnfuzz.harness", "attnfuzz.oracles", "attnfuzz.strategies")
-_MEMORY_KINDS = ("out-of-bounds", "outside-view", "duplicate-store", "race", "uninitialised", "masked-load")
+_CHECKED = ("out-of-bounds", "outside-view", "duplicate-store", "race", "masked-load")
+"""Kinds that the interpreter of Triton kernels on the CPU refuses by itself, in a script as well."""
 _IMPORTED = {name: ("attnfuzz.kernels.problem", name) for name in ("Layout", "Needs")}
 _UNCHECKED = ("layout", "storage", "strides")
 """Checks of a tensor's form that are not in a script."""
@@ -57,7 +58,7 @@ def script_of(stored: CaseFile, device: Device) -> Script:
     """
     case = stored.case
     kernel = registry.get(case.kernel)
-    note = unshown(stored)
+    note = unshown(stored, device)
     budgets = measured_budgets(case, kernel, device)
     bundle = _bundle(case)
     line, value = _kernel_lines(kernel)
@@ -81,8 +82,8 @@ def script_of(stored: CaseFile, device: Device) -> Script:
     return Script("\n\n\n".join(parts) + "\n", note)
 
 
-def unshown(stored: CaseFile) -> str | None:
-    """What of a Case's failure a script cannot show, or None."""
+def unshown(stored: CaseFile, device: Device) -> str | None:
+    """What of a Case's failure a script for `device` cannot show, or None."""
     told = stored.found.get("identity")
     kind, check = (told.get("kind"), told.get("check")) if isinstance(told, dict) else (None, None)
     if stored.case.check in RELATIONS or kind == "relation":
@@ -95,10 +96,10 @@ def unshown(stored: CaseFile) -> str | None:
             "no element is beyond its own budget, only all of them together; this script compares elements: only "
             "`attnfuzz repro` shows that"
         )
-    if kind in _MEMORY_KINDS:
+    if kind == "uninitialised" or (kind in _CHECKED and device == "cuda"):
         return (
-            f"a failure of kind {kind} is seen by the memory checker of interpreted kernels; this script shows it where wrong "
-            "values or a write beyond a tensor come of it"
+            f"a failure of kind {kind} is seen by attnfuzz's memory checker; this script shows it where wrong values, or a write "
+            "beyond a tensor, come of it"
         )
     if kind == "contract" and check in _UNCHECKED:
         return f"this script checks the type, shape, dtype and device of an output, not its {check}"
@@ -136,8 +137,9 @@ def _kernel_lines(kernel: Kernel) -> tuple[str, str]:
                 call = "()" if inspect.isclass(found) or inspect.isfunction(found) else ""
                 first, _, rest = point.attr.partition(".")
                 return f"from {point.module} import {first}", f"{first}{'.' + rest if rest else ''}{call}"
-        return "from attnfuzz.kernels.registry import get", f"get({name!r})"
     place = global_of(kernel)
+    if not registry.is_local(name) and (place is None or place[0].startswith("attnfuzz.")):
+        return "from attnfuzz.kernels.registry import get", f"get({name!r})"
     if place is None or place[0] == "__main__":
         raise reject("script", name, "the kernel is no global of a module that a script could import it from", "make it one")
     return f"from {place[0]} import {place[1]}", place[1]

@@ -79,15 +79,15 @@ def test_what_makes_no_sense_together_is_refused(arguments: list[str], message: 
 
 
 def test_a_script_is_written_to_a_file_or_to_stdout() -> None:
-    path = stored("acme.element", identity={"kind": "race", "check": "store"})
+    path = stored("acme.element", identity={"kind": "uninitialised", "check": "load"})
     result = repro(path, "--script", "new/shown.py")
     assert result.exit_code == 0
     assert result.stdout == "written: new/shown.py; run it by `python new/shown.py`: exit 0 is OK, 1 is FAILED\n"
-    assert result.stderr.startswith("note: a failure of kind race is seen by the memory checker")
+    assert result.stderr.startswith("note: a failure of kind uninitialised is seen by attnfuzz's memory checker")
     assert repro(path, "--script", "-").stdout == Path("new/shown.py").read_text()
     told = json.loads(repro(path, "--script", "new/shown.py", "--json").stdout)
     assert (told["script"], told["device"]) == ("new/shown.py", "cpu")
-    assert told["note"].startswith("a failure of kind race")
+    assert told["note"].startswith("a failure of kind uninitialised")
 
 
 # --- many times

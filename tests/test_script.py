@@ -186,7 +186,8 @@ def test_budgets_are_never_smaller_than_measured_and_hardly_larger() -> None:
     [
         ({"kind": "aggregate", "check": "R"}, "oracle", "only all of them together"),
         ({"kind": "relation", "check": "split_batch"}, "split_batch", "compares related calls (check split_batch)"),
-        ({"kind": "race", "check": "store in forward"}, "oracle", "seen by the memory checker"),
+        ({"kind": "uninitialised", "check": "load in forward"}, "oracle", "seen by attnfuzz's memory checker"),
+        ({"kind": "race", "check": "store in forward"}, "oracle", None),
         ({"kind": "contract", "check": "strides"}, "oracle", "not its strides"),
         ({"kind": "mismatch", "check": "element"}, "oracle", None),
     ],
@@ -200,6 +201,21 @@ def test_what_a_script_cannot_show_is_said(found: dict[str, str], check: Any, no
         assert script.note is not None
         assert note in script.note
         assert f"# NOTE: {script.note}" in script.text
+
+
+def test_the_interpreters_own_checks_are_on_in_a_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if registry.get("triton.varlen").unavailable("cpu"):
+        pytest.skip("Triton cannot run here")
+    problem = Problem(seqlens_q=(5,), seqlens_k=(3,), dim_qk=16, dim_v=16)
+    kernel = registry.get("fault.memory.store")
+    case = Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0])
+    assert run_trial(case, "cpu").failures[0].kind == "out-of-bounds"
+    script = written(case, identity={"kind": "out-of-bounds", "check": "store in preprocess"})
+    assert script.note is None
+    assert loaded(script.text, monkeypatch)["check"]() == ["the kernel raised; its traceback is above"]
+    assert "MemoryFault: varlen_device.py:" in capsys.readouterr().err
 
 
 def test_a_script_needs_nothing_of_attnfuzz_but_the_kernel() -> None:
