@@ -135,7 +135,9 @@ def run(*arguments: str, fault: Fault = right, examples: int = 25, **changed: An
 
 
 def files(folder: str = ".attnfuzz") -> list[Path]:
-    return sorted(each for each in Path(folder).rglob("*") if each.is_file())
+    """What a run has kept, besides what it leaves for reports."""
+    kept = sorted(each for each in Path(folder).rglob("*") if each.is_file())
+    return [each for each in kept if each.parent.name not in ("runs", "maps")]
 
 
 def stored(**changed: Any) -> str:
@@ -358,7 +360,8 @@ def test_a_correct_kernel_is_clean() -> None:
     assert "acme.flash: 25 cases in " in result.stdout
     assert "no failures in 25 cases" in result.stdout
     assert result.stderr == ""
-    assert not Path(".attnfuzz").exists()
+    assert files() == []
+    assert [each.suffix for each in Path(".attnfuzz/runs").iterdir()] == [".json"]
 
 
 def test_a_failure_is_found_shrunk_kept_reproduced_and_fixed() -> None:

@@ -84,7 +84,7 @@ def wanted(block: Block, kind: str) -> bool:
     return own == {kind} if kind else not own
 
 
-@pytest.mark.parametrize(("page", "kind"), marked())
+@pytest.mark.parametrize(("page", "kind"), list(marked()))
 def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("the pages' kernels need Triton")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -102,7 +103,10 @@ def test_five_lines_gate_a_correct_kernel(acme: pytest.Pytester) -> None:
     result.assert_outcomes(passed=2)
     told = "attnfuzz: acme.flash in 2 tests; device=cpu profile=quick seed=3 budget=as the tests say"
     result.stdout.fnmatch_lines(["attnfuzz: device=cpu seed=3", told, "*::test_kernel?0? PASSED*", "*::test_kernel?1? PASSED*"])
-    assert not (acme.path / ".attnfuzz").exists()
+    assert [each.name for each in (acme.path / ".attnfuzz").iterdir()] == ["runs"]
+    runs = [json.loads(each.read_text()) for each in (acme.path / ".attnfuzz" / "runs").iterdir()]
+    assert [(each["state"], each["settings"]["seed"]) for each in runs] == [("finished", 3)] * 2
+    assert len({each["session"] for each in runs}) == 1, "one report shows both shards"
 
 
 def test_a_faulty_kernel_fails_with_its_minimal_case_and_how_to_run_it_again(acme: pytest.Pytester) -> None:
