@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "memory": None,
     "in-process": False,
     "no-memory-check": False,
+    "no-maps": False,
 }
 _GIB = 1 << 30
 
@@ -51,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("memory", type=float, metavar="GIB", help="memory that a child process may hold, in GiB (default: half of the machine's)")
     add("in-process", action="store_true", help="no child processes, for a debugger: a crash ends the tests")
     add("no-memory-check", action="store_true", help="do not check every access to memory of interpreted kernels")
+    add("no-maps", action="store_true", help="keep no maps of the errors of minimal Cases for `attnfuzz report`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -106,6 +108,7 @@ def settings_of(config: pytest.Config, *, device: str | None = None, shard: int 
         jobs=of("jobs"),
         in_process=of("in-process"),
         memory_check=not of("no-memory-check"),
+        maps=not of("no-maps"),
         deadline=None if of("deadline") is None else options.duration(of("deadline"), "deadline"),
         memory=None if of("memory") is None else _bytes(of("memory")),
     )
