@@ -2,8 +2,8 @@
 
 A fenced block of `console` is a session: its lines that begin with "$ " are run one after the other, in a folder of the page's
 own, and end with 0, or with what "# exit N" at the line's end says. After the word `console`: `slow` and `gpu` as pytest's marks,
-`elsewhere` where a command needs what no test has (a clone, a network, a hosted runner): there the options are looked at only.
-A block of `python file=NAME`, or of any language, is written into that folder first.
+`elsewhere` where a command needs what no test has (a clone, a network, a hosted runner, hours): there the options are looked at only.
+Lines without "$ " are output. A block of `python file=NAME`, or of any language, is written into that folder first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from attnfuzz.harness.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-KINDS = {"slow", "gpu", "elsewhere", "next"}
+KINDS = {"slow", "gpu", "elsewhere"}
+README = ROOT / "README.md"
+"""Its one session is run by test_readme.py."""
+GENERATED = "<!-- Written by docs/generate.py"
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("the pages' kernels need Triton")
     bin_ = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "COLUMNS": "150"}
+    # PYTHONSAFEPATH would hide the page's own files, which lie in the current folder.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONSAFEPATH", "PYTEST_ADDOPTS")}
+    environment |= {"PATH": f"{bin_}:{os.environ['PATH']}", "COLUMNS": "150"}
     for each in blocks(page):
         if each.file is not None:
             (tmp_path / each.file).parent.mkdir(parents=True, exist_ok=True)
@@ -105,11 +110,15 @@ def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path:
             )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
 def test_every_block_is_of_a_known_kind(page: Path) -> None:
+    generated = GENERATED in page.read_text(encoding="utf-8")
     for each in blocks(page):
         where = f"{name_of(page)}:{each.line}"
         assert not set(each.words) - KINDS - {f"file={each.file}"}, where
+        if each.language == "text" and generated:
+            # A usage line is no session; it is the code's own, as is its docstrings' text.
+            continue
         if each.language != "console":
             lines = each.text.splitlines()
             assert not any(line.startswith(("$ ", "attnfuzz ", "pytest ", "python ")) for line in lines), f"{where}: a session"
@@ -145,7 +154,7 @@ def parse(argv: list[str], where: str) -> None:
             assert word.split("=")[0] in known, f"{where}: {word} is no option of {group.name}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
