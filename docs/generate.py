@@ -19,6 +19,7 @@ MODULES = (
     "attnfuzz.kernels.contract",
     "attnfuzz.kernels.problem",
     "attnfuzz.kernels.registry",
+    "attnfuzz.kernels.lowering",
     "attnfuzz.kernels.expressions",
     "attnfuzz.kernels.modifiers",
     "attnfuzz.kernels.tracing",
@@ -30,11 +31,20 @@ MODULES = (
     "attnfuzz.harness.failure",
     "attnfuzz.harness.verdict",
     "attnfuzz.harness.corpus",
+    "attnfuzz.harness.blob",
     "attnfuzz.harness.reproduce",
     "attnfuzz.oracles.attention",
     "attnfuzz.oracles.bounds",
 )
 """What others may build on, first what most will."""
+EXIT_CODES = """\
+| exit code | of all commands | besides |
+|---|---|---|
+| 0 | clean | `repro`: FIXED; `gate`: passed, or let through by the ledger; `selftest`: all as it should be |
+| 1 | failures were found | `repro`: FAILED; `check-adapter`: the contract is not fulfilled |
+| 2 | wrong use, a broken file or environment, a kernel that cannot run here; or a case that could not be written | `repro`: ERROR |
+| 130 | interrupted, with nothing found | |
+"""
 NOTE = "<!-- Written by docs/generate.py from the code; a test compares. -->\n"
 
 
@@ -42,17 +52,42 @@ def cli_page() -> str:
     """Every command with its arguments and options."""
     from attnfuzz.harness.cli import main
 
-    codes = "Exit codes of every command: 0 clean, 1 failures, 2 wrong use or a broken environment, 130 interrupted."
-    parts = [f"# Command line\n\n{NOTE}\n{codes}\n"]
+    parts = [f"# Command line\n\n{NOTE}\n{EXIT_CODES}"]
     for path, command in commands("attnfuzz", main):
         context = click.Context(command, info_name=path)
         usage = " ".join(command.collect_usage_pieces(context))
         parts.append(f"## `{path}`\n\n```text\n{path} {usage}\n```\n\n{paragraphs(command.help or '')}\n")
         options = [each.get_help_record(context) for each in command.params]
         rows = [f"| `{cell(name)}` | {cell(text)} |" for name, text in filter(None, options)]
-        if rows:
-            parts.append("\n".join(["| option | |", "|---|---|", *rows]) + "\n")
-    return "\n".join(parts)
+        parts += table(rows)
+    return "\n".join([*parts, *pytest_options()])
+
+
+def table(rows: list[str]) -> list[str]:
+    """The table of some options, if there are any."""
+    return ["\n".join(["| option | |", "|---|---|", *rows]) + "\n"] if rows else []
+
+
+class Options:
+    """Stands for pytest's parser: keeps the options that it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+
+    def getgroup(self, *_: str) -> Options:
+        return self
+
+    def addoption(self, name: str, **more: Any) -> None:
+        self.rows.append(f"| `{cell(name + ' ' + more.get('metavar', ''))}` | {cell(more['help'])} |")
+
+
+def pytest_options() -> list[str]:
+    """What the plugin adds to pytest."""
+    from attnfuzz.harness.plugin_options import pytest_addoption
+
+    options: Any = Options()
+    pytest_addoption(options)
+    return ["## pytest\n\nFor tests made by `fuzz(...)`.\n", *table(options.rows)]
 
 
 def commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
