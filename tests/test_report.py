@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from support_report import Spoilt, failure, kernel_record, record, right, spoilt_case, written
 
-from attnfuzz.harness import cli, events, gallery, runfile
+from attnfuzz.harness import cli, corpus, events, gallery, runfile
 from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.drawn import drawn_values
 from attnfuzz.harness.errormap import write_maps
@@ -415,3 +415,17 @@ def _umask() -> int:
 def test_records_survive_json() -> None:
     made = record(kernels=[kernel_record(worst="nan", wrong=1)], failures=[failure(rate=(1, 3))])
     assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(made))), RunRecord) == made
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    written(Path("found"), record())
+    monkeypatch.setattr(corpus, "write_whole", full)
+    Path("old.html").write_text("old")
+    for name in ("old.html", "new.html"):
+        done = attnfuzz("report", "found", "--output", name)
+        reason = "it cannot be written (No space left on device); give a file elsewhere"
+        assert (done.exit_code, done.stderr) == (2, f"error: output='{name}': {reason}\n")
+    assert (Path("old.html").read_text(), Path("new.html").exists()) == ("old", False)

@@ -89,4 +89,6 @@ def _write(target: Path, text: str) -> None:
         write_whole(target, text)
         target.chmod(mode)
     except OSError as error:
+        if not target.stat().st_size:
+            target.unlink()
         raise reject("output", str(target), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None

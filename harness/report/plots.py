@@ -156,7 +156,7 @@ def _output(axes: Any, found: OutputMap, *, labelled: bool, noun: str) -> None:
     else:
         told, colour = f"{title}: within budget ({found.worst:.2g})", "#1f4e79"
     if found.output == "lse":
-        told = f"{title}: {found.over:,} wrong" if found.over else f"{title}: ok"
+        told = f"{title}: wrong" if found.over else f"{title}: ok"
     axes.set_title(told, fontsize=9.5, color=colour, fontweight="bold" if found.over else "normal", pad=17, loc="left")
     _blank_or_image(axes, lookup[levels] if levels.size else None)
     _row_marks(axes, rows, found.tile, noun if labelled else None)
@@ -181,13 +181,19 @@ def _row_marks(axes: Any, rows: Axis, tile: int, noun: str | None) -> None:
     lines = sum(each // tile for each in rows.segments) if tile else 0
     for first, _, length in parts:
         if first:
-            axes.axhline(first, color="black", linewidth=1.3)
+            _line(axes.axhline, first, 1.3)
         if tile and lines <= _MOST_LINES and not rows.merged:
             for at in range(tile, length, tile):
-                axes.axhline(first + at / rows.step, color="black", linewidth=0.7, linestyle=(0, (4, 3)), alpha=0.65)
+                _line(axes.axhline, first + at / rows.step, 0.8, dashed=True)
     axes.set_ylim(rows.cells, 0)
     if noun is not None:
         _row_names(axes, rows, noun)
+
+
+def _line(draw: Any, at: float, width: float, *, dashed: bool = False) -> None:
+    """A black line with a pale edge, so that it shows on every colour of the scale."""
+    draw(at, color="white", linewidth=width + 1.1, alpha=0.75)
+    draw(at, color="black", linewidth=width, linestyle=(0, (4, 3)) if dashed else "-")
 
 
 def _row_names(axes: Any, rows: Axis, noun: str) -> None:
@@ -220,7 +226,7 @@ def _head_marks(axes: Any, columns: Axis, unit: str) -> None:
     every = -(-len(parts) // (_MOST_LABELS if unit else 4))
     for index, (first, cells, _) in enumerate(parts):
         if first:
-            axes.axvline(first, color="black", linewidth=0.8 if len(parts) <= 16 else 0.35)
+            _line(axes.axvline, first, 0.8 if len(parts) <= 16 else 0.35)
         if index % every == 0 and not columns.merged:
             name = f"head {index}" if len(parts) <= 4 and unit else f"{index}" if index or not unit else "head 0"
             axes.annotate(name, (first + cells / 2, 0), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom",
