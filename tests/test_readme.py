@@ -35,7 +35,7 @@ def test_the_session_shown_is_the_demos(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_commands_named_exist() -> None:
-    named = set(re.findall(r"(?:`|^|\$ )attnfuzz (\w+)", README, re.MULTILINE)) - {"on"}
+    named = set(re.findall(r"(?:`|^|\$ )attnfuzz ([\w-]+)", README, re.MULTILINE)) - {"on"}
     assert named <= set(main.commands), named - set(main.commands)
     tox = (ROOT / "tox.ini").read_text()
     for name in re.findall(r"tox -e ([\w-]+)", README):
