@@ -128,7 +128,9 @@ class Repository:
 
     def environment(self, **more: str) -> dict[str, str]:
         known = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "GIT_"))}
-        return {**known, "PYTHONPATH": str(self.root / "src"), "COLUMNS": "200", **more}
+        # Beside what is there: attnfuzz' own dependencies may be found by it.
+        path = os.pathsep.join([str(self.root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**known, "PYTHONPATH": path, "COLUMNS": "200", **more}
 
     def gate(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """`attnfuzz gate ARGUMENTS`, in a process of its own, as a user runs it."""
