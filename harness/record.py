@@ -64,7 +64,7 @@ class Recorder:
         now = datetime.now(UTC)
         self._run = RunRecord(
             format=FORMAT,
-            stamp=f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}-{secrets.token_hex(3)}",
+            stamp=f"{now:%Y%m%dT%H%M%S.%f}Z-{os.getpid()}-{secrets.token_hex(3)}",
             session=os.environ.get("PYTEST_XDIST_TESTRUNUID") or _SESSION,
             started=now.isoformat(timespec="seconds"),
             updated=now.isoformat(timespec="seconds"),

@@ -11,7 +11,9 @@ from pathlib import Path
 CORE = '''
 """What the kernels of this package share: torch's flash attention for the CPU, in float32."""
 
-from attnfuzz.kernels.contract import Capabilities
+import dataclasses
+
+from attnfuzz.kernels.contract import Capabilities, Config
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
 
@@ -32,6 +34,14 @@ class Acme(ReferenceCpu):
         return dq, dk, dv
 
 
+def exact_dq(inputs):
+    """dQ in float64."""
+    wide = dataclasses.replace(inputs, **{name: getattr(inputs, name).double() for name in ("q", "k", "v", "d_o")})
+    plain = ReferenceCpu().build(inputs.problem, Config(), "cpu")
+    o, lse = plain.forward(wide)
+    return plain.backward(wide, o, lse.double())[0]
+
+
 class Built:
     def __init__(self, kernel, plain):
         self.kernel, self.plain = kernel, plain
@@ -48,9 +58,7 @@ KERNEL = '''
 
 import time
 
-import torch
-
-from acme.core import Acme
+from acme.core import Acme, exact_dq
 
 
 class Kernel(Acme):
@@ -71,8 +79,9 @@ KERNEL = Kernel()
 
 HARMLESS = ("# forward", "o = o.mul(3).div(3)  # the same but for two roundings")
 BROKEN_DK = ("# backward", "dk = dk * 0.5 if inputs.problem.groups == 3 else dk")
-SLOW = ("# forward", "time.sleep(0.02)")
-ROUGH = ("# backward", "dq = dq * (1 + 2.0**-21 * (-1.0) ** torch.arange(dq.shape[-1]))")
+SLOW = ("# forward", "time.sleep(0.05)")
+ROUGH = ("# backward", "dq = (2 * dq.double() - exact_dq(inputs)).float()")
+"""Every error of dQ twice as large."""
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -119,7 +128,9 @@ class Repository:
 
     def environment(self, **more: str) -> dict[str, str]:
         known = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "GIT_"))}
-        return {**known, "PYTHONPATH": str(self.root / "src"), "COLUMNS": "200", **more}
+        # Beside what is there: attnfuzz' own dependencies may be found by it.
+        path = os.pathsep.join([str(self.root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**known, "PYTHONPATH": path, "COLUMNS": "200", **more}
 
     def gate(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """`attnfuzz gate ARGUMENTS`, in a process of its own, as a user runs it."""

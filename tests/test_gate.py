@@ -76,8 +76,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     summary = repository.root / "summary.md"
     gated = kernels("harmless", "broken", "rough", "known", "slow", "moved", "fresh", "gone", "typo")
     ran = repository.gate(
-        "--base", "HEAD~1", "--max-examples", "12", "--cases", "10", *gated, "--ledger", "ledger.toml",
-        "--speed", "on", "--speed-threshold", "3", "--rounds", "5", "--json", "--junit", "out/junit.xml",
+        "--base", "HEAD~1", "--max-examples", "8", "--cases", "12", *gated, "--ledger", "ledger.toml",
+        "--speed", "on", "--speed-threshold", "12", "--rounds", "5", "--json", "--junit", "out/junit.xml",
         GITHUB_ACTIONS="true", GITHUB_STEP_SUMMARY=str(summary),
     )  # fmt: skip
     assert ran.stdout, ran.stderr
@@ -105,7 +105,7 @@ def test_a_harmless_change_passes(done: Done) -> None:
         "compile": "skipped",
         "speed": "pass",
     }
-    outputs = {row["output"]: row for row in parts_of(found)["accuracy"]["figures"]["outputs"]}
+    outputs = {row["output"]: row for row in parts_of(found)["accuracy"]["figures"]["outputs"] if row["values"] == "all"}
     assert set(outputs) == {"o", "lse", "dq", "dk", "dv"}
     assert outputs["o"]["rms_ratio"] != 1, "base ran its own code"
     assert outputs["lse"]["rms_ratio"] == 1
@@ -134,8 +134,9 @@ def test_twice_the_rms_error_inside_the_budgets_fails_accuracy(done: Done) -> No
     parts = parts_of(found)
     assert (parts["campaign"]["outcome"], parts["accuracy"]["outcome"]) == ("pass", "fail")
     assert {each["output"] for each in parts["accuracy"]["findings"]} == {"dq"}
-    (row,) = (each for each in parts["accuracy"]["figures"]["outputs"] if each["output"] == "dq")
-    assert 1.5 < row["rms_ratio"] < 2.6
+    row, normal = (each for each in parts["accuracy"]["figures"]["outputs"] if each["output"] == "dq")
+    assert 1.9 < row["rms_ratio"] < 2.1
+    assert 1.9 < normal["rms_ratio"] < 2.1
     assert row["worst_head"] < 0.5, "far inside the budget"
     assert parts["determinism"]["outcome"] == "pass", "the parts after accuracy are run all the same"
 
@@ -162,7 +163,7 @@ def test_a_slower_kernel_fails_the_speed_part(done: Done) -> None:
     parts = parts_of(done.found["acme.slow"])
     assert (parts["accuracy"]["outcome"], parts["speed"]["outcome"]) == ("pass", "fail")
     assert {each["check"] for each in parts["speed"]["findings"]} == {"forward"}
-    assert all(row["low"] > 3 for row in parts["speed"]["figures"]["rows"] if row["direction"] == "forward")
+    assert all(row["low"] > 12 for row in parts["speed"]["figures"]["rows"] if row["direction"] == "forward")
 
 
 def test_an_entry_in_force_lets_a_failure_through_and_an_expired_one_does_not(done: Done) -> None:
@@ -217,7 +218,7 @@ def test_a_ledger_entry_lets_it_through_until_it_expires(local: Repository) -> N
         "attnfuzz-ledger.toml",
         f'[[known]]\nkernel = "acme.rough"\npart = "accuracy"\noutput = "dQ"\nissue = "#12"\nexpires = {last}\n',
     )
-    plan = Plan(device="cpu", base="HEAD", kernels=("acme.rough:KERNEL",), folder=local.root, max_examples=3, cases=10)
+    plan = Plan(device="cpu", base="HEAD", kernels=("acme.rough:KERNEL",), folder=local.root, max_examples=3, cases=12)
     through = gate(plan, lambda _: None, today=last)
     assert (through.outcome, through.kernels[0].outcome, through.stale) == ("pass", "known", ())
     assert all(each.plea is not None and each.plea.issue == "#12" for each in through.kernels[0].findings)
@@ -271,8 +272,8 @@ def test_ctrl_c_leaves_no_worktree_and_no_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_kernel_that_is_wrong_gets_no_baseline(tmp_path: Path) -> None:
     repository = Repository.create(tmp_path, "broken")
-    repository.edit("broken", *BROKEN_DK)
-    ran = repository.gate("--write", "base.json", "--cases", "12", *kernels("broken"))
+    repository.edit("broken", "# forward", "o = o * 1.5")
+    ran = repository.gate("--write", "base.json", "--cases", "6", *kernels("broken"))
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "it is wrong, and so no baseline" in ran.stdout
     assert not (tmp_path / "base.json").exists()

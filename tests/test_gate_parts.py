@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -71,6 +72,25 @@ def test_only_the_output_that_is_worse_is_told() -> None:
     ]
     found = accuracy(KERNEL, head, errors_of(measured(1.0, 0.05, seed=3)), 1.25)
     assert {each.output for each in found.findings} == {"dq"}
+
+
+def test_what_shows_with_normal_values_alone_is_found_beside_extreme_ones() -> None:
+    """In every other Case the values are such that an error of another kind is all there is."""
+    worse, before = measured(2.0, 0.1, seed=1), measured(1.0, 0.1, seed=2)
+    mixed = []
+    for number, (ours, theirs) in enumerate(zip(worse, before, strict=True)):
+        extreme = msgspec.structs.replace(ours.case, recipe=Recipe(pattern="sink", seed=number))
+        huge = Errors(elements=1000, square=10.0 ** -(number % 5), worst=3.0)
+        one, other = (
+            ((extreme, {"o": huge}), (extreme, {"o": huge}))
+            if number % 2
+            else ((ours.case, ours.errors), (theirs.case, theirs.errors))
+        )
+        mixed.append((one, other))
+    head = [Measurement(case, errors) for (case, errors), _ in mixed]
+    found = accuracy(KERNEL, head, dict(other for _, other in mixed), 1.25)
+    (told,) = (each for each in found.findings if (each.output, each.check) == ("o", "rms"))
+    assert "over the same 8 Cases of normal values" in told.message
 
 
 def test_better_is_no_failure_and_too_few_cases_say_nothing() -> None:

@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnfuzz.harness.compiling_figures import rank
 from attnfuzz.harness.gate.result import Finding, Part
 
 __all__ = ["CompileTableError", "NoSuchTableError", "compare_tables", "compile_table"]
 
+_MOST = "6"
+"""Variants of a kernel; of all that one may have, hundreds, `attnfuzz compile --baseline` tells."""
 _KEY = ("config", "arch", "function", "key")
 Row = dict[str, Any]
 
@@ -35,7 +38,7 @@ def compile_table(
         NoSuchTableError: there is no such command here.
         CompileTableError: it ended without a table.
     """
-    command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", "compile", asked, "--json"]
+    command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", "compile", asked, "--json", "--max", _MOST]
     command += ["--arch", ",".join(architectures)] if architectures else []
     done = subprocess.run(
         command,
@@ -82,8 +85,8 @@ def _worse(row: Row, before: Row | None) -> list[tuple[str, str]]:
         now, then = _count(row.get(name)), _count(before.get(name)) if before else 0
         if row["ok"] and now > then and (before is not None or name == "races"):
             found.append((name, f"{now} {what}, {then} before"))
-    if row["ok"] and before and before.get("tensor_core") and not row.get("tensor_core"):
-        found.append(("tensor_core", f"uses no tensor cores any more ({before['tensor_core']} before)"))
+    if row["ok"] and before and rank(row.get("tensor_core")) < rank(before.get("tensor_core")):
+        found.append(("tensor_core", f"tensor cores by {row.get('tensor_core') or 'nothing'}, {before['tensor_core']} before"))
     return found
 
 

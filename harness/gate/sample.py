@@ -17,7 +17,7 @@ from attnfuzz.strategies.shapes import all_variants, pool
 __all__ = ["accuracy_cases", "speed_cases"]
 
 _LIMITS: dict[Device, Limits] = {
-    "cpu": Limits(batch=3, heads=4, length=150, tiles=8),
+    "cpu": Limits(batch=3, heads=6, length=150, tiles=8),
     "cuda": Limits(batch=4, heads=8, length=1024, tiles=512),
 }
 _VARIANTS: dict[Device, int] = {"cpu": 3, "cuda": 12}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from attnfuzz.harness.corpus import repro_line
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Outcome, Part, PartFinished, Said
 
@@ -94,7 +94,7 @@ def _show_finding(console: Console, number: int, gated: KernelGate, finding: Fin
     if finding.plea:
         rows.append(("known", f"{finding.plea.issue}, until {finding.plea.expires}"))
     if finding.case:
-        rows.append(("run it again", _again(finding.case)))
+        rows.append(("run it again", _again(finding)))
     for name, value in rows:
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     if finding.detail and finding.part in ("load", "compile"):
@@ -107,8 +107,8 @@ def _title(finding: Finding) -> str:
     return f"{finding.kernel}: {what}{where}"
 
 
-def _again(path: str) -> str:
-    return f"attnfuzz repro {shlex.quote(path)}"
+def _again(finding: Finding) -> str:
+    return repro_line(finding.case or "", finding.kernel)
 
 
 def _verdict(done: Gate) -> str:
@@ -157,7 +157,7 @@ def _part_object(part: Part) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(part)
     for finding, each in zip(part.findings, plain["findings"], strict=True):
         each["described"] = dict(finding.described)
-        each["repro"] = _again(finding.case) if finding.case else None
+        each["repro"] = _again(finding) if finding.case else None
     return plain
 
 
@@ -191,7 +191,7 @@ def _finding_markdown(gated: KernelGate, finding: Finding) -> list[str]:
     if gated.file:
         rows.append(("file", f"{gated.file}:{gated.line}"))
     if finding.case:
-        rows.append(("run it again", _again(finding.case)))
+        rows.append(("run it again", _again(finding)))
     told = "\n".join(f"{name:<20} {value}" for name, value in rows)
     # A fence longer than any run of backticks that a kernel's own text may hold.
     fence = "`" * max(3, 1 + max((len(each) for each in _ticks(told)), default=0))

@@ -379,14 +379,14 @@ def _query_tiles(
         cols = start_n + tl.arange(0, TILE_N)
         q_idx, kv_idx = rows[:, None], cols[None, :]
         k_tile = _tile(k + start_n.to(tl.int64) * k_step + k_offsets, cols, sizes[4], dims_qk, DIM_QK, PAD_QK, CHECKED)
-        v_tile = _tile(v + start_n.to(tl.int64) * v_step + v_offsets, cols, sizes[4], dims_v, DIM_V, PAD_V, CHECKED)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         x, s = _scores(products, b, h, q_idx, kv_idx, scale, sizes, tensors, SCORE, PRESCALED, WITHIN_Q, WITHIN_K)
         if not FULL:
             seen = _seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K)
             s = tl.where(seen, s, float("-inf"))
         p = tl.math.exp2(s - row_lse[:, None])
+        v_tile = _tile(v + start_n.to(tl.int64) * v_step + v_offsets, cols, sizes[4], dims_v, DIM_V, PAD_V, CHECKED)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - row_delta[:, None])
         if SCORE is not None:
             near_q, near_k = _within(q_idx, sizes[3], WITHIN_Q), _within(kv_idx, sizes[4], WITHIN_K)
@@ -425,16 +425,16 @@ def _key_tiles(
         q_idx, kv_idx = rows[None, :], cols[:, None]
         q_tile = _tile(q + start_m.to(tl.int64) * q_step + q_offsets, rows, sizes[3], dims_qk, DIM_QK, PAD_QK, CHECKED)
         row_lse = _rows_of(row_lses, rows, sizes[3], CHECKED)
-        do_tile = _tile(do + start_m.to(tl.int64) * do_step + do_offsets, rows, sizes[3], dims_v, DIM_V, PAD_V, CHECKED)
-        row_delta = _rows_of(deltas, rows, sizes[3], CHECKED)
         products = tl.dot(k_tile, tl.trans(_prescaled(q_tile, scale, PRESCALED)), input_precision=PRECISION)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
         x, s = _scores(products, b, h, q_idx, kv_idx, scale, sizes, tensors, SCORE, PRESCALED, WITHIN_Q, WITHIN_K)
         if not FULL:
             seen = _seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K)
             s = tl.where(seen, s, float("-inf"))
         p = tl.math.exp2(s - row_lse[None, :])
+        do_tile = _tile(do + start_m.to(tl.int64) * do_step + do_offsets, rows, sizes[3], dims_v, DIM_V, PAD_V, CHECKED)
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+        row_delta = _rows_of(deltas, rows, sizes[3], CHECKED)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
         if SCORE is not None:
             near_q, near_k = _within(q_idx, sizes[3], WITHIN_Q), _within(kv_idx, sizes[4], WITHIN_K)

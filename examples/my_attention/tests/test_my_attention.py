@@ -14,7 +14,7 @@ from my_attention.subject import KERNEL
 
 from attnfuzz.harness.plugin import fuzz
 
-test_kernel = fuzz(KERNEL, max_examples=20)
+test_kernel = fuzz(KERNEL, max_examples=12)
 
 # What the fault is, the line that has it, what becomes of the line, and the outputs in which it may show first.
 FAULTS = {
