@@ -42,7 +42,7 @@ EXIT_CODES = """\
 |---|---|---|
 | 0 | clean | `repro`: FIXED; `gate`: passed, or let through by the ledger; `selftest`: all as it should be |
 | 1 | failures were found | `repro`: FAILED; `check-adapter`: the contract is not fulfilled |
-| 2 | wrong use, a broken file or environment, a kernel that cannot run here; or a case that could not be written | `repro`: ERROR |
+| 2 | wrong use, a broken file or environment, a kernel that cannot run here, a case that cannot be written | `repro`: ERROR |
 | 130 | interrupted, with nothing found | |
 """
 NOTE = "<!-- Written by docs/generate.py from the code; a test compares. -->\n"
@@ -72,12 +72,15 @@ class Options:
     """Stands for pytest's parser: keeps the options that it is given."""
 
     def __init__(self) -> None:
+        """Nothing yet."""
         self.rows: list[str] = []
 
     def getgroup(self, *_: str) -> Options:
+        """All groups are one."""
         return self
 
     def addoption(self, name: str, **more: Any) -> None:
+        """Keep the row of an option."""
         self.rows.append(f"| `{cell(name + ' ' + more.get('metavar', ''))}` | {cell(more['help'])} |")
 
 

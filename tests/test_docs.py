@@ -2,8 +2,8 @@
 
 A fenced block of `console` is a session: its lines that begin with "$ " are run one after the other, in a folder of the page's
 own, and end with 0, or with what "# exit N" at the line's end says. After the word `console`: `slow` and `gpu` as pytest's marks,
-`elsewhere` where a command needs what no test has (a clone, a network, a hosted runner, hours): there the options are looked at only.
-Lines without "$ " are output. A block of `python file=NAME`, or of any language, is written into that folder first.
+`elsewhere` where a command needs what no test has (a clone, a network, a hosted runner, hours): there only the options are looked
+at. Lines without "$ " are output. A block of `python file=NAME`, or of any language, is written into that folder first.
 """
 
 from __future__ import annotations
