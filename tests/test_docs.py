@@ -102,12 +102,11 @@ def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path:
         if not (wanted(each, kind) or (kind and wanted(each, ""))):
             continue
         for command, code in each.commands:
+            told = f"{name_of(page)}:{each.line}: {command}"
             done = subprocess.run(
                 ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
             )
-            assert done.returncode == code, (
-                f"{name_of(page)}:{each.line}: {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-            )
+            assert done.returncode == code, f"{told}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
