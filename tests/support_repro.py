@@ -53,7 +53,7 @@ class Plain:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             packings=("ragged", "dense"), dtypes=("float16", "bfloat16", "float32"), dims=((8, 8),), dim_multiple=1, groups=None,
-            causal=(None, "bottom_right", "top_left"), window=True, softcap=True, score_mod=True, mask_mod=True,
+            causal=(None, "bottom_right", "top_left"), window=True, softcap=True, score_mod=True, mask_mod=True, captured=True,
             captured_gradients=True, layouts=True, zero_q=True, zero_k=True, unequal=True, slack=True, scale_any=True, dlse=True,
             devices=("cpu",), compiles_on=(), deterministic=("o", "lse"),
         )  # fmt: skip

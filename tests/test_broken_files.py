@@ -267,7 +267,7 @@ def no_space(*_: Any) -> Any:
 
 
 def test_a_failed_write_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_write_whole", no_space)
+    monkeypatch.setattr(corpus, "write_whole", no_space)
     assert_nothing_lost(run("out"), "No space left on device (cases/x.json)")
     result = run("out", "--json")
     assert result.exit_code == 2
@@ -279,13 +279,13 @@ def test_a_failed_write_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_minimal_case_is_told_where_only_the_first_could_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    write, calls = corpus._write_whole, []
+    write, calls = corpus.write_whole, []
 
     def once(path: Path, text: str) -> None:
         calls.append(path)
         write(path, text) if len(calls) == 1 else no_space()
 
-    monkeypatch.setattr(corpus, "_write_whole", once)
+    monkeypatch.setattr(corpus, "write_whole", once)
     assert_nothing_lost(run("out"), "No space left on device")
     [kept] = Path("out/cases").glob("*.json")
     assert attnfuzz("repro", str(kept)).exit_code == 1

@@ -487,6 +487,7 @@ def test_failures_of_a_trial_keep_their_identity() -> None:
     assert found[0].detail.startswith("forward: varlen_device.py:")
 
 
+@pytest.mark.slow
 def test_the_selftest_finds_every_fault_and_no_other(tmp_path: Any) -> None:
     command = [sys.executable, "-m", "attnfuzz.harness.cli", "selftest", "memory", "--cases", "40", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -204,7 +204,7 @@ def test_a_wrong_option_is_a_usage_error_before_anything_runs(
 
 def test_the_options_are_shown_in_help(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--help")
-    for name in [each for each in plugin_options._DEFAULTS if each not in ("in-process", "no-memory-check")]:
+    for name in [each for each in plugin_options._DEFAULTS if each not in ("in-process", "no-memory-check", "no-maps")]:
         result.stdout.fnmatch_lines([f"*--attnfuzz-{name}=*"])
 
 

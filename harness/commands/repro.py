@@ -83,6 +83,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
         deadline=None if deadline is None else duration(deadline, "deadline"),
         memory_check=not options["no_memory_check"],
     )
+    picture = None if options["plot"] is None else Picture(options["plot"], stored)
     if where.in_process or way == "pdb":
         prepare(resolve_device(where.asked))
     try:
@@ -99,7 +100,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
             case "pdb":
                 code = _debugged(stored, where)
             case _:
-                code = _again(stored, where, options["plot"], as_json=as_json)
+                code = _again(stored, where, picture, as_json=as_json)
     except BadArgument as error:
         raise BadArgument(f"ERROR {case}: {error}") from None
     click.get_current_context().exit(code)
@@ -134,11 +135,10 @@ def _given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _again(stored: CaseFile, where: Where, plot: str | None, *, as_json: bool) -> int:
+def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: bool) -> int:
     from attnfuzz.harness.report.terminal import show_reproduction
     from attnfuzz.harness.reproduce import reproduce
 
-    picture = None if plot is None else Picture(plot, stored)
     done = reproduce(
         stored.case,
         where.asked,
