@@ -163,6 +163,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (ROOT / name).exists(), f"{name_of(page)}: {name}"
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions write signatures otherwise")
 def test_the_reference_is_the_codes() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("signatures are those of a machine with Triton")
