@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from support_slow import SLOW, named
 
 pytest_plugins = ["pytester"]
 
@@ -25,11 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
         environment.prepare("cpu")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     from attnfuzz.harness.environment import has_cuda
 
     asked = config.getoption("-m") or ""
     for item in items:
+        if named(item.nodeid) in SLOW:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and "slow" not in asked:

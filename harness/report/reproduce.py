@@ -51,7 +51,7 @@ def show_repetition(console: Console, stored: CaseFile, done: Repetition) -> Non
     """The rate with its interval, the Case, and each distinct failure with how often it showed."""
     low, high = done.interval
     style, word = ("bold red", "FAILED") if done.failed else ("bold green", "PASSED")
-    percent = f"{100 * done.failed / max(1, done.runs):.3g} %, 95 % confidence: {100 * low:.2g} to {100 * high:.2g} %"
+    percent = f"{100 * done.failed / max(1, done.runs):.3g} %, 95 % confidence: {100 * low:.0f} to {100 * high:.0f} %"
     _say(console, f"[{style}]{word}[/] {escape(str(stored.path))} on {done.device}")
     _say(console, f"   failed in {done.failed} of {done.runs} runs ({percent})")
     if done.interrupted:
