@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextlib
 import os
 import signal
 import sys
@@ -53,7 +54,20 @@ class _Commands(click.Group):
             text = f"internal error: {type(error).__name__}: {error}".strip()
             remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
             code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in given)
-        sys.exit(code if isinstance(code, int) else CLEAN)
+        sys.exit(_flushed(code if isinstance(code, int) else CLEAN))
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once all that was said has been written: what cannot be must not end Python with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if code != WRONG_USE:
+            click.echo(f"error: {_text(error)}", err=True)
+        code = WRONG_USE
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 def _end_like_ctrl_c(number: signal.Signals) -> None:
