@@ -22,7 +22,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
-__all__ = ["CaseFile", "Corpus", "read_case", "repro_line", "write_whole"]
+__all__ = ["CaseFile", "Corpus", "quoted", "read_case", "repro_line", "write_whole"]
 
 
 _MOST_RUNS = 1000
@@ -86,7 +86,12 @@ def repro_line(path: str, kernel: str, target: object = None) -> str:
     """
     came = registry.origin(kernel)
     where = came.target if came else target if isinstance(target, str) else None
-    return shlex.join(["attnfuzz", "repro", path, *(["--kernel", where] if where else [])])
+    return f"attnfuzz repro {quoted(path)}{f' --kernel {shlex.quote(where)}' if where else ''}"
+
+
+def quoted(path: str) -> str:
+    """`path` as one word of a command line, which is no option whatever its name."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 class Corpus:
