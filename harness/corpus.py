@@ -22,7 +22,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
-__all__ = ["CaseFile", "Corpus", "read_case", "repro_line", "write_whole"]
+__all__ = ["CaseFile", "Corpus", "again_line", "quoted", "read_case", "repro_line", "write_whole"]
 
 
 _MOST_RUNS = 1000
@@ -84,9 +84,19 @@ def repro_line(path: str, kernel: str, target: object = None) -> str:
 
     It says where that kernel is found if its name alone does not tell: as it was asked for in this process, else at `target`.
     """
+    return again_line(path, kernel, "attnfuzz repro", target)
+
+
+def again_line(path: str, kernel: str, command: str, target: object = None) -> str:
+    """`command`, which takes a case file and --kernel, for a case file of `kernel`."""
     came = registry.origin(kernel)
     where = came.target if came else target if isinstance(target, str) else None
-    return shlex.join(["attnfuzz", "repro", path, *(["--kernel", where] if where else [])])
+    return f"{command} {quoted(path)}{f' --kernel {shlex.quote(where)}' if where else ''}"
+
+
+def quoted(path: str) -> str:
+    """`path` as one word of a command line, which is no option whatever its name."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 class Corpus:

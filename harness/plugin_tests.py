@@ -97,11 +97,11 @@ def _again(kernel: Kernel, request: pytest.FixtureRequest) -> str | None:
 
 def _recorder(settings: Settings, again: str | None) -> Recorder:
     """Keeps what `attnfuzz report` shows; `again` and a path run a case file, or `attnfuzz repro` does."""
-    from attnfuzz.harness.corpus import repro_line
+    from attnfuzz.harness.corpus import quoted, repro_line
     from attnfuzz.harness.record import Recorder
 
     def line(path: str, kernel: str) -> str:
-        return f"{again} {shlex.quote(path)}" if again else repro_line(path, kernel)
+        return f"{again} {quoted(path)}" if again else repro_line(path, kernel)
 
     return Recorder(settings.out or ".attnfuzz", lambda text: warnings.warn(pytest.PytestWarning(text), stacklevel=2), line)
 

@@ -72,6 +72,7 @@ MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable",
 """What a Kernel has, in the contract's order."""
 
 _registered: dict[str, Kernel] = {}
+_registered_at: dict[str, Origin] = {}
 _loaded: dict[str, Kernel] = {}
 _origins: dict[str, Origin] = {}
 """Of each kernel that was asked for as "package.module:OBJECT", under its own name."""
@@ -89,19 +90,28 @@ class UnknownKernel(BadArgument):
     """No kernel of that name is installed."""
 
 
-def register(kernel: Kernel) -> Kernel:
+def register(kernel: Kernel, target: str | None = None) -> Kernel:
     """Make `kernel` known under its name in this process; returns it.
+
+    Args:
+        kernel: the kernel.
+        target: "package.module:OBJECT", where other processes find it, for the lines that run its Cases again.
 
     Raises:
         BadArgument: it is no Kernel; the text says what it lacks.
     """
-    _registered[_checked(kernel).name] = kernel
+    name = _checked(kernel).name
+    _registered[name] = kernel
+    _registered_at.pop(name, None)
+    if target is not None:
+        _registered_at[name] = Origin(target)
     return kernel
 
 
 def unregister(name: str) -> None:
     """Forget a kernel that `register` made known."""
     _registered.pop(name, None)
+    _registered_at.pop(name, None)
 
 
 def is_local(name: str) -> bool:
@@ -111,7 +121,7 @@ def is_local(name: str) -> bool:
 
 def origin(name: str) -> Origin | None:
     """Where the kernel called `name` was found, if it was asked for as "package.module:OBJECT"; else None."""
-    return None if name in _registered else _origins.get(name)
+    return (_registered_at if name in _registered else _origins).get(name)
 
 
 def names() -> tuple[str, ...]:

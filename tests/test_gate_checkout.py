@@ -13,6 +13,7 @@ import pytest
 import support_gate
 from support_gate import Repository, git
 
+from attnfuzz.harness.corpus import repro_line
 from attnfuzz.harness.gate.checkout import Changes, Checkout, changes_since, checkout_at, first_changed_line, worktree
 from attnfuzz.harness.gate.subjects import files_of, load_kernel, named, why_absent
 from attnfuzz.harness.gate.trees import base_environment
@@ -180,6 +181,7 @@ def test_the_files_of_a_kernel_are_those_that_it_declares_and_what_they_import(i
     importable.write("src/acme/other.py", "")
     importable.edit("one", "import time", "import time\n\ndef later():\n    from acme.tiles import X")
     kernel = load_kernel("acme.one:KERNEL")
+    assert repro_line("c.json", kernel.name) == "attnfuzz repro c.json --kernel acme.one:KERNEL"
     root = importable.root.resolve()
     found = [each.relative_to(root / "src/acme").as_posix() for each in files_of(kernel, root)]
     assert found[0] == "one.py"

@@ -327,7 +327,7 @@ def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path: Path, monke
     Path("file").write_text("")
     for target, reason in (
         ("a.gif", "plot='a.gif': no such format; give a file that ends with .png, .svg, .pdf, or a folder"),
-        ("file/a.png", "write='file/a.png': it cannot be written ("),
+        ("file/a.png", "plot='file/a.png': it cannot be written (file is no folder)"),
     ):
         done = attnfuzz("repro", case, "--in-process", "--plot", target)
         assert done.exit_code == 2

@@ -401,7 +401,7 @@ def test_the_page_goes_where_it_is_sent() -> None:
     assert attnfuzz("report", "found", "--output", "a/b.html").exit_code == 0
     assert Path("a/b.html").stat().st_mode & 0o777 == 0o666 & ~_umask()
     done = attnfuzz("report", "found", "--output", "found/runs")
-    assert (done.exit_code, done.stderr) == (2, "error: write='found/runs': it is a folder; give a file\n")
+    assert (done.exit_code, done.stderr) == (2, "error: output='found/runs': it is a folder; give a file\n")
 
 
 def _umask() -> int:

@@ -194,3 +194,7 @@ def test_a_failure_of_it_is_found_listed_shown_and_reproduced(monkeypatch: pytes
 
 def test_a_line_for_an_installed_kernel_names_no_place() -> None:
     assert repro_line("a b.json", "torch.reference_cpu") == "attnfuzz repro 'a b.json'"
+
+
+def test_a_folder_that_looks_like_an_option_is_none_in_the_line() -> None:
+    assert repro_line("-found/cases/a.json", "torch.reference_cpu") == "attnfuzz repro ./-found/cases/a.json"

@@ -110,5 +110,9 @@ def writable(path: str, name: str = "write") -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8"):
             return file
+    except FileExistsError:  # of mkdir: what should be a folder is a file
+        raise reject(
+            name, path, f"it cannot be written ({file.parent} is no folder)", "give a file that can be written"
+        ) from None
     except OSError as error:
         raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None

@@ -15,8 +15,10 @@ from attnfuzz.harness.commands.common import (
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    check_owner,
     console,
     json_option,
+    kernel_option,
     out_option,
     writable,
 )
@@ -45,6 +47,7 @@ _COMPILERS = ("triton", "tilelang", "nvcc")
 @click.option("--write", "written", metavar="FILE", help="Write the table there: a baseline for later.")
 @click.option("--markdown", metavar="FILE", help="Write the table there, for people: into a page between its marks.")
 @click.option("--case", metavar="FILE", help="Compile the kernel of one case file again: FIXED (exit 0) or FAILED (1).")
+@kernel_option
 @out_option
 @json_option
 def compile_command(
@@ -57,6 +60,7 @@ def compile_command(
     written: str | None,
     markdown: str | None,
     case: str | None,
+    owner: str | None,
     out: str,
     as_json: bool,
 ) -> None:
@@ -68,11 +72,13 @@ def compile_command(
     # All that can be wrong with the arguments, before compiles that take hours.
     seconds = compiling.DEADLINE if deadline is None else duration(deadline, "deadline")
     before = None if baseline is None else compiling_baseline.read(baseline)
-    targets = {name: writable(path) for name, path in (("write", written), ("markdown", markdown)) if path is not None}
+    targets = {name: writable(path, name) for name, path in (("write", written), ("markdown", markdown)) if path is not None}
     corpus = Corpus(Path(out) / "compile")
     corpus.check()
     asked = None if arch is None else _architectures(arch)
-    planned, left = _one(case, kernels, asked) if case else compiling.planned(_kernels(kernels), asked, most=most)
+    if owner is not None and case is None:
+        raise reject("kernel", owner, "it is for --case", "give the kernel without --kernel")
+    planned, left = _one(case, kernels, owner, asked) if case else compiling.planned(_kernels(kernels), asked, most=most)
     rows, interrupted = _compile(planned, jobs, seconds, None if case else corpus, as_json=as_json)
     found: dict[str, Any] = {"rows": rows, "left": left, "versions": _compilers()}
     compared = None
@@ -102,7 +108,9 @@ def _kernels(names: Sequence[str]) -> list[Any]:
     return [registry.get(name) for name in dict.fromkeys(names or registry.names())]
 
 
-def _one(path: str, kernels: Sequence[str], asked: Sequence[str] | None) -> tuple[tuple[Job, ...], tuple[Left, ...]]:
+def _one(
+    path: str, kernels: Sequence[str], owner: str | None, asked: Sequence[str] | None
+) -> tuple[tuple[Job, ...], tuple[Left, ...]]:
     """The compile of a case file: for the architecture that it tells, unless one is asked for."""
     from attnfuzz.harness.compiling import Job, architectures_of, why_left
     from attnfuzz.harness.corpus import read_case
@@ -111,6 +119,7 @@ def _one(path: str, kernels: Sequence[str], asked: Sequence[str] | None) -> tupl
     if kernels:
         raise reject("case", path, "it names its own kernel", "leave the kernels out, or the case")
     stored = read_case(path)
+    check_owner(owner, path, stored.case.kernel, stored.found.get("target"))
     kernel = registry.get(stored.case.kernel)
     if (reason := why_left(kernel)) is not None:
         return (), (reason,)

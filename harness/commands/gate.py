@@ -121,7 +121,7 @@ def gate_command(
         compile=compile,
         architectures=tuple(each.strip() for each in arch.split(",") if each.strip()) if arch else (),
     )
-    files = {name: writable(path) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
+    files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
     with GateProgress(console(stderr=as_json)) as progress:
         done = gate(plan, progress)
     _report(done, files, annotate=annotate, as_json=as_json)

@@ -35,7 +35,7 @@ class Picture:
             remedy = f"give a file that ends with {', '.join(plots.SUFFIXES)}, or a folder"
             raise reject("plot", target, "no such format", remedy)
         existed = path.exists()
-        self.path, self._stored = writable(str(path)), stored
+        self.path, self._stored = writable(str(path), "plot"), stored
         if not existed:
             path.unlink()
 

@@ -39,7 +39,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
     if not runs:
         raise _nothing(folder, broken)
     told = merged(runs, broken)
-    target = writable(output or str(Path(folder) / "report.html"))
+    target = writable(output or str(Path(folder) / "report.html"), "output")
     with click.progressbar(length=len(told.failures), label="drawing", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
         made = page(told, Path(folder), pictures=pictures, step=lambda: bar.update(1))
     _write(target, made.text)

@@ -49,7 +49,7 @@ def load_kernel(asked: str) -> Kernel:
     made = found
     if inspect.isclass(found) or inspect.isfunction(found):
         made = found()
-    return registry.register(made)
+    return registry.register(made, asked)
 
 
 def why_absent(asked: str, error: BaseException) -> str | None:

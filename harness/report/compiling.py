@@ -14,6 +14,7 @@ from rich.table import Table
 
 from attnfuzz.harness.compiling import Job, Left, Row
 from attnfuzz.harness.compiling_baseline import Compared
+from attnfuzz.harness.corpus import again_line
 
 __all__ = ["Progressing", "markdown", "placed", "show", "show_compared"]
 
@@ -147,7 +148,10 @@ def _show_failure(console: Console, row: Row) -> None:
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
     if row.case:
         console.print(
-            f"   compile it again:    attnfuzz compile --case {row.case}", highlight=False, soft_wrap=True, markup=False
+            f"   compile it again:    {again_line(row.case, row.kernel, 'attnfuzz compile --case')}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
         )
 
 

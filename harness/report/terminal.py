@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnfuzz.harness import events
-from attnfuzz.harness.corpus import CaseFile, repro_line
+from attnfuzz.harness.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.events import Event, Found, KernelSummary, Worst
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
@@ -167,7 +166,7 @@ def show_found(console: Console, number: int, found: Found, again: str | None = 
     for line in describe_verdict(found.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
     if found.path:
-        line = f"{again} {shlex.quote(found.path)}" if again else repro_line(found.path, found.case.kernel)
+        line = f"{again} {quoted(found.path)}" if again else repro_line(found.path, found.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
     else:
         console.print(f"   its case, in no file: {found.case.canonical()}", highlight=False, soft_wrap=True, markup=False)
