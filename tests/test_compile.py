@@ -177,5 +177,6 @@ def test_wrong_use_is_known_before_anything_is_compiled(tmp_path: Path, argument
 def test_an_architecture_that_a_kernel_does_not_declare_is_left_out(tmp_path: Path) -> None:
     registry.register(Compilable("acme.hopper", architectures=("sm_90a",)))
     result = run(tmp_path, "acme.hopper", "--arch", "sm_80")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 2, "a gate must not pass on nothing"
+    assert "nothing was compiled" in result.stderr
     assert "acme.hopper: it declares sm_90a only" in result.output

@@ -93,7 +93,12 @@ def compile_command(
         _write(targets, rows, left, found["versions"])
     _tell(rows, left, compared, case, as_json=as_json, interrupted=interrupted)
     failed = compared.worse if compared is not None else any(not each.ok for each in rows)
-    code = FAILURES if failed else INTERRUPTED if interrupted else WRONG_USE if any(each.missing for each in left) else CLEAN
+    # A gate must not pass on nothing.
+    nothing = bool(kernels) and not rows
+    if nothing and not interrupted:
+        click.echo("error: nothing was compiled; name a kernel that is compiled for CUDA, and an architecture of it", err=True)
+    broken = nothing or any(each.missing for each in left)
+    code = FAILURES if failed else INTERRUPTED if interrupted else WRONG_USE if broken else CLEAN
     click.get_current_context().exit(code)
 
 
