@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch._dynamo  # and so Triton, whose library aborts the process when it is loaded twice
 
 from attnfuzz.harness import campaign, plugin, plugin_gpus, plugin_options
 from attnfuzz.kernels import registry
@@ -18,6 +19,7 @@ from attnfuzz.kernels import registry
 # pytester forgets modules that are first imported inside: what must be imported once only is imported here.
 assert campaign
 assert plugin
+assert torch._dynamo
 
 KERNEL_FILE = """
 import torch
