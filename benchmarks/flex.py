@@ -5,9 +5,9 @@
 
 A row per contestant and direction: median milliseconds, TFLOP/s of the visible scores' operations alone, and the speed as a
 multiple of flex_attention's. The cases: "causal", "full" (no mask), "softcap" and "alibi" (both causal), and "window", a sliding
-window of 1024 keys over `--long` tokens of one sequence, beside "full" there, of whose time its share is told. `--try` adds a
-Config: the fastest one's choices with those named changed, whether configs(problem) has it or not. What cannot be compiled or
-run is told and left out.
+window of 1024 keys over `--long` tokens of one sequence, beside "full" there, of whose time (with the same kernel's fastest
+Config) its share is told. `--try` adds a Config: the fastest one's choices with those named changed, whether configs(problem)
+has it or not. What cannot be compiled or run is told and left out.
 """
 
 from __future__ import annotations
@@ -197,13 +197,22 @@ def rows_of(setting: Setting, times: dict[str, tuple[float, float]]) -> list[dic
 
 
 def shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The window's time as a part of the dense problem's, of each contestant, and the part of scores that it leaves."""
-    dense = {(row["kernel"], row["direction"]): row["ms"] for row in rows if row["case"] == "window's full"}
-    of = [row for row in rows if row["case"] == "window" and (row["kernel"], row["direction"]) in dense]
+    """The window's time as a part of the dense problem's by the same kernel, with the Config that is fastest there."""
+    dense: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["case"] == "window's full":
+            of = (_kernel(row), row["direction"])
+            dense[of] = min(row["ms"], dense.get(of, row["ms"]))
     return [
-        {"kernel": row["kernel"], "direction": row["direction"], "share": row["ms"] / dense[row["kernel"], row["direction"]]}
-        for row in of
+        {"kernel": row["kernel"], "direction": row["direction"], "share": row["ms"] / dense[_kernel(row), row["direction"]]}
+        for row in rows
+        if row["case"] == "window" and (_kernel(row), row["direction"]) in dense
     ]
+
+
+def _kernel(row: dict[str, Any]) -> str:
+    """A contestant's name without its Config: a kernel may have another default for windows."""
+    return str(row["kernel"]).partition(" ")[0]
 
 
 def parsed(text: str, base: Config) -> Config:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
 from attnfuzz.strategies.modifiers import Chosen, pooled
 
-__all__ = ["MODIFIED", "Variant", "all_variants", "drawn_variant", "heads", "modified", "pool", "scales"]
+__all__ = ["MODIFIED", "Variant", "all_variants", "covering", "drawn_variant", "heads", "modified", "pool", "scales"]
 
 _DTYPE_ORDER: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
@@ -88,15 +89,28 @@ def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, .
     """`count` variants chosen by `seed`, simplest first: the simplest one, then whatever shows most values not yet shown."""
     if count >= len(variants):
         return tuple(variants)
-    rng = random.Random(f"pool:{seed}")
-    shuffled = rng.sample(list(variants), len(variants))
-    chosen = {variants[0]}
-    shown = set(_values(variants[0]))
-    while len(chosen) < count:
-        best = max((each for each in shuffled if each not in chosen), key=lambda each: len(set(_values(each)) - shown))
-        chosen.add(best)
-        shown |= set(_values(best))
+    chosen = {each for each, _ in islice(_spread(variants, seed), count)}
     return tuple(each for each in variants if each in chosen)
+
+
+def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """As few variants as show every dtype with every mask, all dims and all Configs, nearly: chosen as by `pool`."""
+    chosen = {each for each, _ in takewhile(lambda found: found[1] > 0, _spread(variants, 0))}
+    return tuple(each for each in variants if each in chosen)
+
+
+def _spread(variants: Sequence[Variant], seed: int) -> Iterator[tuple[Variant, int]]:
+    """All of them, and how many values each shows that none before it did, most first."""
+    left = dict.fromkeys([variants[0], *random.Random(f"pool:{seed}").sample(list(variants), len(variants))])
+    best, shown = variants[0], set[tuple[str, object]]()
+    while True:
+        new = set(_values(best)) - shown
+        yield best, len(new)
+        del left[best]
+        if not left:
+            return
+        shown |= new
+        best = max(left, key=lambda each: len(set(_values(each)) - shown))
 
 
 def _values(variant: Variant) -> Iterable[tuple[str, object]]:

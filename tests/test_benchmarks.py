@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
 import pytest
@@ -77,6 +78,15 @@ def test_flex_tells_the_windows_share(flex: ModuleType) -> None:
         rows += flex.rows_of(setting, {"mine": (ms, 2 * ms), flex.PEER: (2 * ms, 2 * ms)})
     assert [row["x"] for row in rows if row["kernel"] == "mine"] == [2.0, 1.0] * 2
     assert {row["share"] for row in flex.shares(rows)} == {0.25}
+
+
+def test_flex_tells_a_windows_share_of_the_dense_problem_with_its_fastest_config(flex: ModuleType) -> None:
+    def row(case: str, kernel: str, ms: float) -> dict[str, Any]:
+        return {"case": case, "kernel": kernel, "direction": "forward", "ms": ms}
+
+    full = [row("window's full", "mine block=128", 8.0), row("window's full", "mine block=64", 10.0)]
+    windows = [row("window", "mine block=64", 1.0), row("window", "other block=64", 1.0)]
+    assert flex.shares(full + windows) == [{"kernel": "mine block=64", "direction": "forward", "share": 0.125}]
 
 
 def test_flex_builds_every_contestant_of_every_case(flex: ModuleType, kernels: ModuleType) -> None:

@@ -89,13 +89,25 @@ def test_half_precision(dtype: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", range(13))
 def test_every_config(index: int) -> None:
     problem = dense(150, 130, batch=1, dtype="float16", score=alibi(), causal="bottom_right", heads=2, kv_heads=1)
     configs = [*KERNEL.configs(problem), *KERNEL.configs(replace(problem, dtype="float32"))]
-    assert len(configs) == 12
-    dtype = "float16" if index < 10 else "float32"
+    assert len(configs) == 13
+    dtype = "float16" if index < 11 else "float32"
     assert_right(KERNEL, inputs_of(replace(problem, dtype=dtype)), configs[index])
+
+
+def test_what_may_hide_most_scores_has_small_blocks_first() -> None:
+    problem = dense(150, 130, dtype="float16")
+    blocks = {
+        "all": KERNEL.configs(problem),
+        "causal": KERNEL.configs(replace(problem, causal="bottom_right")),
+        "window": KERNEL.configs(replace(problem, window=(30, None))),
+        "mask": KERNEL.configs(dense(150, 130, dtype="float16", mask=sliding_window(30))),
+    }
+    assert {name: found[0]["block"] for name, found in blocks.items()} == {"all": 128, "causal": 128, "window": 64, "mask": 64}
+    assert len({frozenset(found) for found in blocks.values()}) == 1
 
 
 @interpreted
