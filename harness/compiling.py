@@ -28,12 +28,14 @@ from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.lowering import ARCHITECTURES, Lowers, capability, shared_limit
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem, reject
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import MODIFIED, all_variants, modified, pool
+from attnfuzz.strategies.shapes import MODIFIED, all_variants, covering, modified, pool
 
 __all__ = ["DEADLINE", "Job", "Left", "Row", "architectures_of", "case_file", "compiled", "default_width", "jobs_of", "planned"]
 
 DEADLINE = 600.0
 """Seconds that all functions of one variant may take together, unless told otherwise."""
+_FEW = 3
+"""Variants in other forms that are compiled to cover a kernel."""
 _BLOCK = 128
 """Whole blocks of every mask."""
 
@@ -94,7 +96,7 @@ def architectures_of(kernel: Kernel) -> tuple[str, ...]:
 
 
 def planned(
-    kernels: Sequence[Kernel], asked: Sequence[str] | None, *, most: int | None = None
+    kernels: Sequence[Kernel], asked: Sequence[str] | None, *, most: int | None = None, cover: bool = False
 ) -> tuple[tuple[Job, ...], tuple[Left, ...]]:
     """What is compiled, kernel by kernel, and which kernels are not.
 
@@ -102,12 +104,15 @@ def planned(
         kernels: in this order.
         asked: architectures; None: all that a kernel declares.
         most: variants of a kernel for an architecture; None: all.
+        cover: as few variants as show every Config, dtype, mask and dims of a kernel.
 
     Raises:
-        BadArgument: an architecture is unknown.
+        BadArgument: an architecture is unknown; both `most` and `cover`.
     """
     for arch in asked or ():
         capability(arch)
+    if cover and most is not None:
+        raise reject("cover", True, f"{most} variants are not as many as show everything", "leave --cover out, or --max")
     jobs: list[Job] = []
     left: list[Left] = []
     for kernel in kernels:
@@ -120,7 +125,7 @@ def planned(
         if not wanted:
             left.append(Left(kernel.name, f"it declares {', '.join(declared or ())} only"))
             continue
-        found = jobs_of(kernel, most)
+        found = jobs_of(kernel, most, cover=cover)
         jobs += [Job(case, arch, key) for arch in wanted for key, case in found.items()]
     return tuple(jobs), tuple(left)
 
@@ -135,20 +140,24 @@ def why_left(kernel: Kernel) -> Left | None:
     return Left(kernel.name, f"not lowered: {reason}", missing=True) if reason else None
 
 
-def jobs_of(kernel: Kernel, most: int | None = None) -> dict[str, Case]:
+def jobs_of(kernel: Kernel, most: int | None = None, *, cover: bool = False) -> dict[str, Case]:
     """Cases by compile key: each variant and Config; then some again in other forms that change the code.
 
     These are score and mask functions as a campaign of seed 0 would draw them, tensors that are not contiguous, and lengths
-    that are whole blocks, 40 of each.
+    that are whole blocks, 40 of each, or a few to cover.
     """
     can = kernel.capabilities
     variants = all_variants(kernel, "cuda")
-    if most is not None:
+    if cover:
+        variants = covering(variants)
+    elif most is not None:
         variants = pool(variants, most, 0)
-    some = pool(variants, MODIFIED, 0)
+    count = _FEW if cover else MODIFIED
+    some = pool(variants, count, 0)
     problems = [(each, each.problem(can)) for each in variants]
     if most is None:
-        problems += [(each, each.problem(can)) for each in modified(some, can, 0) if each.modifiers]
+        with_functions = [each for each in modified(some, can, 0) if each.modifiers]
+        problems += [(each, each.problem(can)) for each in (with_functions[:count] if cover else with_functions)]
         problems += [(each, _whole(each.problem(can))) for each in some]
         if can.layouts:
             problems += [(each, _strided(each.problem(can))) for each in some]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
@@ -89,28 +89,30 @@ def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, .
     """`count` variants chosen by `seed`, simplest first: the simplest one, then whatever shows most values not yet shown."""
     if count >= len(variants):
         return tuple(variants)
-    chosen = {each for each, _ in islice(_spread(variants, seed), count)}
+    chosen = {each for each, _ in islice(_spread(variants, seed, _values), count)}
     return tuple(each for each in variants if each in chosen)
 
 
 def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """As few variants as show every dtype with every mask, all dims and all Configs, nearly: chosen as by `pool`."""
-    chosen = {each for each, _ in takewhile(lambda found: found[1] > 0, _spread(variants, 0))}
+    """As few variants as show every dtype with each mask, dims and Config of its own, nearly: chosen as by `pool`."""
+    chosen = {each for each, _ in takewhile(lambda found: found[1] > 0, _spread(variants, 0, _pairs))}
     return tuple(each for each in variants if each in chosen)
 
 
-def _spread(variants: Sequence[Variant], seed: int) -> Iterator[tuple[Variant, int]]:
+def _spread(
+    variants: Sequence[Variant], seed: int, values: Callable[[Variant], Iterable[object]]
+) -> Iterator[tuple[Variant, int]]:
     """All of them, and how many values each shows that none before it did, most first."""
     left = dict.fromkeys([variants[0], *random.Random(f"pool:{seed}").sample(list(variants), len(variants))])
-    best, shown = variants[0], set[tuple[str, object]]()
+    best, shown = variants[0], set[object]()
     while True:
-        new = set(_values(best)) - shown
+        new = set(values(best)) - shown
         yield best, len(new)
         del left[best]
         if not left:
             return
         shown |= new
-        best = max(left, key=lambda each: len(set(_values(each)) - shown))
+        best = max(left, key=lambda each: len(set(values(each)) - shown))
 
 
 def _values(variant: Variant) -> Iterable[tuple[str, object]]:
@@ -119,6 +121,12 @@ def _values(variant: Variant) -> Iterable[tuple[str, object]]:
     yield "dims", variant.dims
     yield "config", variant.config
     yield "dtype and causal", (variant.dtype, variant.causal)
+
+
+def _pairs(variant: Variant) -> Iterable[tuple[str, object]]:
+    yield from _values(variant)
+    yield "dtype and dims", (variant.dtype, variant.dims)
+    yield "dtype and config", (variant.dtype, variant.config)
 
 
 @st.composite

@@ -100,7 +100,7 @@ def test_a_baseline_fails_for_what_is_worse(tmp_path: Path) -> None:
     register(None, None, None, "api")
     first = run(tmp_path, *names, "--write", baseline, "--markdown", table)
     assert first.exit_code == 1, first.output
-    assert "| acme.a | sm_90a | float16 | 64, 64 | no | 1 | 0 |" in Path(table).read_text()
+    assert "| acme.a | sm_90a | float16 | 64, 64 | 1 | 1 | 0 |" in Path(table).read_text()
     assert "no_such_product" in Path(table).read_text()
 
     # What failed before may fail on.

@@ -7,14 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from attnfuzz.harness.compiling import Row, jobs_of
+from attnfuzz.harness.compiling import Row, jobs_of, planned
 from attnfuzz.harness.compiling_baseline import FORMAT, Baseline, compare
 from attnfuzz.harness.compiling_figures import figures_of, rank
 from attnfuzz.harness.compiling_words import cut
 from attnfuzz.harness.report.compiling import placed
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.lowering import Lowers, MachineCode, capability, shared_limit
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.shapes import all_variants
 
 LOG = """ptxas info    : 0 bytes gmem
@@ -51,6 +52,26 @@ def test_every_variant_and_config_is_compiled(name: str) -> None:
     assert every <= found.keys()
     assert all(kernel.compile_key(case.problem, case.config) == key for key, case in found.items())
     assert len(jobs_of(kernel, 3)) == 3
+
+
+@pytest.mark.parametrize("name", ["tilelang.gqa_varlen.split", "triton.flex"])
+def test_a_cover_shows_every_dtype_with_each_mask_dims_and_config(name: str) -> None:
+    kernel = registry.get(name)
+    found = list(jobs_of(kernel, cover=True).values())
+
+    def shown(problem: Problem, config: Config) -> set[object]:
+        dims = (problem.dim_qk, problem.dim_v)
+        return {(problem.dtype, each) for each in (("mask", problem.causal), ("dims", dims), ("config", config))}
+
+    every = [shown(each.problem(kernel.capabilities), each.config) for each in all_variants(kernel, "cuda")]
+    assert set().union(*every) <= set().union(*(shown(each.problem, each.config) for each in found))
+    assert len(found) < 45
+    assert any(case.problem.score_mod is not None or case.problem.mask_mod is not None for case in found) == (
+        name == "triton.flex"
+    )
+    assert len(planned([kernel], ["sm_90a"], cover=True)[0]) == len(found)
+    with pytest.raises(BadArgument, match="3 variants are not as many as show everything; leave --cover out, or --max"):
+        planned([kernel], None, most=3, cover=True)
 
 
 def test_score_functions_whole_blocks_and_strides_are_compiled_too() -> None:

@@ -40,6 +40,7 @@ _COMPILERS = ("triton", "tilelang", "nvcc")
 @click.option("--arch", metavar="sm_80,sm_90a,sm_100a", help="Architectures [default: all that each kernel declares].")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
 @click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Variants of a kernel, well spread [default: all].")
+@click.option("--cover", is_flag=True, help="As few variants as show every Config, dtype, mask and dims [default: all together].")
 @click.option("--deadline", metavar="600s", help="Time that all functions of a variant may take together [default: 600s].")
 @click.option(
     "--baseline", metavar="FILE", help="Fail only for what is worse than there: a failure, spills, a lost tensor-core path."
@@ -55,6 +56,7 @@ def compile_command(
     arch: str | None,
     jobs: int | None,
     most: int | None,
+    cover: bool,
     deadline: str | None,
     baseline: str | None,
     written: str | None,
@@ -78,7 +80,9 @@ def compile_command(
     asked = None if arch is None else _architectures(arch)
     if owner is not None and case is None:
         raise reject("kernel", owner, "it is for --case", "give the kernel without --kernel")
-    planned, left = _one(case, kernels, owner, asked) if case else compiling.planned(_kernels(kernels), asked, most=most)
+    planned, left = (
+        _one(case, kernels, owner, asked) if case else compiling.planned(_kernels(kernels), asked, most=most, cover=cover)
+    )
     rows, interrupted = _compile(planned, jobs, seconds, None if case else corpus, as_json=as_json)
     found: dict[str, Any] = {"rows": rows, "left": left, "versions": _compilers()}
     compared = None
@@ -189,6 +193,8 @@ def _command() -> str:
     for name, option in (("arch", "--arch"), ("most", "--max")):
         if context.params[name] is not None:
             words += [option, str(context.params[name])]
+    if context.params["cover"]:
+        words.append("--cover")
     return shlex.join(words)
 
 

@@ -23,6 +23,10 @@ _EVERY = 20.0
 _BEGIN, _END = "<!-- attnfuzz compile -->", "<!-- end of attnfuzz compile -->"
 _SHOWN = 20
 """Failures told in full."""
+_SPILLING = 12
+"""Functions that spill, in a page of docs."""
+_FEW_DIMS = 2
+"""Pairs of dims that a line of the table names."""
 
 
 class Progressing:
@@ -176,17 +180,26 @@ def show_compared(console: Console, found: Compared) -> None:
 
 
 def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str], command: str) -> str:
-    """The table by kernel, architecture, dtype, dims and mask, the worst of each, and the failures."""
+    """The table by kernel, architecture and dtype, the worst of each; what spills most; and the failures."""
     lines = [
         f"`{command}`, with {', '.join(f'{name} {version}' for name, version in versions.items())}:",
         "",
-        _line("kernel", "arch", "dtype", "dims", "causal", *_FIGURES),
+        _line("kernel", "arch", "dtype", "dims", "Configs", *_FIGURES),
         _line(*["---"] * (5 + len(_FIGURES))),
     ]
-    for each in _grouped(
-        rows, lambda row: (row.kernel, row.arch, row.dtype, f"{row.dims[0]}, {row.dims[1]}", "yes" if row.causal else "no")
-    ):
-        lines.append(_line(*each.of, *_cells(each)))
+    for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.dtype)):
+        dims = list(dict.fromkeys(row.dims for row in each.rows))
+        told = "; ".join(f"{qk}, {v}" for qk, v in dims) if len(dims) <= _FEW_DIMS else f"{len(dims)} pairs"
+        configs = {tuple(row.config.items()) for row in each.rows}
+        lines.append(_line(*each.of, told, str(len(configs)), *_cells(each)))
+    spilling = sorted((each for each in rows if each.spills), key=lambda row: -(row.spills or 0))
+    if spilling:
+        lines += ["", f"Of {len(spilling)} functions that spill, the worst:", ""]
+        lines += [_line("kernel", "arch", "function", "dtype", "dims", "spills, B", "Config"), _line(*["---"] * 7)]
+    for row in spilling[:_SPILLING]:
+        config = " ".join(f"{name}={value}" for name, value in row.config.items())
+        pair = f"{row.dims[0]}, {row.dims[1]}"
+        lines.append(_line(row.kernel, row.arch, row.function, row.dtype, pair, str(row.spills), config))
     failed = [each for each in rows if not each.ok]
     lines += ["", f"{len(rows)} functions, {len(failed)} failed."]
     for error, group in _by_error(failed).items():
