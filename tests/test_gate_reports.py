@@ -30,7 +30,16 @@ def result(*findings: Finding, outcome: str = "fail", **changed: object) -> Gate
 def finding(message: str = NASTY, plea: Plea | None = None) -> Finding:
     described = (("kernel", "acme.flash"), ("heads", "3 query, 1 key/value (groups of 3)"))
     return Finding(
-        "campaign", "acme.flash", message, "mismatch", "dk", "element", case="found/c.json", described=described, plea=plea
+        "campaign",
+        "acme.flash",
+        message,
+        "mismatch",
+        "dk",
+        "element",
+        case="found/c.json",
+        blob="AF1-abc=",
+        described=described,
+        plea=plea,
     )
 
 
@@ -38,7 +47,8 @@ def test_an_annotation_is_one_line_and_its_parts_cannot_break_out() -> None:
     (line,) = github.told(result(finding()))
     assert "\n" not in line
     assert line.startswith("::error file=src/a%2Cb.py,line=14,title=acme.flash%3A mismatch::dK: 100 %25 wrong,%0Aat ")
-    assert "%0Aheads: 3 query, 1 key/value (groups of 3)%0Acase file: found/c.json" in line
+    assert "%0Aheads: 3 query, 1 key/value (groups of 3)%0Arun it again: attnfuzz repro found/c.json" in line
+    assert "%0Awithout that file: attnfuzz repro AF1-abc=%0A" in f"{line}%0A"
     assert "\\udc80" in line
 
 

@@ -168,6 +168,28 @@ def test_the_current_folder_is_looked_in_unless_python_is_told_not_to(safe: bool
         assert "where PYTHONSAFEPATH or -P forbids to look" in done.stderr
 
 
+@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
+@pytest.mark.parametrize("asked", ["acme_target:KERNEL", "acme.flash"])
+def test_a_gate_and_its_children_look_in_the_current_folder_for_what_is_named_so(asked: str, safe: bool, tmp_path: Path) -> None:
+    program = """
+import importlib.util, os, subprocess, sys
+from pathlib import Path
+from attnfuzz.harness.gate.subjects import importing_from
+
+def found():
+    here = subprocess.run([sys.executable, "-c", "import acme_target"], cwd="/", capture_output=True).returncode == 0
+    return here and importlib.util.find_spec("acme_target") is not None
+
+sys.path[:] = [each for each in sys.path if each not in ("", os.getcwd())]
+with importing_from(Path.cwd(), [sys.argv[1]]):
+    print(found())
+print(found(), os.environ.get("PYTHONPATH"))
+"""
+    command = [sys.executable, *(["-P"] if safe else []), "-c", program, asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env={})
+    assert done.stdout.splitlines() == [str(":" in asked and not safe), "False None"]
+
+
 def test_a_failure_of_it_is_found_listed_shown_and_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:
     result = attnfuzz("run", "--kernel", "acme_target:WRONG", "--max-examples", "40", "--max-failures", "1", "--json")
     assert result.exit_code == 1, result.output

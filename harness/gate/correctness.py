@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from attnfuzz.harness.blob import blob_of
 from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.events import CampaignFinished, Event, FailureFound, Found, KernelStarted, TrialFinished
@@ -14,7 +15,7 @@ from attnfuzz.harness.gate.result import Finding, Part
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.runnable import why_not_case
 from attnfuzz.harness.settings import Settings
-from attnfuzz.harness.shrink import tries
+from attnfuzz.harness.shrink import Rate, tries
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
@@ -109,10 +110,10 @@ def _to_the_end(done: CampaignFinished, settings: Settings) -> bool:
 
 
 def _of_found(found: Found) -> Iterator[Finding]:
-    yield from _findings("campaign", found.case, found.verdict, found.path)
+    yield from _findings("campaign", found.case, found.verdict, found.path, found.rate)
 
 
-def _findings(part: str, case: Case, verdict: Verdict, path: str | None) -> Iterator[Finding]:
+def _findings(part: str, case: Case, verdict: Verdict, path: str | None, rate: Rate | None = None) -> Iterator[Finding]:
     """One for each identity: a ledger that knows one of them must not hide the others."""
     seen = set[Identity]()
     for failure in verdict.failures:
@@ -125,6 +126,7 @@ def _findings(part: str, case: Case, verdict: Verdict, path: str | None) -> Iter
             failure.message,
             failure.detail,
             case=path,
+            blob=blob_of(case, rate),
             described=tuple(describe_case(case)),
         )
 

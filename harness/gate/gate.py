@@ -16,7 +16,7 @@ from attnfuzz.harness.gate.from_file import FromFile
 from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, read_ledger, spent
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, Tell
-from attnfuzz.harness.gate.subjects import Subject, named, why_absent, within
+from attnfuzz.harness.gate.subjects import Subject, importing_from, named, why_absent, within
 from attnfuzz.harness.gate.turn import KernelTurn, why_not_here
 from attnfuzz.harness.gate.write import written
 from attnfuzz.harness.isolated import Isolated
@@ -41,7 +41,8 @@ def gate(plan: Plan, tell: Tell, today: date | None = None) -> Gate:
     start = time.monotonic()
     Corpus(plan.out).check()
     if plan.write is not None:
-        return written(plan, plan.write, tell)
+        with importing_from(plan.folder, plan.kernels):
+            return written(plan, plan.write, tell)
     today = today or date.today()
     ledger = _ledger(plan, today)
     base: Base
@@ -50,12 +51,12 @@ def gate(plan: Plan, tell: Tell, today: date | None = None) -> Gate:
     else:
         assert plan.base is not None
         base = Commit(plan.folder, plan.base, plan.device)
-    with base:
-        return _gated(plan, base, ledger, tell, today, start)
+    asked = tuple(plan.kernels) or (base.kernels if isinstance(base, FromFile) else ())
+    with importing_from(plan.folder, asked), base:
+        return _gated(plan, asked, base, ledger, tell, today, start)
 
 
-def _gated(plan: Plan, base: Base, ledger: Ledger | None, tell: Tell, today: date, start: float) -> Gate:
-    asked = plan.kernels or (base.kernels if isinstance(base, FromFile) else ())
+def _gated(plan: Plan, asked: tuple[str, ...], base: Base, ledger: Ledger | None, tell: Tell, today: date, start: float) -> Gate:
     chosen, broken = named(asked, base.root)
     done = list(_without_head(broken, base, explicit=bool(plan.kernels)))
     _check_places(chosen, base, explicit=bool(plan.kernels))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from attnfuzz.harness.corpus import repro_line
 from attnfuzz.harness.failure import Identity, Kind
 from attnfuzz.kernels.problem import OutputName
 
@@ -54,10 +55,18 @@ class Finding:
     """A traceback or a compiler's text."""
     case: str | None = None
     """The file of its Case."""
+    blob: str | None = None
+    """The Case as one word (harness/blob.py), for where that file is not."""
     described: tuple[tuple[str, str], ...] = ()
     """The Case in words: (name, value)."""
     plea: Plea | None = None
     """The ledger's entry that lets it through."""
+
+    @property
+    def again(self) -> tuple[tuple[str, str], ...]:
+        """(name, command line) of each way to run its Case again."""
+        ways = (("run it again", self.case), ("without that file", self.blob))
+        return tuple((name, repro_line(value, self.kernel)) for name, value in ways if value)
 
     @staticmethod
     def of(part: PartName, identity: Identity, message: str, detail: str = "", **more: Any) -> Finding:

@@ -8,7 +8,10 @@ import importlib
 import importlib.util
 import inspect
 import operator
+import os
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,30 @@ from typing import Any
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.targets import is_target, look_in
 
-__all__ = ["Subject", "files_of", "fingerprint", "load_kernel", "named", "why_absent", "within"]
+__all__ = ["Subject", "files_of", "fingerprint", "importing_from", "load_kernel", "named", "why_absent", "within"]
+
+
+@contextmanager
+def importing_from(folder: Path, asked: Iterable[str]) -> Iterator[None]:
+    """Where `asked` has a "package.module:OBJECT": modules of `folder` can be imported as by `python -m`, in child processes too.
+
+    Not where Python was told not to do so (`-P`, PYTHONSAFEPATH).
+    """
+    if sys.flags.safe_path or not any(map(is_target, asked)):
+        yield
+        return
+    places, before = list(sys.path), os.environ.get("PYTHONPATH")
+    look_in(str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        sys.path[:] = places
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 @dataclass(frozen=True, slots=True)

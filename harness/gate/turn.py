@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from attnfuzz.harness.blob import blob_of
 from attnfuzz.harness.children import ChildError
 from attnfuzz.harness.corpus import CaseFile, Corpus
 from attnfuzz.harness.gate.accuracy import accuracy, determinism
@@ -145,6 +146,7 @@ class KernelTurn:
             failure.message,
             failure.detail,
             case=str(path),
+            blob=blob_of(wrong.case),
             described=tuple(describe_case(wrong.case)),
         )
         return Part("accuracy", "fail", "a Case of the sample is wrong", (finding,))

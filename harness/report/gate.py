@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from attnfuzz.harness.corpus import repro_line
 from attnfuzz.harness.failure import OUTPUT_TITLES
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Outcome, Part, PartFinished, Said
 
@@ -93,8 +92,7 @@ def _show_finding(console: Console, number: int, gated: KernelGate, finding: Fin
         rows.append(("file", f"{gated.file}:{gated.line}"))
     if finding.plea:
         rows.append(("known", f"{finding.plea.issue}, until {finding.plea.expires}"))
-    if finding.case:
-        rows.append(("run it again", _again(finding)))
+    rows += finding.again
     for name, value in rows:
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     if finding.detail and finding.part in ("load", "compile"):
@@ -105,10 +103,6 @@ def _title(finding: Finding) -> str:
     what = finding.kind or finding.part
     where = f" in {OUTPUT_TITLES[finding.output]}" if finding.output else f" in {finding.check}" if finding.check else ""
     return f"{finding.kernel}: {what}{where}"
-
-
-def _again(finding: Finding) -> str:
-    return repro_line(finding.case or "", finding.kernel)
 
 
 def _verdict(done: Gate) -> str:
@@ -157,7 +151,7 @@ def _part_object(part: Part) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(part)
     for finding, each in zip(part.findings, plain["findings"], strict=True):
         each["described"] = dict(finding.described)
-        each["repro"] = _again(finding) if finding.case else None
+        each["repro"] = next((line for _, line in finding.again), None)
     return plain
 
 
@@ -190,8 +184,7 @@ def _finding_markdown(gated: KernelGate, finding: Finding) -> list[str]:
     rows = [*finding.described, ("found", finding.message)]
     if gated.file:
         rows.append(("file", f"{gated.file}:{gated.line}"))
-    if finding.case:
-        rows.append(("run it again", _again(finding)))
+    rows += finding.again
     told = "\n".join(f"{name:<20} {value}" for name, value in rows)
     # A fence longer than any run of backticks that a kernel's own text may hold.
     fence = "`" * max(3, 1 + max((len(each) for each in _ticks(told)), default=0))

@@ -60,8 +60,7 @@ def told(done: Gate) -> Iterator[str]:
 
 def _of_finding(gated: KernelGate, finding: Finding) -> str:
     lines = [finding.message, *(f"{name}: {value}" for name, value in finding.described)]
-    if finding.case:
-        lines.append(f"case file: {finding.case}")
+    lines += [f"{name}: {line}" for name, line in finding.again]
     if finding.plea:
         lines.append(f"known: {finding.plea.issue}, until {finding.plea.expires}")
     title = f"{gated.kernel}: {finding.kind or finding.part}"

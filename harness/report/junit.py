@@ -57,7 +57,7 @@ def _case(suite: Xml.Element, gated: KernelGate, part: Part) -> None:
     for each in part.findings:
         lines.append(each.message + (f" (known: {each.plea.issue}, until {each.plea.expires})" if each.plea else ""))
         lines += [f"  {name}: {value}" for name, value in each.described]
-        lines += [f"  case file: {each.case}"] if each.case else []
+        lines += [f"  {name}: {line}" for name, line in each.again]
         lines += [each.detail] if each.detail else []
     found.text = _clean("\n".join(lines)) or None
 

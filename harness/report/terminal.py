@@ -104,7 +104,7 @@ class Terminal:
         row = event.summary
         compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
         compiles += f" ([red]{row.refused} refused by the compiler[/], and not tried)" if row.refused else ""
-        replaced = f", {row.replaced} processes replaced" if row.replaced else ""
+        replaced = f", {row.replaced} {'process' if row.replaced == 1 else 'processes'} replaced" if row.replaced else ""
         self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}{replaced}")
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
