@@ -220,3 +220,13 @@ def test_json_text_is_strict_sorted_and_readable() -> None:
     value = {"b": [1.5, nan, (float("inf"), -float("inf"))], "a": {"x": nan, "ü": None, "t": True}}
     assert json.loads(dumps(value)) == {"a": {"t": True, "x": "nan", "ü": None}, "b": [1.5, "nan", ["inf", "-inf"]]}
     assert dumps({"b": 1, "a": "ü"}) == '{\n  "a": "ü",\n  "b": 1\n}'
+
+
+def test_a_case_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        written = write(Corpus(tmp_path), case())
+    finally:
+        os.umask(before)
+    assert written.stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in written.parent.iterdir()] == [written.name]
