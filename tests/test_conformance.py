@@ -16,10 +16,13 @@ from click.testing import CliRunner, Result
 
 from attnfuzz.harness import cli
 from attnfuzz.harness.conformance import Conformance, Row, check_adapter
+from attnfuzz.harness.conformance_probes import probed
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import dense
 from attnfuzz.kernels.contract import Capabilities, Config, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.shapes import all_variants
 
 SMALL: dict[str, Any] = {"dims": ((8, 8),), "dtypes": ("float32",), "devices": ("cpu",), "configs": ({"tile_m": 4, "tile_n": 4},)}
 GOOD = dense(
@@ -410,3 +413,15 @@ def test_an_import_that_fails_is_told_with_its_place(monkeypatch: pytest.MonkeyP
     Path("halfway.py").write_text("import torch\n\nKERNEL = torch.no_such_thing\n")
     with pytest.raises(BadArgument, match=r"importing halfway failed with AttributeError: .* \(halfway.py:3\)"):
         registry.find("halfway:KERNEL")
+
+
+@pytest.mark.parametrize("name", [each for each in registry.names() if "cpu" in registry.get(each).capabilities.devices])
+def test_a_kernel_of_ours_builds_nothing_that_it_does_not_support(name: str) -> None:
+    kernel = registry.get(name)
+    if reason := kernel.unavailable("cpu"):
+        pytest.skip(reason)
+    plain = all_variants(kernel, "cpu")[0]
+    case = Case(kernel=name, problem=plain.problem(kernel.capabilities), config=plain.config)
+    found = probed("arguments", kernel, case, "cpu", {})
+    assert found["wrong"] == []
+    assert found["right"].startswith("build refuses an unknown Config, dims 511/7")

@@ -71,7 +71,7 @@ class TileLangDense(TileLangKernel):
             "backward": Function("backward", {**masked, **of_backward, **how}),
         }
 
-    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+    def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
         """The three functions compiled for `problem`'s compile key.
 
         Raises:

@@ -59,7 +59,7 @@ class TileLangRagged(TileLangKernel):
             found |= {f"{factory} {dim}": Function(factory, {"dim": dim, "dtype": p.dtype}) for factory in ("pad", "finish")}
         return found
 
-    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+    def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
         """All functions compiled for `problem`'s compile key.
 
         Raises:

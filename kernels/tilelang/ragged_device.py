@@ -122,8 +122,11 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
             scale_log2 = T.alloc_var(ACC)
             scale_log2 = exponent * LOG2_E
             row_0 = (T.ceildiv(max_q, tile_m) - 1 - block) * tile_m
-            # row i of the tile sees key j where j <= last_0 + i
+            # row i of the tile sees key j where j <= last_0 + i; a variable as `edge` is, where some tiles do not lower without
             last_0 = row_0 + bottom * (n_k - n_q)
+            if not ahead:
+                last_0 = T.alloc_var("int32")
+                last_0 = row_0 + bottom * (n_k - n_q)
             if row_0 < n_q:
                 # rows beyond the sequence are somebody else's: what becomes of them is not stored
                 T.copy(Q[q_start + row_0 : q_start + row_0 + tile_m, head, 0:dim_qk], q_tile)

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, why_unsupported
+from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, why_unsupported
 from attnfuzz.kernels.lowering import Unit
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang import lower
 from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
 
@@ -58,8 +58,8 @@ class Function(NamedTuple):
 class TileLangKernel:
     """A kernel whose device code is `device` (a file beside this one) and whose host code is `host`.
 
-    A subclass adds `configs`, `functions` and `build`. An edited copy of the device code, given by `device_code` under another
-    `name`, is a kernel of its own.
+    A subclass adds `configs`, `functions` and `build_any`. An edited copy of the device code, given by `device_code` under
+    another `name`, is a kernel of its own.
     """
 
     def __init__(
@@ -91,6 +91,21 @@ class TileLangKernel:
 
     def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
         """Everything that `build` compiles."""
+        raise NotImplementedError
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        """All functions compiled for `problem`'s compile key.
+
+        Raises:
+            BadArgument: `problem` or `config` is not supported.
+            BuildError: the compiler refused.
+        """
+        if reason := self.supports(problem, config, device):
+            raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
+        return self.build_any(problem, config, device)
+
+    def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
+        """As `build`, of a Config that `configs` need not have: to time what might become one."""
         raise NotImplementedError
 
     def compiled(self, problem: Problem, config: Config, device: Device) -> dict[str, Launch]:

@@ -56,7 +56,7 @@ class TileLangVarlen(TileLangKernel):
             "backward": Function("backward", by_key),
         }
 
-    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+    def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
         """The three functions compiled for `problem`'s compile key.
 
         Raises:
