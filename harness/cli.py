@@ -26,6 +26,7 @@ from attnfuzz.harness.commands.selftest import selftest_group
 from attnfuzz.harness.environment import versions
 from attnfuzz.harness.failure import printable
 from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.streams import outlive_readers
 from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["main"]
@@ -39,9 +40,11 @@ class _Commands(click.Group):
         given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         _end_like_ctrl_c(signal.SIGTERM)
+        outlive_readers()
         try:
             code = super().main(args=given, prog_name=prog_name, **extra)
         except click.Abort:
+            click.echo("interrupted: nothing was found until then", err=True)
             code = INTERRUPTED
         except click.ClickException as error:
             code = _wrong_use(error.format_message(), as_json="--json" in given, show=error.show)
@@ -62,7 +65,8 @@ def _flushed(code: int) -> int:
         sys.stdout.flush()
     except OSError as error:
         if code != WRONG_USE:
-            click.echo(f"error: {_text(error)}", err=True)
+            reason = f"it cannot be written ({error.strerror}); give it another place (> FILE)"
+            click.echo(f"error: stdout={getattr(sys.stdout, 'name', '')!r}: {reason}", err=True)
         code = WRONG_USE
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -171,7 +171,7 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: a crash leaves the old one or the new one, never half.
 
     Raises:
@@ -181,8 +181,8 @@ def write_whole(path: Path, text: str) -> None:
     # Not tempfile's: its files are for their owner alone, and case files are shared.
     temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -65,12 +65,30 @@ def pytest_configure(config: pytest.Config) -> None:
         if device not in ("auto", "cpu", "cuda"):
             raise reject("device", device, "no such device", "use auto, cpu or cuda")
         settings_of(config, device="cuda" if device == "cuda" else "cpu")
+        _readable(config)
         if device == "cuda":
             from attnfuzz.harness.environment import resolve_device
 
             resolve_device(device)
     except BadArgument as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _readable(config: pytest.Config) -> None:
+    """Case files and blobs can be read, and the folder that was asked for be written.
+
+    Raises:
+        BadArgument: one cannot.
+    """
+    if cases := config.getoption("--attnfuzz-case"):
+        from attnfuzz.harness.blob import stored_case
+
+        for each in cases:
+            stored_case(each)
+    if (out := config.getoption("--attnfuzz-out")) != _DEFAULTS["out"]:
+        from attnfuzz.harness.corpus import Corpus
+
+        Corpus(out).check()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +18,10 @@ import support_adapters as support
 from click.testing import CliRunner, Result
 
 from attnfuzz.harness import cli, corpus
+from attnfuzz.harness.commands.common import writable, write_file
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import dense
+from attnfuzz.kernels.problem import BadArgument
 
 PROBLEM: dict[str, Any] = {
     "seqlens_q": [3],
@@ -318,6 +321,36 @@ def test_an_output_that_cannot_be_written_ends_with_2(arguments: list[str], tmp_
     assert done.returncode == 2, done.stderr
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "| head -0; exit ${PIPESTATUS[0]}"])
+def test_nobody_who_reads_changes_no_verdict(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "case.json").write_bytes(with_())
+    command = f"{shlex.quote(sys.executable)} -P -m attnfuzz.harness.cli show case.json {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_before_anything_was_found_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "names", interrupted)
+    result = attnfuzz("list")
+    assert result.exit_code == 130
+    assert "interrupted: nothing was found until then" in result.output
+
+
+def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("there.py").write_text("before")
+    with pytest.raises(BadArgument, match=r"script='/dev/full': it cannot be written \(No space left on device\); give a file"):
+        write_file(Path("/dev/full"), "text", "script")
+    monkeypatch.setattr(corpus, "write_whole", no_space)
+    for name in ("there.py", "new.py"):
+        with pytest.raises(BadArgument, match=rf"script='{name}': it cannot be written"):
+            write_file(writable(name, "script"), "text", "script")
+    assert Path("there.py").read_text() == "before"
+    assert not Path("new.py").exists()
 
 
 def test_a_table_that_cannot_be_written_is_known_before_the_run() -> None:

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from support_gate import BROKEN_DK, HARMLESS, ROUGH, SLOW, Repository, git
 
-from attnfuzz.harness import cli
+from attnfuzz.harness import cli, corpus
 from attnfuzz.harness.gate.gate import gate
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.kernels import registry
@@ -210,6 +210,42 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repositor
         del sys.modules[name]
 
 
+@pytest.mark.parametrize(
+    ("broken", "more"),
+    [
+        ("dk, dv = (dk * 0.5, dv * 0.5) if inputs.problem.causal else (dk, dv)", "dv"),
+        (f"dk = dk * 0.5 if inputs.problem.causal else dk; {ROUGH[1]}", "dq"),
+    ],
+    ids=["wrong in the same Case", "less accurate in the others"],
+)
+def test_a_known_failure_of_the_sample_hides_no_other(broken: str, more: str, local: Repository) -> None:
+    local.edit("rough", "# backward", broken)
+    local.write(
+        "attnfuzz-ledger.toml",
+        f'[[known]]\nkernel = "acme.rough"\nkind = "mismatch"\noutput = "dK"\nissue = "#12"\nexpires = {date.today()}\n',
+    )
+    plan = Plan(device="cpu", base="HEAD", kernels=("acme.rough:KERNEL",), folder=local.root, max_examples=1, cases=20)
+    done = gate(plan, lambda _: None)
+    [part] = [each for each in done.kernels[0].parts if each.name == "accuracy"]
+    assert (done.outcome, part.outcome) == ("fail", "fail")
+    pleas = {each.output: each.plea is not None for each in part.findings}
+    assert pleas["dk"] is True
+    assert pleas[more] is False
+
+
+def test_a_gate_that_cannot_keep_a_case_tells_it_and_ends_with_2(local: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device", "cases/x.json")
+
+    local.edit("rough", "# forward", "o = o * 1.5")
+    monkeypatch.setattr(corpus, "write_whole", no_space)
+    ran = attnfuzz("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--max-examples", "4")
+    assert ran.exit_code == 2, ran.output
+    assert "could be kept on disk: No space left on device" in ran.output
+    again = re.search(r"without that file +(attnfuzz repro AF1-\S+)", ran.output)
+    assert again is not None, ran.output
+
+
 @pytest.mark.slow
 def test_a_ledger_entry_lets_it_through_until_it_expires(local: Repository) -> None:
     local.edit("rough", *ROUGH)
@@ -264,7 +300,8 @@ def test_ctrl_c_leaves_no_worktree_and_no_folder(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert "interrupted" in said
+    assert "gate INTERRUPTED" in said
+    assert "gate PASS" not in said
     assert git(repository.root, "worktree", "list").count("\n") == 1
     assert not list(temporary.iterdir())
 
@@ -295,6 +332,7 @@ def attnfuzz(*arguments: str) -> Any:
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--ledger", "none.toml"), "ledger='"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--junit", "."), "it is a folder"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--budget", "soon"), "it is no duration"),
+        (("--write", "new.json"), "write='new.json': no kernel that is known has a file in "),
         (("--baseline", "none.json"), "baseline='none.json': it cannot be read"),
     ],
 )

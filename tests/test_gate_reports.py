@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from xml.etree import ElementTree as Xml
@@ -61,6 +62,19 @@ def test_what_the_ledger_lets_through_is_a_notice_and_its_own_errors_are_on_its_
         "::error file=l.toml,line=3,title=attnfuzz ledger::entry 1: it expired",
         "::warning file=l.toml,line=1,title=attnfuzz ledger::entry 2",
     ]
+
+
+def test_an_interrupted_gate_is_no_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    part = Part("replay", "pass", "no stored case")
+    gated = KernelGate("acme.flash", "why", (part, Part("campaign", "skipped", "not run: interrupted")))
+    done = Gate(against="base", kernels=(gated,), interrupted=True)
+    assert done.outcome == gate_object(done)["outcome"] == "interrupted"
+    assert markdown(done).startswith("## attnfuzz gate: INTERRUPTED\n")
+    show_gate(Console(width=200), done)
+    assert "gate INTERRUPTED against base" in capsys.readouterr().out
+    wrong = dataclasses.replace(done, kernels=(dataclasses.replace(gated, parts=(Part("campaign", "fail", "1 failure"),)),))
+    assert wrong.outcome == "fail"
+    assert ", interrupted; " in markdown(wrong)
 
 
 def test_an_annotation_without_a_file() -> None:

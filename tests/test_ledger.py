@@ -171,6 +171,7 @@ def test_an_entry_twice(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("[[known]\n", "it is no TOML: .*line 1"),
+        ("known = " + "[" * 5000 + "]" * 5000, "it is nested too deeply"),
         ("[known]\nkernel = 'a'\n", "known is no list of tables"),
         ("known = [1]\n", "known is no list of tables"),
         ("[[waived]]\n", "it has 'waived', which means nothing"),

@@ -375,7 +375,11 @@ def test_a_case_file_is_run_again_by_the_line_that_was_printed(acme: pytest.Pyte
     )
     acme.makepyfile(test_acme=PASSING)
     missing = pytest_here(acme, "--attnfuzz-case", "nowhere.json")
-    missing.stdout.fnmatch_lines(["*case='nowhere.json': it cannot be read*"])
+    assert missing.ret == pytest.ExitCode.USAGE_ERROR
+    missing.stderr.fnmatch_lines(["ERROR: case='nowhere.json': it cannot be read*"])
+    (acme.path / "file").write_text("")
+    unwritable = pytest_here(acme, "--attnfuzz-out", "file/found")
+    assert unwritable.ret == pytest.ExitCode.USAGE_ERROR
 
 
 # --- cases by blob

@@ -19,6 +19,7 @@ from attnfuzz.harness.commands.common import (
     out_option,
     seed_option,
     writable,
+    write_file,
 )
 from attnfuzz.harness.environment import resolve_device
 from attnfuzz.harness.jsontext import dumps
@@ -80,6 +81,6 @@ def calibrate_command(
     if file is not None:
         command = ["attnfuzz", "calibrate", *kernels, *more_kernels, "--device", plan.device, "--max-examples", str(max_examples)]
         command += [*(["--seed", str(seed)] if seed else []), *(["--profile", profile] if profile != "quick" else [])]
-        file.write_text(report.markdown(done, shlex.join(command)), encoding="utf-8")
+        write_file(file, report.markdown(done, shlex.join(command)), "write")
     code = FAILURES if done.failed else WRONG_USE if done.broken else INTERRUPTED if done.interrupted else CLEAN
     click.get_current_context().exit(code)

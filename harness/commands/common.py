@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -30,6 +32,8 @@ __all__ = [
     "out_option",
     "seed_option",
     "writable",
+    "write_file",
+    "writing",
 ]
 
 CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -116,3 +120,34 @@ def writable(path: str, name: str = "write") -> Path:
         ) from None
     except OSError as error:
         raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
+
+
+@contextlib.contextmanager
+def writing(file: Path, name: str) -> Iterator[None]:
+    """What writes the file that the option `name` asks for.
+
+    Raises:
+        BadArgument: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if file.is_file() and not file.stat().st_size:
+                file.unlink()  # made by `writable`
+        raise reject(name, str(file), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
+
+
+def write_file(file: Path, text: str, name: str) -> None:
+    """Write the file that the option `name` asks for, whole or not at all.
+
+    Raises:
+        BadArgument: it cannot be written; what it held before is there still.
+    """
+    from attnfuzz.harness.corpus import write_whole
+
+    with writing(file, name):
+        if file.exists() and not file.is_file():  # a device, a pipe
+            file.write_text(text, encoding="utf-8")
+        else:
+            write_whole(file.resolve(), text)

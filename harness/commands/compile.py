@@ -21,6 +21,8 @@ from attnfuzz.harness.commands.common import (
     kernel_option,
     out_option,
     writable,
+    write_file,
+    writing,
 )
 from attnfuzz.harness.environment import versions
 from attnfuzz.harness.jsontext import dumps
@@ -176,14 +178,14 @@ def _compilers() -> dict[str, str]:
 
 def _write(targets: dict[str, Path], rows: Sequence[Row], left: Sequence[Left], compilers: dict[str, str]) -> None:
     from attnfuzz.harness import compiling_baseline
-    from attnfuzz.harness.corpus import write_whole
     from attnfuzz.harness.report.compiling import markdown, placed
 
     if "write" in targets:
-        compiling_baseline.write(targets["write"], rows, compilers)
+        with writing(targets["write"], "write"):
+            compiling_baseline.write(targets["write"], rows, compilers)
     if "markdown" in targets:
         page = targets["markdown"]
-        write_whole(page, placed(page.read_text(encoding="utf-8"), markdown(rows, left, compilers, _command())))
+        write_file(page, placed(page.read_text(encoding="utf-8"), markdown(rows, left, compilers, _command())), "markdown")
 
 
 def _command() -> str:

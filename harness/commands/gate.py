@@ -20,9 +20,11 @@ from attnfuzz.harness.commands.common import (
     out_option,
     seed_option,
     writable,
+    write_file,
 )
 from attnfuzz.harness.environment import resolve_device
 from attnfuzz.harness.jsontext import dumps
+from attnfuzz.kernels.problem import BadArgument
 
 if TYPE_CHECKING:
     from attnfuzz.harness.gate.plan import Choice
@@ -149,18 +151,21 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
         for line in github.told(done):
             # Not among the JSON.
             click.echo(line, err=as_json)
-    if "junit" in files:
-        files["junit"].write_text(junit(done), encoding="utf-8")
     text = report.markdown(done)
-    if "markdown" in files:
-        files["markdown"].write_text(text, encoding="utf-8")
+    wrong = []
+    for name, content in (("junit", junit(done)), ("markdown", text)):
+        try:
+            if name in files:
+                write_file(files[name], content, name)
+        except BadArgument as error:  # the other shall be written all the same
+            wrong.append(error)
     if (summary := github.summary_file()) is not None:
         github.append_summary(summary, text)
+    if wrong:
+        raise BadArgument("\n".join(map(str, wrong)))
 
 
 def _code(done: Gate) -> int:
-    if done.outcome == "fail":
-        return FAILURES
-    if done.outcome == "error":
+    if done.not_kept:
         return WRONG_USE
-    return INTERRUPTED if done.interrupted else CLEAN
+    return {"fail": FAILURES, "error": WRONG_USE, "interrupted": INTERRUPTED, "pass": CLEAN}[done.outcome]

@@ -21,6 +21,7 @@ from attnfuzz.harness.commands.common import (
     kernel_option,
     no_memory_check_option,
     writable,
+    write_file,
 )
 from attnfuzz.harness.commands.picture import Picture
 from attnfuzz.harness.environment import prepare, resolve_device
@@ -185,7 +186,7 @@ def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> in
         click.echo(script.text, nl=False)
     else:
         file = writable(target, "script")
-        file.write_text(script.text, encoding="utf-8")
+        write_file(file, script.text, "script")
         if as_json:
             click.echo(dumps({"script": str(file), "device": device, "note": script.note, "case": stored.case.to_object()}))
         else:

@@ -18,6 +18,11 @@ from attnfuzz.strategies.case import Case, Recipe
 
 __all__ = ["FEWEST", "VALUES", "Compared", "Values", "accuracy", "compared", "determinism"]
 
+_SAID = {
+    "rms": "the rms error over budget is {ours:.3g}, {ratio} x what it was ({theirs:.3g})",
+    # Each Case's worst has the same weight; the largest of all may be the same as before.
+    "worst": "the worst error over budget of a Case is {ratio} x what it was (the largest {ours:.3g}, before {theirs:.3g})",
+}
 Values = Literal["all", "normal"]
 VALUES: tuple[Values, ...] = get_args(Values)
 FEWEST = 6
@@ -99,10 +104,8 @@ def accuracy(
             ("worst", row.worst, row.worst_head, row.worst_base),
         ):
             if ratio.above(threshold) and (row.output, what) not in findings:
-                message = (
-                    f"{title}: the {what} error over budget is {ours:.3g}, {ratio} x what it was ({theirs:.3g}), over the same "
-                    f"{row.cases} Cases{of}; more than {threshold:g} x is too much"
-                )
+                message = f"{title}: {_SAID[what].format(ours=ours, theirs=theirs, ratio=ratio)}, over the same {row.cases} "
+                message += f"Cases{of}; more than {threshold:g} x is too much"
                 findings[row.output, what] = Finding("accuracy", kernel, message, output=row.output, check=what)
     figures = {
         "threshold": threshold,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attnfuzz.harness.blob import blob_of
@@ -11,7 +12,7 @@ from attnfuzz.harness.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.events import CampaignFinished, Event, FailureFound, Found, KernelStarted, TrialFinished
 from attnfuzz.harness.executors import Executor
 from attnfuzz.harness.failure import Identity
-from attnfuzz.harness.gate.result import Finding, Part
+from attnfuzz.harness.gate.result import Finding, Part, PartName
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.runnable import why_not_case
 from attnfuzz.harness.settings import Settings
@@ -21,7 +22,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["InterruptedCampaignError", "fixed_campaign", "replay", "stored_cases"]
+__all__ = ["InterruptedCampaignError", "findings_of", "fixed_campaign", "replay", "stored_cases"]
 
 Progress = Callable[[str], None]
 
@@ -70,7 +71,7 @@ def replay(
             executor.begin(each.case, patient=True)
             verdict = executor.finish()
             if verdict.failures:
-                findings += _findings("replay", each.case, verdict, str(each.path))
+                findings += findings_of("replay", each.case, verdict, str(each.path))
                 break
     if not cases:
         return Part("replay", "pass", "no stored case of this kernel")
@@ -91,6 +92,7 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
     summary = done.summaries[0]
     text = f"{summary.cases} cases in {summary.seconds:.1f} s, {len(done.found)} failure{'s' * (len(done.found) != 1)}"
     text += f"; stopped early: {done.lost}" if done.lost else ""
+    text += f"; not all Cases could be kept on disk: {done.not_kept}" if done.not_kept else ""
     figures = {
         "cases": summary.cases,
         "seconds": summary.seconds,
@@ -99,6 +101,7 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
     }
     failed = bool(findings or done.lost)
     part = Part("campaign", "fail" if failed else "pass", text, findings, figures, complete=_to_the_end(done, settings))
+    part = replace(part, not_kept=done.not_kept or "")
     if done.interrupted:
         raise InterruptedCampaignError(part)
     return part
@@ -110,18 +113,26 @@ def _to_the_end(done: CampaignFinished, settings: Settings) -> bool:
 
 
 def _of_found(found: Found) -> Iterator[Finding]:
-    yield from _findings("campaign", found.case, found.verdict, found.path, found.rate)
+    yield from findings_of("campaign", found.case, found.verdict, found.path, found.rate)
 
 
-def _findings(part: str, case: Case, verdict: Verdict, path: str | None, rate: Rate | None = None) -> Iterator[Finding]:
-    """One for each identity: a ledger that knows one of them must not hide the others."""
-    seen = set[Identity]()
+def findings_of(
+    part: PartName,
+    case: Case,
+    verdict: Verdict,
+    path: str | None,
+    rate: Rate | None = None,
+    *,
+    seen: set[Identity] | None = None,
+) -> Iterator[Finding]:
+    """One for each identity not yet in `seen`: a ledger that knows one of them must not hide the others."""
+    seen = set() if seen is None else seen
     for failure in verdict.failures:
         if failure.identity in seen:
             continue
         seen.add(failure.identity)
         yield Finding.of(
-            "replay" if part == "replay" else "campaign",
+            part,
             failure.identity,
             failure.message,
             failure.detail,

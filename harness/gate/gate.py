@@ -80,8 +80,12 @@ def _gated(plan: Plan, asked: tuple[str, ...], base: Base, ledger: Ledger | None
                     turn.run()
                 except KeyboardInterrupt:
                     interrupted = True
+                    turn.leave_the_rest()
                 done.append(KernelGate(each.name, why[each.name] or "", tuple(turn.parts), *base.place(each)))
                 if interrupted:
+                    rest = gated[gated.index(each) + 1 :]
+                    part = Part("load", "skipped", "not run: interrupted")
+                    done += [KernelGate(other.name, why[other.name] or "", (part,), *base.place(other)) for other in rest]
                     break
         finally:
             executor.close()
@@ -202,7 +206,7 @@ def _stored(plan: Plan, entries: Sequence[Entry]) -> tuple[CaseFile, ...]:
         if entry.case is not None:
             stored = read_case(entry.case)
             if stored.case.kernel != entry.kernel:
-                reason = f"{entry}: its case is of {stored.case.kernel}"
-                raise reject("ledger", str(entry.case), reason, "give a case of the entry's kernel")
+                reason = f"it is of {stored.case.kernel}, and named by the ledger's {entry}"
+                raise reject("case", str(entry.case), reason, "give a case of the entry's kernel")
             found.setdefault(stored.case, stored)
     return tuple(found.values())

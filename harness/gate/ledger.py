@@ -101,6 +101,8 @@ def read_ledger(path: Path, today: date) -> Ledger:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _broken(path, f"it is no TOML: {error}", "see docs/gate.md for one that is") from None
+    except RecursionError:
+        raise _broken(path, "it is nested too deeply", "a ledger holds [[known]] entries only") from None
     if unknown := sorted(found.keys() - {"known"}):
         raise _broken(path, f"it has {unknown[0]!r}, which means nothing", "a ledger holds [[known]] entries only")
     tables = found.get("known", [])

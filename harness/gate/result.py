@@ -93,6 +93,8 @@ class Part:
     findings: tuple[Finding, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    not_kept: str = ""
+    """Why a Case that it found is in no file."""
     complete: bool = True
     """Whether not to find something here again is evidence: the same was tried as whenever it is run."""
 
@@ -142,12 +144,17 @@ class Gate:
     written: str | None = None
 
     @property
-    def outcome(self) -> Outcome:
-        """ "error", "fail", or "pass"."""
+    def outcome(self) -> Outcome | Literal["interrupted"]:
+        """ "fail", "error", "interrupted" where nothing of that was found until then, or "pass"."""
         outcomes = {each.outcome for each in self.kernels}
         if "fail" in outcomes or self.stale:
             return "fail"
-        return "error" if "error" in outcomes else "pass"
+        return "error" if "error" in outcomes else "interrupted" if self.interrupted else "pass"
+
+    @property
+    def not_kept(self) -> str:
+        """Why a Case that was found is in no file; empty where all are."""
+        return next((part.not_kept for each in self.kernels for part in each.parts if part.not_kept), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from attnfuzz.harness.blob import blob_of
 from attnfuzz.harness.children import ChildError
 from attnfuzz.harness.corpus import CaseFile, Corpus
+from attnfuzz.harness.failure import Identity
 from attnfuzz.harness.gate.accuracy import accuracy, determinism
 from attnfuzz.harness.gate.before import Base, Before
 from attnfuzz.harness.gate.compiles import CompileTableError, NoSuchTableError, compare_tables, compile_table
-from attnfuzz.harness.gate.correctness import InterruptedCampaignError, fixed_campaign, replay
+from attnfuzz.harness.gate.correctness import InterruptedCampaignError, findings_of, fixed_campaign, replay
 from attnfuzz.harness.gate.ledger import Entry, part_through
 from attnfuzz.harness.gate.measured import Errors, Measurement, measurements
 from attnfuzz.harness.gate.plan import Plan
@@ -23,7 +23,6 @@ from attnfuzz.harness.gate.speed import speed
 from attnfuzz.harness.gate.subjects import Subject
 from attnfuzz.harness.gate.trees import BrokenSideError, Side
 from attnfuzz.harness.isolated import ExecutionError, Isolated
-from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, OutputName
@@ -64,7 +63,21 @@ class KernelTurn:
             return
         # What one kernel leaves behind in a process must not be the next one's.
         self.executor.fresh()
-        steps: tuple[tuple[PartName, Callable[[], Part]], ...] = (
+        for name, step in self._steps:
+            wrong = next((each.name for each in self.parts if each.outcome in ("fail", "error") and _decides(each)), None)
+            if wrong is not None:
+                self._keep(Part(name, "skipped", f"not run: {wrong} failed"), 0.0)
+            else:
+                self._step(name, step)
+
+    def leave_the_rest(self) -> None:
+        """After Ctrl-C: parts that were not run to their end are no passes."""
+        over = {each.name for each in self.parts}
+        self.parts += [Part(name, "skipped", "not run: interrupted") for name, _ in self._steps if name not in over]
+
+    @property
+    def _steps(self) -> tuple[tuple[PartName, Callable[[], Part]], ...]:
+        return (
             ("replay", self._replay),
             ("campaign", self._campaign),
             ("accuracy", self._accuracy),
@@ -72,12 +85,6 @@ class KernelTurn:
             ("compile", self._compile),
             ("speed", self._speed),
         )
-        for name, step in steps:
-            wrong = next((each.name for each in self.parts if each.outcome in ("fail", "error") and _decides(each)), None)
-            if wrong is not None:
-                self._keep(Part(name, "skipped", f"not run: {wrong} failed"), 0.0)
-            else:
-                self._step(name, step)
 
     def _step(self, name: PartName, step: Callable[[], Part]) -> None:
         start = time.monotonic()
@@ -111,17 +118,24 @@ class KernelTurn:
     def _accuracy(self) -> Part:
         name, before = self.subject.name, self._what_was()
         self._measured = self._head()
-        if wrong := _first_wrong(self._measured):
-            return self._wrong_in_sample(wrong)
+        wrong = self._wrong_in_sample()
+        if wrong is not None and part_through(wrong, self.pleas).outcome == "fail":
+            return wrong
         if before.missing:
-            return Part("accuracy", "skipped", f"nothing to compare with: {before.missing}")
+            return wrong or Part("accuracy", "skipped", f"nothing to compare with: {before.missing}")
         theirs: Mapping[Case, Mapping[OutputName, Errors]] = self.base.errors(
             self.subject,
             [each.case for each in self._measured if each.errors],
             memory_check=self.plan.memory_check,
             progress=self._counted("accuracy", "base", len(self._measured)),
         )
-        return accuracy(name, self._measured, theirs, self.plan.accuracy_threshold)
+        done = accuracy(name, self._measured, theirs, self.plan.accuracy_threshold)
+        if wrong is None:
+            return done
+        # Known to be wrong: the Cases that are right are held to what they were.
+        return dataclasses.replace(
+            wrong, summary=f"{wrong.summary}; {done.summary}", findings=wrong.findings + done.findings, figures=done.figures
+        )
 
     def _head(self) -> tuple[Measurement, ...]:
         self.tell(Doing(self.subject.name, "accuracy", "drawing the sample"))
@@ -133,23 +147,28 @@ class KernelTurn:
         progress = self._counted("accuracy", "head", len(chosen))
         return measurements(side, chosen, memory_check=self.plan.memory_check, progress=progress)
 
-    def _wrong_in_sample(self, wrong: Measurement) -> Part:
-        """The campaign has not met it: it is a failure like any other, and its Case is kept."""
-        failure = wrong.failures[0]
+    def _wrong_in_sample(self) -> Part | None:
+        """What the campaign has not met: each failure is one like any other, and its Case is kept."""
+        wrong = [each for each in self._measured if each.failures]
+        if not wrong:
+            return None
         described = self.executor.describe()
-        versions = described["versions"]
-        verdict = Verdict(status="fail", failures=wrong.failures, device=described["device"], versions=versions)
-        path = Corpus(self.plan.out).write(wrong.case, verdict, failure.identity, minimal=False, seed=self.plan.seed)
-        finding = Finding.of(
-            "accuracy",
-            failure.identity,
-            failure.message,
-            failure.detail,
-            case=str(path),
-            blob=blob_of(wrong.case),
-            described=tuple(describe_case(wrong.case)),
-        )
-        return Part("accuracy", "fail", "a Case of the sample is wrong", (finding,))
+        findings: list[Finding] = []
+        seen, not_kept = set[Identity](), ""
+        for each in wrong:
+            verdict = Verdict(status="fail", failures=each.failures, device=described["device"], versions=described["versions"])
+            if all(failure.identity in seen for failure in each.failures):
+                continue
+            path: str | None = None
+            try:
+                identity = each.failures[0].identity
+                path = str(Corpus(self.plan.out).write(each.case, verdict, identity, minimal=False, seed=self.plan.seed))
+            except OSError as error:
+                not_kept = f"{error.strerror or error} ({self.plan.out})"
+            findings += findings_of("accuracy", each.case, verdict, path, seen=seen)
+        summary = f"{len(wrong)} of the sample's {len(self._measured)} Cases {'is' if len(wrong) == 1 else 'are'} wrong"
+        summary += f"; not all could be kept on disk: {not_kept}" if not_kept else ""
+        return Part("accuracy", "fail", summary, tuple(findings), not_kept=not_kept)
 
     def _determinism(self) -> Part:
         declared = self.subject.kernel.capabilities.deterministic
@@ -172,7 +191,7 @@ class KernelTurn:
 
     def _speed(self) -> Part:
         if not self.plan.times:
-            why = "it is off (--speed off)" if self.plan.speed == "off" else "a CPU's times of interpreted kernels say nothing"
+            why = "it is off (--speed off)" if self.plan.speed == "off" else "a CPU's times say nothing of a GPU's"
             return Part("speed", "skipped", why)
         before = self._what_was()
         if before.missing:
@@ -204,7 +223,3 @@ class KernelTurn:
 def _decides(part: Part) -> bool:
     """Whether a part that failed makes those after it pointless: the kernel's values are wrong."""
     return part.name in ("replay", "campaign") or any(each.kind is not None and each.part == "accuracy" for each in part.findings)
-
-
-def _first_wrong(found: Sequence[Measurement]) -> Measurement | None:
-    return next((each for each in found if each.failures), None)

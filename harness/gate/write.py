@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from attnfuzz.harness.gate.baseline import Recorded, recorded, write_baseline
+from attnfuzz.harness.gate.checkout import checkout_at
 from attnfuzz.harness.gate.compiles import NoSuchTableError, compile_table
 from attnfuzz.harness.gate.measured import measurements
 from attnfuzz.harness.gate.plan import Plan
@@ -23,15 +24,18 @@ __all__ = ["written"]
 
 
 def written(plan: Plan, path: Path, tell: Tell) -> Gate:
-    """Measure the kernels of `plan` (none: all that can run here) and write `path`, unless one of them is wrong.
+    """Measure the kernels of `plan` (none: those of the checkout that can run here) and write `path`, unless one is wrong.
 
     Raises:
         BadArgument: none can run here, or one cannot be loaded.
     """
     start = time.monotonic()
-    chosen, broken = named(plan.kernels, None)
+    chosen, broken = named(plan.kernels, None if plan.kernels else _root(plan.folder))
     for asked, error in broken.items():
         raise error if isinstance(error, BadArgument) else reject("kernel", asked, told(error), "mend it, or name others")
+    if not chosen:
+        remedy = "name it by --kernel, or install its package from there (pip install -e .)"
+        raise reject("write", str(path), f"no kernel that is known has a file in {_root(plan.folder)}", remedy)
     able = [each for each in chosen if why_not_here(each.kernel, plan.device) is None]
     if not able:
         reasons = "; ".join(f"{each.name}: {why_not_here(each.kernel, plan.device)}" for each in chosen) or "none is known"
@@ -54,7 +58,10 @@ def written(plan: Plan, path: Path, tell: Tell) -> Gate:
         executor.close()
     whole = len(made) == len(able)
     if whole:
-        write_baseline(path, plan.device, described, made)
+        try:
+            write_baseline(path, plan.device, described, made)
+        except OSError as error:
+            raise reject("write", str(path), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
     return Gate(
         against="",
         kernels=tuple(done),
@@ -62,6 +69,14 @@ def written(plan: Plan, path: Path, tell: Tell) -> Gate:
         environment=described,
         written=str(path) if whole else None,
     )
+
+
+def _root(folder: Path) -> Path:
+    """Kernels are gated whose files lie there: the checkout, or, outside of one, the folder itself."""
+    try:
+        return checkout_at(folder).root
+    except BadArgument:
+        return folder.resolve()
 
 
 def _measured(subject: Subject, plan: Plan, executor: Isolated, tell: Tell) -> tuple[Part, Recorded | None]:

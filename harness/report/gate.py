@@ -81,7 +81,8 @@ def show_gate(console: Console, done: Gate) -> None:
         console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
     if done.interrupted:
         console.print("[yellow]interrupted: what was found until then is above[/]")
-    console.print(f"[{_STYLES[done.outcome]}]{escape(_verdict(done))}[/]", highlight=False, soft_wrap=True)
+    style = "yellow" if done.outcome == "interrupted" else _STYLES[done.outcome]
+    console.print(f"[{style}]{escape(_verdict(done))}[/]", highlight=False, soft_wrap=True)
 
 
 def _show_finding(console: Console, number: int, gated: KernelGate, finding: Finding) -> None:
@@ -116,6 +117,7 @@ def _verdict(done: Gate) -> str:
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no kernel changed"
     told += f", {done.untouched} unchanged" if done.untouched else ""
     told += f", {len(done.stale)} ledger error{'s' * (len(done.stale) > 1)}" if done.stale else ""
+    told += ", interrupted" if done.interrupted and done.outcome != "interrupted" else ""
     return f"gate {done.outcome.upper()}{against}: {told}; {seconds}"
 
 
@@ -157,7 +159,7 @@ def _part_object(part: Part) -> dict[str, Any]:
 
 def markdown(done: Gate) -> str:
     """A summary for a job's page: one row per kernel and part, and the findings below."""
-    lines = [f"## attnfuzz gate: {'FAIL' if done.outcome == 'fail' else done.outcome}", "", _cell(_verdict(done)), ""]
+    lines = [f"## attnfuzz gate: {done.outcome.upper() if done.outcome != 'pass' else 'pass'}", "", _cell(_verdict(done)), ""]
     if done.kernels:
         lines += ["| kernel | part | verdict | why |", "|---|---|---|---|"]
         for gated in done.kernels:
@@ -188,7 +190,7 @@ def _finding_markdown(gated: KernelGate, finding: Finding) -> list[str]:
     told = "\n".join(f"{name:<20} {value}" for name, value in rows)
     # A fence longer than any run of backticks that a kernel's own text may hold.
     fence = "`" * max(3, 1 + max((len(each) for each in _ticks(told)), default=0))
-    return [f"### {_cell(_title(finding))}{_cell(known)}", "", fence, told, fence, ""]
+    return [f"### {_cell(_title(finding) + known)}", "", fence, told, fence, ""]
 
 
 def _ticks(text: str) -> list[str]:

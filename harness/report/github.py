@@ -53,9 +53,9 @@ def told(done: Gate) -> Iterator[str]:
             if part.outcome == "error" or (part.outcome == "fail" and not part.findings):
                 yield annotation("error", f"{part.name}: {part.summary}", file=gated.file, line=gated.line, title=gated.kernel)
     for text, line in done.stale:
-        yield annotation("error", text, file=done.ledger or "", line=max(1, line), title="attnfuzz ledger")
+        yield annotation("error", text, file=_from_here(done.ledger), line=max(1, line), title="attnfuzz ledger")
     for note in done.notes:
-        yield annotation("warning", note, file=done.ledger or "", title="attnfuzz ledger")
+        yield annotation("warning", note, file=_from_here(done.ledger), title="attnfuzz ledger")
 
 
 def _of_finding(gated: KernelGate, finding: Finding) -> str:
@@ -66,6 +66,12 @@ def _of_finding(gated: KernelGate, finding: Finding) -> str:
     title = f"{gated.kernel}: {finding.kind or finding.part}"
     level = "notice" if finding.plea else "error"
     return annotation(level, "\n".join(lines), file=gated.file, line=gated.line, title=title)
+
+
+def _from_here(path: str | None) -> str:
+    """As GitHub names files: relative to the checkout, which a job runs in."""
+    found = Path(path or "")
+    return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found) if path else ""
 
 
 def _data(text: str) -> str:

@@ -12,6 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
+from attnfuzz.harness.corpus import write_whole
 from attnfuzz.harness.errormap import (
     BROKEN,
     DECADES,
@@ -81,8 +82,7 @@ def save(maps: ErrorMaps, path: Path, title: str, subtitle: str = "") -> None:
         raise reject("plot", str(path), "no such format", f"give a file that ends with {', '.join(SUFFIXES)}, or a folder")
     content = drawn(maps, title, subtitle, path.suffix[1:])
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        write_whole(path, content)
     except OSError as error:
         raise reject("plot", str(path), f"it cannot be written ({error.strerror})", "give a file that can be written") from None
 

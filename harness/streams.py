@@ -1,0 +1,51 @@
+"""Standard streams that outlive their readers: a run whose output nobody reads any more goes on, and keeps what it finds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["outlive_readers"]
+
+
+class _Outliving:
+    """A text stream: what is written once its pipe has no reader (`| head -1`) goes nowhere, and nothing is raised."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As a stream's."""
+        try:
+            return int(self._stream.write(text))
+        except BrokenPipeError:
+            self._away()
+            return len(text)
+
+    def flush(self) -> None:
+        """As a stream's."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._away()
+
+    def _away(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        # The descriptor, not the object: what is buffered must go somewhere, or Python's own last flush fails.
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+def outlive_readers() -> None:
+    """Let this process's own stdout and stderr outlive their readers; where one is closed, it is opened to nowhere."""
+    for name, own in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process lives
+        elif stream is own:
+            setattr(sys, name, _Outliving(stream))
