@@ -72,7 +72,8 @@ class Where:
 class Reproduction:
     """What came of running a Case again on `device`: the last Verdict of `runs`."""
 
-    outcome: Literal["FIXED", "FAILED"]
+    outcome: Literal["FIXED", "FAILED", "UNJUDGED"]
+    """UNJUDGED: nothing failed, but what failed before (or, where that is not known, every output) could not be judged."""
     device: Device
     verdict: Verdict
     runs: int = 1
@@ -86,6 +87,7 @@ def reproduce(
     in_process: bool = False,
     deadline: float | None = None,
     memory_check: bool = True,
+    output: object = None,
 ) -> Reproduction:
     """Run `case` again on `asked` ("auto": CUDA if this machine and the kernel have it, else the CPU).
 
@@ -96,6 +98,7 @@ def reproduce(
         in_process: in this process, for a debugger; else in a child, which may die of it.
         deadline: seconds that a stage may take; None: 60.
         memory_check: check every access to memory of an interpreted kernel.
+        output: the name of the one that was wrong, as the case file tells; None: not known, or not one output's.
 
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem.
@@ -109,7 +112,16 @@ def reproduce(
             verdict = executor.finish()
             if verdict.failure is not None or runs == most:
                 break
-    return Reproduction("FIXED" if verdict.failure is None else "FAILED", device, verdict, runs)
+    outcome: Literal["FIXED", "FAILED", "UNJUDGED"] = "FAILED" if verdict.failure else "FIXED"
+    if outcome == "FIXED" and _unjudged(verdict, output):
+        outcome = "UNJUDGED"
+    return Reproduction(outcome, device, verdict, runs)
+
+
+def _unjudged(verdict: Verdict, output: object) -> bool:
+    """Whether to pass says nothing of a failure of `output`, or of any."""
+    concerned = [figures for name, figures in verdict.figures.items() if output in (None, name)]
+    return bool(concerned) and all(figures.unjudged for figures in concerned)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from attnfuzz.harness.blob import blob_of, case_from_blob, is_blob
 from attnfuzz.harness.corpus import read_case
 from attnfuzz.harness.executors import InProcess
 from attnfuzz.harness.reproduce import interval
+from attnfuzz.harness.verdict import Figures, Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
@@ -295,3 +296,15 @@ def test_a_broken_blob_gives_a_clear_message(kind: str, message: str) -> None:
     result = repro(broken(kind))
     assert result.exit_code == 2
     assert result.stderr.startswith("error: case='")
+
+
+@pytest.mark.parametrize(("output", "outcome", "code"), [("dq", "UNJUDGED", 2), ("o", "FIXED", 0), (None, "FIXED", 0)])
+def test_to_pass_unjudged_is_not_to_be_fixed(
+    output: str | None, outcome: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"o": Figures(elements=3), "dq": Figures(elements=0, unjudged="the oracle needs too much memory")}
+    monkeypatch.setattr(InProcess, "finish", lambda _: Verdict(status="pass", figures=figures))
+    path = stored("acme.right", identity={"output": output})
+    result = repro(path, "--json")
+    assert (json.loads(result.stdout)["outcome"], result.exit_code) == (outcome, code)
+    assert repro(path).stdout.startswith(outcome)

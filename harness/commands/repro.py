@@ -12,6 +12,7 @@ from attnfuzz.harness.commands.common import (
     CLEAN,
     FAILURES,
     INTERRUPTED,
+    WRONG_USE,
     check_owner,
     console,
     deadline_option,
@@ -70,7 +71,7 @@ _SHOWN = {"as_json": "json"}
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
 @json_option
 def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -> None:
-    """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1) or ERROR (2)."""
+    """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1), UNJUDGED or ERROR (2)."""
     from attnfuzz.harness.blob import stored_case
     from attnfuzz.harness.reproduce import Where
     from attnfuzz.harness.settings import duration
@@ -147,6 +148,7 @@ def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: 
         in_process=where.in_process,
         deadline=where.deadline,
         memory_check=where.memory_check,
+        output=_output(stored),
     )
     if as_json:
         found = {
@@ -161,7 +163,13 @@ def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: 
         show_reproduction(console(), stored, done)
         if picture:
             picture.show(console(), done, deadline=where.deadline, in_process=where.in_process)
-    return CLEAN if done.outcome == "FIXED" else FAILURES
+    return {"FIXED": CLEAN, "FAILED": FAILURES, "UNJUDGED": WRONG_USE}[done.outcome]
+
+
+def _output(stored: CaseFile) -> object:
+    """The output that was wrong, where one was."""
+    identity = stored.found.get("identity")
+    return identity.get("output") if isinstance(identity, dict) else None
 
 
 def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> int:

@@ -189,7 +189,7 @@ def show_stored(console: Console, stored: CaseFile) -> None:
 
 
 def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) -> None:
-    """FIXED or FAILED, the Case, and what was seen this time."""
+    """FIXED, FAILED or UNJUDGED, the Case, and what was seen this time."""
     style = "bold green" if done.outcome == "FIXED" else "bold red"
     runs = f", run {done.runs} times" if done.runs > 1 else ""
     console.print(
