@@ -176,6 +176,19 @@ def test_other_layouts(order: Any) -> None:
     assert_right(KERNEL, inputs_of(problem))
 
 
+BEYOND = exp(to_float(KV - Q) * 5.0)
+
+
+@interpreted
+@pytest.mark.parametrize("score", [S * BEYOND, S + load(Captured("per_head", ("heads",), gradient=True), H) * BEYOND])
+@pytest.mark.parametrize("hides", [{"mask": KV <= Q}, {"causal": "top_left"}, {"mask": KV <= Q, "causal": "top_left"}])
+def test_hidden_scores_may_be_beyond_all_bounds(score: Any, hides: dict[str, Any]) -> None:
+    """They overflow float32, and so do their slopes: neither they nor what they give to captured tensors may be seen."""
+    inputs = inputs_of(dense(40, 40, batch=1, score=score, **hides))
+    assert all(each.isfinite().all() for name, each in reference(inputs).items() if name != "lse")
+    assert_right(KERNEL, inputs)
+
+
 @interpreted
 def test_slack_rows_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
