@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from attnfuzz.harness import environment
 from attnfuzz.harness.raised import may_catch, told
+from attnfuzz.harness.runnable import compile_key_of
 from attnfuzz.kernels import cache
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -24,9 +25,13 @@ def built(kernel: Kernel, problem: Problem, config: Config, device: Device) -> B
 
     Raises:
         BuildError: the compiler refused, or the kernel's build raised anything else.
+        BadArgument: the kernel does not support it.
     """
-    key = (kernel.name, kernel.compile_key(problem, config), device)
-    if key in _ready or device not in kernel.capabilities.compiles_on:
+    compile_key = compile_key_of(kernel, problem, config, device)
+    if compile_key is None or device not in kernel.capabilities.compiles_on:
+        return _build(kernel, problem, config, device)
+    key = (kernel.name, compile_key, device)
+    if key in _ready:
         return _build(kernel, problem, config, device)
     with _locked(key):
         found = _build(kernel, problem, config, device)

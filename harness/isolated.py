@@ -16,6 +16,7 @@ from attnfuzz.harness.executors import Compiled, compile_error
 from attnfuzz.harness.failure import Failure
 from attnfuzz.harness.nursery import Nursery
 from attnfuzz.harness.outcomes import Death, Error, Outcome, Reply, Task
+from attnfuzz.harness.runnable import compile_key_of
 from attnfuzz.harness.shipping import shipped
 from attnfuzz.harness.supervisor import Running, Supervisor
 from attnfuzz.harness.tasks import preloads
@@ -102,7 +103,8 @@ class Isolated:
             BadArgument: a child cannot find the kernel.
         """
         kernel = registry.get(case.kernel)
-        key = (case.kernel, kernel.compile_key(case.problem, case.config))
+        # What the kernel does not support has no key: the child says why.
+        key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
         self._begun = case, key, self._supervisor.begin(self._task(case, self._full if patient else self._deadlines(*key)))
 
     def finish(self) -> Verdict:

@@ -254,7 +254,7 @@ class Kernel(Protocol):
         """Why this kernel cannot take `problem`, or None: at least `why_unsupported(...)`."""
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """What the compiled code depends on: equal keys share one compile."""
+        """What the compiled code depends on: equal keys share one compile. Asked of what `supports` takes only."""
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """Compile (or take from the cache) for `problem`.

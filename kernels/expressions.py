@@ -12,7 +12,6 @@ are functions of this module; `Captured` is a tensor besides q, k and v, read by
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from attnfuzz.kernels.errors import reject
 
 __all__ = [
+    "DEEPEST",
+    "INT32",
     "KV",
     "LEAVES",
     "SEQLEN_K",
@@ -77,7 +78,14 @@ _INFIX = {
     "or": "|", "mod": "%", "div": "//",
 }  # fmt: skip
 _BINDS = {"<=": 1, "<": 1, ">=": 1, ">": 1, "==": 1, "!=": 1, "|": 2, "&": 3, "+": 4, "-": 4, "*": 5, "%": 5, "//": 5}
-_INT32 = 2**31
+_WRITTEN: dict[str, tuple[tuple[type, ...], str]] = {
+    # A JSON 1.0 may have been written as 1, and True is an int to Python, but not here.
+    "const": ((float, int), "a number"), "int": ((int,), "a whole number"), "bool": ((bool,), "true or false"),
+}  # fmt: skip
+INT32 = range(-(2**31) + 1, 2**31)
+"""What an index, and every whole number on its way, may be: int32, but for the smallest, which a compiler cannot negate."""
+DEEPEST = 100
+"""Nodes inside each other that a tree may have, its leaf among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,15 +276,18 @@ def _binary(op: str, left: Value, right: Value) -> Expression:
 
 def const(value: float) -> Expression:
     """A float; finite, and of float32, in which kernels take it."""
-    if not math.isfinite(value) or abs(value) > 3.4e38:
+    if not abs(value) <= 3.4e38:
         raise reject("expression.const", value, "a constant is a finite float32", "give a smaller number")
-    return node("const", value=float(value))
+    # Equal trees have one spelling: -0.0 is 0.0.
+    return node("const", value=float(value) + 0.0)
 
 
 def whole(value: int) -> Expression:
     """An int32."""
-    if not -_INT32 <= value < _INT32:
-        raise reject("expression.int", value, "an index is an int32", "give a smaller number")
+    if value not in INT32:
+        raise reject(
+            "expression.int", value, "an index is an int32 that can be negated", "give a number from -2^31 + 1 to 2^31 - 1"
+        )
     return node("int", value=int(value))
 
 
@@ -390,29 +401,56 @@ def to_data(tree: Expression) -> Data:
     return (tree.op, *head, *(to_data(each) for each in tree.args))
 
 
-@lru_cache(maxsize=4096)
-def parse(data: Data) -> Expression:
-    """The tree of `to_data`'s tuples.
+def parse(data: Data, *, deepest: int = DEEPEST) -> Expression:
+    """The tree of `to_data`'s tuples, of at most `deepest` nodes inside each other.
 
     Raises:
-        BadArgument: they are no tree; the text says where.
+        BadArgument: they are no tree, or too deep a one; the text says where.
     """
-    if not data or not isinstance(data[0], str):
-        raise reject("expression", data, "a node is (op, ...)", 'write ("add", ("score",), ("const", 1.0)), say')
+    _check(data, deepest)
+    return _parsed(data)
+
+
+def _check(data: Data, deepest: int) -> None:
+    """What `_parsed` cannot see: its cache takes 1, True and 1.0 for one key, and what is deep would exhaust the stack."""
+    stack: list[tuple[Any, int]] = [(data, 1)]
+    while stack:
+        at, depth = stack.pop()
+        if not isinstance(at, tuple):
+            raise reject("expression", at, "an argument is a node", 'write ("const", 1.0) for a number')
+        if not at or not isinstance(at[0], str):
+            raise reject("expression", at, "a node is (op, ...)", 'write ("add", ("score",), ("const", 1.0)), say')
+        if depth > deepest:
+            reason = f"it lies more than {deepest} nodes deep in its tree, beyond what compilers can nest"
+            raise reject("expression", at[0], reason, "write a flatter tree")
+        op, rest = at[0], at[1:]
+        if op in _WRITTEN and len(rest) == 1:
+            types, expected = _WRITTEN[op]
+            if type(rest[0]) not in types:
+                raise reject(
+                    f"expression.{op}", rest[0], f"{expected} is expected", 'write ("const", 1.0), ("int", 1) or ("bool", True)'
+                )
+            continue
+        if op == "load" and rest:
+            _tensor(rest[0])
+            rest = rest[1:]
+        # A head's number that begins elsewhere (modified.of_heads) is no deeper than the number itself.
+        shifted = op == "add" and rest[:1] == (("h",),) and isinstance(rest[-1], tuple) and rest[-1][:1] == ("int",)
+        stack.extend((each, depth + (not shifted)) for each in reversed(rest))
+
+
+@lru_cache(maxsize=4096)
+def _parsed(data: Data) -> Expression:
     op, rest = data[0], data[1:]
-    if op in ("const", "int", "bool") and len(rest) == 1:
-        value = float(rest[0]) if op == "const" and isinstance(rest[0], int | float) else rest[0]
-        # A JSON 1.0 may have been read as 1, and True is an int to Python, but not here.
-        return const(value) if op == "const" and isinstance(value, float) else node(op, value=value)
+    if op == "const" and len(rest) == 1:
+        return const(rest[0])
+    if op == "int" and len(rest) == 1:
+        return whole(rest[0])
+    if op == "bool" and len(rest) == 1:
+        return truth(rest[0])
     if op == "load" and rest:
-        return node("load", *(parse(_tuple(each)) for each in rest[1:]), value=_tensor(rest[0]))
-    return node(op, *(parse(_tuple(each)) for each in rest))
-
-
-def _tuple(data: Any) -> Data:
-    if not isinstance(data, tuple):
-        raise reject("expression", data, "an argument is a node", 'write ("const", 1.0) for a number')
-    return data
+        return node("load", *map(_parsed, rest[1:]), value=_tensor(rest[0]))
+    return node(op, *map(_parsed, rest))
 
 
 def _tensor(data: Any) -> Captured:

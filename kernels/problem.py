@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from attnfuzz.kernels.errors import BadArgument, reject
-from attnfuzz.kernels.expressions import captured, parse, to_data
+from attnfuzz.kernels.expressions import DEEPEST, captured, parse, size_of, to_data
 from attnfuzz.kernels.ranges import Sizes, why_outside
 
 __all__ = [
@@ -39,6 +39,8 @@ ORDERS: dict[Packing, tuple[Order, ...]] = {"ragged": ("thd", "htd"), "dense": (
 LAYOUTS = ("layout_q", "layout_k", "layout_v", "layout_do")
 """The Problem's fields that say how a tensor lies in memory."""
 _INT32_MAX = 2**31 - 1
+_MOST_ELEMENTS = 2**34
+"""Of a captured tensor: 64 GiB."""
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
@@ -263,7 +265,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             # Equal problems have one spelling.
             msgspec.structs.force_setattr(self, name, to_data(tree))
             trees.append(tree)
-        captured(*trees)
+        for tensor in captured(*trees):
+            elements = math.prod(size_of(size, self.sizes) for size in tensor.sizes)
+            if elements > _MOST_ELEMENTS:
+                reason = f"{tensor.name} would have {elements:,} elements, and no more than {_MOST_ELEMENTS:,} are made"
+                raise reject("captured.sizes", tensor.sizes, reason, "give smaller sizes, or shorter sequences")
 
     @property
     def sizes(self) -> Sizes:
@@ -311,8 +317,11 @@ def _side(side: object) -> bool:
     return side is None or type(side) is int
 
 
-def _frozen(name: str, value: Any) -> Any:
+def _frozen(name: str, value: Any, depth: int = 0) -> Any:
     """Nested lists as nested tuples, so that a Problem read from JSON is hashable."""
+    # A tensor of a tree, and its sizes, lie within its nodes.
+    if depth > DEEPEST + 2:
+        raise reject(name, "...", f"it is nested more than {DEEPEST} deep", "write it flatter")
     if isinstance(value, dict | set):
         raise reject(name, value, f"a {type(value).__name__} has no place in it", "use lists, numbers and names")
-    return tuple(_frozen(name, item) for item in value) if isinstance(value, list | tuple) else value
+    return tuple(_frozen(name, item, depth + 1) for item in value) if isinstance(value, list | tuple) else value

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from attnfuzz.kernels.expressions import Captured, Expression, number, size_of
+from attnfuzz.kernels.expressions import INT32, Captured, Expression, number, size_of
 
 __all__ = ["Sizes", "why_outside"]
 
 Sizes: TypeAlias = dict[str, int]
-_WIDEST = 2**31 - 1
 _Interval: TypeAlias = tuple[int, int]
 
 
@@ -33,7 +32,7 @@ def why_outside(tree: Expression, sizes: Sizes, seqlen_q: int, seqlen_k: int) ->
                     return f"{each}: {index} is {low} to {high}, and the size is {last + 1}"
         if each.kind == "int":
             found[each] = _of_tensor(each.value, sizes) if isinstance(each.value, Captured) else _interval(each, found, lengths)
-            if max(map(abs, found[each])) > _WIDEST:
+            if not all(end in INT32 for end in found[each]):
                 return f"{each}: it may pass the range of int32"
         if each.op in ("mod", "div") and found[each.args[0]][0] < 0:
             # It rounds toward zero in Triton and down in torch.

@@ -90,7 +90,8 @@ def reference(inputs: Inputs) -> dict[str, torch.Tensor]:
     seen = visible(p, leaves, captured)
     blind = ~seen.any(-1)
     lse = torch.logsumexp(s.masked_fill(~seen, -math.inf).masked_fill(blind[..., None], 0.0), -1)
-    weights = torch.exp(s - lse[..., None]).masked_fill(~seen, 0.0)
+    # Masked before exp as well: what is hidden may be beyond all bounds, and infinity times 0 would be a gradient of NaN.
+    weights = torch.exp((s - lse[..., None]).masked_fill(~seen, 0.0)).masked_fill(~seen, 0.0)
     o = torch.einsum("bhij,bjhd->bihd", weights, heads_v)
     loss = (o * inputs.d_o[:, :n_q].double()).sum()
     if inputs.d_lse is not None:

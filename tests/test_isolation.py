@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from attnfuzz.harness import guardian, selftest
+from attnfuzz.harness.builds import built
 from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.corpus import Corpus, read_case
 from attnfuzz.harness.events import CaseResumed, CaseSkipped, Event
@@ -28,7 +29,8 @@ from attnfuzz.harness.shrink import Shrinker, Sighting, tries
 from attnfuzz.harness.supervisor import Supervisor
 from attnfuzz.harness.verdict import Verdict
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import Case
 
 NAMES = selftest.fault_names("cpu")
@@ -101,6 +103,17 @@ def _renamed(summary: Any, fault: str, **changed: Any) -> Any:
     from dataclasses import replace
 
     return replace(summary, kernel=f"fault.{fault}", **changed)
+
+
+@pytest.mark.parametrize("config", [Config(), Config(block="32")])
+def test_a_config_that_the_kernel_cannot_read_is_refused_as_any_other(config: Config, executor: Isolated) -> None:
+    """triton.flex's compile key needs a whole `block`: it is asked of what the kernel supports only."""
+    pytest.importorskip("triton")
+    kernel, problem = registry.get("triton.flex"), Problem(seqlens_q=(8,), seqlens_k=(8,), dim_qk=16, dim_v=16, packing="dense")
+    with pytest.raises(BadArgument, match=r"triton.flex does not support it: config=.*: not among configs"):
+        executor.trial(Case(kernel=kernel.name, problem=problem, config=config))
+    with pytest.raises(BadArgument, match=r"triton.flex does not take it: config=.*: not among configs"):
+        built(kernel, problem, config, "cpu")
 
 
 # --- what a death says

@@ -16,6 +16,8 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.derivative import by_load, by_score
 from attnfuzz.kernels.evaluation import evaluate
 from attnfuzz.kernels.expressions import (
+    DEEPEST,
+    INT32,
     KV,
     B,
     Captured,
@@ -33,8 +35,9 @@ from attnfuzz.kernels.expressions import (
     to_data,
     to_float,
     where,
+    whole,
 )  # fmt: skip
-from attnfuzz.kernels.modified import tensors_of
+from attnfuzz.kernels.modified import of_heads, tensors_of
 from attnfuzz.kernels.modifiers import MASKS, SCORES, bias, causal, softcap
 from attnfuzz.kernels.problem import BadArgument, Needs, Problem
 from attnfuzz.kernels.torch.flex_modified import modifiers_of
@@ -125,6 +128,73 @@ def test_derivatives_are_autograds(tree) -> None:
 def test_what_is_no_modifier_is_refused(changes: dict, told: str) -> None:
     with pytest.raises(BadArgument, match=told):
         Problem(**PLAIN, **changes)
+
+
+def nested(depth: int, leaf: tuple = ("score",)) -> tuple:
+    """So many nodes inside each other."""
+    return leaf if depth == 1 else ("neg", nested(depth - 1, leaf))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        (("bool", True), ("bool", 1), "expression.bool=1: true or false is expected"),
+        (("int", 1), ("int", True), "expression.int=True: a whole number is expected"),
+        (("int", 1), ("int", 1.0), "expression.int=1.0: a whole number is expected"),
+        (("le", ("b",), ("int", 1)), ("le", ("b",), ("int", True)), "expression.int=True: a whole number is expected"),
+        (("const", 1.0), ("const", True), "expression.const=True: a number is expected"),
+        (("load", ("t", (1,), "normal", True), ("b",)), ("load", ("t", (1,), "normal", 1), ("b",)), "a tensor is"),
+        (("load", ("t", (1,), "normal", True), ("b",)), ("load", ("t", (True,), "normal", True), ("b",)), "a size is a number"),
+    ],
+)
+def test_what_a_tree_is_does_not_depend_on_what_was_parsed_before(right: tuple, wrong: tuple, told: str) -> None:
+    """To a dict, 1 is True and 1.0."""
+    for _ in range(2):
+        with pytest.raises(BadArgument, match=told):
+            parse(wrong)
+        assert to_data(parse(right)) == right
+
+
+def test_equal_constants_have_one_spelling() -> None:
+    assert json.dumps([to_data(parse(("const", each))) for each in (-0.0, 0.0, 0, 1)]) == json.dumps(
+        [("const", 0.0)] * 3 + [("const", 1.0)]
+    )
+    with pytest.raises(BadArgument, match="finite"):
+        parse(("const", 10**400))
+
+
+def test_a_tree_that_is_too_deep_is_refused() -> None:
+    assert Problem(**PLAIN, score_mod=nested(DEEPEST)).score_mod == nested(DEEPEST)
+    with pytest.raises(BadArgument, match=f"expression='score': it lies more than {DEEPEST} nodes deep in its tree"):
+        Problem(**PLAIN, score_mod=nested(DEEPEST + 1))
+    for depth in (DEEPEST + 5, 4 * DEEPEST):
+        with pytest.raises(BadArgument, match=f"score_mod='...': it is nested more than {DEEPEST} deep"):
+            Problem(**PLAIN, score_mod=nested(depth))
+
+
+def test_what_the_harness_makes_of_the_deepest_tree_is_no_deeper() -> None:
+    problem = Problem(**PLAIN, score_mod=nested(DEEPEST - 1, ("float", ("h",))))
+    assert str(parse(of_heads(problem, 2, 2).score_mod)).count("h + 2") == 1
+
+
+def test_a_tensor_that_no_memory_holds_is_refused() -> None:
+    """Where the Problem is made; not where its values are."""
+    held = Captured("t", (2**17, 2**17))
+    assert Problem(**PLAIN, score_mod=to_data(S + load(held, H, H))).score_mod
+    with pytest.raises(BadArgument, match="t would have 17,179,869,186 elements, and no more than 17,179,869,184 are made"):
+        Problem(**PLAIN, score_mod=to_data(S + load(Captured("t", (2, 2**33 + 1)), H // 4, H)))
+    with pytest.raises(BadArgument, match=r"captured.sizes=\('seqlen_q', 1000000000, 1000000000\): t would have 9,000,"):
+        Problem(**PLAIN, mask_mod=to_data(load(Captured("t", ("seqlen_q", 10**9, 10**9)), H, H, H) >= 0.0))
+
+
+def test_one_rule_says_which_whole_numbers_there_are() -> None:
+    for value in (INT32[0], INT32[-1]):
+        assert Problem(**PLAIN, mask_mod=to_data(whole(value) <= KV)).mask_mod == ("ge", ("kv_idx",), ("int", value))
+    for value in (INT32[0] - 1, INT32[-1] + 1):
+        with pytest.raises(BadArgument, match=r"expression.int=.*: an index is an int32"):
+            Problem(**PLAIN, mask_mod=("ge", ("kv_idx",), ("int", value)))
+    with pytest.raises(BadArgument, match="may pass the range of int32"):
+        Problem(**PLAIN, mask_mod=to_data(KV + whole(INT32[0]) - 1 >= 0))
 
 
 def test_a_tree_has_no_truth_value() -> None:

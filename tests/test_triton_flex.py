@@ -27,7 +27,9 @@ from attnfuzz.kernels.expressions import (
     sigmoid,
     tanh,
     to_float,
+    truth,
     where,
+    whole,
 )
 from attnfuzz.kernels.modifiers import MASKS, SCORES, alibi, bias, causal, documents, relative_bias, sliding_window, softcap
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs
@@ -44,6 +46,8 @@ interpreted = pytest.mark.skipif(
 )
 PER_ROW = Captured("per_row", ("seqlen_q",), gradient=True)
 PER_KEY = Captured("per_key", ("batch", "seqlen_k"), gradient=True)
+PER_EITHER = Captured("per_either", (64,), gradient=True)
+BY_SCORE = Captured("by_score", (4,), gradient=True)
 HARD = {
     "gradients of every kind of index": relative_bias()
     + load(PER_ROW, Q) * tanh(S)
@@ -54,6 +58,11 @@ HARD = {
     "functions": where(Q % 3 <= KV % 2, sigmoid(S) * 3.0, exp(minimum(S, 2.0))) + maximum(-S, to_float(Q - KV) * 0.02),
     "no score": to_float(H - B) * 0.5,
     "a constant": const(0.25),
+    "a constant once folded": where(truth(True), 1.0, S),
+    "an index of the score": S + load(BY_SCORE, where(S > 0.0, whole(0), whole(1))),
+    "an index of the score and the query": S + load(PER_ROW, where(S > 0.0, Q, whole(0))),
+    "an index of a key once folded": S + load(PER_EITHER, where(truth(True), KV, Q)),
+    "an index of nothing once folded": S + load(PER_ROW, where(truth(False), Q, whole(2))),
 }
 
 
@@ -73,6 +82,13 @@ def test_masks(name: str) -> None:
 @pytest.mark.parametrize("name", HARD)
 def test_hard_scores_under_a_mask(name: str) -> None:
     assert_right(KERNEL, inputs_of(dense(45, 37, score=HARD[name], mask=documents() & causal(), softcap=3.0)))
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["no score", "a constant", "a constant once folded"])
+def test_scores_without_the_score_where_nothing_is_masked(name: str) -> None:
+    """No mask gives them a tile's shape."""
+    assert_right(KERNEL, inputs_of(dense(64, 32, batch=1, score=HARD[name])))
 
 
 @interpreted
@@ -158,6 +174,19 @@ def test_other_layouts(order: Any) -> None:
     layouts |= {"layout_v": Layout(expanded_heads=True), "layout_do": Layout(expanded=True)}
     problem = dense(40, 50, score=alibi(), causal="bottom_right", slack_q=2, slack_k=1, dtype="float16", **layouts)
     assert_right(KERNEL, inputs_of(problem))
+
+
+BEYOND = exp(to_float(KV - Q) * 5.0)
+
+
+@interpreted
+@pytest.mark.parametrize("score", [S * BEYOND, S + load(Captured("per_head", ("heads",), gradient=True), H) * BEYOND])
+@pytest.mark.parametrize("hides", [{"mask": KV <= Q}, {"causal": "top_left"}, {"mask": KV <= Q, "causal": "top_left"}])
+def test_hidden_scores_may_be_beyond_all_bounds(score: Any, hides: dict[str, Any]) -> None:
+    """They overflow float32, and so do their slopes: neither they nor what they give to captured tensors may be seen."""
+    inputs = inputs_of(dense(40, 40, batch=1, score=score, **hides))
+    assert all(each.isfinite().all() for name, each in reference(inputs).items() if name != "lse")
+    assert_right(KERNEL, inputs)
 
 
 @interpreted

@@ -11,7 +11,7 @@ from typing import Any
 from attnfuzz.kernels.absent import Absent
 from attnfuzz.kernels.derivative import by_score
 from attnfuzz.kernels.errors import reject
-from attnfuzz.kernels.expressions import Data, Expression, number, parse
+from attnfuzz.kernels.expressions import DEEPEST, Data, Expression, number, parse
 from attnfuzz.kernels.folding import folded
 
 try:
@@ -63,9 +63,10 @@ def printed(score: Data | None, mask: Data | None) -> Printed | None:
     """
     if score is None and mask is None:
         return None
-    tree = None if score is None else folded(parse(score))
+    # A softcap, causal and a window come on top of what a Problem may hold.
+    tree, seen = (None if each is None else folded(parse(each, deepest=2 * DEEPEST)) for each in (score, mask))
     slope = None if tree is None else folded(by_score(tree))
-    return Printed(tree, None if slope is None or number(slope) == 1.0 else slope, None if mask is None else folded(parse(mask)))
+    return Printed(tree, None if slope is None or number(slope) == 1.0 else slope, seen)
 
 
 def value(tree: Expression, x: Any, place: Place) -> Any:

@@ -84,7 +84,9 @@ def load_source(text: str) -> ModuleType:
 def _score_mod(tree: Expression, tensors: tuple[Captured, ...]) -> str:
     # The softmax is in base 2: its factor melts into a constant that the tree may end in.
     body = _Body(tensors)
-    made = body.name_of(folded(tree * _LOG2_E))
+    tree = folded(tree * _LOG2_E)
+    made = body.name_of(tree)
+    # Asked of what is printed: folding may have dropped the score.
     if not tree.scored:
         made = body.assigned(f"tl.where((q_idx >= 0) & (kv_idx >= 0), {made}, 0.0)")
     return body.function(f"score_mod(score, {_PLACE}, sizes, tensors)", f"return {made}")
@@ -113,10 +115,12 @@ def _captured_gradients(tree: Expression, tensors: tuple[Captured, ...]) -> str:
             continue
         assert isinstance(load.value, Captured)
         term = body.product("d_score", folded(by_load(tree, load)))
-        index = body.index(folded(load))
-        target = f"gradients[{slots[load.value]}] + {index}"
-        reads = {each.op for arg in load.args for each in arg.walk()}
-        along = [axis for axis, leaf in ((1, "kv_idx"), (0, "q_idx")) if leaf not in reads]
+        # Of what is printed: folding may have dropped what the address would vary along.
+        place = folded(load)
+        target = f"gradients[{slots[load.value]}] + {body.index(place)}"
+        reads = {each.op for each in place.walk()}
+        # The score is a tile, and so is an address made of it.
+        along = [axis for axis, leaf in ((1, "kv_idx"), (0, "q_idx")) if not reads & {leaf, "score"}]
         if not along:
             body.lines.append(f'tl.atomic_add({target}, {term}, mask=inside, sem="relaxed")')
             continue
