@@ -135,8 +135,9 @@ def _cases(
 
 
 def _blocks(variant: Variant, lengths: tuple[int, int]) -> Blocks:
-    """Of a mask of a sequence of so many queries and keys."""
-    return Blocks(variant.config.integer("block"), 0 if variant.causal == "top_left" else lengths[1] - lengths[0])
+    """Of the mask of a sequence of so many queries and keys."""
+    n_q, n_k = lengths
+    return Blocks(variant.config.integer("block"), n_q, n_k, 0 if variant.causal == "top_left" else n_k - n_q)
 
 
 def _with_room(variants: tuple[Variant, ...], limits: Limits) -> tuple[Variant, ...]:

@@ -7,7 +7,7 @@ Where a kernel lists the blocks that its mask leaves, edges lie at and beside th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,28 @@ _CAPS = (20.0, 50.0, 5.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a mask: queries, and keys, of one, and the diagonal from which a window is counted (kv_idx - q_idx)."""
+    """The blocks of a mask: queries, and keys, of one, and the lengths and the diagonal (kv_idx - q_idx) that a window is of."""
 
     size: int
-    diagonal: int = 0
+    seqlen_q: int
+    seqlen_k: int
+    diagonal: int
 
-    def edges(self, shift: int = 0) -> tuple[int, ...]:
-        """Distances, less `shift`, at and beside multiples of the size: those that matter most twice."""
+    def edges(self, shift: int, longest: int) -> tuple[int, ...]:
+        """Distances of 0 to `longest`, `shift` more than what is at or beside a multiple of the size: what matters most twice."""
         # One more than a multiple: one pair is seen of a block on the edge; one less: all; two less: all but one.
-        found = [n * self.size + d - shift for n in range(-2, 4) for d in (-2, -2, -1, 0, 1, 1)]
-        return tuple(sorted(each for each in found if 0 <= each < 3 * self.size))
+        found = [n * self.size + d + shift for n in range(-3, 7) for d in (-2, -2, -1, 0, 1, 1)]
+        return tuple(sorted(each for each in found if 0 <= each <= longest)) or (0,)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Widths of windows to the left that hide something."""
+        return self.edges(self.diagonal, self.seqlen_q - 1 + self.diagonal)
+
+    @property
+    def right(self) -> tuple[int, ...]:
+        """Widths of windows to the right that hide something."""
+        return self.edges(-self.diagonal, self.seqlen_k - 1 - self.diagonal)
 
 
 def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrategy[Chosen]:
@@ -107,16 +119,16 @@ def _of_blocks(can: Capabilities, blocks: Blocks) -> st.SearchStrategy[Chosen]:
         parts["score_mod"] = weighted((1, st.none()), (2, _of_places(can).map(to_data)), (1, given.map(to_data)))
     if can.softcap:
         parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
-    hiding: list[st.SearchStrategy[dict[str, Any]]] = [st.just({})]
+    hiding: list[tuple[int, st.SearchStrategy[dict[str, Any]]]] = [(2, st.just({}))]
     if can.window:
-        left, right = (st.sampled_from(blocks.edges(shift)) for shift in (-blocks.diagonal, blocks.diagonal))
+        left, right = st.sampled_from(blocks.left), st.sampled_from(blocks.right)
         windows = st.tuples(left, st.none()) | st.tuples(st.none(), right) | st.tuples(left, right)
-        hiding.append(windows.map(lambda sides: {"window": sides}))
+        hiding.append((3, windows.map(lambda sides: {"window": sides})))
     if can.mask_mod:
-        edges = tuple(each for each in blocks.edges() if each)
+        edges = tuple(each for each in blocks.edges(0, 3 * blocks.size) if each)
         trees = weighted((2, sliced(edges, (blocks.size,))), (1, masks(can.captured, edges=edges)))
-        hiding.append(trees.map(lambda mask: {"mask_mod": to_data(mask)}))
-    hidden = weighted(*((1, each) for each in hiding))
+        hiding.append((2, trees.map(lambda mask: {"mask_mod": to_data(mask)})))
+    hidden = weighted(*hiding)
     return st.tuples(st.fixed_dictionaries(parts), hidden).map(lambda drawn: chosen({**drawn[0], **drawn[1]}))
 
 
@@ -169,6 +181,7 @@ def _captured(gradients: bool) -> st.SearchStrategy[Expression]:
     return st.builds(made, st.sampled_from(forms), grad)
 
 
+@functools.cache
 def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     """Score_mods, the plainest first; `reads`: they may read captured tensors, `gradients`: which may take one."""
     named = st.sampled_from([each for name, each in SCORES.items() if gradients or name in ("softcap", "scaled by distance")])
@@ -180,6 +193,7 @@ def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     return st.one_of(st.sampled_from(_FACTORS).map(lambda factor: S * factor), named, *given, _random(reads, gradients))
 
 
+@functools.cache
 def _random(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     number = st.sampled_from(_FACTORS).map(const)
     loads = (_captured(gradients),) if reads else ()
@@ -207,7 +221,8 @@ def _random(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     return st.recursive(leaf, grown, max_leaves=5)
 
 
-def sliced(edges: Sequence[int], steps: Sequence[int]) -> st.SearchStrategy[Expression]:
+@functools.cache
+def sliced(edges: tuple[int, ...], steps: tuple[int, ...]) -> st.SearchStrategy[Expression]:
     """Mask_mods that move by a step from head to head, or from sequence to sequence: lists of blocks differ."""
     return st.builds(
         lambda of, step, op, right: getattr(KV + of * step, op)(right),
@@ -218,7 +233,8 @@ def sliced(edges: Sequence[int], steps: Sequence[int]) -> st.SearchStrategy[Expr
     )
 
 
-def masks(reads: bool, depth: int = 3, edges: Sequence[int] = _EDGES) -> st.SearchStrategy[Expression]:
+@functools.cache
+def masks(reads: bool, depth: int = 3, edges: tuple[int, ...] = _EDGES) -> st.SearchStrategy[Expression]:
     """Mask_mods, the plainest first; `reads`: they may read captured tensors; `edges`: distances to compare with."""
     edge = st.sampled_from(edges)
     comparison = st.builds(
