@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.layouts import layouts
-from attnfuzz.strategies.lengths import Room, batches, long_enough
-from attnfuzz.strategies.modifiers import modifiers
+from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, long_enough, whole_blocks
+from attnfuzz.strategies.modifiers import Blocks, modifiers
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 from attnfuzz.strategies.values import recipes
 
@@ -56,7 +56,7 @@ def cases(
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
     # A kernel may refuse what its capabilities cannot say: two lengths together, for one.
-    drawn = _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen)
+    drawn = _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen, _with_room(chosen, limits or Limits()))
     return drawn.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
 
 
@@ -79,19 +79,40 @@ def met(
 
 
 @st.composite
-def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, variants: tuple[Variant, ...]) -> Case:
-    variant = draw(drawn_variant(variants))
+def _cases(
+    draw: st.DrawFn,
+    name: str,
+    can: Capabilities,
+    limits: Limits,
+    variants: tuple[Variant, ...],
+    blocky: tuple[Variant, ...],
+) -> Case:
+    # A block of a mask is often more than a tile, and a Case seldom long enough for one: half of them are drawn to be.
+    blocky = [
+        each for each in variants if (block := each.config.tile("block", 0)) and blocks_in_room(limits.room(each, 1), block)
+    ]
+    of_blocks = bool(blocky) and draw(st.booleans())
+    if of_blocks and draw(st.booleans()):
+        # A diagonal leaves few blocks full.
+        blocky = tuple(each for each in blocky if each.causal is None) or blocky
+    variant = draw(drawn_variant(blocky if of_blocks else variants))
     # Early: the last choices of a draw are the ones that Hypothesis leaves simplest most often.
     recipe = draw(recipes(variant.dtype))
     packing = draw(st.sampled_from(can.packings))
     laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
-    most = draw(st.sampled_from((1, 2, limits.heads, limits.heads)))
+    # Few heads leave room for several blocks of each.
+    most = draw(st.sampled_from((2, 4, 4) if of_blocks else (1, 2, limits.heads, limits.heads)))
     heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
     room = limits.room(variant, heads_q)
-    pairs = draw(batches(replace(can, unequal=can.unequal and not packed), room, dense=packing == "dense"))
+    equal = replace(can, unequal=can.unequal and not packed)
+    if of_blocks:
+        pairs = draw(whole_blocks(equal, room, variant.config.integer("block"), dense=packing == "dense"))
+    else:
+        pairs = draw(batches(equal, room, dense=packing == "dense"))
     pairs = long_enough(pairs, can)
-    changed = draw(modifiers(can)) if variant.modifiers is None else variant.modifiers
+    blocks = _blocks(variant, pairs[0]) if of_blocks else None
+    changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
     dlse = draw(st.sampled_from((False, False, True))) if can.dlse else False
     slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
     slack_q = draw(slack)
@@ -111,3 +132,15 @@ def _cases(draw: st.DrawFn, name: str, can: Capabilities, limits: Limits, varian
     if dlse:
         problem = replace(problem, needs=replace(problem.needs, dlse=True))
     return Case(kernel=name, problem=problem, recipe=recipe, config=variant.config)
+
+
+def _blocks(variant: Variant, lengths: tuple[int, int]) -> Blocks:
+    """Of the mask of a sequence of so many queries and keys."""
+    n_q, n_k = lengths
+    return Blocks(variant.config.integer("block"), n_q, n_k, 0 if variant.causal == "top_left" else n_k - n_q)
+
+
+def _with_room(variants: tuple[Variant, ...], limits: Limits) -> tuple[Variant, ...]:
+    """Those with blocks of a mask so small that Cases of several are cheap."""
+    blocks = ((each, each.config.tile("block", 0)) for each in variants)
+    return tuple(each for each, block in blocks if block and blocks_in_room(limits.room(each, 1), block))

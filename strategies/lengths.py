@@ -13,7 +13,7 @@ from attnfuzz.kernels.contract import Capabilities
 _Drawn = TypeVar("_Drawn")
 _Pair = tuple[int, int]
 
-__all__ = ["Room", "batches", "edges", "fitted", "long_enough"]
+__all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "long_enough", "weighted", "whole_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,36 @@ def batches(can: Capabilities, room: Room, *, dense: bool = False) -> st.SearchS
     solid = st.tuples(_solid(can, room, longest), st.lists(pair, max_size=room.batch - 1), st.integers(0, room.batch - 1))
     mostly = solid.map(lambda drawn: [*drawn[1][: drawn[2]], drawn[0], *drawn[1][drawn[2] :]])
     anything = st.lists(pair, min_size=1, max_size=room.batch)
-    return _weighted((3, mostly), (1, anything)).map(lambda found: fitted(found, room, equal))
+    return weighted((3, mostly), (1, anything)).map(lambda found: fitted(found, room, equal))
 
 
-def _weighted(*choices: tuple[int, st.SearchStrategy[_Drawn]]) -> st.SearchStrategy[_Drawn]:
+def blocks_in_room(room: Room, block: int) -> bool:
+    """Whether a sequence of 2 x 2 blocks, of `block` queries and keys each, is within the room, and half the longest at most."""
+    return 4 * block <= room.length and room.heads * _cost(room, 2 * block, 2 * block) <= room.tiles
+
+
+def whole_blocks(can: Capabilities, room: Room, block: int, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
+    """As `batches`, of sequences of at least one whole block of queries and one of keys, around multiples of it."""
+    longest = min(room.length, can.length_max or room.length)
+    near = [n for n in (many * block + d for many in (1, 2, 3) for d in (0, 1, -1, -2)) if block <= n <= longest] or [longest]
+    # Cheapest first; without room for any, the smallest.
+    pairs = [(q, k) for q in near for k in near if can.unequal or q == k]
+    every = sorted(pairs, key=lambda pair: (_cost(room, *pair), sum(pair)))
+    most = max(1, min(room.batch, room.tiles // (room.heads * _cost(room, *every[0]))))
+
+    def of(count: int) -> st.SearchStrategy[tuple[_Pair, ...]]:
+        fits = [pair for pair in every if count * room.heads * _cost(room, *pair) <= room.tiles] or every[:1]
+        pair = st.sampled_from(fits)
+        return pair.map(lambda each: (each,) * count) if dense else st.tuples(*[pair] * count)
+
+    return st.integers(1, most).flatmap(of)
+
+
+def _cost(room: Room, n_q: int, n_k: int) -> int:
+    return _tiles(n_q, room.tile_m) * _tiles(n_k, room.tile_n)
+
+
+def weighted(*choices: tuple[int, st.SearchStrategy[_Drawn]]) -> st.SearchStrategy[_Drawn]:
     """One of `choices`, the first the simplest, as often as its weight says.
 
     st.one_of takes the branches of its branches for its own, so that a choice with many inside comes up many times as often.
@@ -67,20 +93,20 @@ def _weighted(*choices: tuple[int, st.SearchStrategy[_Drawn]]) -> st.SearchStrat
 def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
     near = [n * tile + d for n in (1, 2, 3) for d in (-1, 0, 1) if 1 <= n * tile + d <= longest] or [longest]
     around = st.sampled_from(near)
-    return _weighted((3, st.sampled_from(edges(tile, longest))), (2, around), (2, st.integers(1, longest)))
+    return weighted((3, st.sampled_from(edges(tile, longest))), (2, around), (2, st.integers(1, longest)))
 
 
 def _solid(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
     """(seqlen_q, seqlen_k), neither empty, by relation, simplest first: equal, k longer, q longer, unrelated."""
     q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
     tile = room.tile_n
-    by = _weighted((2, st.sampled_from((1, 2, 3, 8, room.tile_m, tile - 1, tile, tile + 1))), (1, st.integers(1, longest)))
-    equal = _weighted((1, q), (1, k)).map(lambda n: (n, n))
+    by = weighted((2, st.sampled_from((1, 2, 3, 8, room.tile_m, tile - 1, tile, tile + 1))), (1, st.integers(1, longest)))
+    equal = weighted((1, q), (1, k)).map(lambda n: (n, n))
     if not can.unequal:
         return equal
     k_longer = st.tuples(q, by).map(lambda pair: (pair[0], max(1, min(sum(pair), longest))))
     q_longer = st.tuples(k, by).map(lambda pair: (max(1, min(sum(pair), longest)), pair[0]))
-    return _weighted((1, equal), (1, k_longer), (1, q_longer), (1, st.tuples(q, k)))
+    return weighted((1, equal), (1, k_longer), (1, q_longer), (1, st.tuples(q, k)))
 
 
 def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
@@ -93,7 +119,7 @@ def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pa
         choices.append((1, k.map(lambda n: (0, n))))
     if can.zero_q and can.zero_k:
         choices.append((1, st.just((0, 0))))
-    return _weighted(*choices)
+    return weighted(*choices)
 
 
 def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False, copies: int = 1) -> tuple[tuple[int, int], ...]:

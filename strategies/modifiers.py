@@ -2,10 +2,13 @@
 
 Random score_mods are smooth in the score, since no budget spans a jump; they cap what they exponentiate, and index within bounds
 by construction: b, h, q_idx, kv_idx and their offset are the only ones. Random masks hide rows, tiles, prefixes, or everything.
+Where a kernel lists the blocks that its mask leaves, edges lie at and beside the ends of blocks, and heads have their own lists.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
@@ -50,19 +53,52 @@ from attnfuzz.kernels.modifiers import (
     relative_bias,
     sliding_window,
     softcap,
-)  # fmt: skip
+)  # fmt: skipfrom attnfuzz.strategies.lengths import weighted
+from attnfuzz.strategies.lengths import weighted
 
-__all__ = ["Chosen", "chosen", "masks", "modifiers", "pooled", "scores"]
+__all__ = ["Blocks", "Chosen", "chosen", "masks", "modifiers", "pooled", "scores"]
 
 Chosen = tuple[tuple[str, Any], ...]
 """What of a Problem is set: ("score_mod", data), ("softcap", 20.0) and so on; empty for none."""
+_STEPS = (32, 64, 128)
 _EDGES = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 128)
 _FACTORS = (0.5, 2.0, -1.0, 0.25, 1.5, -0.5, 0.125)
 _CAPS = (20.0, 50.0, 5.0, 1.0)
 
 
-def modifiers(can: Capabilities) -> st.SearchStrategy[Chosen]:
-    """What to set of a Problem, within `can`; nothing first, and about a quarter of the time."""
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of a mask: queries, and keys, of one, and the lengths and the diagonal (kv_idx - q_idx) that a window is of."""
+
+    size: int
+    seqlen_q: int
+    seqlen_k: int
+    diagonal: int
+
+    def edges(self, shift: int, longest: int) -> tuple[int, ...]:
+        """Distances of 0 to `longest`, `shift` more than what is at or beside a multiple of the size: what matters most twice."""
+        # One more than a multiple: one pair is seen of a block on the edge; one less: all; two less: all but one.
+        found = [n * self.size + d + shift for n in range(-3, 7) for d in (-2, -2, -1, 0, 1, 1)]
+        return tuple(sorted(each for each in found if 0 <= each <= longest)) or (0,)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Widths of windows to the left that hide something."""
+        return self.edges(self.diagonal, self.seqlen_q - 1 + self.diagonal)
+
+    @property
+    def right(self) -> tuple[int, ...]:
+        """Widths of windows to the right that hide something."""
+        return self.edges(-self.diagonal, self.seqlen_k - 1 - self.diagonal)
+
+
+def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrategy[Chosen]:
+    """What to set of a Problem, within `can`; nothing first.
+
+    With `blocks` a mask_mod, a window, or neither: each hides the edges of the other. Most score_mods differ by head or sequence.
+    """
+    if blocks is not None:
+        return _of_blocks(can, blocks)
     parts: dict[str, st.SearchStrategy[Any]] = {}
     if can.score_mod:
         parts["score_mod"] = st.none() | scores(can.captured, can.captured_gradients).map(to_data)
@@ -74,6 +110,34 @@ def modifiers(can: Capabilities) -> st.SearchStrategy[Chosen]:
         side = st.none() | st.sampled_from((0, *_EDGES))
         parts["window"] = st.sampled_from((None, None, None)) | st.tuples(side, side)
     return st.fixed_dictionaries(parts).map(chosen)
+
+
+def _of_blocks(can: Capabilities, blocks: Blocks) -> st.SearchStrategy[Chosen]:
+    parts: dict[str, st.SearchStrategy[Any]] = {}
+    if can.score_mod:
+        given = scores(can.captured, can.captured_gradients)
+        parts["score_mod"] = weighted((1, st.none()), (2, _of_places(can).map(to_data)), (1, given.map(to_data)))
+    if can.softcap:
+        parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
+    hiding: list[tuple[int, st.SearchStrategy[dict[str, Any]]]] = [(2, st.just({}))]
+    if can.window:
+        left, right = st.sampled_from(blocks.left), st.sampled_from(blocks.right)
+        windows = st.tuples(left, st.none()) | st.tuples(st.none(), right) | st.tuples(left, right)
+        hiding.append((3, windows.map(lambda sides: {"window": sides})))
+    if can.mask_mod:
+        edges = tuple(each for each in blocks.edges(0, 3 * blocks.size) if each)
+        trees = weighted((2, sliced(edges, (blocks.size,))), (1, masks(can.captured, edges=edges)))
+        hiding.append((2, trees.map(lambda mask: {"mask_mod": to_data(mask)})))
+    hidden = weighted(*hiding)
+    return st.tuples(st.fixed_dictionaries(parts), hidden).map(lambda drawn: chosen({**drawn[0], **drawn[1]}))
+
+
+def _of_places(can: Capabilities) -> st.SearchStrategy[Expression]:
+    """Score_mods that differ by head, sequence or place."""
+    slope = st.sampled_from((H, B, H + B, H + B)).map(lambda of: S + to_float(KV * of) * 0.03125)
+    if not can.captured:
+        return slope
+    return weighted((2, slope), (1, _captured(can.captured_gradients).map(lambda x: S + x)))
 
 
 def chosen(values: dict[str, Any]) -> Chosen:
@@ -117,6 +181,7 @@ def _captured(gradients: bool) -> st.SearchStrategy[Expression]:
     return st.builds(made, st.sampled_from(forms), grad)
 
 
+@functools.cache
 def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     """Score_mods, the plainest first; `reads`: they may read captured tensors, `gradients`: which may take one."""
     named = st.sampled_from([each for name, each in SCORES.items() if gradients or name in ("softcap", "scaled by distance")])
@@ -128,6 +193,7 @@ def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     return st.one_of(st.sampled_from(_FACTORS).map(lambda factor: S * factor), named, *given, _random(reads, gradients))
 
 
+@functools.cache
 def _random(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     number = st.sampled_from(_FACTORS).map(const)
     loads = (_captured(gradients),) if reads else ()
@@ -155,9 +221,22 @@ def _random(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     return st.recursive(leaf, grown, max_leaves=5)
 
 
-def masks(reads: bool, depth: int = 3) -> st.SearchStrategy[Expression]:
-    """Mask_mods, the plainest first; `reads`: they may read captured tensors."""
-    edge = st.sampled_from(_EDGES)
+@functools.cache
+def sliced(edges: tuple[int, ...], steps: tuple[int, ...]) -> st.SearchStrategy[Expression]:
+    """Mask_mods that move by a step from head to head, or from sequence to sequence: lists of blocks differ."""
+    return st.builds(
+        lambda of, step, op, right: getattr(KV + of * step, op)(right),
+        st.sampled_from((H, H + B, B)),
+        st.sampled_from(steps),
+        st.sampled_from(("__le__", "__lt__", "__ge__", "__gt__")),
+        st.one_of(st.sampled_from(edges).map(whole), st.just(Q), st.sampled_from(edges).map(lambda by: Q + by)),
+    )
+
+
+@functools.cache
+def masks(reads: bool, depth: int = 3, edges: tuple[int, ...] = _EDGES) -> st.SearchStrategy[Expression]:
+    """Mask_mods, the plainest first; `reads`: they may read captured tensors; `edges`: distances to compare with."""
+    edge = st.sampled_from(edges)
     comparison = st.builds(
         lambda left, op, right: getattr(left, op)(right),
         st.sampled_from((KV, Q, Q - KV, KV + H, Q + B)),
@@ -169,6 +248,7 @@ def masks(reads: bool, depth: int = 3) -> st.SearchStrategy[Expression]:
         st.sampled_from((causal(), causal_top_left())),
         comparison,
         edge.map(sliding_window),
+        sliced(edges, _STEPS),
         st.sampled_from((1, 2, 3, 5)).map(dilated),
         *((st.sampled_from((prefix(), documents(), of_numbers >= 2)),) if reads else ()),
         st.builds(lambda n, at: ((KV + H) % n).differs(at % n), st.sampled_from((2, 3, 16)), st.integers(0, 3)),
@@ -176,6 +256,6 @@ def masks(reads: bool, depth: int = 3) -> st.SearchStrategy[Expression]:
     )
     if depth <= 1:
         return leaf
-    pair = st.builds(lambda op, x, y: op(x, y), st.sampled_from((both, either)), masks(reads, depth - 1), masks(reads, depth - 1))
+    pair = st.builds(lambda op, x, y: op(x, y), st.sampled_from((both, either)), *[masks(reads, depth - 1, edges)] * 2)
     named = [each for each in MASKS.values() if reads or not captured(each)]
-    return st.one_of(leaf, st.sampled_from(named), pair, masks(reads, depth - 1).map(negated))
+    return st.one_of(leaf, st.sampled_from(named), pair, masks(reads, depth - 1, edges).map(negated))

@@ -9,7 +9,7 @@ from typing import Any
 from support_flex import dense
 
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.expressions import KV, B, Captured, H, Q, S, load
+from attnfuzz.kernels.expressions import KV, B, Captured, H, Q, S, load, to_float
 from attnfuzz.kernels.modifiers import alibi, causal, relative_bias, softcap
 from attnfuzz.kernels.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import Problem
@@ -145,6 +145,37 @@ FAULTS = (
         Edit(_PART, "tiles // SPLIT * part, tiles // SPLIT * (part + 1)", times=2),
         split=3,
         only=False,
+    ),
+    _fault(
+        "key head's score_mod in full blocks",
+        dense(64, 64, score=S + to_float(KV * H) * 0.03125),
+        "o lse",
+        Edit("b, h, rows, keys_full + row", "b, kv_head, rows, keys_full + row"),
+        only=False,
+    ),
+    _fault(
+        "sequence 0's score_mod in full blocks of dK and dV",
+        dense(64, 64, score=S + to_float(KV * B) * 0.03125),
+        "dk dv",
+        Edit("b, h, cols, full + row", "b * 0, h, cols, full + row"),
+    ),
+    _fault(
+        "lists of the group's first head in dK and dV",
+        dense(64, 64, mask=KV + H * 32 >= 32),
+        "dk dv",
+        Edit("row = _list_row(b, h, start_n", "row = _list_row(b, kv_head * groups, start_n"),
+    ),
+    _fault(
+        "a block left out of which a window leaves one pair",
+        dense(64, 64, window=(1, 0)),
+        "o lse dq dk dv",
+        masks=(Edit("some = (most >= band.low)", "some = (most > band.low)"),),
+    ),
+    _fault(
+        "a block full of which a window hides one pair",
+        dense(64, 64, window=(None, 30)),
+        "o lse dq dk dv",
+        masks=(Edit("(most <= band.high)\n    return", "(most <= band.high + 1)\n    return"),),
     ),
 )
 

@@ -25,6 +25,7 @@ OFTEN = (
     "the -inf guard gone",
     "dLSE ignored",
     "prescale undeclared",
+    "lists of the group's first head in dK and dV",
 )
 """What such kernels have got wrong before; the others are tried by `-m slow`."""
 

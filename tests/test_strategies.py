@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.statistics import collector
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, why_unsupported
+from attnfuzz.kernels.expressions import Expression
+from attnfuzz.kernels.modified import mask_of, score_of
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.triton.blockmask import BlockMask, band_of, block_mask
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.lengths import Room, edges, fitted
@@ -249,6 +252,67 @@ def test_what_is_not_declared_is_not_drawn(name: str) -> None:
     for case in drawn(subject, 60):
         assert subject.supports(case.problem, case.config, "cpu") is None
         assert holds(case)
+
+
+# Blocks of a mask: what must be reached, and how often at least, among 300 draws.
+def blocks_of(case: Case) -> tuple[BlockMask, int]:
+    """The block lists of a Case whose mask reads no captured tensor, and how many blocks are full."""
+    problem, block = case.problem, case.config.integer("block")
+    found = block_mask(mask_of(problem), band_of(problem), problem.sizes, {}, (block, block), "cpu")
+    return found, int(found.keys_full.count.sum())
+
+
+def reads(tree: Expression | None) -> set[str]:
+    return {each.op for each in tree.walk()} if tree is not None else set()
+
+
+@pytest.fixture(scope="module")
+def blocky() -> list[Case]:
+    can = {"packings": ("dense",), "score_mod": True, "mask_mod": True, "captured": True, "window": True}
+    blocks = tuple(Config(tile_m=32, tile_n=32, block=block) for block in (128, 64, 32))
+    limits = Limits(batch=4, heads=6, length=300, tiles=12)
+    # Of one seed Cases are much alike.
+    cases_of = [case for seed in (5, 6, 7) for case in drawn(Subject(can=can, tiles=blocks), 100, limits, seed)]
+    assert all(max(case.problem.seqlens_q + case.problem.seqlens_k) <= limits.length for case in cases_of)
+    assert all(tiles(case) <= max(limits.tiles, case.problem.heads * case.problem.batch) for case in cases_of)
+    return [case for case in cases_of if "load" not in reads(mask_of(case.problem))]
+
+
+def differ(case: Case, mask: BlockMask) -> bool:
+    """Whether heads of one group have lists that differ."""
+    count = mask.queries_full.count + (mask.queries_partial.count << 16)
+    group = case.problem.groups
+    return count.shape[1] > 1 and any(bool((count[:, h] != count[:, h // group * group]).any()) for h in range(count.shape[1]))
+
+
+BLOCKS_REACHED: dict[str, tuple[Callable[[Case, BlockMask, int], object], int]] = {
+    "a full block": (lambda c, mask, full: full, 20),
+    "a full block, heads that score_mod tells apart": (
+        lambda c, mask, full: full and c.problem.groups > 1 and "h" in reads(score_of(c.problem)), 2,
+    ),
+    "a full block, sequences that score_mod tells apart": (
+        lambda c, mask, full: full and c.problem.batch > 1 and "b" in reads(score_of(c.problem)), 2,
+    ),
+    "lists of its own for a head of a group": (lambda c, mask, full: c.problem.groups > 1 and differ(c, mask), 2),
+    "a window's corner on a block's": (
+        lambda c, mask, full: c.problem.mask_mod is None and (band_of(c.problem).low + 1) % 32 == 0, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS_REACHED)
+def test_blocks_of_a_mask_are_reached(blocky: list[Case], name: str) -> None:
+    holds, least = BLOCKS_REACHED[name]
+    assert sum(bool(holds(case, *blocks_of(case))) for case in blocky if min(pairs(case)[0])) >= least
+
+
+def test_whole_blocks_are_drawn_often_and_small_limits_hold(blocky: list[Case]) -> None:
+    whole = [min(pairs(case)[0]) >= case.config.integer("block") for case in blocky]
+    assert sum(whole) > len(blocky) / 4
+    small = Limits(batch=2, heads=2, length=100, tiles=3)
+    tile = Config(tile_m=32, tile_n=32, block=32)
+    for case in drawn(Subject(tiles=(tile,)), 60, small):
+        assert tiles(case) <= max(small.tiles, case.problem.heads * case.problem.batch)
 
 
 LAYOUTS_DRAWN: dict[str, Callable[[Problem], object]] = {
