@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -53,6 +54,6 @@ def _layout(layout: Layout) -> str:
     return " + ".join(sorted(msgspec.to_builtins(layout))) or "plain"
 
 
-def _shape(data: object) -> str:
+def _shape(data: tuple[Any, ...]) -> str:
     """The outermost operation of a modifier: as many trees, as few kinds."""
     return f"{parse(data).op}(...)"

@@ -88,9 +88,6 @@ def _cases(
     blocky: tuple[Variant, ...],
 ) -> Case:
     # A block of a mask is often more than a tile, and a Case seldom long enough for one: half of them are drawn to be.
-    blocky = [
-        each for each in variants if (block := each.config.tile("block", 0)) and blocks_in_room(limits.room(each, 1), block)
-    ]
     of_blocks = bool(blocky) and draw(st.booleans())
     if of_blocks and draw(st.booleans()):
         # A diagonal leaves few blocks full.
