@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnfuzz.harness.commands.common import CLEAN, json_option, writable
+from attnfuzz.harness.commands.common import CLEAN, json_option, writable, write_file
 from attnfuzz.harness.failure import printable
 from attnfuzz.harness.jsontext import dumps
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -42,7 +42,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
     target = writable(output or str(Path(folder) / "report.html"), "output")
     with click.progressbar(length=len(told.failures), label="drawing", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
         made = page(told, Path(folder), pictures=pictures, step=lambda: bar.update(1))
-    _write(target, made.text)
+    write_file(target, made.text, "output")
     for each in broken:
         click.echo(f"warning: left out: {printable(each.error)}", err=True)
     if as_json:
@@ -78,17 +78,3 @@ def _nothing(folder: str, broken: list[Broken]) -> BadArgument:
     if not broken:
         return reject("report", folder, "no run is recorded there", "run `attnfuzz run --out DIR` first, or give its DIR")
     return BadArgument("\n".join(each.error for each in broken))
-
-
-def _write(target: Path, text: str) -> None:
-    from attnfuzz.harness.corpus import write_whole
-
-    # As any file of this user, and not as the temporary one, which is for nobody else.
-    mode = target.stat().st_mode & 0o777
-    try:
-        write_whole(target, text)
-        target.chmod(mode)
-    except OSError as error:
-        if not target.stat().st_size:
-            target.unlink()
-        raise reject("output", str(target), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
