@@ -3,11 +3,12 @@
     python benchmarks/flex.py [--case NAME]... [--kernel NAME] [--configs N] [--try "tile_m=128 num_stages=2"]...
         [--batch N] [--heads N] [--seqlen N] [--long N] [--dim D] [--dtype T] [--rounds N] [--autotune] [--json FILE]
 
-A row per contestant and direction: median milliseconds, TFLOP/s of the visible scores' operations alone, and the speed as a
-multiple of flex_attention's. The cases: "causal", "full" (no mask), "softcap" and "alibi" (both causal), and "window", a sliding
-window of 1024 keys over `--long` tokens of one sequence, beside "full" there, of whose time (with the same kernel's fastest
-Config) its share is told. `--try` adds a Config: the fastest one's choices with those named changed, whether configs(problem)
-has it or not. What cannot be compiled or run is told and left out.
+A row per contestant and direction: median milliseconds on the GPU, behind other work so that the host's time to launch it is
+not in them, TFLOP/s of the visible scores' operations alone, and the speed as a multiple of flex_attention's. The cases:
+"causal", "full" (no mask), "softcap" and "alibi" (both causal), and "window", a sliding window of 1024 keys over `--long`
+tokens of one sequence, by turns with "full" there, of whose time (with the same kernel's fastest Config) its share is told.
+`--try` adds a Config: the fastest one's choices with those named changed, whether configs(problem) has it or not. What cannot
+be compiled or run is told and left out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -184,6 +186,17 @@ def _left_out(name: str, error: Exception) -> None:
     click.echo(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", err=True)
 
 
+def timed(common: ModuleType, found: dict[Setting, list[Any]], rounds: int) -> dict[Setting, dict[str, tuple[float, float]]]:
+    """Median milliseconds of the contestants of several settings, all by turns: the GPU is as warm for one as for another."""
+    label = "{}: {}".format
+    together = [replaced(each, name=label(setting.label, each.name)) for setting, each_of in found.items() for each in each_of]
+    times = common.timed(together, rounds, queued=True)
+    return {
+        setting: {each.name: times[name] for each in each_of if (name := label(setting.label, each.name)) in times}
+        for setting, each_of in found.items()
+    }
+
+
 def rows_of(setting: Setting, times: dict[str, tuple[float, float]]) -> list[dict[str, Any]]:
     """A row per contestant and direction; the ratio is of speeds, so that more than 1 is faster than flex_attention."""
     found = []
@@ -257,16 +270,19 @@ def main(
     )  # fmt: skip
     long = replace(plain, seqlens_q=(long_seqlen,), seqlens_k=(long_seqlen,))
     rows: list[dict[str, Any]] = []
-    for setting in settings(cases, plain, long):
-        inputs = materialise(setting.problem, Recipe(), "cuda")
-        base = next(
-            (each for each in kernel.configs(setting.problem) if each["tile_m"] == 128), kernel.configs(setting.problem)[0]
-        )
-        chosen = [parsed(text, base) for text in tries]
-        found = contestants(common, setting, inputs, kernel, configs, chosen, autotune)
-        differences(found)
-        rows += rows_of(setting, common.timed(found, rounds))
-        click.echo(f"{setting.label}: done", err=True)
+    for case in cases:
+        found = {}
+        for setting in settings((case,), plain, long):
+            inputs = materialise(setting.problem, Recipe(), "cuda")
+            base = next(
+                (each for each in kernel.configs(setting.problem) if each["tile_m"] == 128), kernel.configs(setting.problem)[0]
+            )
+            chosen = [parsed(text, base) for text in tries]
+            found[setting] = contestants(common, setting, inputs, kernel, configs, chosen, autotune)
+            differences(found[setting])
+        for setting, times in timed(common, found, rounds).items():
+            rows += rows_of(setting, times)
+        click.echo(f"{case}: done", err=True)
     table = Table("case", "kernel", "direction", "ms", "TFLOP/s", f"x {PEER}")
     for row in sorted(rows, key=lambda row: (row["case"], row["direction"], row["ms"])):
         ratio = "-" if row["x"] is None else f"{row['x']:.2f}"

@@ -181,7 +181,7 @@ class _Turn:
         variants = all_variants(kernel, settings.device)
         if settings.device in kernel.capabilities.compiles_on:
             variants = pool(variants, profile.variants[settings.device], settings.seed)
-            variants = modified(variants, kernel.capabilities, settings.seed)
+            variants = modified(variants, kernel, settings.device, settings.seed)
         self.variants, self.limits = variants, profile.limits[settings.device]
         self.hunt = Hunt(
             kernel,

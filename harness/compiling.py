@@ -156,7 +156,7 @@ def jobs_of(kernel: Kernel, most: int | None = None, *, cover: bool = False) -> 
     some = pool(variants, count, 0)
     problems = [(each, each.problem(can)) for each in variants]
     if most is None:
-        with_functions = [each for each in modified(some, can, 0) if each.modifiers]
+        with_functions = [each for each in modified(some, kernel, "cuda", 0) if each.modifiers]
         problems += [(each, each.problem(can)) for each in (with_functions[:count] if cover else with_functions)]
         problems += [(each, _whole(each.problem(can))) for each in some]
         if can.layouts:

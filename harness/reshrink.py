@@ -133,7 +133,7 @@ def _variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
     variants = all_variants(kernel, device)
     if device not in kernel.capabilities.compiles_on:
         return variants
-    return modified(pool(variants, PROFILES["quick"].variants[device], 0), kernel.capabilities, 0)
+    return modified(pool(variants, PROFILES["quick"].variants[device], 0), kernel, device, 0)
 
 
 def _check(folder: Path) -> None:

@@ -75,14 +75,23 @@ def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def modified(variants: Sequence[Variant], can: Capabilities, seed: int) -> tuple[Variant, ...]:
-    """`variants`, each with modifiers of its own where `can` has any, the first without: at least MODIFIED of them."""
+def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int) -> tuple[Variant, ...]:
+    """`variants`, each with modifiers of its own where `kernel` has any, the first without: at least MODIFIED of them.
+
+    A variant may be one that does not take all modifiers, as a Config for rows that always see a key takes no mask: those
+    go to the next one that does.
+    """
+    can = kernel.capabilities
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
         return tuple(variants)
     count = max(MODIFIED if can.score_mod or can.mask_mod else 1, len(variants))
-    chosen = pooled(can, count, seed)
-    # More functions than variants: a variant has several.
-    return tuple(replace(variants[i % len(variants)], modifiers=each) for i, each in enumerate(chosen))
+    found = []
+    for i, chosen in enumerate(pooled(can, count, seed)):
+        # More functions than variants: a variant has several.
+        start = i % len(variants)
+        offered = (replace(each, modifiers=chosen) for each in (*variants[start:], *variants[:start]))
+        found += islice((each for each in offered if kernel.supports(each.problem(can), each.config, device) is None), 1)
+    return tuple(found)
 
 
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:

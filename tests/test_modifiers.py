@@ -366,8 +366,8 @@ def test_what_shrinking_makes_of_an_index_stays_inside(name: str) -> None:
 def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
     kernel = registry.get("triton.flex")
     plain = pool(all_variants(kernel, "cuda"), 10, 1)
-    found = modified(plain, kernel.capabilities, 1)
-    assert found == modified(plain, kernel.capabilities, 1)
+    found = modified(plain, kernel, "cuda", 1)
+    assert found == modified(plain, kernel, "cuda", 1)
     assert len(found) == MODIFIED
     assert found[0] == replace(plain[0], modifiers=())
     assert len({each.modifiers for each in found}) == MODIFIED
@@ -376,12 +376,23 @@ def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
         assert all(getattr(problem, name) == value for name, value in each.modifiers)
     # A kernel without any has what it had.
     other = registry.get("triton.varlen")
-    assert modified(plain, other.capabilities, 1) == plain
+    assert modified(plain, other, "cuda", 1) == plain
+
+
+@pytest.mark.parametrize("name", ["triton.flex", "triton.flex.prescaled", "triton.flex.tf32", "tilelang.modified"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_variant_is_given_no_modifiers_that_its_config_does_not_take(name: str, seed: int) -> None:
+    kernel = registry.get(name)
+    plain = pool(all_variants(kernel, "cuda"), 10, seed)
+    found = modified(plain, kernel, "cuda", seed)
+    assert len(found) == MODIFIED
+    refused = [kernel.supports(each.problem(kernel.capabilities), each.config, "cuda") for each in found]
+    assert refused == [None] * MODIFIED
 
 
 def test_drawn_and_simpler_cases_keep_to_those_modifiers() -> None:
     kernel = registry.get("triton.flex")
-    variants = modified(pool(all_variants(kernel, "cuda"), 4, 2), kernel.capabilities, 2)
+    variants = modified(pool(all_variants(kernel, "cuda"), 4, 2), kernel, "cuda", 2)
     allowed = {_trees(each.problem(kernel.capabilities)) for each in variants}
     met_cases = met(kernel, device="cuda", limits=Limits(), variants=variants, seed=1, draws=60)
     assert len(met_cases) > 8

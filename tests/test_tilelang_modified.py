@@ -118,7 +118,7 @@ def test_captured_tensors_are_refused_before_anything_is_built() -> None:
 
 
 def test_what_is_drawn_for_it_reads_no_tensor() -> None:
-    variants = modified(all_variants(KERNEL, "cpu")[:8], KERNEL.capabilities, 3)
+    variants = modified(all_variants(KERNEL, "cpu")[:8], KERNEL, "cpu", 3)
     assert len(variants) >= MODIFIED
     assert variants[0].modifiers == ()
     problems = [each.problem(KERNEL.capabilities) for each in variants]

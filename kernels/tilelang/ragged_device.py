@@ -326,6 +326,7 @@ def backward(
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
             scale_log2 = exponent * LOG2_E
+            offset = T.alloc_var("int32")
             offset = bottom * (n_k - n_q)
             key_0 = block * tile_n
             if key_0 < n_k:

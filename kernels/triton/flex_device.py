@@ -108,6 +108,18 @@ def _block_at(index, at, width, PER: tl.constexpr):
 
 
 @triton.jit
+def _tiles_of(counts, lists, row, width, part, SPLIT: tl.constexpr, PER: tl.constexpr):
+    """Where a row's list of blocks lies, its tiles of one part (from, to), and the block of the first of them.
+
+    For the top of a program: what the first tiles' loads wait for is then on its way before anything else.
+    """
+    index = lists + row * width
+    tiles = tl.load(counts + row) * PER
+    begin = tiles * part // SPLIT
+    return index, begin, tiles * (part + 1) // SPLIT, _block_at(index, begin, width, PER)
+
+
+@triton.jit
 def _seen(
     b, h, q_idx, kv_idx, low, high, sizes, tensors,
     MASK: tl.constexpr, BAND: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
@@ -161,15 +173,14 @@ def _prescaled(q_tile, scale, PRESCALED: tl.constexpr):
 @triton.jit
 def _forward_tiles(
     acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-    b, h, rows, index, begin, end, width, scale, low, high, sizes, tensors,
+    b, h, rows, index, begin, end, block, width, scale, low, high, sizes, tensors,
     SCORE: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr, PRESCALED: tl.constexpr, SAFE: tl.constexpr,
     FULL: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
     PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `begin` to `end` of a query block's list of key blocks."""
+    """The tiles `begin` to `end` of a query block's list of key blocks, the first of them in `block`."""
     PER: tl.constexpr = BLOCK_K // TILE_N
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
-    block = _block_at(index, begin, width, PER)
     for at in range(begin, end):
         start_n = block * BLOCK_K + at % PER * TILE_N
         # Known one tile ahead, so that the next loads wait for no index.
@@ -227,6 +238,13 @@ def forward(
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     start_m = tile * TILE_M
+    PER: tl.constexpr = BLOCK_K // TILE_N
+    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
+    if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
+        partial, partial_begin, partial_end, first_partial = _tiles_of(
+            keys_partial_count, keys_partial, row, k_blocks, part, SPLIT, PER
+        )  # fmt: skip
+    full, full_begin, full_end, first_full = _tiles_of(keys_full_count, keys_full, row, k_blocks, part, SPLIT, PER)
     rows = start_m + tl.arange(0, TILE_M)
     q_begin = _head_offset(b, h, rows_q, heads, q_steps, DIM_QK, STRIDED)
     q_begin += start_m.to(tl.int64) * _token_step(heads, q_steps, DIM_QK, STRIDED)
@@ -243,20 +261,16 @@ def forward(
     acc = tl.zeros([TILE_M, PAD_V], tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
-    PER: tl.constexpr = BLOCK_K // TILE_N
-    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
     if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
-        tiles = tl.load(keys_partial_count + row) * PER
         acc, row_sum, row_max = _forward_tiles(
             acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-            b, h, rows, keys_partial + row * k_blocks, tiles * part // SPLIT, tiles * (part + 1) // SPLIT, k_blocks,
+            b, h, rows, partial, partial_begin, partial_end, first_partial, k_blocks,
             scale, low, high, sizes, tensors, SCORE, MASK, BAND, PRESCALED, SAFE, False, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
         )  # fmt: skip
-    tiles = tl.load(keys_full_count + row) * PER
     acc, row_sum, row_max = _forward_tiles(
         acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-        b, h, rows, keys_full + row * k_blocks, tiles * part // SPLIT, tiles * (part + 1) // SPLIT, k_blocks,
+        b, h, rows, full, full_begin, full_end, first_full, k_blocks,
         scale, low, high, sizes, tensors, SCORE, MASK, BAND, PRESCALED, SAFE, True, EVEN_Q, EVEN_K,
         DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
     )  # fmt: skip
@@ -361,18 +375,17 @@ def _rows_of(statistics, rows, seqlen_q, CHECKED: tl.constexpr):
 @triton.jit
 def _query_tiles(
     dq, q_tile, do_tile, row_lse, row_delta, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-    b, h, rows, index, tiles, width, scale, low, high, sizes, tensors, gradients,
+    b, h, rows, index, tiles, block, width, scale, low, high, sizes, tensors, gradients,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, CAPTURED: tl.constexpr, BAND: tl.constexpr,
     PRESCALED: tl.constexpr, FULL: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ from the tiles of a query block's list of key blocks; and what its scores give to captured tensors."""
+    """dQ from the tiles of a query block's list of key blocks, the first in `block`; what its scores give captured tensors."""
     PER: tl.constexpr = BLOCK_K // TILE_N
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
     WITHIN_K: tl.constexpr = FULL or EVEN_K
-    block = _block_at(index, 0, width, PER)
     for at in range(tiles):
         start_n = block * BLOCK_K + at % PER * TILE_N
         block = _block_at(index, at + 1, width, PER)
@@ -406,18 +419,17 @@ def _query_tiles(
 @triton.jit
 def _key_tiles(
     dk, dv, k_tile, v_tile, q, do, row_lses, deltas, q_offsets, do_offsets, q_step, do_step, dims_qk, dims_v,
-    b, h, cols, index, tiles, width, scale, low, high, sizes, tensors,
+    b, h, cols, index, tiles, block, width, scale, low, high, sizes, tensors,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr,
     PRESCALED: tl.constexpr, FULL: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_Q: tl.constexpr, TILE_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV from the tiles of a key block's list of query blocks, of one head; scores lie as (keys, queries)."""
+    """dK and dV of one head from the tiles of a key block's list of query blocks, the first in `block`; scores: (keys, queries)."""
     PER: tl.constexpr = BLOCK_Q // TILE_M
     CHECKED: tl.constexpr = not (FULL or EVEN_Q)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
     WITHIN_K: tl.constexpr = FULL or EVEN_K
-    block = _block_at(index, 0, width, PER)
     for at in range(tiles):
         start_m = block * BLOCK_Q + at % PER * TILE_M
         block = _block_at(index, at + 1, width, PER)
@@ -461,6 +473,11 @@ def _backward_queries(
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     start_m = tile * TILE_M
+    PER: tl.constexpr = BLOCK_K // TILE_N
+    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
+    if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
+        partial, _from, partial_tiles, first_partial = _tiles_of(partial_count, partial, row, k_blocks, 0, 1, PER)
+    full, _from, full_tiles, first_full = _tiles_of(full_count, full, row, k_blocks, 0, 1, PER)
     rows = start_m + tl.arange(0, TILE_M)
     q_begin = _head_offset(b, h, rows_q, heads, q_steps, DIM_QK, STRIDED)
     q_begin += start_m.to(tl.int64) * _token_step(heads, q_steps, DIM_QK, STRIDED)
@@ -482,18 +499,16 @@ def _backward_queries(
     v_step = _token_step(kv_heads, v_steps, DIM_V, STRIDED)
 
     acc = tl.zeros([TILE_M, PAD_QK], tl.float32)
-    PER: tl.constexpr = BLOCK_K // TILE_N
-    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
     if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
         acc = _query_tiles(
             acc, q_tile, do_tile, lse_tile, delta_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-            b, h, rows, partial + row * k_blocks, tl.load(partial_count + row) * PER, k_blocks,
+            b, h, rows, partial, partial_tiles, first_partial, k_blocks,
             scale, low, high, sizes, tensors, gradients, SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, False, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
         )  # fmt: skip
     acc = _query_tiles(
         acc, q_tile, do_tile, lse_tile, delta_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-        b, h, rows, full + row * k_blocks, tl.load(full_count + row) * PER, k_blocks,
+        b, h, rows, full, full_tiles, first_full, k_blocks,
         scale, low, high, sizes, tensors, gradients, SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, True, EVEN_Q, EVEN_K,
         DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
     )  # fmt: skip
@@ -544,17 +559,20 @@ def _backward_keys(
         at = (b.to(tl.int64) * heads + h) * seqlen_q
         row = _list_row(b, h, start_n // BLOCK_K, k_blocks, list_batch, list_head)
         if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
+            some, _from, some_tiles, first_partial = _tiles_of(partial_count, partial, row, q_blocks, 0, 1, PER)
+        all_of, _from, full_tiles, first_full = _tiles_of(full_count, full, row, q_blocks, 0, 1, PER)
+        if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
             acc_dk, acc_dv = _key_tiles(
                 acc_dk, acc_dv, k_tile, v_tile, q_head, do_head, row_lse + at, delta + at, q_offsets, do_offsets,
                 q_step, do_step, dims_qk, dims_v,
-                b, h, cols, partial + row * q_blocks, tl.load(partial_count + row) * PER, q_blocks,
+                b, h, cols, some, some_tiles, first_partial, q_blocks,
                 scale, low, high, sizes, tensors, SCORE, SLOPE, MASK, BAND, PRESCALED, False, EVEN_Q, EVEN_K,
                 DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_Q, TILE_M, PRECISION,
             )  # fmt: skip
         acc_dk, acc_dv = _key_tiles(
             acc_dk, acc_dv, k_tile, v_tile, q_head, do_head, row_lse + at, delta + at, q_offsets, do_offsets,
             q_step, do_step, dims_qk, dims_v,
-            b, h, cols, full + row * q_blocks, tl.load(full_count + row) * PER, q_blocks,
+            b, h, cols, all_of, full_tiles, first_full, q_blocks,
             scale, low, high, sizes, tensors, SCORE, SLOPE, MASK, BAND, PRESCALED, True, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_Q, TILE_M, PRECISION,
         )  # fmt: skip
