@@ -425,7 +425,7 @@ def _key_tiles(
     DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_Q: tl.constexpr, TILE_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one head from the tiles of a key block's list of query blocks, the first in `block`; scores: (keys, queries)."""
+    """dK and dV of one head from the tiles of a key block's list of query blocks, the first in `block`; scores: keys, queries."""
     PER: tl.constexpr = BLOCK_Q // TILE_M
     CHECKED: tl.constexpr = not (FULL or EVEN_Q)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
