@@ -38,11 +38,12 @@ def _fault(name: str, problem: Problem, shows: str, *device: Edit, **others: Any
     return FlexFault(name, problem, frozenset(each.replace(".", " ") for each in shows.split()), device, **others)
 
 
-_OF_KEYS = "queries_partial_count, queries_partial, queries_full_count, queries_full, tensors,\n            b, kv_head"
+_OF_KEYS = "queries_masked, queries_count, queries, tensors,\n            b, kv_head"
 _SCORES = "x, s = _scores(products, b, h, q_idx, kv_idx, scale, sizes, tensors, SCORE, PRESCALED, WITHIN_Q, WITHIN_K)"
-_PART = "tiles * part // SPLIT, tiles * (part + 1) // SPLIT"
+_PART = "begin, end = tiles * part // SPLIT, tiles * (part + 1) // SPLIT"
 _SLOPE = "SLOPE(ds, x, b, h, near_q, near_k, sizes, tensors)"
-_SLOPE_OF_KEYS = f"ds = {_SLOPE}\n            if not FULL:\n                ds = tl.where"
+_SLOPE_OF_KEYS = f"ds = {_SLOPE}\n            if MIXED or not FULL:\n                ds = tl.where"
+_OF_QUERIES = "b, h, rows, index, begin, end, masked, k_blocks, scale, low, high, sizes, tensors,\n"
 
 FAULTS = (
     _fault(
@@ -68,14 +69,14 @@ FAULTS = (
         "head 0's score_mod in dK and dV",
         dense(40, 40, score=relative_bias(gradient=False)),
         "dk dv",
-        Edit("b, h, cols, partial +", "b, h * 0, cols, partial +"),
-        Edit("b, h, cols, full +", "b, h * 0, cols, full +"),
+        Edit("b, h, cols, index, begin, masked", "b, h * 0, cols, index, begin, masked"),
+        Edit("b, h, cols, index, begin, end", "b, h * 0, cols, index, begin, end"),
     ),
     _fault(
         "forward lists used in the backward",
         dense(100, 100, causal="bottom_right"),
         "dk dv",
-        Edit(_OF_KEYS, _OF_KEYS.replace("queries_", "keys_")),
+        Edit(_OF_KEYS, _OF_KEYS.replace("queries", "keys")),
     ),
     _fault(
         "LSE in base 2",
@@ -117,7 +118,7 @@ FAULTS = (
         "diagonal masked",
         dense(70, 70, causal="bottom_right"),
         "o lse dq dk dv",
-        Edit("(offset <= high)", "(offset < high)"),
+        Edit("<= (high - low).to(tl.uint32)", "<= (high - 1 - low).to(tl.uint32)"),
         only=False,
     ),
     _fault(
@@ -144,7 +145,7 @@ FAULTS = (
         "tiles lost where parts are not alike",
         dense(40, 100),
         "o lse",
-        Edit(_PART, "tiles // SPLIT * part, tiles // SPLIT * (part + 1)", times=2),
+        Edit(_PART, "begin, end = tiles // SPLIT * part, tiles // SPLIT * (part + 1)"),
         split=3,
         only=False,
     ),
@@ -152,14 +153,14 @@ FAULTS = (
         "key head's score_mod in full blocks",
         dense(64, 64, score=S + to_float(KV * H) * 0.03125),
         "o lse",
-        Edit("b, h, rows, keys_full + row", "b, kv_head, rows, keys_full + row"),
+        Edit(_OF_QUERIES, _OF_QUERIES.replace("b, h,", "b, kv_head,")),
         only=False,
     ),
     _fault(
         "sequence 0's score_mod in full blocks of dK and dV",
         dense(64, 64, score=S + to_float(KV * B) * 0.03125),
         "dk dv",
-        Edit("b, h, cols, full + row", "b * 0, h, cols, full + row"),
+        Edit("b, h, cols, index, begin, end", "b * 0, h, cols, index, begin, end"),
     ),
     _fault(
         "lists of the group's first head in dK and dV",

@@ -17,7 +17,7 @@ from attnfuzz.kernels.triton.printer import load_source, source, taking_gradient
 if TYPE_CHECKING:
     import torch
 
-    from attnfuzz.kernels.triton.blockmask import Band, BlockMask
+    from attnfuzz.kernels.triton.blockmask import Band, BlockMask, Lists
 
 __all__ = ["BuiltFlex", "banded", "even", "strided"]
 
@@ -107,8 +107,8 @@ class BuiltFlex:
         o = f32 if self._split > 1 else x
         captured = tuple(mock(f32 if each.kind == "float" else i32) for each in self._tensors) or (mock(f32),)
         gradients = tuple(mock(f32) for _ in taking_gradients(self._tensors)) or (mock(f32),)
-        scale, ints = 1.0, (2,) * 22
-        lists = (i32,) * 4
+        scale, ints = 1.0, (2,) * 23
+        lists = (i32,) * 3
         forward = (x, x, x, o, f32, f32, *lists, captured, scale, *ints)
         backward = (x, x, x, x, f32, f32, x, x, x, *lists, *lists, captured, gradients, scale, *ints, *ints[:4])
         merge = Call("merge", self._merge, (f32, f32, f32, x, f32, *ints[:4]), self._for_merge)
@@ -137,7 +137,7 @@ class BuiltFlex:
         if self._split > 1:
             out = torch.empty((self._split, *o.shape), dtype=torch.float32, device=q.device)
             row_max, row_sum = (torch.empty((self._split, *lse.shape), device=q.device) for _ in range(2))
-        band, mask = self._lists(inputs)
+        band, lists = self._lists(inputs)
         self._forward[(tiles * self._split, p.heads, p.batch)](
             q,
             inputs.k,
@@ -145,9 +145,9 @@ class BuiltFlex:
             out,
             row_max,
             row_sum,
-            *_flat(mask.keys_partial, mask.keys_full),
+            *lists.keys,
             self._captured(inputs) or (lse,),
-            *self._scalars(inputs, band, mask),
+            *self._scalars(inputs, band, lists),
             **self._for_forward,
         )
         if self._split > 1:
@@ -188,7 +188,7 @@ class BuiltFlex:
         constants = self._for_backward
         programs = _tiles(seqlen_k, constants["DKV_TILE_N"]) + _tiles(seqlen_q, constants["DQ_TILE_M"]) * p.groups
         if programs:
-            band, mask = self._lists(inputs)
+            band, lists = self._lists(inputs)
             self._backward[(programs, p.kv_heads, p.batch)](
                 inputs.q,
                 inputs.k,
@@ -199,21 +199,22 @@ class BuiltFlex:
                 dq,
                 dk,
                 dv,
-                *_flat(mask.keys_partial, mask.keys_full, mask.queries_partial, mask.queries_full),
+                *lists.keys,
+                *lists.queries,
                 captured or (row_lse,),
                 tuple(each for each in gradients if each is not None) or (row_lse,),
-                *self._scalars(inputs, band, mask),
+                *self._scalars(inputs, band, lists),
                 *self._d_o_steps(inputs),
                 **constants,
             )
         return (dq, dk, dv, gradients) if taking_gradients(self._tensors) else (dq, dk, dv)
 
-    def _scalars(self, inputs: Inputs, band: Band, mask: BlockMask) -> tuple[int | float, ...]:
+    def _scalars(self, inputs: Inputs, band: Band, lists: _Joined) -> tuple[int | float, ...]:
         """The numbers that forward and backward take, dO's strides left out."""
         p = inputs.problem
-        by_batch, by_head = (mask.heads if mask.batches > 1 else 0), int(mask.heads > 1)
-        blocks = (mask.keys_partial.index.shape[2], mask.keys_partial.index.shape[3])
-        sizes = (p.batch, p.heads, p.kv_heads, p.seqlens_q[0], p.seqlens_k[0], inputs.q.shape[1], inputs.k.shape[1])
+        batches, heads, *blocks = lists.keys[2].shape
+        by_batch, by_head = (heads if batches > 1 else 0), int(heads > 1)
+        sizes = (p.batch, p.heads, p.kv_heads, p.groups, p.seqlens_q[0], p.seqlens_k[0], inputs.q.shape[1], inputs.k.shape[1])
         # No layout has q, k, v with another last stride than 1. Strides that are not read might still be too long for int32.
         strides = (step for x in (inputs.q, inputs.k, inputs.v) for step in x.stride()[:3])
         return (
@@ -233,16 +234,25 @@ class BuiltFlex:
     def _captured(self, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return tuple(each.contiguous() for each in inputs.captured)
 
-    def _lists(self, inputs: Inputs) -> tuple[Band, BlockMask]:
+    def _lists(self, inputs: Inputs) -> tuple[Band, _Joined]:
         """The band and the block lists; those of the last call, if the captured tensors are the same and unchanged."""
         p = inputs.problem
         band: Band = self._masks.band_of(p)
         if self._last is None or not self._last.fits(inputs):
             tensors = {each.name: tensor for each, tensor in zip(self._tensors, inputs.captured, strict=True)}
-            made = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
+            mask: BlockMask = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
+            made = _Joined(_joined(mask.keys_partial, mask.keys_full), _joined(mask.queries_partial, mask.queries_full))
             of = tuple((weakref.ref(each), _version(each)) for each in inputs.captured)
             self._last = _Remembered(p, inputs.q.device, of, made)
-        return band, self._last.mask
+        return band, self._last.lists
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """A block mask as the device code takes it: for query blocks lists of key blocks, and the other way round."""
+
+    keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +262,7 @@ class _Remembered:
     problem: Problem
     device: Any
     captured: tuple[tuple[weakref.ref[Any], int | None], ...]
-    mask: BlockMask
+    lists: _Joined
 
     def fits(self, inputs: Inputs) -> bool:
         same = self.problem == inputs.problem and self.device == inputs.q.device
@@ -268,8 +278,14 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _flat(*lists: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor for each in lists for tensor in (each.count, each.index))
+def _joined(partial: Lists, full: Lists) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each block the number of partial ones, that of all, and both lists in one: the partial ones first."""
+    import torch
+
+    masked = partial.count[..., None]
+    at = torch.arange(partial.index.shape[-1], device=masked.device) - masked
+    index = torch.where(at < 0, partial.index, full.index.gather(-1, at.clamp(min=0)))
+    return partial.count, partial.count + full.count, index.contiguous()
 
 
 def strided(problem: Problem) -> bool:

@@ -13,9 +13,9 @@ the rows' dO and dLSE,
     dq_i = scale * sum_j dx_ij k_j      dk_j = scale * sum_i dx_ij q_i      dv_j = sum_i p_ij do_i
 
 Scores, sums and accumulators are fp32; P and dX are rounded once, to the input dtype. Scores are scaled before their maximum
-is taken, so that a negative scale is right and the largest p is exactly 1. A full block is masked by nothing: it lies within
-both lengths. A row that sees no key has o = 0, lse = -inf and no gradient. A PRESCALED kernel rounds q * scale * log2(e) to the
-input dtype before the first product.
+is taken, so that a negative scale is right and the largest p is exactly 1. A list of blocks begins with the partial ones, which
+are masked, `*_masked` of `*_count`; the full ones lie within both lengths. A row that sees no key has o = 0, lse = -inf and no
+gradient. A PRESCALED kernel rounds q * scale * log2(e) to the input dtype before the first product.
 """
 
 try:
@@ -27,7 +27,7 @@ except ImportError:
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-_SIZES = ["batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "rows_q", "rows_k"]
+_SIZES = ["batch", "heads", "kv_heads", "groups", "seqlen_q", "seqlen_k", "rows_q", "rows_k"]
 _LISTS = ["list_batch", "list_head", "q_blocks", "k_blocks"]
 _QKV_STEPS = ["q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch", "v_token", "v_head"]
 _DO_STEPS = ["do_batch", "do_token", "do_head", "do_dim"]
@@ -38,9 +38,9 @@ _BACKWARD_SCALARS = [*_FORWARD_SCALARS, *_DO_STEPS]
 
 
 @triton.jit
-def _kv_head(head, heads, kv_heads):
+def _kv_head(head, groups):
     """The key/value head that query head `head` reads: consecutive query heads form a group."""
-    return head // (heads // kv_heads)
+    return head // groups
 
 
 @triton.jit
@@ -108,26 +108,14 @@ def _block_at(index, at, width, PER: tl.constexpr):
 
 
 @triton.jit
-def _tiles_of(counts, lists, row, width, part, SPLIT: tl.constexpr, PER: tl.constexpr):
-    """Where a row's list of blocks lies, its tiles of one part (from, to), and the block of the first of them.
-
-    For the top of a program: what the first tiles' loads wait for is then on its way before anything else.
-    """
-    index = lists + row * width
-    tiles = tl.load(counts + row) * PER
-    begin = tiles * part // SPLIT
-    return index, begin, tiles * (part + 1) // SPLIT, _block_at(index, begin, width, PER)
-
-
-@triton.jit
 def _seen(
     b, h, q_idx, kv_idx, low, high, sizes, tensors,
     MASK: tl.constexpr, BAND: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Which scores of a partial block count: bool, of the shape to which q_idx and kv_idx broadcast."""
     if BAND:
-        offset = kv_idx - q_idx
-        seen = (offset >= low) & (offset <= high)
+        # low <= offset <= high, in one comparison: what lies below wraps around.
+        seen = (kv_idx - (q_idx + low)).to(tl.uint32) <= (high - low).to(tl.uint32)
         if not (EVEN_Q and EVEN_K):
             seen = seen & ((q_idx < sizes[3]) & (kv_idx < sizes[4]))
     else:
@@ -135,6 +123,21 @@ def _seen(
     if MASK is not None:
         seen = seen & MASK(b, h, _within(q_idx, sizes[3], EVEN_Q), _within(kv_idx, sizes[4], EVEN_K), sizes, tensors)
     return seen
+
+
+@triton.jit
+def _where_seen(
+    x, other, at, masked, b, h, q_idx, kv_idx, low, high, sizes, tensors,
+    MASK: tl.constexpr, BAND: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, FULL: tl.constexpr,
+    MIXED: tl.constexpr,
+):  # fmt: skip
+    """`x` where a score counts and `other` where it is hidden, in tile `at` of a list."""
+    if MIXED:
+        if at < masked:
+            x = tl.where(_seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K), x, other)
+    elif not FULL:
+        x = tl.where(_seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K), x, other)
+    return x
 
 
 @triton.jit
@@ -173,14 +176,16 @@ def _prescaled(q_tile, scale, PRESCALED: tl.constexpr):
 @triton.jit
 def _forward_tiles(
     acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-    b, h, rows, index, begin, end, block, width, scale, low, high, sizes, tensors,
+    b, h, rows, index, begin, end, masked, width, scale, low, high, sizes, tensors,
     SCORE: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr, PRESCALED: tl.constexpr, SAFE: tl.constexpr,
-    FULL: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
-    PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, MIXED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr,
+    DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `begin` to `end` of a query block's list of key blocks, the first of them in `block`."""
+    """The tiles `begin` to `end` of a query block's list of key blocks: full, or not, or MIXED, those before `masked` not."""
     PER: tl.constexpr = BLOCK_K // TILE_N
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
+    block = _block_at(index, begin, width, PER)
     for at in range(begin, end):
         start_n = block * BLOCK_K + at % PER * TILE_N
         # Known one tile ahead, so that the next loads wait for no index.
@@ -192,8 +197,9 @@ def _forward_tiles(
         _x, s = _scores(
             products, b, h, q_idx, kv_idx, scale, sizes, tensors, SCORE, PRESCALED, FULL or EVEN_Q, FULL or EVEN_K
         )  # fmt: skip
-        if not FULL:
-            s = tl.where(_seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K), s, float("-inf"))
+        s = _where_seen(
+            s, float("-inf"), at, masked, b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K, FULL, MIXED
+        )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, 1))
         shift = new_max
         if not SAFE:
@@ -211,8 +217,8 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=_FORWARD_SCALARS)
 def forward(
-    q, k, v, o, lse, row_sums, keys_partial_count, keys_partial, keys_full_count, keys_full, tensors,
-    scale, low, high, batch, heads, kv_heads, seqlen_q, seqlen_k, rows_q, rows_k,
+    q, k, v, o, lse, row_sums, keys_masked, keys_count, keys, tensors,
+    scale, low, high, batch, heads, kv_heads, groups, seqlen_q, seqlen_k, rows_q, rows_k,
     list_batch, list_head, q_blocks, k_blocks,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     SCORE: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr, PRESCALED: tl.constexpr, SAFE: tl.constexpr,
@@ -230,7 +236,7 @@ def forward(
     tile = tl.num_programs(0) // SPLIT - 1 - tl.program_id(0) // SPLIT
     h = tl.program_id(1)
     b = tl.program_id(2)
-    kv_head = _kv_head(h, heads, kv_heads)
+    kv_head = _kv_head(h, groups)
     sizes = (batch, heads, kv_heads, seqlen_q, seqlen_k)
     q_steps = (q_batch, q_token, q_head, 1)
     k_steps = (k_batch, k_token, k_head, 1)
@@ -238,13 +244,6 @@ def forward(
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     start_m = tile * TILE_M
-    PER: tl.constexpr = BLOCK_K // TILE_N
-    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
-    if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
-        partial, partial_begin, partial_end, first_partial = _tiles_of(
-            keys_partial_count, keys_partial, row, k_blocks, part, SPLIT, PER
-        )  # fmt: skip
-    full, full_begin, full_end, first_full = _tiles_of(keys_full_count, keys_full, row, k_blocks, part, SPLIT, PER)
     rows = start_m + tl.arange(0, TILE_M)
     q_begin = _head_offset(b, h, rows_q, heads, q_steps, DIM_QK, STRIDED)
     q_begin += start_m.to(tl.int64) * _token_step(heads, q_steps, DIM_QK, STRIDED)
@@ -261,17 +260,26 @@ def forward(
     acc = tl.zeros([TILE_M, PAD_V], tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
-    if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
+    PER: tl.constexpr = BLOCK_K // TILE_N
+    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
+    index = keys + row * k_blocks
+    masked = tl.load(keys_masked + row) * PER
+    tiles = tl.load(keys_count + row) * PER
+    begin, end = tiles * part // SPLIT, tiles * (part + 1) // SPLIT
+    if not (EVEN_Q and EVEN_K):
+        # Apart: what may reach beyond a length is loaded otherwise.
+        middle = tl.minimum(tl.maximum(masked, begin), end)
         acc, row_sum, row_max = _forward_tiles(
             acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-            b, h, rows, partial, partial_begin, partial_end, first_partial, k_blocks,
-            scale, low, high, sizes, tensors, SCORE, MASK, BAND, PRESCALED, SAFE, False, EVEN_Q, EVEN_K,
+            b, h, rows, index, begin, middle, masked, k_blocks, scale, low, high, sizes, tensors,
+            SCORE, MASK, BAND, PRESCALED, SAFE, False, False, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
         )  # fmt: skip
+        begin = middle
     acc, row_sum, row_max = _forward_tiles(
         acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-        b, h, rows, full, full_begin, full_end, first_full, k_blocks,
-        scale, low, high, sizes, tensors, SCORE, MASK, BAND, PRESCALED, SAFE, True, EVEN_Q, EVEN_K,
+        b, h, rows, index, begin, end, masked, k_blocks, scale, low, high, sizes, tensors,
+        SCORE, MASK, BAND, PRESCALED, SAFE, True, EVEN_Q and EVEN_K and (BAND or (MASK is not None)), EVEN_Q, EVEN_K,
         DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
     )  # fmt: skip
 
@@ -282,7 +290,7 @@ def forward(
     lse_offsets = ((part * batch + b).to(tl.int64) * heads + h) * rows_q + rows
     if SPLIT == 1:
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-        acc = acc / row_sum[:, None]
+        acc = acc * (1.0 / row_sum)[:, None]
         row_lse = (row_max + tl.math.log2(row_sum)) * LN_2
         tl.store(lse + lse_offsets, row_lse, mask=rows < seqlen_q)
     else:
@@ -363,30 +371,35 @@ def preprocess(
 
 
 @triton.jit
-def _rows_of(statistics, rows, seqlen_q, CHECKED: tl.constexpr):
-    """LSE or Delta of a tile of queries."""
+def _rows_of(statistics, start, seqlen_q, TILE: tl.constexpr, CHECKED: tl.constexpr):
+    """LSE or Delta of a tile of queries, from query `start` on."""
+    # Each thread loads many. Of numbers that the mask needs too, the compiler makes each address by itself; of others, as these
+    # from TILE on, fixed distances from one.
+    rows = tl.arange(TILE, 2 * TILE)
+    start -= TILE
     if CHECKED:
-        found = tl.load(statistics + rows, mask=rows < seqlen_q, other=0.0)
+        found = tl.load(statistics + start + rows, mask=rows < seqlen_q - start, other=0.0)
     else:
-        found = tl.load(statistics + rows)
+        found = tl.load(statistics + start + rows)
     return found
 
 
 @triton.jit
 def _query_tiles(
     dq, q_tile, do_tile, row_lse, row_delta, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-    b, h, rows, index, tiles, block, width, scale, low, high, sizes, tensors, gradients,
+    b, h, rows, index, begin, end, masked, width, scale, low, high, sizes, tensors, gradients,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, CAPTURED: tl.constexpr, BAND: tl.constexpr,
-    PRESCALED: tl.constexpr, FULL: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr,
-    DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRESCALED: tl.constexpr, FULL: tl.constexpr, MIXED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ from the tiles of a query block's list of key blocks, the first in `block`; what its scores give captured tensors."""
+    """dQ from the tiles `begin` to `end` of a query block's list, as in the forward; what scores give captured tensors."""
     PER: tl.constexpr = BLOCK_K // TILE_N
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
     WITHIN_K: tl.constexpr = FULL or EVEN_K
-    for at in range(tiles):
+    block = _block_at(index, begin, width, PER)
+    for at in range(begin, end):
         start_n = block * BLOCK_K + at % PER * TILE_N
         block = _block_at(index, at + 1, width, PER)
         cols = start_n + tl.arange(0, TILE_N)
@@ -394,10 +407,10 @@ def _query_tiles(
         k_tile = _tile(k + start_n.to(tl.int64) * k_step + k_offsets, cols, sizes[4], dims_qk, DIM_QK, PAD_QK, CHECKED)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         x, s = _scores(products, b, h, q_idx, kv_idx, scale, sizes, tensors, SCORE, PRESCALED, WITHIN_Q, WITHIN_K)
-        if not FULL:
-            seen = _seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K)
-            s = tl.where(seen, s, float("-inf"))
         p = tl.math.exp2(s - row_lse[:, None])
+        p = _where_seen(
+            p, 0.0, at, masked, b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K, FULL, MIXED
+        )
         v_tile = _tile(v + start_n.to(tl.int64) * v_step + v_offsets, cols, sizes[4], dims_v, DIM_V, PAD_V, CHECKED)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - row_delta[:, None])
@@ -406,12 +419,12 @@ def _query_tiles(
             if CAPTURED is not None:
                 inside = (q_idx >= 0) & (kv_idx >= 0)
                 if not FULL:
-                    inside = seen
+                    inside = _seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K)
                 CAPTURED(ds, x, b, h, near_q, near_k, inside, sizes, tensors, gradients)
             ds = SLOPE(ds, x, b, h, near_q, near_k, sizes, tensors)
-            if not FULL:
+            if MIXED or not FULL:
                 # Where a hidden score is beyond all bounds, so may its slope be.
-                ds = tl.where(seen, ds, 0.0)
+                ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
 
@@ -419,48 +432,52 @@ def _query_tiles(
 @triton.jit
 def _key_tiles(
     dk, dv, k_tile, v_tile, q, do, row_lses, deltas, q_offsets, do_offsets, q_step, do_step, dims_qk, dims_v,
-    b, h, cols, index, tiles, block, width, scale, low, high, sizes, tensors,
+    b, h, cols, index, begin, end, masked, width, scale, low, high, sizes, tensors,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr,
-    PRESCALED: tl.constexpr, FULL: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr,
-    DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_Q: tl.constexpr, TILE_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRESCALED: tl.constexpr, FULL: tl.constexpr, MIXED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_Q: tl.constexpr,
+    TILE_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one head from the tiles of a key block's list of query blocks, the first in `block`; scores: keys, queries."""
+    """dK and dV of one head from the tiles `begin` to `end` of a key block's list; scores lie as (keys, queries)."""
     PER: tl.constexpr = BLOCK_Q // TILE_M
     CHECKED: tl.constexpr = not (FULL or EVEN_Q)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
     WITHIN_K: tl.constexpr = FULL or EVEN_K
-    for at in range(tiles):
+    block = _block_at(index, begin, width, PER)
+    # Pipelined, the product into dK would still read the one buffer that Triton (3.6 to 3.9) gives a tile which registers take
+    # first, when the next tile is copied into it.
+    STAGES: tl.constexpr = 1 if PRESCALED else None
+    for at in tl.range(begin, end, num_stages=STAGES):
         start_m = block * BLOCK_Q + at % PER * TILE_M
         block = _block_at(index, at + 1, width, PER)
         rows = start_m + tl.arange(0, TILE_M)
         q_idx, kv_idx = rows[None, :], cols[:, None]
         q_tile = _tile(q + start_m.to(tl.int64) * q_step + q_offsets, rows, sizes[3], dims_qk, DIM_QK, PAD_QK, CHECKED)
-        row_lse = _rows_of(row_lses, rows, sizes[3], CHECKED)
+        row_lse = _rows_of(row_lses, start_m, sizes[3], TILE_M, CHECKED)
         products = tl.dot(k_tile, tl.trans(_prescaled(q_tile, scale, PRESCALED)), input_precision=PRECISION)
         x, s = _scores(products, b, h, q_idx, kv_idx, scale, sizes, tensors, SCORE, PRESCALED, WITHIN_Q, WITHIN_K)
-        if not FULL:
-            seen = _seen(b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K)
-            s = tl.where(seen, s, float("-inf"))
         p = tl.math.exp2(s - row_lse[None, :])
+        p = _where_seen(
+            p, 0.0, at, masked, b, h, q_idx, kv_idx, low, high, sizes, tensors, MASK, BAND, EVEN_Q, EVEN_K, FULL, MIXED
+        )
         do_tile = _tile(do + start_m.to(tl.int64) * do_step + do_offsets, rows, sizes[3], dims_v, DIM_V, PAD_V, CHECKED)
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-        row_delta = _rows_of(deltas, rows, sizes[3], CHECKED)
+        row_delta = _rows_of(deltas, start_m, sizes[3], TILE_M, CHECKED)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
         if SCORE is not None:
             near_q, near_k = _within(q_idx, sizes[3], WITHIN_Q), _within(kv_idx, sizes[4], WITHIN_K)
             ds = SLOPE(ds, x, b, h, near_q, near_k, sizes, tensors)
-            if not FULL:
-                ds = tl.where(seen, ds, 0.0)
+            if MIXED or not FULL:
+                ds = tl.where(p == 0.0, 0.0, ds)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
 def _backward_queries(
-    q, k, v, do, row_lse, delta, dq, partial_count, partial, full_count, full, tensors, gradients,
-    b, h, tile, scale, low, high, sizes, rows_q, rows_k, list_batch, list_head, q_blocks, k_blocks,
+    q, k, v, do, row_lse, delta, dq, keys_masked, keys_count, keys, tensors, gradients,
+    b, h, kv_head, tile, scale, low, high, sizes, rows_q, rows_k, list_batch, list_head, q_blocks, k_blocks,
     q_steps, k_steps, v_steps, do_steps,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, CAPTURED: tl.constexpr, BAND: tl.constexpr,
     PRESCALED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
@@ -469,15 +486,9 @@ def _backward_queries(
 ):  # fmt: skip
     """dQ of one tile of queries of one head."""
     heads, kv_heads, seqlen_q = sizes[1], sizes[2], sizes[3]
-    kv_head = _kv_head(h, heads, kv_heads)
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     start_m = tile * TILE_M
-    PER: tl.constexpr = BLOCK_K // TILE_N
-    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
-    if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
-        partial, _from, partial_tiles, first_partial = _tiles_of(partial_count, partial, row, k_blocks, 0, 1, PER)
-    full, _from, full_tiles, first_full = _tiles_of(full_count, full, row, k_blocks, 0, 1, PER)
     rows = start_m + tl.arange(0, TILE_M)
     q_begin = _head_offset(b, h, rows_q, heads, q_steps, DIM_QK, STRIDED)
     q_begin += start_m.to(tl.int64) * _token_step(heads, q_steps, DIM_QK, STRIDED)
@@ -489,8 +500,8 @@ def _backward_queries(
     do_offsets = _tile_offsets(heads, dims_v, do_steps, DIM_V, STRIDED, TILE_M)
     do_tile = _tile(do + do_begin + do_offsets, rows, seqlen_q, dims_v, DIM_V, PAD_V, not EVEN_Q)
     at = (b.to(tl.int64) * heads + h) * seqlen_q
-    lse_tile = _rows_of(row_lse + at, rows, seqlen_q, not EVEN_Q)
-    delta_tile = _rows_of(delta + at, rows, seqlen_q, not EVEN_Q)
+    lse_tile = _rows_of(row_lse + at, start_m, seqlen_q, TILE_M, not EVEN_Q)
+    delta_tile = _rows_of(delta + at, start_m, seqlen_q, TILE_M, not EVEN_Q)
     k += _head_offset(b, kv_head, rows_k, kv_heads, k_steps, DIM_QK, STRIDED)
     v += _head_offset(b, kv_head, rows_k, kv_heads, v_steps, DIM_V, STRIDED)
     k_offsets = _tile_offsets(kv_heads, dims_qk, k_steps, DIM_QK, STRIDED, TILE_N)
@@ -499,17 +510,24 @@ def _backward_queries(
     v_step = _token_step(kv_heads, v_steps, DIM_V, STRIDED)
 
     acc = tl.zeros([TILE_M, PAD_QK], tl.float32)
-    if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
+    PER: tl.constexpr = BLOCK_K // TILE_N
+    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
+    index = keys + row * k_blocks
+    masked = tl.load(keys_masked + row) * PER
+    begin, end = 0, tl.load(keys_count + row) * PER
+    if not (EVEN_Q and EVEN_K and (CAPTURED is None)):
         acc = _query_tiles(
             acc, q_tile, do_tile, lse_tile, delta_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-            b, h, rows, partial, partial_tiles, first_partial, k_blocks,
-            scale, low, high, sizes, tensors, gradients, SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, False, EVEN_Q, EVEN_K,
+            b, h, rows, index, begin, masked, masked, k_blocks, scale, low, high, sizes, tensors, gradients,
+            SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, False, False, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
         )  # fmt: skip
+        begin = masked
     acc = _query_tiles(
         acc, q_tile, do_tile, lse_tile, delta_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-        b, h, rows, full, full_tiles, first_full, k_blocks,
-        scale, low, high, sizes, tensors, gradients, SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, True, EVEN_Q, EVEN_K,
+        b, h, rows, index, begin, end, masked, k_blocks, scale, low, high, sizes, tensors, gradients,
+        SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, True,
+        EVEN_Q and EVEN_K and (CAPTURED is None) and (BAND or (MASK is not None)), EVEN_Q, EVEN_K,
         DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
     )  # fmt: skip
     own = (0, 0, 0, 1)
@@ -521,8 +539,8 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    q, k, v, do, row_lse, delta, dk, dv, partial_count, partial, full_count, full, tensors,
-    b, kv_head, tile, scale, low, high, sizes, rows_q, rows_k, list_batch, list_head, q_blocks, k_blocks,
+    q, k, v, do, row_lse, delta, dk, dv, queries_masked, queries_count, queries, tensors,
+    b, kv_head, groups, tile, scale, low, high, sizes, rows_q, rows_k, list_batch, list_head, q_blocks, k_blocks,
     q_steps, k_steps, v_steps, do_steps,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr,
     PRESCALED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr, DIM_V: tl.constexpr,
@@ -551,29 +569,29 @@ def _backward_keys(
     acc_dk = tl.zeros([TILE_N, PAD_QK], tl.float32)
     acc_dv = tl.zeros([TILE_N, PAD_V], tl.float32)
     PER: tl.constexpr = BLOCK_Q // TILE_M
-    groups = heads // kv_heads
     for member in range(groups):
         h = kv_head * groups + member
         q_head = q + _head_offset(b, h, rows_q, heads, q_steps, DIM_QK, STRIDED)
         do_head = do + _head_offset(b, h, rows_q, heads, do_steps, DIM_V, STRIDED)
         at = (b.to(tl.int64) * heads + h) * seqlen_q
         row = _list_row(b, h, start_n // BLOCK_K, k_blocks, list_batch, list_head)
-        if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
-            some, _from, some_tiles, first_partial = _tiles_of(partial_count, partial, row, q_blocks, 0, 1, PER)
-        all_of, _from, full_tiles, first_full = _tiles_of(full_count, full, row, q_blocks, 0, 1, PER)
-        if BAND or (MASK is not None) or not (EVEN_Q and EVEN_K):
+        index = queries + row * q_blocks
+        masked = tl.load(queries_masked + row) * PER
+        begin, end = 0, tl.load(queries_count + row) * PER
+        if not (EVEN_Q and EVEN_K):
             acc_dk, acc_dv = _key_tiles(
                 acc_dk, acc_dv, k_tile, v_tile, q_head, do_head, row_lse + at, delta + at, q_offsets, do_offsets,
                 q_step, do_step, dims_qk, dims_v,
-                b, h, cols, some, some_tiles, first_partial, q_blocks,
-                scale, low, high, sizes, tensors, SCORE, SLOPE, MASK, BAND, PRESCALED, False, EVEN_Q, EVEN_K,
+                b, h, cols, index, begin, masked, masked, q_blocks, scale, low, high, sizes, tensors,
+                SCORE, SLOPE, MASK, BAND, PRESCALED, False, False, EVEN_Q, EVEN_K,
                 DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_Q, TILE_M, PRECISION,
             )  # fmt: skip
+            begin = masked
         acc_dk, acc_dv = _key_tiles(
             acc_dk, acc_dv, k_tile, v_tile, q_head, do_head, row_lse + at, delta + at, q_offsets, do_offsets,
             q_step, do_step, dims_qk, dims_v,
-            b, h, cols, all_of, full_tiles, first_full, q_blocks,
-            scale, low, high, sizes, tensors, SCORE, SLOPE, MASK, BAND, PRESCALED, True, EVEN_Q, EVEN_K,
+            b, h, cols, index, begin, end, masked, q_blocks, scale, low, high, sizes, tensors,
+            SCORE, SLOPE, MASK, BAND, PRESCALED, True, EVEN_Q and EVEN_K and (BAND or (MASK is not None)), EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_Q, TILE_M, PRECISION,
         )  # fmt: skip
     own = (0, 0, 0, 1)
@@ -590,9 +608,8 @@ def _backward_keys(
 @triton.jit(do_not_specialize=_BACKWARD_SCALARS)
 def backward(
     q, k, v, do, row_lse, delta, dq, dk, dv,
-    keys_partial_count, keys_partial, keys_full_count, keys_full,
-    queries_partial_count, queries_partial, queries_full_count, queries_full, tensors, gradients,
-    scale, low, high, batch, heads, kv_heads, seqlen_q, seqlen_k, rows_q, rows_k,
+    keys_masked, keys_count, keys, queries_masked, queries_count, queries, tensors, gradients,
+    scale, low, high, batch, heads, kv_heads, groups, seqlen_q, seqlen_k, rows_q, rows_k,
     list_batch, list_head, q_blocks, k_blocks,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head, do_dim,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, CAPTURED: tl.constexpr, BAND: tl.constexpr,
@@ -614,20 +631,19 @@ def backward(
     if program < k_tiles:
         _backward_keys(
             q, k, v, do, row_lse, delta, dk, dv,
-            queries_partial_count, queries_partial, queries_full_count, queries_full, tensors,
-            b, kv_head, program, scale, low, high, sizes, rows_q, rows_k, list_batch, list_head, q_blocks, k_blocks,
+            queries_masked, queries_count, queries, tensors,
+            b, kv_head, groups, program, scale, low, high, sizes, rows_q, rows_k, list_batch, list_head, q_blocks, k_blocks,
             q_steps, k_steps, v_steps, do_steps, SCORE, SLOPE, MASK, BAND, PRESCALED, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, STRIDED, BLOCK_Q, BLOCK_K, DKV_TILE_M, DKV_TILE_N, PRECISION,
         )  # fmt: skip
     else:
         q_tiles = (seqlen_q + DQ_TILE_M - 1) // DQ_TILE_M
-        groups = heads // kv_heads
         # Under a causal mask the last queries have the most keys: they begin first.
         at = tl.num_programs(0) - 1 - program
         _backward_queries(
             q, k, v, do, row_lse, delta, dq,
-            keys_partial_count, keys_partial, keys_full_count, keys_full, tensors, gradients,
-            b, kv_head * groups + at // q_tiles, at % q_tiles,
+            keys_masked, keys_count, keys, tensors, gradients,
+            b, kv_head * groups + at // q_tiles, kv_head, at % q_tiles,
             scale, low, high, sizes, rows_q, rows_k, list_batch, list_head, q_blocks, k_blocks,
             q_steps, k_steps, v_steps, do_steps, SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, STRIDED, BLOCK_Q, BLOCK_K, DQ_TILE_M, DQ_TILE_N, PRECISION,
