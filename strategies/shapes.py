@@ -85,7 +85,7 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
         return tuple(variants)
     count = max(MODIFIED if can.score_mod or can.mask_mod else 1, len(variants))
-    found = []
+    found: list[Variant] = []
     for i, chosen in enumerate(pooled(can, count, seed)):
         # More functions than variants: a variant has several.
         start = i % len(variants)

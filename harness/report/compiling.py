@@ -207,7 +207,8 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
         lines += ["", f"{len(group)} x {', '.join(of)}:", "", "```", error, "```"]
     races = dict.fromkeys((each.kernel, race) for each in rows for race in each.races or ())
     if races:
-        lines += ["", "Reported by TileLang's race check:", "", *(f"- {kernel}: {race}" for kernel, race in races)]
+        lines += ["", "Races, by TileLang's own check and in what Triton makes for Hopper:", ""]
+        lines += [f"- {kernel}: {race}" for kernel, race in races]
     if left:
         lines += ["", "Not compiled:", "", *(f"- {each.kernel}: {each.reason}" for each in left)]
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ from typing import Any
 from attnfuzz.kernels.compiler_output import captured
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.lowering import MachineCode, Unit, capability, shared_limit
+from attnfuzz.kernels.triton.races import overwritten
 
 __all__ = ["Call", "cannot_lower", "compile_now", "units"]
 
@@ -95,6 +96,7 @@ class _Unit:
             cubin=kernel.asm["cubin"],
             log=lambda: log if _TALKS in log else _assembled(kernel, capability(self.arch)),
             dynamic_shared={kernel.metadata.name: shared},
+            races=overwritten(kernel.asm["ttgir"]) if capability(self.arch) // 10 == 9 else None,
             refused=refused,
         )
 
