@@ -70,7 +70,7 @@ FAULTS = (
         dense(40, 40, score=relative_bias(gradient=False)),
         "dk dv",
         Edit("b, h, cols, index, begin, masked", "b, h * 0, cols, index, begin, masked"),
-        Edit("b, h, cols, index, begin, end", "b, h * 0, cols, index, begin, end"),
+        Edit("b, h, cols, index, begin, end, masked, q_blocks", "b, h * 0, cols, index, begin, end, masked, q_blocks"),
     ),
     _fault(
         "forward lists used in the backward",
@@ -160,7 +160,7 @@ FAULTS = (
         "sequence 0's score_mod in full blocks of dK and dV",
         dense(64, 64, score=S + to_float(KV * B) * 0.03125),
         "dk dv",
-        Edit("b, h, cols, index, begin, end", "b * 0, h, cols, index, begin, end"),
+        Edit("b, h, cols, index, begin, end, masked, q_blocks", "b * 0, h, cols, index, begin, end, masked, q_blocks"),
     ),
     _fault(
         "lists of the group's first head in dK and dV",
