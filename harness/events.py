@@ -150,7 +150,10 @@ class FailureMapped:
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """One output's record over a kernel's Cases: judged, not judged, the worst error over its budget, wrong."""
+    """One output's record over a kernel's Cases: judged, not judged, the worst error over its budget, wrong.
+
+    `doubted`: of the judged Cases those of which elements are left out, since mask_mod is in doubt (`Figures.doubted`).
+    """
 
     cases: int = 0
     unjudged: int = 0
@@ -161,6 +164,7 @@ class Worst:
     z: float = 0.0
     aggregated: int = 0
     """Cases in which R and z were taken."""
+    doubted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

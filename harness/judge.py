@@ -115,6 +115,7 @@ def _added(one: Figures, other: Figures) -> Figures:
         over=one.over + other.over,
         sigmas=max(one.sigmas, other.sigmas),
         unjudged=one.unjudged and other.unjudged,
+        doubted=one.doubted + other.doubted,
     )
 
 

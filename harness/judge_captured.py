@@ -46,8 +46,8 @@ def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth)
     got = got.to(true.expected.device).double()
     allowed = true.allowed + half_ulp(true.expected, _SINGLE)
     error = (got - true.expected).abs()
-    # Where a row's scores are lost nothing is judged.
-    wrong = ~(error <= allowed)
+    # Where a row's scores are lost, or its mask is in doubt and nothing bounds what that does, nothing is judged.
+    wrong = ~((error <= allowed) | (allowed == torch.inf))
     if not wrong.any():
         return None
     broken = wrong & ~torch.isfinite(got)

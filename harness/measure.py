@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.harness.truth import Truth
-from attnfuzz.harness.verdict import Figures
+from attnfuzz.harness.verdict import IN_DOUBT, Figures
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
@@ -58,10 +58,17 @@ def measured(
     for name, (over, nonfinite, judged, worst, sigmas) in zip(names, counts, strict=True):
         shape = got[name].shape
         outside, broken, ratio = (x.reshape(shape) for x in parts[name][:3])
-        unjudged = "" if judged else "scores or dS beyond what the dtype can hold"
-        figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged)
+        doubted = expected[name].doubted
+        unjudged = "" if judged else _why_none(doubted, got[name].numel())
+        figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged, doubted=doubted)
         found[name] = Measured(outside, broken, ratio, figures, nonfinite > 0)
     return {name: found[name] for name in got}
+
+
+def _why_none(doubted: int, elements: int) -> str:
+    """Why no element is judged, of which so many are in doubt."""
+    others = "" if doubted >= elements else "scores or dS beyond what the dtype can hold"
+    return ", or ".join(each for each in (IN_DOUBT if doubted else "", others) if each)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -217,6 +217,7 @@ def _count(kernel: KernelRecord, tally: Tally) -> None:
     for name, worst in tally.outputs.items():
         output = kernel.outputs.setdefault(name, OutputRecord())
         output.cases, output.unjudged, output.failures = worst.cases, worst.unjudged, worst.failures
+        output.doubted = worst.doubted
         output.worst, output.sigmas, output.r, output.z = map(number, (worst.worst, worst.sigmas, worst.r, worst.z))
 
 

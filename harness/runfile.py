@@ -43,10 +43,14 @@ State = Literal["running", "finished", "interrupted", "error"]
 
 
 class OutputRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One output of one kernel: Cases judged and not, wrong in how many, the worst, and the worst of each Case as a histogram."""
+    """One output of one kernel: Cases judged and not, wrong in how many, the worst, and the worst of each Case as a histogram.
+
+    `doubted`: of the judged ones those of which elements are left out, since mask_mod is in doubt.
+    """
 
     cases: int = 0
     unjudged: int = 0
+    doubted: int = 0
     failures: int = 0
     worst: Number = 0.0
     sigmas: Number = 0.0

@@ -36,6 +36,7 @@ class Tally:
                 r=max(old.r, figures.r or 0.0),
                 z=max(old.z, figures.z or 0.0),
                 aggregated=old.aggregated + (figures.r is not None),
+                doubted=old.doubted + (bool(figures.doubted) and not skipped),
             )
         for failure in verdict.failures:
             if failure.output:

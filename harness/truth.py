@@ -30,13 +30,15 @@ _HOST_PRODUCTS, _HOST_ELEMENTS = 1 << 18, 1 << 15
 class Truth:
     """Expected value and allowed error of one output over the whole batch, float64, heads first: (heads, tokens[, dim]).
 
-    Where `allowed` is infinite, nothing is judged: dS may exceed the dtype's range there.
+    Where `allowed` is infinite, nothing is judged: dS may exceed the dtype's range there, or a score be hidden or not.
     """
 
     expected: torch.Tensor
     allowed: torch.Tensor
     budget: Budget | None = None
     form: Format = _SINGLE
+    doubted: int = 0
+    """Elements not judged since mask_mod compares floats that float32 may tell apart either way."""
 
     def reorder(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """How far apart two runs' outputs may be that add in different orders: two sums' errors and two last roundings."""
@@ -95,10 +97,12 @@ class Truths(dict[OutputName, Truth]):
         self.budgets = found
         form = Format.of(self._inputs.problem.dtype)
         for name in self._inputs.problem.needs.outputs:
+            doubted = found.doubted.get(name, 0)
             if name == "lse":
-                self[name] = Truth(expected[name], found.lse / (_LOG_2 if self._deviations.lse_base2 else 1.0))
+                allowed = found.lse / (_LOG_2 if self._deviations.lse_base2 else 1.0)
+                self[name] = Truth(expected[name], allowed, doubted=doubted)
             else:
-                self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form)
+                self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form, doubted)
 
 
 class HeadTruths(dict[OutputName, Truth]):

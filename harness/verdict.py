@@ -9,7 +9,10 @@ import msgspec
 from attnfuzz.harness.failure import Failure
 from attnfuzz.kernels.problem import OutputName
 
-__all__ = ["Figures", "Verdict"]
+__all__ = ["IN_DOUBT", "Figures", "Verdict"]
+
+IN_DOUBT = "mask_mod compares floats that float32 cannot tell apart"
+"""Why elements are left unjudged that count as `Figures.doubted`."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,6 +30,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     z: float | None = None
     unjudged: str = ""
     """Why this output was not judged, where it was not."""
+    doubted: int = 0
+    """Elements not judged since float32 may answer mask_mod's comparisons of floats either way there."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -32,6 +32,14 @@ class Delta:
     b: torch.Tensor
     flush: torch.Tensor
 
+    def move(self, moved: torch.Tensor, gap: torch.Tensor, c_size: torch.Tensor) -> None:
+        """Add what a mask_mod in doubt may do to D, where P may be off by `moved`: sum moved (|dP - D| + |dO| |v|^T / 64).
+
+        P adds up to 1 whatever is seen, so that D may be taken from dP; the second part is for what is rounded on its way.
+        """
+        off = (moved * torch.add(gap, c_size, alpha=1 / 64)).sum(-1, keepdim=True)
+        self.b, self.flush = self.b + off, self.flush + off
+
 
 @dataclass(slots=True, eq=False)
 class Sums:
@@ -156,13 +164,19 @@ def backward(
     3 sigma + what P's and dS's roundings are known to add up to (`_known_roundings`, `_known_of_ds`). Declared: dS from rounded P
     adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums theirs to sigma^2 and H (`_add_partials`). Rows whose
     scores are lost, and dS beyond the dtype, have no budget: infinite. In float32 B has with ties that of equal terms too.
+    Where mask_mod is in doubt, P e grows by how far P may be moved (doubts.py), and B_D by what that does to D (`Delta.move`).
+    Neither averages out: for the statistics they count as flushed.
     """
     d_p = delta.d_p
     e = torch.add(t.delta, t.s_size, alpha=4 * EPS).add_(t.lse.abs() * (4 * EPS) + t.m_lse).clamp_(max=80.0)
-    e = torch.expm1(e).masked_fill_(t.unseen, 0.0)
+    e = torch.expm1(e).masked_fill_(t.unseen if t.doubt is None else t.unseen & t.doubt.hidden, 0.0)
     pe = t.p * e
-    lost_keys = (t.lost_rows & ~t.unseen).any(1)[..., None]
-    _dv(t, dv, e, pe, lost_keys, deviations, ties=ties)
+    moved = None
+    if t.doubt is not None:
+        moved = t.doubt.moved(t.p, e, t.rounding.worst(t.doubt.high, t.form.eta))
+        pe += moved
+    lost_keys = t.lost_keys
+    _dv(t, dv, e, pe, moved, lost_keys, deviations, ties=ties)
     del e
     gap = d_p - delta.d
     d_s = t.p * gap
@@ -172,6 +186,9 @@ def backward(
     inner = d_p.abs_().mul_(4 * EPS * steps).add_(c_size, alpha=4 * EPS * math.sqrt(steps) + (TF32 if t.rounding.tf32 else 0.0))
     inner.add_(gap, alpha=4 * EPS).add_(lost(t.d_size.sum(-1, keepdim=True), 0.0, t.v.shape[-1]))
     inner.add_(t.v_size.sum(-1)[:, None, :], alpha=TINY)
+    if moved is not None:
+        delta.move(moved, gap, c_size)
+        moved = moved * (gap + delta.flush)
     del c_size
     grown, weight = t.p + pe, t.p
     flushed = (gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0)
@@ -183,16 +200,17 @@ def backward(
     pk = f.pk
     if t.changed is not None:
         if captured is not None:
-            captured.add(t.changed, d_s, slack)
+            captured.add(t.changed, d_s, slack, None if t.doubt is None else t.doubt.endless & t.doubt.reach)
         # dS of the score before score_mod: times its derivative there, which is off as well
         slope, off = t.changed.slope, t.changed.slope_error
         size, steep = slope.abs(), slope.abs() + off
         e_s = (e_s * steep).addcmul_(d_s.abs(), off + 2 * EPS * size)
         slack = (slack * steep).addcmul_(d_s.abs(), off + 2 * EPS * size)
         pe, grown = (pe * steep).addcmul_(t.p, off), grown * steep
+        moved = None if moved is None else moved * steep
         d_s, gap, weight = d_s * slope, gap * size, t.p * size
         pk = (t.p * slope) @ t.k
-    x = _Ds(d_s, slack, pe, grown, e_s, gap, lost_keys, eta, weight, pk)
+    x = _Ds(d_s, slack, pe, grown, e_s, gap, lost_keys, eta, weight, pk, moved)
     return _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
 
 
@@ -209,23 +227,35 @@ class _Ds:
     gap: torch.Tensor
     """|dP - D|."""
     lost_keys: torch.Tensor
-    """(Z, keys, 1): whether some row that sees the key has lost its scores."""
+    """(Z, keys, 1): whether some row that may see the key has lost its scores."""
     eta: float
     """Half a subnormal unit of dS: a kernel may scale dS before its rounding, so that it grows by 1 / scale."""
     weight: torch.Tensor
     """By what an error of D enters dS: P, times |d score_mod / d score|."""
     pk: torch.Tensor
     """What an error of D enters dQ by, (Z, rows, dim_qk): P @ k, P times that derivative."""
+    moved: torch.Tensor | None
+    """The part of its error that is due to a mask_mod in doubt."""
 
 
 def _dv(
-    t: Scores, sums: Sums, e: torch.Tensor, pe: torch.Tensor, lost_keys: torch.Tensor, deviations: Deviations, *, ties: bool
+    t: Scores,
+    sums: Sums,
+    e: torch.Tensor,
+    pe: torch.Tensor,
+    moved: torch.Tensor | None,
+    lost_keys: torch.Tensor,
+    deviations: Deviations,
+    *,
+    ties: bool,
 ) -> None:
     u, eta = t.form.u, t.form.eta
     rest = 1 - t.p
     one = (rest < u / 8).logical_and_(e < u / 8)
     if t.rounding.tf32:
         one.zero_()
+    if t.doubt is not None:
+        one &= ~t.doubt.rows
     exact = rest if t.rounding.half else torch.zeros_like(rest)
     v_b = t.rounding.variance(t.p, eta, one)
     c_b = torch.where(one, exact, t.rounding.worst(t.p, eta))
@@ -240,6 +270,8 @@ def _dv(
     sums.hard.baddbmm_(torch.addcmul(c_b, c_b, e).mT, d_size)
     if sums.flush is not None:
         sums.flush.add_(flush)
+        if moved is not None:
+            sums.flush.baddbmm_(moved.mT, d_size)
     if sums.noise is not None:
         sums.noise.baddbmm_(t.rounding.true_variance(t.p, v_b).mT, d2)
     if ties and t.rounding.half:
@@ -412,6 +444,8 @@ def _dk(
     sums.b.baddbmm_(torch.addcmul(r.systematic, x.grown, delta.b).mT, q_size)
     if sums.flush is not None:
         sums.flush.baddbmm_(torch.addcmul(r.flushed, x.weight, delta.flush).mT, q_size)
+        if x.moved is not None:
+            sums.flush.baddbmm_(x.moved.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT

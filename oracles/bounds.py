@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,7 @@ from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.backward import Gradients, Sums, backward, delta_error
 from attnfuzz.oracles.captured import CapturedSums
+from attnfuzz.oracles.doubts import Doubts
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Tokens, frames, tokens_of
@@ -63,6 +64,8 @@ class Budgets:
     """M of captured tensors' gradients, by name; none of what no score reads."""
     independence: Independence | None = None
     """Whether errors are independent, where it was asked for and all frames are whole."""
+    doubted: dict[OutputName, int] = field(default_factory=dict)
+    """Elements that are not judged since mask_mod is in doubt; empty where it never is."""
 
 
 def budgets(
@@ -135,6 +138,7 @@ class _Made:
         taken = not lean and p.dtype != "float32" and p.total_q * p.heads >= Repeats.FEWEST
         self._repeats = Repeats() if taken and generic else None
         self.independence = Independence()
+        self._doubts = Doubts(p, tokens.q.device)
 
     @contextmanager
     def sums(self, placed: Placed) -> Iterator[tuple[Sums, Sums]]:
@@ -148,6 +152,11 @@ class _Made:
     def add(self, placed: Placed, t: Scores, f: Forward, g: Gradients) -> None:
         """Put one frame's results into their places."""
         dead = t.dead
+        if t.doubt is not None:
+            self._doubts.add(placed, t.doubt)
+            dead = dead & ~t.doubt.rows
+            for each in (t.m_lse, f.m_o, g.m_dq):
+                each.masked_fill_(t.doubt.rows, torch.inf)
         if self._parts == 1:
             o, dq = f.m_o, g.m_dq
         else:
@@ -172,7 +181,7 @@ class _Made:
             found[name] = self._summed(self._names[name], self._keys.pop(name), steps)
         return Budgets(
             lse=self._lse[..., 0], outputs=found, repeats=self._repeats, captured=self.captured.allowed(),
-            independence=self.independence,
+            independence=self.independence, doubted=self._doubts.counts(),
         )  # fmt: skip
 
     def _summed(self, names: list[str], whole: torch.Tensor, steps: float | torch.Tensor) -> Budget:

@@ -17,15 +17,15 @@ class CapturedSums:
 
     M = sum (slack |g| + |P (dP - D)| e_g) + 6 eps sqrt(n) sum |P (dP - D) g| + n tiny, with g = d score_mod / d tensor, e_g its
     error, slack the error of dS, n the terms of the sum. Worst case: the errors of D of many rows are taken as if they had one
-    sign. Kernels add the terms in float32, unrounded.
+    sign. Kernels add the terms in float32, unrounded. Infinite where a score that counts is of a row whose mask is in doubt.
     """
 
     def __init__(self, modifiers: Modifiers) -> None:
         self._modifiers = modifiers
         self._sums: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, changed: Changed, d_s: torch.Tensor, slack: torch.Tensor) -> None:
-        """One frame: `d_s` is P (dP - D), hidden scores 0, and `slack` a bound on its error."""
+    def add(self, changed: Changed, d_s: torch.Tensor, slack: torch.Tensor, doubtful: torch.Tensor | None) -> None:
+        """One frame: `d_s` is P (dP - D), hidden scores 0, `slack` a bound on its error, `doubtful` where there is no bound."""
         for tensor, index, slope, error in self._modifiers.gradients(changed):
             shape = self._modifiers.tensors[tensor.name].shape
             if tensor.name not in self._sums:
@@ -36,7 +36,10 @@ class CapturedSums:
                 flat = flat * size + at
             flat = flat.expand(d_s.shape).flatten()
             size = d_s.abs()
-            terms = ((slack * (slope.abs() + error)).addcmul_(size, error), size * slope.abs(), (size + slack > 0).double())
+            off = (slack * (slope.abs() + error)).addcmul_(size, error)
+            if doubtful is not None:
+                off.masked_fill_(doubtful & (slope.abs() + error > 0), torch.inf)
+            terms = (off, size * slope.abs(), (size + slack > 0).double())
             for total, term in zip(self._sums[tensor.name], terms, strict=True):
                 total.index_add_(0, flat, term.flatten())
 

@@ -13,6 +13,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.doubts import Doubt
 from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
 from attnfuzz.oracles.frames import Placed, Tokens
 from attnfuzz.oracles.modifiers import Changed
@@ -97,11 +98,20 @@ class Scores:
     """(Z, keys, 1): 1 for keys that some row sees, else 0."""
     changed: Changed | None
     """What softcap and score_mod make of the scores."""
+    doubt: Doubt | None
+    """Scores that mask_mod may or may not hide."""
 
     @property
     def whole(self) -> bool:
         """All rows of the sequences are here."""
         return self.part == 1.0
+
+    @property
+    def lost_keys(self) -> torch.Tensor:
+        """(Z, keys, 1): whether some row sees the key, or may see it, of which nothing is known that it adds up to."""
+        if self.doubt is None:
+            return (self.lost_rows & ~self.unseen).any(1)[..., None]
+        return ((self.lost_rows | self.doubt.endless) & self.doubt.reach).any(1)[..., None]
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +182,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     With a score_mod f, delta = error of f(s) (tree_errors.py) where s is off by that without m, + eps (4 |f(s)| + 4 |m|) + 4 tiny
     Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
+    In rows of which mask_mod may or may not hide some score, delta is one for all that may be seen (doubts.py).
     """
     problem: Problem = tokens.problem
     q, k, v, d_o = placed.rows(tokens.q), placed.keys(tokens.k), placed.keys(tokens.v), placed.rows(tokens.d_o)
@@ -181,7 +192,10 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     seen, scale, form = placed.seen(), problem.scale, Format.of(problem.dtype)
     modifiers = tokens.modifiers
     leaves = placed.leaves() if modifiers.score is not None or modifiers.mask is not None else {}
+    doubtful = None
     if leaves and (unmasked := modifiers.unmasked(leaves)) is not None:
+        if (doubtful := modifiers.doubtful(leaves)) is not None:
+            doubtful = seen & doubtful
         seen = seen & unmasked
     unseen = ~seen
     q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
@@ -213,7 +227,10 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     e = torch.exp(hidden - m)
     total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
     lse = m + torch.log(total)
-    delta.masked_fill_(unseen, 0.0)
+    doubt = None if doubtful is None else Doubt.of(s, m, seen, doubtful)
+    if doubt is not None:
+        delta = doubt.widest(delta, s_size)
+    delta.masked_fill_(unseen if doubt is None else ~doubt.reach, 0.0)
     # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
     shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
     keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
@@ -223,6 +240,8 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         top.zero_()
     else:
         top &= delta < form.u / 8
+    if doubt is not None:
+        top &= ~doubt.rows
     p = e / total
     found = Scores(
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
@@ -230,6 +249,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
         shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), part=placed.frame.part, k_sum=k_sum,
         touched=1.0 - unseen.expand(s.shape).all(1)[..., None].to(torch.float64), changed=changed,
+        doubt=doubt,
     )  # fmt: skip
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.

@@ -13,6 +13,7 @@ from attnfuzz.kernels.evaluation import evaluate
 from attnfuzz.kernels.expressions import Captured, Expression
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.mask_doubt import doubtful
 from attnfuzz.oracles.tree_errors import evaluated
 
 __all__ = ["Changed", "Leaves", "Modifiers", "leaves_of"]
@@ -67,6 +68,10 @@ class Modifiers:
     def unmasked(self, leaves: Leaves) -> torch.Tensor | None:
         """Which scores mask_mod leaves, bool, broadcast; None where there is none."""
         return None if self.mask is None else evaluate(self.mask, leaves, self.tensors, torch.float64)
+
+    def doubtful(self, leaves: Leaves) -> torch.Tensor | None:
+        """Of which scores a kernel's mask_mod may say otherwise, bool, broadcast; None where no float is in it."""
+        return None if self.mask is None else doubtful(self.mask, leaves, self.tensors)
 
     def changed(self, s: torch.Tensor, leaves: Leaves, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """score_mod(s), differentiable by s and by `tensors` (default: the batch's own)."""

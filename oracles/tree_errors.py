@@ -15,7 +15,7 @@ from attnfuzz.kernels.evaluation import value_of
 from attnfuzz.kernels.expressions import Expression
 from attnfuzz.oracles.formats import EPS
 
-__all__ = ["evaluated"]
+__all__ = ["error_of", "evaluated"]
 
 _OWN, _FUNCTION, _LARGEST = 2 * EPS, 8 * EPS, 80.0
 
@@ -31,15 +31,16 @@ def evaluated(
     for each in tree.walk():
         values[each] = value_of(each, [values[arg] for arg in each.args], leaves, tensors, torch.float64, device)
         if each.kind == "float":
-            errors[each] = error if each.op == "score" else _error(each, values, errors, zero)
+            errors[each] = error if each.op == "score" else error_of(each, values, errors, zero)
         elif each.kind == "bool":
             errors[each] = _doubt(each, values, errors, zero)
     return values[tree], errors[tree]
 
 
-def _error(
+def error_of(
     x: Expression, values: Mapping[Expression, torch.Tensor], errors: Mapping[Expression, torch.Tensor], zero: torch.Tensor
 ) -> torch.Tensor:
+    """The error of one float node that is not the score, from the values and errors of its arguments; those without are exact."""
     y = values[x]
     v = [values[each] for each in x.args]
     e = [errors.get(each, zero) for each in x.args]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from attnfuzz.harness.failure import OUTPUT_TITLES
-from attnfuzz.harness.verdict import Verdict
+from attnfuzz.harness.verdict import IN_DOUBT, Figures, Verdict
 from attnfuzz.kernels.expressions import parse
 from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Needs
@@ -77,9 +77,11 @@ def describe_verdict(verdict: Verdict) -> list[str]:
     """Each failure's message; or the worst error over its budget of every output."""
     if verdict.failures:
         return [f"{each.kind}: {each.message}" for each in verdict.failures]
-    return [
-        f"{OUTPUT_TITLES[name]}: not judged ({figures.unjudged})"
-        if figures.unjudged
-        else f"{OUTPUT_TITLES[name]}: worst error {figures.worst:.3g} of its budget over {figures.elements} elements"
-        for name, figures in verdict.figures.items()
-    ]
+    return [f"{OUTPUT_TITLES[name]}: {_figures(each)}" for name, each in verdict.figures.items()]
+
+
+def _figures(figures: Figures) -> str:
+    if figures.unjudged:
+        return f"not judged ({figures.unjudged})"
+    rest = f"; {figures.doubted} more not judged ({IN_DOUBT})" if figures.doubted else ""
+    return f"worst error {figures.worst:.3g} of its budget over {figures.elements} elements{rest}"

@@ -177,6 +177,7 @@ def _cell(kernel: KernelRecord, name: str, failures: list[FailureRecord]) -> _Ce
     worst = value(output.worst)
     told = f"{title} of {kernel.kernel}: worst error {_ratio(worst)} x its budget"
     told += f", wrong in {output.failures} of {output.cases} Cases"
+    told += f", {output.doubted} judged in part" if output.doubted else ""
     if output.failures or wrong:
         return _Cell(f"✗ {_ratio(worst)}", worst, "wrong", told)
     return _Cell(_ratio(worst), worst, "close" if worst > 0.9 else "right", told)

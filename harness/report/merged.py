@@ -112,6 +112,7 @@ def _both(one: OutputRecord, other: OutputRecord) -> OutputRecord:
     return OutputRecord(
         cases=one.cases + other.cases,
         unjudged=one.unjudged + other.unjudged,
+        doubted=one.doubted + other.doubted,
         failures=one.failures + other.failures,
         histogram=[a + b for a, b in zip(one.histogram, other.histogram, strict=True)],
         worst=_worse(one.worst, other.worst),

@@ -143,6 +143,7 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
         for number, name in enumerate(OUTPUT_NAMES):
             figures = row.outputs.get(name, Worst())
             unjudged = f" (+{figures.unjudged} not judged)" if figures.unjudged else ""
+            unjudged += f" ({figures.doubted} in part)" if figures.doubted else ""
             wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
             title = escape(row.kernel) if number == 0 else ""
             table.add_row(title, OUTPUT_TITLES[name], f"{figures.cases}{unjudged}", _ratio(figures.worst), wrong)

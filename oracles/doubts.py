@@ -1,0 +1,100 @@
+"""Rows of which mask_mod may or may not hide some score (mask_doubt.py): what they may be, whichever scores a kernel takes.
+
+O, LSE and dQ of such a row are not judged. To dK and dV it adds what lies in a range: with w = exp(s - m), a score that is seen
+for certain has P between w / sum of all that may be seen and w / sum of what is seen for certain, one in doubt between 0 and
+that. This holds even where a forward and a backward take different scores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.formats import EPS
+from attnfuzz.oracles.frames import Placed
+
+__all__ = ["Doubt", "Doubts"]
+
+_ROUNDED = 1.02
+"""What is moved is rounded on its way as well: by at most u = 2^-8 each of two times."""
+_MOST = 2.0**13
+"""Where scores in doubt count for more than this times the certain ones, P of a backward may be beyond what float16 holds."""
+_HUGE = 80.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Doubt:
+    """Of a frame: which scores are in doubt, bool `(1 or Z, rows, keys)`, and what follows of the rows."""
+
+    rows: torch.Tensor
+    """(1 or Z, rows, 1): whether a score of the row is in doubt."""
+    reach: torch.Tensor
+    """Scores that are seen or may be, of all rows, bool `(1 or Z, rows, keys)`."""
+    endless: torch.Tensor
+    """(Z, rows, 1): rows in doubt of which nothing is known: none but scores in doubt counts in them."""
+    low: torch.Tensor
+    high: torch.Tensor
+    """Between which P may be `(Z, rows, keys)`, exactly evaluated; of rows in doubt that are not endless."""
+
+    @staticmethod
+    def of(s: torch.Tensor, m: torch.Tensor, seen: torch.Tensor, scores: torch.Tensor) -> Doubt:
+        """From the scores s, the rows' maxima, and which scores are seen and which are in doubt."""
+        rows, reach = scores.any(-1, keepdim=True), seen | scores
+        w = torch.exp(s.masked_fill(~reach, -torch.inf) - m)
+        certain = w.masked_fill(scores, 0.0)
+        least, most = certain.sum(-1, keepdim=True), w.sum(-1, keepdim=True)
+        endless = rows & ~((least > 0) & (most <= least * _MOST))
+        known = rows & ~endless
+        low, high = (torch.where(known, x / total, 0.0) for x, total in ((certain, most), (w, least)))
+        return Doubt(rows, reach, endless, low, high)
+
+    def widest(self, delta: torch.Tensor, s_size: torch.Tensor) -> torch.Tensor:
+        """delta, in rows in doubt the largest of the row: another maximum and another sum may go into P."""
+        largest = s_size.masked_fill(~self.reach, 0.0).amax(-1, keepdim=True)
+        one = delta.masked_fill(~self.reach, 0.0).amax(-1, keepdim=True)
+        one = one + 16 * EPS * (largest + 1 + math.log2(max(2, s_size.shape[-1])))
+        return torch.where(self.rows, one.nan_to_num(nan=_HUGE, posinf=_HUGE), delta)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """(Z, rows, keys): scores that no kernel sees, or of whose rows nothing is known."""
+        return ~self.reach | self.endless
+
+    def moved(self, p: torch.Tensor, e: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
+        """How far a kernel's P may be from `p`, beside a relative error `e` and its `rounding`, the worst case of `high`.
+
+        0 in rows that are endless or not in doubt.
+        """
+        off = (torch.maximum(self.high - p, p - self.low) + self.high * e) * _ROUNDED + rounding
+        return torch.where(self.rows & ~self.endless, off, 0.0)
+
+
+class Doubts:
+    """Collects the frames' rows and keys that are not judged."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self._problem, self._device = problem, device
+        self._rows: torch.Tensor | None = None
+        self._keys: torch.Tensor | None = None
+
+    def add(self, placed: Placed, doubt: Doubt) -> None:
+        """One frame's."""
+        p = self._problem
+        if self._rows is None or self._keys is None:
+            self._rows = torch.zeros((p.heads, p.total_q, 1), dtype=torch.bool, device=self._device)
+            self._keys = torch.zeros((p.kv_heads, p.total_k, 1), dtype=torch.bool, device=self._device)
+        placed.store_rows(self._rows, doubt.rows.expand_as(doubt.endless))
+        keys = placed.sums(self._keys)
+        keys |= (doubt.endless & doubt.reach).any(1)[..., None]
+        placed.store_sums(self._keys, keys)
+
+    def counts(self) -> dict[OutputName, int]:
+        """Elements of each output that are not judged; empty where no frame had a mask that compares floats."""
+        if self._rows is None or self._keys is None:
+            return {}
+        rows, keys = torch.stack([self._rows.sum(), self._keys.sum()]).tolist()
+        of_qk, of_v = self._problem.dim_qk, self._problem.dim_v
+        return {"o": rows * of_v, "lse": rows, "dq": rows * of_qk, "dk": keys * of_qk, "dv": keys * of_v}
