@@ -51,12 +51,17 @@ def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
     yield from _shorter(case)
 
 
-def _with(case: Case, **changes: object) -> Case:
-    """`case` with parts of its Problem changed; contiguous where its layouts do not fit any more."""
-    try:
-        return replace(case, problem=replace(case.problem, **changes))
-    except BadArgument:
-        return replace(case, problem=replace(case.problem, **(_CONTIGUOUS | changes)))
+def _with(case: Case, **changes: object) -> Iterator[Case]:
+    """`case` with parts of its Problem changed; contiguous where its layouts do not fit any more.
+
+    None where that is no Problem: an index of a tree may be inside with these lengths and heads, and outside with fewer.
+    """
+    for more in ({}, _CONTIGUOUS):
+        try:
+            yield replace(case, problem=replace(case.problem, **(more | changes)))
+        except BadArgument:
+            continue
+        return
 
 
 def _plainer_layouts(case: Case) -> Iterator[Case]:
@@ -65,13 +70,14 @@ def _plainer_layouts(case: Case) -> Iterator[Case]:
     now: dict[str, Layout] = {name: getattr(p, name) for name in LAYOUTS if getattr(p, name) != Layout()}
     if not now:
         return
-    yield _with(case, **_CONTIGUOUS)
+    yield from _with(case, **_CONTIGUOUS)
     if p.layout_q.packed:
-        yield _with(case, layout_q=Layout())
+        yield from _with(case, layout_q=Layout())
     packed = [name for name in now if now[name].packed]
     for names in [*([packed] if packed else []), *([name] for name in now if name not in packed)]:
-        yield _with(case, **dict.fromkeys(names, Layout()))
-        yield from (_with(case, **dict.fromkeys(names, layout)) for layout in _plainer(now[names[0]]))
+        yield from _with(case, **dict.fromkeys(names, Layout()))
+        for layout in _plainer(now[names[0]]):
+            yield from _with(case, **dict.fromkeys(names, layout))
 
 
 def _plainer(layout: Layout) -> Iterator[Layout]:
@@ -89,7 +95,7 @@ def _fewer_sequences(case: Case) -> Iterator[Case]:
     everything = range(p.batch)
     for kept in [*((i,) for i in everything), *(tuple(j for j in everything if j != i) for i in everything)]:
         if len(kept) < p.batch:
-            yield _with(case, seqlens_q=tuple(p.seqlens_q[i] for i in kept), seqlens_k=tuple(p.seqlens_k[i] for i in kept))
+            yield from _with(case, seqlens_q=tuple(p.seqlens_q[i] for i in kept), seqlens_k=tuple(p.seqlens_k[i] for i in kept))
 
 
 def _fewer_heads(case: Case) -> Iterator[Case]:
@@ -98,7 +104,7 @@ def _fewer_heads(case: Case) -> Iterator[Case]:
         for kv_heads in (kv for kv in range(1, p.kv_heads + 1) if heads % kv == 0):
             groups = heads // kv_heads
             if (heads, kv_heads) != (p.heads, p.kv_heads) and groups <= p.groups:
-                yield _with(case, heads=heads, kv_heads=kv_heads)
+                yield from _with(case, heads=heads, kv_heads=kv_heads)
 
 
 def _plainer_values(case: Case) -> Iterator[Case]:
@@ -119,15 +125,15 @@ def _plainer_values(case: Case) -> Iterator[Case]:
 def _plainer_problem(case: Case) -> Iterator[Case]:
     p = case.problem
     if p.slack_q and p.slack_k:
-        yield _with(case, slack_q=0, slack_k=0)
+        yield from _with(case, slack_q=0, slack_k=0)
     plainest = (("window", None), ("softcap", 0.0), ("score_mod", None), ("mask_mod", None))
     for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
         if getattr(p, name) != plain:
-            yield _with(case, **{name: plain})
+            yield from _with(case, **{name: plain})
     if p.needs.dlse:
-        yield _with(case, needs=replace(p.needs, dlse=False))
+        yield from _with(case, needs=replace(p.needs, dlse=False))
     if p.packing == "dense":
-        yield _with(case, packing="ragged")
+        yield from _with(case, packing="ragged")
 
 
 def _simpler_trees(case: Case) -> Iterator[Case]:
@@ -138,12 +144,7 @@ def _simpler_trees(case: Case) -> Iterator[Case]:
             continue
         tree = parse(data)
         for each in sorted(_smaller(tree), key=_nodes):
-            try:
-                smaller = _with(case, **{name: to_data(each)})
-            except BadArgument:
-                # A part of an index may be outside where the whole is not.
-                continue
-            yield smaller
+            yield from _with(case, **{name: to_data(each)})
 
 
 def _smaller(tree: Expression) -> Iterator[Expression]:
@@ -178,8 +179,8 @@ def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]
                     plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None} if fixed else {}
                     given = {**plain, **dict(each.modifiers or ())}
                     dims = {"dim_qk": each.dims[0], "dim_v": each.dims[1]}
-                    changed = _with(case, dtype=each.dtype, causal=each.causal, **dims, **given)
-                    yield replace(changed, config=each.config)
+                    for changed in _with(case, dtype=each.dtype, causal=each.causal, **dims, **given):
+                        yield replace(changed, config=each.config)
 
 
 def _shorter(case: Case) -> Iterator[Case]:
@@ -189,14 +190,14 @@ def _shorter(case: Case) -> Iterator[Case]:
     for i in range(p.batch):
         n_q, n_k = p.seqlens_q[i], p.seqlens_k[i]
         if n_q == n_k == 0:
-            yield _lengths(case, p, i, 1, 1)
+            yield from _lengths(case, p, i, 1, 1)
         for length in _steps(min(n_q, n_k), tiles) if n_q and n_k else ():
             cut = min(n_q, n_k) - length
-            yield _lengths(case, p, i, n_q - cut, n_k - cut)
+            yield from _lengths(case, p, i, n_q - cut, n_k - cut)
         for length in _steps(n_q, tiles):
-            yield _lengths(case, p, i, length, n_k)
+            yield from _lengths(case, p, i, length, n_k)
         for length in _steps(n_k, tiles):
-            yield _lengths(case, p, i, n_q, length)
+            yield from _lengths(case, p, i, n_q, length)
 
 
 def _steps(length: int, tiles: tuple[int, int]) -> list[int]:
@@ -208,10 +209,11 @@ def _steps(length: int, tiles: tuple[int, int]) -> list[int]:
     return sorted(n for n in tries if 1 <= n < length)
 
 
-def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Case:
+def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Iterator[Case]:
     """`case` with sequence `i` of n_q x n_k; a dense batch has one length for all."""
     if p.packing == "dense":
-        return _with(case, seqlens_q=(n_q,) * p.batch, seqlens_k=(n_k,) * p.batch)
+        yield from _with(case, seqlens_q=(n_q,) * p.batch, seqlens_k=(n_k,) * p.batch)
+        return
     q, k = list(p.seqlens_q), list(p.seqlens_k)
     q[i], k[i] = n_q, n_k
-    return _with(case, seqlens_q=tuple(q), seqlens_k=tuple(k))
+    yield from _with(case, seqlens_q=tuple(q), seqlens_k=tuple(k))

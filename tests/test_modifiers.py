@@ -363,6 +363,14 @@ def test_what_shrinking_makes_of_an_index_stays_inside(name: str) -> None:
     assert list(simpler(Case(kernel="emulated", problem=Problem(**PLAIN, **part)), ()))
 
 
+def test_shrinking_passes_over_lengths_that_an_index_is_outside_of() -> None:
+    tree = S + load(Captured("of_offset", ("offsets",)), whole(1))
+    case = Case(kernel="emulated", problem=Problem(**{**PLAIN, "seqlens_q": (2,), "seqlens_k": (2,)}, score_mod=to_data(tree)))
+    lengths = {(each.problem.seqlens_q, each.problem.seqlens_k) for each in simpler(case, ()) if each.problem.score_mod}
+    assert lengths >= {((1,), (2,)), ((2,), (1,))}
+    assert ((1,), (1,)) not in lengths
+
+
 def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
     kernel = registry.get("triton.flex")
     plain = pool(all_variants(kernel, "cuda"), 10, 1)
