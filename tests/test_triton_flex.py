@@ -240,6 +240,16 @@ def test_prescaled_is_right_within_its_deviation(rows_safe: bool) -> None:
     assert_right(PRESCALED, inputs_of(problem), config, lse=1e-3)
 
 
+def test_prescaled_takes_no_dims_on_cuda_that_were_wrong_there() -> None:
+    problem = replace(dense(40, 50, dtype="bfloat16"), dim_qk=192, dim_v=128)
+    config = PRESCALED.configs(problem)[0]
+    assert PRESCALED.supports(problem, config, "cpu") is None
+    assert "dim_qk, dim_v=(192, 128)" in (PRESCALED.supports(problem, config, "cuda") or "")
+    assert KERNEL.supports(problem, KERNEL.configs(problem)[0], "cuda") is None
+    of_128 = replace(problem, dim_qk=128)
+    assert PRESCALED.supports(of_128, PRESCALED.configs(of_128)[0], "cuda") is None
+
+
 def test_fulfils_the_contract() -> None:
     problem = dense(40, 50, dtype="float16")
     for kernel in (KERNEL, PRESCALED, TF32):

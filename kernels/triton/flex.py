@@ -55,6 +55,8 @@ _PRESCALED: Final = replace(
     captured_gradients=False,
     deviations=Deviations(prescaled_q=True),
 )
+_PRESCALED_ON_CUDA: Final = 128
+"""Dims beyond gave a wrong dK and an illegal access on an H200 (192/128, bfloat16, strided inputs); why is not known."""
 _TF32: Final = replace(_CAPABILITIES, dtypes=("float32",), devices=("cuda",), deviations=Deviations(tf32_on=("cuda",)))
 
 
@@ -124,6 +126,9 @@ class TritonFlex:
         reason = why_unsupported(self.capabilities, problem, device)
         if reason is None and config not in self.configs(problem):
             reason = f"config={config!r}: not among configs(problem)"
+        dims = problem.dim_qk, problem.dim_v
+        if reason is None and device == "cuda" and self.prescaled and max(dims) > _PRESCALED_ON_CUDA:
+            reason = f"dim_qk, dim_v={dims}: machine code of more than {_PRESCALED_ON_CUDA} was wrong here; use triton.flex"
         return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
