@@ -78,7 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     shared_limit: int
     tensor_core: str | None = None
     races: list[str] | None = None
-    """What the compiler's race check reports; None: it has none."""
+    """Races that the compiler reports, or that its output shows; None: not looked for."""
     error: str | None = None
     dtype: str = ""
     dims: tuple[int, int] = (0, 0)

@@ -30,7 +30,7 @@ _HOST_PRODUCTS, _HOST_ELEMENTS = 1 << 18, 1 << 15
 class Truth:
     """Expected value and allowed error of one output over the whole batch, float64, heads first: (heads, tokens[, dim]).
 
-    Where `allowed` is infinite, nothing is judged: dS may exceed the dtype's range there, or a score be hidden or not.
+    Where `allowed` is infinite, nothing is judged: dS may exceed the dtype's range there, or mask_mod is in doubt.
     """
 
     expected: torch.Tensor
@@ -97,12 +97,17 @@ class Truths(dict[OutputName, Truth]):
         self.budgets = found
         form = Format.of(self._inputs.problem.dtype)
         for name in self._inputs.problem.needs.outputs:
-            doubted = found.doubted.get(name, 0)
             if name == "lse":
                 allowed = found.lse / (_LOG_2 if self._deviations.lse_base2 else 1.0)
-                self[name] = Truth(expected[name], allowed, doubted=doubted)
+                self[name] = Truth(expected[name], allowed, doubted=_left_out(allowed, found))
             else:
-                self[name] = Truth(expected[name], found.outputs[name].allowed, found.outputs[name], form, doubted)
+                allowed = found.outputs[name].allowed
+                self[name] = Truth(expected[name], allowed, found.outputs[name], form, _left_out(allowed, found))
+
+
+def _left_out(allowed: torch.Tensor, found: Budgets) -> int:
+    """Elements that are not judged where a mask is in doubt, whether by the doubt itself or by what follows of it."""
+    return int(torch.isinf(allowed).sum()) if any(found.doubted.values()) else 0
 
 
 class HeadTruths(dict[OutputName, Truth]):

@@ -34,7 +34,7 @@ class MachineCode:
     dynamic_shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes of shared memory that a launch asks for, by entry function."""
     races: tuple[str, ...] | None = None
-    """What the compiler's race check reports; None: it has none, or was not asked."""
+    """Races that the compiler reports, or that its output shows; None: not looked for."""
     refused: str | None = None
     """Why the backend will not launch it, in its own words; None: it will, as far as is known."""
 

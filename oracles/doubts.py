@@ -20,8 +20,8 @@ __all__ = ["Doubt", "Doubts"]
 
 _ROUNDED = 1.02
 """What is moved is rounded on its way as well: by at most u = 2^-8 each of two times."""
-_MOST = 2.0**13
-"""Where scores in doubt count for more than this times the certain ones, P of a backward may be beyond what float16 holds."""
+_MOST = 16.0
+"""Where scores in doubt count for more than this times the certain ones, what they may move is too wide to judge by."""
 _HUGE = 80.0
 
 

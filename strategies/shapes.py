@@ -79,7 +79,7 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
     """`variants`, each with modifiers of its own where `kernel` has any, the first without: at least MODIFIED of them.
 
     A variant may be one that does not take all modifiers, as a Config for rows that always see a key takes no mask: those
-    go to the next one that does.
+    go to the next one that does. What then has none comes without any, at the end; what no variant takes is left out.
     """
     can = kernel.capabilities
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
@@ -91,7 +91,8 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
         start = i % len(variants)
         offered = (replace(each, modifiers=chosen) for each in (*variants[start:], *variants[:start]))
         found += islice((each for each in offered if kernel.supports(each.problem(can), each.config, device) is None), 1)
-    return tuple(found)
+    given = {replace(each, modifiers=None) for each in found}
+    return (*found, *(replace(each, modifiers=()) for each in variants if each not in given))
 
 
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:

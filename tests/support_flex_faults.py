@@ -118,7 +118,7 @@ FAULTS = (
         "diagonal masked",
         dense(70, 70, causal="bottom_right"),
         "o lse dq dk dv",
-        Edit("<= (high - low).to(tl.uint32)", "<= (high - 1 - low).to(tl.uint32)"),
+        Edit("tl.sub(high, low,", "tl.sub(high - 1, low,"),
         only=False,
     ),
     _fault(

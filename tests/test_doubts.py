@@ -200,7 +200,7 @@ def fault(
 
 
 _MASKED = "seen = seen & MASK(b, h, _within(q_idx, sizes[3], EVEN_Q), _within(kv_idx"
-_OF_QUERIES = "queries_partial_count, queries_partial, queries_full_count, queries_full, tensors,\n            b, kv_head"
+_OF_QUERIES = "queries_masked, queries_count, queries, tensors,\n            b, kv_head"
 FAULTS = (
     (
         fault("lse in base 2", TIES, Edit("(row_max + tl.math.log2(row_sum)) * LN_2", "(row_max + tl.math.log2(row_sum))", 2)),
@@ -208,7 +208,7 @@ FAULTS = (
     ),
     (fault("no dlse", TIES, Edit("row_delta -= tl.load(d_lse", "row_delta -= 0.0 * tl.load(d_lse")), "dq"),
     (fault("mask of the next key", FEW, Edit(_MASKED, f"{_MASKED} + 1")), "o lse dq dk dv"),
-    (fault("lists", TIES, Edit(_OF_QUERIES, _OF_QUERIES.replace("queries_", "keys_")), lengths=(128, 128)), "dk dv"),
+    (fault("lists", TIES, Edit(_OF_QUERIES, _OF_QUERIES.replace("queries", "keys")), lengths=(128, 128)), "dk dv"),
     (
         fault(
             "full where some are seen",

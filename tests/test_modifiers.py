@@ -393,9 +393,10 @@ def test_a_variant_is_given_no_modifiers_that_its_config_does_not_take(name: str
     kernel = registry.get(name)
     plain = pool(all_variants(kernel, "cuda"), 10, seed)
     found = modified(plain, kernel, "cuda", seed)
-    assert len(found) == MODIFIED
+    assert len(found) >= MODIFIED
     refused = [kernel.supports(each.problem(kernel.capabilities), each.config, "cuda") for each in found]
-    assert refused == [None] * MODIFIED
+    assert refused == [None] * len(found)
+    assert {replace(each, modifiers=None) for each in found} == set(plain)
 
 
 def test_drawn_and_simpler_cases_keep_to_those_modifiers() -> None:

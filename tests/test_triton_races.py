@@ -38,6 +38,15 @@ def test_a_product_under_way(read: str) -> None:
     assert overwritten(loop(read=read, wait="%w = ttng.warp_group_dot_wait %dk {pendings = 1 : i32}")) == FOUND
 
 
+@pytest.mark.parametrize(("wait", "told"), [("", FOUND), ("%w = ttng.warp_group_dot_wait %dk {pendings = 0 : i32}", ())])
+def test_a_product_of_the_turn_before(wait: str, told: tuple[str, ...]) -> None:
+    lines = loop(wait=wait).strip().splitlines()
+    before, begin, product, copy = lines[:3], lines[3], lines[4:8], lines[8:10]
+    assert " scf.for " in begin
+    assert overwritten("\n".join([*before, begin, *copy, *product, "}"])) == told
+    assert overwritten("\n".join([*before, *copy, *product])) == ()
+
+
 def test_what_is_waited_for_has_two_buffers_or_reads_another_tile() -> None:
     assert overwritten(loop(wait="%w:2 = ttng.warp_group_dot_wait %dk, %at_2 {pendings = 0 : i32}")) == ()
     assert overwritten(loop(buffers=2)) == ()

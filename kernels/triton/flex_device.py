@@ -114,8 +114,9 @@ def _seen(
 ):  # fmt: skip
     """Which scores of a partial block count: bool, of the shape to which q_idx and kv_idx broadcast."""
     if BAND:
-        # low <= offset <= high, in one comparison: what lies below wraps around.
-        seen = (kv_idx - (q_idx + low)).to(tl.uint32) <= (high - low).to(tl.uint32)
+        # low <= offset <= high, in one comparison: what lies below wraps around, and so may the sums.
+        above_low = tl.sub(kv_idx, tl.add(q_idx, low, sanitize_overflow=False), sanitize_overflow=False)
+        seen = above_low.to(tl.uint32) <= tl.sub(high, low, sanitize_overflow=False).to(tl.uint32)
         if not (EVEN_Q and EVEN_K):
             seen = seen & ((q_idx < sizes[3]) & (kv_idx < sizes[4]))
     else:

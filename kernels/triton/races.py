@@ -20,13 +20,27 @@ _WAIT = re.compile(r"ttng\.warp_group_dot_wait .*pendings = 0")
 _NAME = re.compile(r"%\w+")
 
 
+def _twice(lines: list[str]) -> list[str]:
+    """The body of each loop two times: what a turn begins, the next one meets."""
+    found: list[str] = []
+    loops: list[tuple[str, int]] = []
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        if " scf.for " in line and line.rstrip().split(" loc(")[0].endswith("{"):
+            loops.append((indent, len(found) + 1))
+        elif loops and line.startswith(loops[-1][0] + "}"):
+            found += found[loops.pop()[1] :]
+        found.append(line)
+    return found
+
+
 def overwritten(ttgir: str) -> tuple[str, ...]:
     """What is copied into a tile of one buffer while a product that reads it may be under way, each in a sentence.
 
     Args:
         ttgir: the kernel after Triton's passes for the GPU, as text.
     """
-    lines = ttgir.splitlines()
+    lines = _twice(ttgir.splitlines())
     buffer: dict[str, str] = {}
     for line in lines:
         if found := _ONE_BUFFER.search(line):
