@@ -36,18 +36,20 @@ def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
             told = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
             message = f"{title} is {told} where {shape} {torch.float32} is expected"
             found.append(Failure(kernel=kernel, kind="contract", check=check, message=message))
-        elif failure := _beyond(kernel, check, title, got, expected.captured[tensor.name]):
+        elif failure := _beyond(
+            kernel, check, title, got, expected.captured[tensor.name], any(expected.budgets.doubted.values())
+        ):
             found.append(failure)
     return found
 
 
-def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth) -> Failure | None:
+def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth, in_doubt: bool) -> Failure | None:
     """The Failure of a gradient with elements outside their intervals, at its worst one."""
     got = got.to(true.expected.device).double()
     allowed = true.allowed + half_ulp(true.expected, _SINGLE)
     error = (got - true.expected).abs()
-    # Where a row's scores are lost, or its mask is in doubt and nothing bounds what that does, nothing is judged.
-    wrong = ~((error <= allowed) | (allowed == torch.inf))
+    # Where scores are lost nothing is judged, but NaN is wrong, unless a mask is in doubt and nothing bounds what that does.
+    wrong = ~((error <= allowed) | (allowed == torch.inf)) if in_doubt else ~(error <= allowed)
     if not wrong.any():
         return None
     broken = wrong & ~torch.isfinite(got)
