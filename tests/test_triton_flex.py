@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,8 @@ from attnfuzz.kernels.expressions import (
 )
 from attnfuzz.kernels.modifiers import MASKS, SCORES, alibi, bias, causal, documents, relative_bias, sliding_window, softcap
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs
-from attnfuzz.kernels.triton import runtime
+from attnfuzz.kernels.triton import flex, runtime
+from attnfuzz.kernels.triton.assembler import ptxas_version
 from attnfuzz.kernels.triton.flex import KERNEL, PRESCALED, TF32
 
 if TYPE_CHECKING:
@@ -240,14 +242,39 @@ def test_prescaled_is_right_within_its_deviation(rows_safe: bool) -> None:
     assert_right(PRESCALED, inputs_of(problem), config, lse=1e-3)
 
 
-def test_prescaled_takes_no_dims_on_cuda_that_were_wrong_there() -> None:
-    problem = replace(dense(40, 50, dtype="bfloat16"), dim_qk=192, dim_v=128)
-    config = PRESCALED.configs(problem)[0]
-    assert PRESCALED.supports(problem, config, "cpu") is None
-    assert "dim_qk, dim_v=(192, 128)" in (PRESCALED.supports(problem, config, "cuda") or "")
-    assert KERNEL.supports(problem, KERNEL.configs(problem)[0], "cuda") is None
-    of_128 = replace(problem, dim_qk=128)
+@pytest.mark.parametrize(
+    ("version", "told"), [((12, 8), "ptxas 12.8 makes wrong code"), (None, "is not known"), ((12, 9), None), ((13, 0), None)]
+)
+def test_prescaled_takes_dims_beyond_128_only_from_a_ptxas_that_gets_them_right(
+    version: tuple[int, int] | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "ptxas_version", lambda: version)
+    for dims in ((192, 128), (128, 192)):
+        problem = replace(dense(40, 50, dtype="bfloat16"), dim_qk=dims[0], dim_v=dims[1])
+        config = PRESCALED.configs(problem)[0]
+        reason = PRESCALED.supports(problem, config, "cuda")
+        assert reason is None if told is None else f"dim_qk, dim_v={dims}: " in (reason or "") and told in (reason or "")
+        assert PRESCALED.supports(problem, config, "cpu") is None
+        assert KERNEL.supports(problem, KERNEL.configs(problem)[0], "cuda") is None
+    of_128 = replace(problem, dim_v=128)
     assert PRESCALED.supports(of_128, PRESCALED.configs(of_128)[0], "cuda") is None
+
+
+@interpreted
+def test_the_ptxas_that_triton_would_use_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 99.7, V99.7.1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
+    assert ptxas_version() == (99, 7)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "none"))
+    fallen_back = ptxas_version()
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    assert fallen_back == ptxas_version() != (99, 7)
+    # Triton says the same of itself.
+    runtime.load("cpu")
+    knobs = importlib.import_module("triton.knobs")
+    assert ".".join(map(str, ptxas_version() or ())) == knobs.nvidia.ptxas.version
 
 
 def test_fulfils_the_contract() -> None:

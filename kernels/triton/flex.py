@@ -18,6 +18,7 @@ from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, 
 from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem, reject
 from attnfuzz.kernels.triton import lower, runtime
+from attnfuzz.kernels.triton.assembler import ptxas_version
 from attnfuzz.kernels.triton.flex_built import BuiltFlex, banded, even, strided
 from attnfuzz.kernels.triton.flex_configs import configs_for
 
@@ -55,8 +56,9 @@ _PRESCALED: Final = replace(
     captured_gradients=False,
     deviations=Deviations(prescaled_q=True),
 )
-_PRESCALED_ON_CUDA: Final = 128
-"""Dims beyond gave a wrong dK and an illegal access on an H200 (192/128, bfloat16, strided inputs); why is not known."""
+_PRESCALED_DIMS: Final = 128
+_PRESCALED_PTXAS: Final = (12, 9)
+"""Dims beyond need a ptxas so new: 12.8 makes descriptors of products there from registers that hold something else."""
 _TF32: Final = replace(_CAPABILITIES, dtypes=("float32",), devices=("cuda",), deviations=Deviations(tf32_on=("cuda",)))
 
 
@@ -126,9 +128,8 @@ class TritonFlex:
         reason = why_unsupported(self.capabilities, problem, device)
         if reason is None and config not in self.configs(problem):
             reason = f"config={config!r}: not among configs(problem)"
-        dims = problem.dim_qk, problem.dim_v
-        if reason is None and device == "cuda" and self.prescaled and max(dims) > _PRESCALED_ON_CUDA:
-            reason = f"dim_qk, dim_v={dims}: machine code of more than {_PRESCALED_ON_CUDA} was wrong here; use triton.flex"
+        if reason is None and device == "cuda" and self.prescaled:
+            reason = _miscompiled(problem.dim_qk, problem.dim_v)
         return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
@@ -186,6 +187,16 @@ class TritonFlex:
         if self._modules is None:
             self._modules = (self._device_code(), self._masks())
         return BuiltFlex(*self._modules, problem, config, prescaled=self.prescaled, precision=self.precision)
+
+
+def _miscompiled(*dims: int) -> str | None:
+    """Why the ptxas at hand must not assemble the prescaled backward of these dims, or None."""
+    if max(dims) <= _PRESCALED_DIMS or ((version := ptxas_version()) and version >= _PRESCALED_PTXAS):
+        return None
+    here = "what ptxas Triton uses is not known" if version is None else "ptxas {}.{} makes wrong code of them".format(*version)
+    needed = "{}.{}".format(*_PRESCALED_PTXAS)
+    remedy = f"set TRITON_PTXAS_PATH to one of {needed} or newer, such as Triton's own ptxas-blackwell, or use triton.flex"
+    return f"dim_qk, dim_v={dims}: {here}; {remedy}"
 
 
 KERNEL: Final = TritonFlex()
