@@ -243,21 +243,23 @@ def test_prescaled_is_right_within_its_deviation(rows_safe: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "told"), [((12, 8), "ptxas 12.8 makes wrong code"), (None, "is not known"), ((12, 9), None), ((13, 0), None)]
+    ("version", "told"),
+    [
+        ((12, 8), "ptxas 12.8 makes wrong code of it: set TRITON_PTXAS_PATH"),
+        (None, "is not known"),
+        ((12, 9), None),
+        ((13, 0), None),
+    ],
 )
-def test_prescaled_takes_dims_beyond_128_only_from_a_ptxas_that_gets_them_right(
+def test_prescaled_needs_a_ptxas_that_gets_it_right(
     version: tuple[int, int] | None, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "ptxas_version", lambda: version)
-    for dims in ((192, 128), (128, 192)):
-        problem = replace(dense(40, 50, dtype="bfloat16"), dim_qk=dims[0], dim_v=dims[1])
-        config = PRESCALED.configs(problem)[0]
-        reason = PRESCALED.supports(problem, config, "cuda")
-        assert reason is None if told is None else f"dim_qk, dim_v={dims}: " in (reason or "") and told in (reason or "")
-        assert PRESCALED.supports(problem, config, "cpu") is None
-        assert KERNEL.supports(problem, KERNEL.configs(problem)[0], "cuda") is None
-    of_128 = replace(problem, dim_v=128)
-    assert PRESCALED.supports(of_128, PRESCALED.configs(of_128)[0], "cuda") is None
+    monkeypatch.setattr(runtime, "unavailable", lambda _: None)
+    for kernel, expected in ((PRESCALED, told), (KERNEL, None), (TF32, None)):
+        for reason in (kernel.unavailable("cuda"), kernel.cannot_lower()):
+            assert reason is None if expected is None else expected in (reason or "")
+        assert kernel.unavailable("cpu") is None
 
 
 @interpreted

@@ -56,9 +56,8 @@ _PRESCALED: Final = replace(
     captured_gradients=False,
     deviations=Deviations(prescaled_q=True),
 )
-_PRESCALED_DIMS: Final = 128
 _PRESCALED_PTXAS: Final = (12, 9)
-"""Dims beyond need a ptxas so new: 12.8 makes descriptors of products there from registers that hold something else."""
+"""What is prescaled needs a ptxas so new: 12.8 makes descriptors of products in its backward from registers without addresses."""
 _TF32: Final = replace(_CAPABILITIES, dtypes=("float32",), devices=("cuda",), deviations=Deviations(tf32_on=("cuda",)))
 
 
@@ -120,16 +119,14 @@ class TritonFlex:
         return configs_for(problem, tf32=self.precision == "tf32", prescaled=self.prescaled)
 
     def unavailable(self, device: Device) -> str | None:
-        """A missing package or CUDA device, or None."""
-        return runtime.unavailable(device)
+        """A missing package or CUDA device, an assembler that gets the code wrong, or None."""
+        return runtime.unavailable(device) or (self._miscompiled() if device == "cuda" else None)
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """Why not, or None."""
         reason = why_unsupported(self.capabilities, problem, device)
         if reason is None and config not in self.configs(problem):
             reason = f"config={config!r}: not among configs(problem)"
-        if reason is None and device == "cuda" and self.prescaled:
-            reason = _miscompiled(problem.dim_qk, problem.dim_v)
         return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
@@ -175,28 +172,28 @@ class TritonFlex:
         return self._built[key]
 
     def cannot_lower(self) -> str | None:
-        """The package that is missing, or None."""
-        return lower.cannot_lower()
+        """The package that is missing, an assembler that gets the code wrong, or None."""
+        return lower.cannot_lower() or self._miscompiled()
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
         """Everything that `build` compiles on CUDA."""
         return lower.units(self._made(problem, config, "cuda").calls(), arch)
+
+    def _miscompiled(self) -> str | None:
+        """Why the ptxas at hand must not assemble this, or None."""
+        if not self.prescaled or ((version := ptxas_version()) and version >= _PRESCALED_PTXAS):
+            return None
+        here = (
+            "which ptxas Triton uses is not known" if version is None else "ptxas {}.{} makes wrong code of it".format(*version)
+        )
+        needed = "{}.{}".format(*_PRESCALED_PTXAS)
+        return f"{here}: set TRITON_PTXAS_PATH to one of {needed} or newer (Triton's ptxas-blackwell is), or use triton.flex"
 
     def _made(self, problem: Problem, config: Config, device: Device) -> BuiltFlex:
         runtime.load(device)
         if self._modules is None:
             self._modules = (self._device_code(), self._masks())
         return BuiltFlex(*self._modules, problem, config, prescaled=self.prescaled, precision=self.precision)
-
-
-def _miscompiled(*dims: int) -> str | None:
-    """Why the ptxas at hand must not assemble the prescaled backward of these dims, or None."""
-    if max(dims) <= _PRESCALED_DIMS or ((version := ptxas_version()) and version >= _PRESCALED_PTXAS):
-        return None
-    here = "what ptxas Triton uses is not known" if version is None else "ptxas {}.{} makes wrong code of them".format(*version)
-    needed = "{}.{}".format(*_PRESCALED_PTXAS)
-    remedy = f"set TRITON_PTXAS_PATH to one of {needed} or newer, such as Triton's own ptxas-blackwell, or use triton.flex"
-    return f"dim_qk, dim_v={dims}: {here}; {remedy}"
 
 
 KERNEL: Final = TritonFlex()
