@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from attnfuzz.harness.compiling_figures import Figures, figures_of
+from attnfuzz.harness.compiling_figures import Figures, disassembled, figures_of
 from attnfuzz.harness.compiling_words import cut
+from attnfuzz.harness.descriptors import astray
 from attnfuzz.harness.raised import may_catch, this_is_a_child, told
 from attnfuzz.harness.shipping import unpacked
 from attnfuzz.kernels import cache
@@ -27,7 +28,7 @@ __all__ = ["AT", "Lowered", "lower"]
 
 AT = "attnfuzz compiles "
 """Before the name of the function that is being compiled, in what the child prints: should it die, that is known."""
-_FORMAT = 1
+_FORMAT = 2
 """Of what is kept in the cache."""
 
 
@@ -104,7 +105,11 @@ def _compiled(unit: Unit, done: tuple[Any, float] | None) -> Lowered:
     start = time.perf_counter()
     code, seconds = done or (unit.compile(), 0.0)
     seconds = seconds or time.perf_counter() - start
-    return Lowered(function=unit.function, seconds=seconds, figures=figures_of(code), races=code.races, error=code.refused)
+    sass = disassembled(code.cubin)
+    error = code.refused or "\n".join(astray(sass)) or None
+    return Lowered(
+        function=unit.function, seconds=seconds, figures=figures_of(code, sass), races=code.races, error=error and cut(error)
+    )
 
 
 @contextmanager

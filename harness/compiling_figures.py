@@ -16,7 +16,7 @@ import msgspec
 from attnfuzz.kernels.lowering import MachineCode
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["PATHS", "Figures", "disassembler", "figures_of", "rank"]
+__all__ = ["PATHS", "Figures", "disassembled", "disassembler", "figures_of", "rank"]
 
 PATHS = ("mma", "wgmma", "tcgen05")
 """How a product can reach the tensor cores, the slowest first."""
@@ -45,11 +45,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """ "wgmma", "mma", ...; several joined by +; None: none."""
 
 
-def figures_of(code: MachineCode) -> Figures:
-    """Read them off the machine code and off what ptxas says.
+def figures_of(code: MachineCode, sass: str) -> Figures:
+    """Read them off the machine code, `sass` as `disassembled` gives it, and off what ptxas says.
 
     Raises:
-        BadArgument: there is no disassembler, or ptxas says nothing of what is needed.
+        BadArgument: ptxas says nothing of what is needed.
     """
     log = code.log()
     entries = tuple(_entries(log))
@@ -59,8 +59,25 @@ def figures_of(code: MachineCode) -> Figures:
         registers=max(registers for _, registers, _ in entries),
         spills=sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(log)),
         shared=max(static + code.dynamic_shared.get(name, 0) for name, _, static in entries),
-        tensor_core=_path(_disassembled(code.cubin)),
+        tensor_core=_path(sass),
     )
+
+
+def disassembled(cubin: bytes) -> str:
+    """The machine code as text, with lines of the source where the compiler kept them.
+
+    Raises:
+        BadArgument: there is no disassembler, or it cannot read this.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "code.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run(
+            [disassembler(), "-c", "-g", str(file)], capture_output=True, text=True, errors="replace", check=False
+        )
+    if done.returncode:
+        raise BadArgument(f"nvdisasm: it cannot read the compiler's output ({done.stderr.strip()[:300]}); give it one as new")
+    return done.stdout
 
 
 def rank(tensor_core: str | None) -> int:
@@ -82,16 +99,6 @@ def _entries(log: str) -> Iterator[tuple[str, int, int]]:
 
 def _path(sass: str) -> str | None:
     return "+".join(name for name, instruction in _INSTRUCTIONS.items() if instruction.search(sass)) or None
-
-
-def _disassembled(cubin: bytes) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "code.cubin"
-        file.write_bytes(cubin)
-        done = subprocess.run([disassembler(), "-c", str(file)], capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode:
-        raise BadArgument(f"nvdisasm: it cannot read the compiler's output ({done.stderr.strip()[:300]}); give it one as new")
-    return done.stdout
 
 
 @functools.cache

@@ -87,16 +87,17 @@ def test_kernels_with_machine_code_of_their_own_offer_it() -> None:
     assert lowered == {name for name in registry.names() if name.startswith(("tilelang.", "triton."))}
 
 
-def test_figures_are_the_worst_of_all_entry_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnfuzz.harness.compiling_figures._disassembled", lambda cubin: cubin.decode())
-    sass = b"HGMMA.64x128x16.F32 R24; HMMA.16816.F32 R4; FFMA R1;"
-    found = figures_of(MachineCode(cubin=sass, log=lambda: LOG, dynamic_shared={"first": 1000, "second": 5000}))
+def test_figures_are_the_worst_of_all_entry_functions() -> None:
+    def figures(sass: str, log: str = LOG, **shared: int) -> Any:
+        return figures_of(MachineCode(cubin=b"", log=lambda: log, dynamic_shared=shared), sass)
+
+    found = figures("HGMMA.64x128x16.F32 R24; HMMA.16816.F32 R4; FFMA R1;", first=1000, second=5000)
     assert (found.registers, found.spills, found.shared, found.tensor_core) == (168, 16, 5000, "wgmma+mma")
-    found = figures_of(MachineCode(cubin=b"UTCHMMA gdesc[UR4]", log=lambda: LOG, dynamic_shared={"first": 5000}))
+    found = figures("UTCHMMA gdesc[UR4]", first=5000)
     assert (found.shared, found.tensor_core) == (6024, "tcgen05")
-    assert figures_of(MachineCode(cubin=b"FFMA R1; FADD;", log=lambda: LOG)).tensor_core is None
+    assert figures("FFMA R1; FADD;").tensor_core is None
     with pytest.raises(BadArgument, match="nothing of registers"):
-        figures_of(MachineCode(cubin=b"", log=lambda: "silence"))
+        figures("", "silence")
 
 
 def test_paths_have_an_order() -> None:
