@@ -16,7 +16,6 @@ import msgspec
 
 from attnfuzz.harness.compiling_figures import Figures, disassembled, figures_of
 from attnfuzz.harness.compiling_words import cut
-from attnfuzz.harness.descriptors import astray
 from attnfuzz.harness.raised import may_catch, this_is_a_child, told
 from attnfuzz.harness.shipping import unpacked
 from attnfuzz.kernels import cache
@@ -106,10 +105,8 @@ def _compiled(unit: Unit, done: tuple[Any, float] | None) -> Lowered:
     code, seconds = done or (unit.compile(), 0.0)
     seconds = seconds or time.perf_counter() - start
     sass = disassembled(code.cubin)
-    error = code.refused or "\n".join(astray(sass)) or None
-    return Lowered(
-        function=unit.function, seconds=seconds, figures=figures_of(code, sass), races=code.races, error=error and cut(error)
-    )
+    races = code.races if code.suspects is None else (*(code.races or ()), *code.suspects(sass))
+    return Lowered(function=unit.function, seconds=seconds, figures=figures_of(code, sass), races=races, error=code.refused)
 
 
 @contextmanager

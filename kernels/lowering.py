@@ -35,6 +35,8 @@ class MachineCode:
     """Bytes of shared memory that a launch asks for, by entry function."""
     races: tuple[str, ...] | None = None
     """Races that the compiler reports, or that its output shows; None: not looked for."""
+    suspects: Callable[[str], tuple[str, ...]] | None = None
+    """Looks for wrong code in the disassembly (`nvdisasm -c -g`): what it finds, told with the races; None: nothing looks."""
     refused: str | None = None
     """Why the backend will not launch it, in its own words; None: it will, as far as is known."""
 

@@ -6,16 +6,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attnfuzz.harness import compiling_child
-from attnfuzz.harness.compiling_figures import disassembler
-from attnfuzz.harness.descriptors import astray
-from attnfuzz.harness.effects import descriptors_of, effect_of
-from attnfuzz.harness.sass import Instruction, functions
 from attnfuzz.kernels.lowering import MachineCode
 from attnfuzz.kernels.triton import runtime
+from attnfuzz.kernels.triton.assembler import assembler
+from attnfuzz.kernels.triton.descriptors import astray
+from attnfuzz.kernels.triton.effects import descriptors_of, effect_of, swaps
+from attnfuzz.kernels.triton.sass import Instruction, functions
 
 LOADED = "LDG.E.U16 R11, desc[UR60][R2.64]"
 RIGHT = """
@@ -138,8 +139,35 @@ def test_a_loop_is_followed_round() -> None:
     assert "was loaded at kernel.py:17 (UR11)" in found
 
 
+def test_what_was_known_on_one_way_alone_is_not_known() -> None:
+    """A register that one way sets and the other one changes: both are kept, whichever way is followed last."""
+    begin, _, end = RIGHT.strip().partition("R2UR UR15, R11")
+    for first, second in (("R2UR UR15, R11", "S2UR UR15, SR_CTAID.X"), ("S2UR UR15, SR_CTAID.X", "R2UR UR15, R11")):
+        (found,) = astray(sass(f"{begin}@P3 BRA `(.L_x_1)\n{first}\nBRA `(.L_x_2)\n.L_x_1:\n{second}\n.L_x_2:{end}"))
+        assert "is no constant" in found
+    (found,) = astray(sass(RIGHT.replace("R2UR UR15, R11", "S2UR UR15, SR_CTAID.X\n@P2 R2UR UR15, R11")))
+    assert "is no constant" in found
+
+
+def test_accumulators_are_no_descriptors() -> None:
+    zeros = "\n".join(f"UMOV UR{each}, 0x4" for each in (8, 9, 10, 11))
+    for product in ("HGMMA.64x64x16.F32 R8, gdesc[UR8], RZ, !UPT", "HMMA.16816.F32 R8, R4, R6, RZ"):
+        (found,) = astray(sass(RIGHT.replace("R2UR UR15, R11", f"{zeros}\n{product}\nR2UR UR15, R11")))
+        assert "is no constant (UR11)" in found
+
+
+@pytest.mark.parametrize("between", ["UIADD3 UR11, UR11, 0x1, URZ", "S2UR UR10, SR_CTAID.X"])
+def test_an_exchange_with_a_write_in_between_is_none(between: str) -> None:
+    one, two, three = (f"ULOP3.LUT UR{a}, UR10, UR11, URZ, 0x3c, !UPT" for a in (11, 10, 11))
+    (block,) = (each.blocks[0] for each in functions(sass("\n".join((one, between, two, three)))))
+    assert swaps(block) == {}
+    (block,) = (each.blocks[0] for each in functions(sass("\n".join((one, "NOP", two, three)))))
+    assert swaps(block) == {0: None, 32: None, 48: ("UR11", "UR10")}
+
+
 def test_code_that_goes_nobody_knows_where_is_left_alone() -> None:
-    assert astray(sass(WRONG.replace("WARPGROUP.ARRIVE", "BRX R4 -0x20"))) == ()
+    for jump in ("BRX R4 -0x20", "BRXU UR4 -0x20", "CALL.REL.NOINC `(.L_x_9)"):
+        assert astray(sass(WRONG.replace("WARPGROUP.ARRIVE", jump))) == ()
     assert astray(sass(RIGHT) + "\n" + sass(WRONG, "second")) == astray(sass(WRONG))
     assert astray("") == () == astray(sass("FADD R1, R2, R3\nEXIT"))
     assert [each.name for each in functions(sass(RIGHT) + "\n" + sass("EXIT", "second"))] == ["backward", "second"]
@@ -178,6 +206,13 @@ def test_which_registers_are_descriptors(text: str, expected: tuple[tuple[str, s
         ("STL [R5], R6", None),
         ("LDL R6, [R5+0x10]", ("R6",)),
         ("EXIT", None),
+        ("REDUX.SUM UR4, R2", ("UR4",)),
+        ("RED.E.ADD.STRONG.GPU desc[UR4][R2.64], R5", None),
+        ("HGMMA.64x16x16.F32.BF16 R24, R92, gdesc[UR8], R24, gsb0", tuple(f"R{24 + i}" for i in range(8))),
+        ("HGMMA.64x16x16.F16 R24, R92, gdesc[UR8], R24, gsb0", tuple(f"R{24 + i}" for i in range(4))),
+        ("HMMA.16816.F32 R4, R8, R12, R4", ("R4", "R5", "R6", "R7")),
+        ("UIMAD.WIDE.U32 UR4, UR6, UR7, UR8", ("UR4", "UR5")),
+        ("VOTEU.ANY UR4, UPT, P0", ("UR4",)),
     ],
 )
 def test_what_an_instruction_makes(text: str, targets: tuple[str, ...] | None) -> None:
@@ -188,16 +223,28 @@ def test_what_an_instruction_makes(text: str, targets: tuple[str, ...] | None) -
 class Unit:
     function = "backward"
 
+    def __init__(self, **found: Any) -> None:
+        self.found = found
+
     def compile(self) -> MachineCode:
         log = "ptxas info : Compiling entry function 'f' for 'sm_90a'\nptxas info : Used 10 registers"
-        return MachineCode(cubin=b"", log=lambda: log)
+        return MachineCode(cubin=b"", log=lambda: log, **self.found)
 
 
-def test_a_function_with_wrong_code_did_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, error in ((RIGHT, None), (WRONG, *astray(sass(WRONG)))):
-        monkeypatch.setattr(compiling_child, "disassembled", lambda _, text=text: sass(text))
-        found = compiling_child._compiled(Unit(), None)  # type: ignore[arg-type]
-        assert (found.error, found.figures and found.figures.tensor_core) == (error, "wgmma")
+def test_wrong_code_is_told_with_the_races_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def races(text: str, **found: Any) -> tuple[str, ...] | None:
+        monkeypatch.setattr(compiling_child, "disassembled", lambda _: sass(text))
+        lowered = compiling_child._compiled(Unit(**found), None)
+        assert (lowered.error, lowered.figures and lowered.figures.tensor_core) == (found.get("refused"), "wgmma")
+        return lowered.races
+
+    told = astray(sass(WRONG))
+    assert len(told) == 1
+    assert races(RIGHT, suspects=astray) == ()
+    assert races(WRONG, suspects=astray) == told
+    assert races(WRONG, suspects=astray, races=("another",), refused="too large") == ("another", *told)
+    assert races(WRONG, races=("another",)) == ("another",)
+    assert races(WRONG) is None
 
 
 @pytest.mark.skipif(runtime.unavailable("cpu") is not None, reason="needs Triton")
@@ -206,8 +253,7 @@ def test_in_real_machine_code_what_is_planted_is_found_and_nothing_else() -> Non
     script = Path(__file__).with_name("support_triton_sass.py")
     done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    release = re.search(r"release (\d+)\.(\d+)", ptxas_says())
-    if release and (int(release[1]), int(release[2])) < (12, 9):
+    if (found := assembler(90)) and found[1] < (12, 9):
         assert astray(done.stdout)
         pytest.skip("this ptxas gets it wrong by itself")
     assert astray(done.stdout) == ()
@@ -219,8 +265,3 @@ def test_in_real_machine_code_what_is_planted_is_found_and_nothing_else() -> Non
         told = astray("\n".join([*lines[:i], changed, *lines[i + 1 :]]))
         assert told
         assert all(re.match(r"flex_device\.py:\d+: a product's .* is no constant", each) for each in told), lines[i]
-
-
-def ptxas_says() -> str:
-    ptxas = Path(disassembler()).with_name("ptxas")
-    return subprocess.run([str(ptxas), "--version"], capture_output=True, text=True, check=False).stdout

@@ -18,7 +18,7 @@ from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, 
 from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem, reject
 from attnfuzz.kernels.triton import lower, runtime
-from attnfuzz.kernels.triton.assembler import ptxas_version
+from attnfuzz.kernels.triton.assembler import assembler
 from attnfuzz.kernels.triton.flex_built import BuiltFlex, banded, even, strided
 from attnfuzz.kernels.triton.flex_configs import configs_for
 
@@ -58,6 +58,8 @@ _PRESCALED: Final = replace(
 )
 _PRESCALED_PTXAS: Final = (12, 9)
 """What is prescaled needs a ptxas so new: 12.8 makes descriptors of products in its backward from registers without addresses."""
+_HOPPER: Final = 9
+"""Major compute capability of the GPUs with such products."""
 _TF32: Final = replace(_CAPABILITIES, dtypes=("float32",), devices=("cuda",), deviations=Deviations(tf32_on=("cuda",)))
 
 
@@ -172,20 +174,21 @@ class TritonFlex:
         return self._built[key]
 
     def cannot_lower(self) -> str | None:
-        """The package that is missing, an assembler that gets the code wrong, or None."""
-        return lower.cannot_lower() or self._miscompiled()
+        """The package that is missing, or None."""
+        return lower.cannot_lower()
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
         """Everything that `build` compiles on CUDA."""
         return lower.units(self._made(problem, config, "cuda").calls(), arch)
 
     def _miscompiled(self) -> str | None:
-        """Why the ptxas at hand must not assemble this, or None."""
-        if not self.prescaled or ((version := ptxas_version()) and version >= _PRESCALED_PTXAS):
+        """Why the ptxas at hand must not assemble this for the GPU at hand, or None."""
+        if not self.prescaled:
             return None
-        here = (
-            "which ptxas Triton uses is not known" if version is None else "ptxas {}.{} makes wrong code of it".format(*version)
-        )
+        capability, version = assembler() or (0, None)
+        if capability and (capability // 10 != _HOPPER or (version and version >= _PRESCALED_PTXAS)):
+            return None
+        here = "ptxas {}.{} makes wrong code of it".format(*version) if version else "which ptxas Triton uses is not known"
         needed = "{}.{}".format(*_PRESCALED_PTXAS)
         return f"{here}: set TRITON_PTXAS_PATH to one of {needed} or newer (Triton's ptxas-blackwell is), or use triton.flex"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import Config, Gradients, Inputs
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.triton.flex_configs import padded
 from attnfuzz.kernels.triton.lower import Call
 from attnfuzz.kernels.triton.printer import load_source, source, taking_gradients
 
@@ -64,7 +65,7 @@ class BuiltFlex:
             )
         }  # fmt: skip
         shape: dict[str, Any] = {
-            "DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": _padded(problem.dim_qk), "PAD_V": _padded(problem.dim_v),
+            "DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": padded(problem.dim_qk), "PAD_V": padded(problem.dim_v),
         }  # fmt: skip
         common: dict[str, Any] = {
             **shape, **dict.fromkeys(("EVEN_Q", "EVEN_K"), even(problem, config)), "BAND": banded(problem),
@@ -302,11 +303,6 @@ def even(problem: Problem, config: Config) -> bool:
     """Whether queries and keys are whole blocks, both: there are two variants, not four."""
     block = config.integer("block")
     return problem.seqlens_q[0] % block == problem.seqlens_k[0] % block == 0
-
-
-def _padded(dim: int) -> int:
-    """The next power of two, at least 16: what the dot products take."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _tiles(length: int, tile: int) -> int:

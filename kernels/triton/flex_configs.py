@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.derivative import by_score
+from attnfuzz.kernels.expressions import Data, Expression, parse, to_data
 from attnfuzz.kernels.problem import Problem
 
-__all__ = ["configs_for"]
+__all__ = ["configs_for", "padded", "shared"]
+
+_SHARED: Final = 227 * 1024
+"""Bytes that a block has on sm_90."""
+_BESIDES: Final = 1024
+"""Bytes for LSE and Delta."""
 
 
 def _config(
@@ -69,18 +77,64 @@ _TF32: Final = (
 
 def configs_for(problem: Problem, *, tf32: bool, prescaled: bool) -> tuple[Config, ...]:
     """Those for a problem, the default first; what is prescaled may also leave out the guard of rows without keys."""
+    found = _by_dims(problem, tf32=tf32)
+    if prescaled and _rows_safe(problem):
+        found += tuple(Config(each, rows_safe=True) for each in (found[0], _HALF[1]))
+    loads = _tile_loads(problem.score_mod, problem.mask_mod)
+    if any(loads):
+        found = tuple(each for each in found if shared(problem, each, loads) <= _SHARED) or (
+            min(found, key=lambda each: shared(problem, each, loads)),
+        )
+    return found
+
+
+def shared(problem: Problem, config: Config, loads: tuple[int, int]) -> int:
+    """Bytes of shared memory that Triton (3.6 to 3.9) lays out, at most: tiles that stay, tiles on their way, and what is loaded.
+
+    Args:
+        problem: its dims and dtype count.
+        config: tiles and stages.
+        loads: of captured tensors, a value for each score of a tile, in forward and backward; Triton copies them ahead as well.
+    """
+    size = 4 if problem.dtype == "float32" else 2
+    qk, v = padded(problem.dim_qk) * size, padded(problem.dim_v) * size
+    integer = config.integer
+    stages, back_stages = integer("num_stages"), integer("back_stages")
+    scores = 4 * integer("tile_m") * integer("tile_n")
+    forward = integer("tile_m") * qk + stages * integer("tile_n") * (qk + v) + max(0, stages - 1) * loads[0] * scores
+    roles = ((integer("dq_tile_m"), integer("dq_tile_n")), (integer("dkv_tile_n"), integer("dkv_tile_m")))
+    backward = max((m + back_stages * n) * (qk + v) + back_stages * loads[1] * 4 * m * n for m, n in roles)
+    return max(forward, backward) + _BESIDES
+
+
+def padded(dim: int) -> int:
+    """The next power of two, at least 16: what the dot products take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _by_dims(problem: Problem, *, tf32: bool) -> tuple[Config, ...]:
     small = max(problem.dim_qk, problem.dim_v) <= 128
     if problem.dtype == "float32":
         if tf32:
             return _TF32 if small else _TF32[:1]
         return _SINGLE if small else _SINGLE_BEYOND_128
-    found: tuple[Config, ...] = _HALF
-    if small:
-        fastest = (_FASTEST_TO_128, _SPARSE_TO_128)
-        found = (*(reversed(fastest) if _sparse(problem) else fastest), *_HALF, *_HALF_TO_128)
-    if prescaled and _rows_safe(problem):
-        found += tuple(Config(each, rows_safe=True) for each in (found[0], _HALF[1]))
-    return found
+    if not small:
+        return _HALF
+    fastest = (_FASTEST_TO_128, _SPARSE_TO_128)
+    return (*(reversed(fastest) if _sparse(problem) else fastest), *_HALF, *_HALF_TO_128)
+
+
+@lru_cache(maxsize=1024)
+def _tile_loads(score: Data | None, mask: Data | None) -> tuple[int, int]:
+    """Loads of captured tensors that hang on the query and on the key, in forward and backward: there the slope's besides."""
+    tree = None if score is None else parse(score)
+    forward = _loads(tree) | _loads(None if mask is None else parse(mask))
+    return len(forward), len(forward) + len(_loads(None if tree is None else by_score(tree)))
+
+
+def _loads(tree: Expression | None) -> set[Data]:
+    nodes = () if tree is None else tree.walk()
+    return {to_data(each) for each in nodes if each.op == "load" and {"q_idx", "kv_idx"} <= {x.op for x in each.walk()}}
 
 
 def _sparse(problem: Problem) -> bool:

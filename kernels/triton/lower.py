@@ -14,6 +14,7 @@ from typing import Any
 from attnfuzz.kernels.compiler_output import captured
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.lowering import MachineCode, Unit, capability, shared_limit
+from attnfuzz.kernels.triton.descriptors import astray
 from attnfuzz.kernels.triton.races import overwritten
 
 __all__ = ["Call", "cannot_lower", "compile_now", "units"]
@@ -41,13 +42,27 @@ def compile_now(calls: Iterable[Call]) -> None:
     """Compile for this machine's GPU.
 
     Raises:
-        BuildError: with the compiler's text.
+        BuildError: with the compiler's text, or with what Triton would say at the first launch, if no block can have so much
+            shared memory.
     """
     try:
         for each in calls:
-            each.compile()
+            _fits(each.compile())
     except Exception as error:  # Triton raises a dozen unrelated types
         raise BuildError(f"{type(error).__name__}: {error}") from error
+
+
+def _fits(kernel: Any) -> None:
+    driver = importlib.import_module("triton.runtime.driver").driver.active
+    limit = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    if kernel.metadata.shared > limit:
+        raise _out_of_shared(kernel.metadata.shared, limit)
+
+
+def _out_of_shared(shared: int, limit: int) -> Exception:
+    """Triton's own error."""
+    error: Exception = importlib.import_module("triton.runtime.errors").OutOfResources(shared, limit, "shared memory")
+    return error
 
 
 def cannot_lower() -> str | None:
@@ -89,14 +104,14 @@ class _Unit:
         shared, limit = int(kernel.metadata.shared), shared_limit(self.arch)
         refused = None
         if shared > limit:
-            errors = importlib.import_module("triton.runtime.errors")
-            refused = str(errors.OutOfResources(shared, limit, "shared memory"))
-        log = said.getvalue()
+            refused = str(_out_of_shared(shared, limit))
+        log, hopper = said.getvalue(), capability(self.arch) // 10 == 9
         return MachineCode(
             cubin=kernel.asm["cubin"],
             log=lambda: log if _TALKS in log else _assembled(kernel, capability(self.arch)),
             dynamic_shared={kernel.metadata.name: shared},
-            races=overwritten(kernel.asm["ttgir"]) if capability(self.arch) // 10 == 9 else None,
+            races=overwritten(kernel.asm["ttgir"]) if hopper else None,
+            suspects=astray if hopper else None,
             refused=refused,
         )
 

@@ -16,10 +16,11 @@ from typing import Any
 from attnfuzz.kernels.contract import BuildError, Device
 from attnfuzz.kernels.problem import reject
 
-__all__ = ["compile_counts", "load", "mode", "unavailable"]
+__all__ = ["VARIABLE", "compile_counts", "load", "mode", "unavailable"]
 
 _NEEDED: dict[Device, tuple[str, ...]] = {"cpu": ("torch", "triton", "numpy"), "cuda": ("torch", "triton")}
-_VARIABLE = "TRITON_INTERPRET"
+VARIABLE = "TRITON_INTERPRET"
+"""The environment variable that settles Triton's mode."""
 
 _compiles: Counter[str] = Counter()
 _ready: set[Device] = set()
@@ -48,7 +49,7 @@ def load(device: Device) -> ModuleType:
         return sys.modules["triton"]
     current = mode()
     if current not in (None, device):
-        now, remedy = ("compiled", f"{_VARIABLE}=1") if current == "cuda" else ("interpreted", f"no {_VARIABLE}")
+        now, remedy = ("compiled", f"{VARIABLE}=1") if current == "cuda" else ("interpreted", f"no {VARIABLE}")
         raise reject(
             "device",
             device,
@@ -56,9 +57,9 @@ def load(device: Device) -> ModuleType:
             f"use a process of its own for {device!r}, started with {remedy}",
         )
     if device == "cpu":
-        os.environ[_VARIABLE] = "1"
+        os.environ[VARIABLE] = "1"
     else:
-        os.environ.pop(_VARIABLE, None)
+        os.environ.pop(VARIABLE, None)
     try:
         triton = importlib.import_module("triton")
         importlib.import_module("triton.language")

@@ -1,18 +1,18 @@
-"""Products whose shared memory is not where it should be: what ptxas makes of a descriptor, followed through the machine code.
+"""Products of a Triton kernel whose shared memory is not where it should be: descriptors, followed through the machine code.
 
 A product of warp groups (WGMMA) finds its tile in shared memory by a descriptor of 64 bits (PTX ISA, "Matrix descriptor"): an
-address and an offset in its lower half, an offset and the swizzling in its upper half, which no tile changes. So the upper half
-is a constant, and the lower one may hang on all but on what was loaded from memory. ptxas 12.8 loses, now and then, the copy that
-both halves are made from: the registers then hold whatever was in them before (bfloat16 values, where it was found), and the
-product reads another tile, or beyond shared memory.
+address and an offset in its lower half, an offset and the swizzling in its upper half. Triton makes the upper half of constants
+alone, and the lower one of nothing that it loads from memory (other compilers may do otherwise). ptxas 12.8 loses, now and then,
+the copy that both halves are made from: the registers then hold whatever was in them before (bfloat16 values, where it was
+found), and the product reads another tile, or beyond shared memory. A wrong register that holds an address as well is not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnfuzz.harness.effects import Effect, descriptors_of, effect_of, swaps
-from attnfuzz.harness.sass import Function, Instruction, functions
+from attnfuzz.kernels.triton.effects import Effect, descriptors_of, effect_of, swaps
+from attnfuzz.kernels.triton.sass import Function, Instruction, functions
 
 __all__ = ["astray"]
 

@@ -13,11 +13,11 @@ _SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)")
 _LABEL = re.compile(r"^(\.L_\w+):")
 _LINE = re.compile(r'^\s*//## File "([^"]*)", line (\d+)$')
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
-_LEAVES = re.compile(r"\b(BRA|EXIT|RET|CALL|BRX|JMX|JMP)\b")
+_LEAVES = re.compile(r"\b(BRA|EXIT|RET|CALL|BRXU?|JMXU?|JMP)\b")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _NEVER_PAST = re.compile(r"(BRA\s+`|EXIT\b|RET\b)")
 """At the beginning of an instruction after which the next one is not reached."""
-_ANYWHERE = re.compile(r"\b(BRX|JMX|JMP)\b")
+_ANYWHERE = re.compile(r"\b(CALL|BRXU?|JMXU?|JMP)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Function:
     following: list[list[int]] = field(default_factory=list)
     """Of each block those that may run next."""
     known: bool = True
-    """Whether that is so: not where a register says where to go on."""
+    """Whether that is so: not where a register says where to go on, nor where another function is called."""
 
 
 def functions(sass: str) -> Iterator[Function]:

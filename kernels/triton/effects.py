@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from attnfuzz.harness.sass import Instruction
+from attnfuzz.kernels.triton.sass import Instruction
 
 __all__ = ["Effect", "descriptors_of", "effect_of", "swaps"]
 
@@ -16,12 +16,13 @@ _PREDICATE = re.compile(r"@!?U?P\w+\s+")
 _PREDICATE_OPERAND = re.compile(r"!?U?P(\d|T)$")
 _REGISTER = re.compile(r"\b(U?R)(\d+)(\.64)?")
 _TARGET = re.compile(r"(U?R)(\d+)\b")
-_NOTHING = ("STG", "STS", "ST.", "RED", "BAR", "SYNCS", "UTMA", "UBLK", "LDGSTS", "LDGDEPBAR", "WARPSYNC", "NANOSLEEP")
+_NOTHING = ("STG", "STS", "ST.", "RED.", "BAR", "SYNCS", "UTMA", "UBLK", "LDGSTS", "LDGDEPBAR", "WARPSYNC", "NANOSLEEP")
 _LOADS = ("LDG", "LDS", "LD.", "ATOM")
 _RUN = ("S2R", "S2UR", "CS2R", "LDC", "ULDC", "SHFL", "VOTE", "B2R", "LEPC")
 _WIDE = ("CS2R", "IMAD.WIDE", "UIMAD.WIDE", "UIADD3.64")
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 _PRODUCT = re.compile(r"\b[HIQB]GMMA\b.*?\bgdesc\[UR(\d+)\]")
+_ACCUMULATORS = re.compile(r"[HIQB]GMMA\.64x(\d+)x\d+\.(F16)?|[A-Z]MMA\.")
 _XOR = re.compile(r"U?LOP3\.LUT (U?R\d+), (U?R\d+)(?:\.reuse)?, (U?R\d+)(?:\.reuse)?, U?RZ, 0x3c\b")
 
 
@@ -57,7 +58,7 @@ def effect_of(instruction: Instruction) -> Effect | None:
     text = _PREDICATE.sub("", instruction.text, count=1) if instruction.text.startswith("@") else instruction.text
     maybe = text != instruction.text
     name, operands = text.split(" ", 1)[0], _operands(text)
-    if not operands or name.startswith(_NOTHING) or _PRODUCT.search(text):
+    if not operands or name.startswith(_NOTHING):
         return None
     if name.startswith("STL"):
         return _stored(name, operands, maybe)
@@ -68,6 +69,8 @@ def effect_of(instruction: Instruction) -> Effect | None:
         return None
     count = _count(name)
     targets = tuple(f"{target[1]}{int(target[2]) + i}" for i in range(count))
+    if _ACCUMULATORS.match(name):
+        return Effect(targets, ((),) * count, "run", maybe)
     if name.startswith("LDL"):
         places = _places(operands[1], count)
         return Effect(targets, places, None if places[0] else "run", maybe)
@@ -87,15 +90,15 @@ def effect_of(instruction: Instruction) -> Effect | None:
 
 def swaps(block: list[Instruction]) -> dict[int, tuple[str, str] | None]:
     """Addresses of three exclusive ors that exchange two registers: these at the last of them, None at the others."""
-    matched = [(each.address, match) for each in block if (match := _XOR.match(each.text))]
-    xors = [(address, match[1], frozenset((match[2], match[3]))) for address, match in matched]
+    writes = [(each.address, operands[0], _XOR.match(each.text)) for each in block if (operands := _operands(each.text))]
     found: dict[int, tuple[str, str] | None] = {}
-    for number, (address, target, pair) in enumerate(xors):
-        if address in found or target not in pair or len(pair) != 2:
+    for number, (address, target, xor) in enumerate(writes):
+        if xor is None or address in found or target not in (pair := {xor[2], xor[3]}) or len(pair) != 2:
             continue
         (other,) = pair - {target}
-        rest = [each for each in xors[number + 1 :] if each[2] == pair]
-        if [each[1] for each in rest[:2]] == [other, target]:
+        # The next two that write either: the same exclusive or, of the other one and of this one again.
+        rest = [each for each in writes[number + 1 :] if each[1] in pair][:2]
+        if [each[1] for each in rest if each[2] and {each[2][2], each[2][3]} == pair] == [other, target]:
             found |= {address: None, rest[0][0]: None, rest[1][0]: (target, other)}
     return found
 
@@ -122,7 +125,9 @@ def _places(operand: str, count: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _count(name: str) -> int:
-    """Registers that it makes."""
+    """Registers that it makes. The accumulators of 64 x N scores lie in 128 threads, those of HMMA's 16 x 8 in 32."""
+    if product := _ACCUMULATORS.match(name):
+        return int(product[1] or 8) // (4 if product[2] else 2)
     if name.startswith("LDSM"):
         return int(found[1]) if (found := re.search(r"\.([124])$", name)) else 1
     if ".128" in name:
