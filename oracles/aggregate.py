@@ -74,17 +74,17 @@ def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Bu
     if not outputs:
         return False
     rows = _sums(list(outputs.values()), form).tolist()
-    found = (_of_limits(name, (1.0, math.inf, *row)) for name, row in zip(outputs, rows, strict=True))
+    found = (_of_limits(name, (1.0, math.inf, 1.0, *row)) for name, row in zip(outputs, rows, strict=True))
     return any(max(each) > 1 for each in found if each)
 
 
 def _of_limits(name: OutputName, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
     """(R, z) over their limits, from what `Repeats.figures` and `_sums` say of an output; None where they are not taken."""
-    g, carrying, noise, expected, squares, slope, t, t2, s, s2 = sums
+    g, carrying, of_d_o, noise, expected, squares, slope, t, t2, s, s2 = sums
     nu = expected * expected / max(squares, _NOTHING)
     if name == "dk":
         nu = min(nu, carrying)
-    if g >= Repeats.LIMIT or nu < _FEWEST_ROWS:
+    if g >= Repeats.LIMIT or nu < _FEWEST_ROWS or (name == "dv" and of_d_o >= Repeats.LIMIT):
         return None
     # Values that repeat g times in the mean have g times the noise.
     limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5

@@ -37,6 +37,7 @@ class Repeats:
 
     def __init__(self) -> None:
         self._g: list[torch.Tensor] = []
+        self._of_d_o: list[torch.Tensor] = []
         self._carried: list[torch.Tensor] = []
         self._share: list[torch.Tensor] = []
         self._whole = True
@@ -53,18 +54,24 @@ class Repeats:
         self._g += [_repeated(t, [t.p, g.d_s], rows), _repeated(t, [t.p.mT, g.d_s.mT], keys), _repeated_rows(t, f)]
         self._g.append(1 + (_repeated_anywhere(t, rows) - 1) * _ACROSS)
         self._g.append(_doubtful_leads(t))
+        self._of_d_o.append(_equal_rows(t, t.d_o, 1.0))
         self._carried.append(g.carried.flatten())
         self._share.append(g.share)
 
     def figures(self) -> torch.Tensor | None:
-        """(g, the effective number of rows that carry the error of D into dK), on the device; None: not generic for certain."""
+        """(g, the effective number of rows that carry the error of D into dK, the mean count of equal rows of dO), on the device.
+
+        None: not generic for certain. Where rows of dO are equal, one element expanded say, dV is their multiple of sums of
+        rounded P, which lie on the very steps that dV is rounded in: half of its roundings are ties, and in every dim the same.
+        """
         if not self._whole or not self._g:
             return None
         carried = torch.cat(self._carried)
         rows = carried.sum().square() / carried.square().sum().clamp(min=1e-300)
         # Where much of dK's error is that of D, it is a few numbers spread over all keys, of which no statistic can be made.
         rows = torch.where(torch.stack(self._share).amax() <= _OF_D, rows, 0.0)
-        return torch.stack([torch.stack(self._g).nan_to_num(nan=torch.inf).amax(), rows])
+        g, of_d_o = (torch.stack(each).nan_to_num(nan=torch.inf).amax() for each in (self._g, self._of_d_o))
+        return torch.stack([g, rows, of_d_o])
 
 
 def _doubtful_leads(t: Scores) -> torch.Tensor:
@@ -100,9 +107,13 @@ def _rounding2(t: Scores, x: torch.Tensor) -> torch.Tensor:
 
 
 def _repeated_rows(t: Scores, f: Forward) -> torch.Tensor:
-    """Mean count of rows with the same q, or the same O, told by a random projection."""
-    place = torch.stack([x @ direction(x.shape[-1], x.device) for x in (t.q, f.o)])
-    place.masked_fill_(t.dead[None, ..., 0], torch.inf)
-    norm = torch.stack([t.q.norm(dim=-1).div_(2), f.o.norm(dim=-1)])
+    """Mean count of rows with the same q, or the same O."""
+    return torch.maximum(_equal_rows(t, t.q, 2.0), _equal_rows(t, f.o, 1.0))
+
+
+def _equal_rows(t: Scores, x: torch.Tensor, parts: float) -> torch.Tensor:
+    """Mean count of rows that are the same to u / 128 of their norm's `parts`-th part, told by a random projection."""
+    place = (x @ direction(x.shape[-1], x.device))[None].masked_fill(t.dead[None, ..., 0], torch.inf)
+    norm = x.norm(dim=-1).div_(parts)[None]
     counts = near(place, norm.mul_(t.form.u / 128)).masked_fill_(t.dead[None, ..., 0], 0.0)
-    return counts.sum((1, 2)).amax() / (t.dead.numel() - t.dead.sum())
+    return counts.sum() / (t.dead.numel() - t.dead.sum())

@@ -16,7 +16,7 @@ from attnfuzz.harness.inputs import materialise  # noqa: E402
 from attnfuzz.harness.judge import judge  # noqa: E402
 from attnfuzz.harness.truth import Truths, is_tiny, truth  # noqa: E402
 from attnfuzz.kernels.contract import Deviations, Inputs, Outputs  # noqa: E402
-from attnfuzz.kernels.problem import Problem  # noqa: E402
+from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
 from attnfuzz.oracles import attention  # noqa: E402
 from attnfuzz.oracles.bounds import budgets  # noqa: E402
 from attnfuzz.oracles.frames import Placed, frames, key_range, rows_seeing, tokens_of  # noqa: E402
@@ -71,6 +71,25 @@ def test_an_equal_share_for_every_key_is_rounded_alike_in_every_head() -> None:
             shares.append((p.half().double().mT @ data.d_o.double()).transpose(0, 1))
         outputs["dv"] = torch.cat(shares).half()
         assert told(inputs, outputs) == []
+
+
+@pytest.mark.parametrize(("seqlen", "recipe"), [(54, Recipe(seed=3)), (32, Recipe())])
+def test_sums_of_rounded_p_lie_on_the_steps_of_dv(seqlen: int, recipe: Recipe) -> None:
+    """Two keys a row, and one dO for all rows: half of dV's roundings are ties. R was 1.02 x its limit on an H200."""
+    problem = Problem(
+        seqlens_q=(seqlen,), seqlens_k=(seqlen,), dim_qk=64, dim_v=48, dtype="bfloat16", window=(1, 0),
+        softmax_scale=0.0078125 if recipe.seed else None, layout_do=Layout(expanded=True),
+    )  # fmt: skip
+    inputs = materialise(problem, recipe, "cpu")
+    q, k, d_o = (x[:, 0].double() for x in (inputs.q, inputs.k, inputs.d_o))
+    distance = torch.arange(seqlen)[:, None] - torch.arange(seqlen)
+    scores = (q @ k.T * problem.scale).masked_fill((distance < 0) | (distance > 1), -torch.inf)
+    p = torch.softmax(scores, -1).to(torch.bfloat16).double()
+    outputs = as_expected(inputs)
+    made = (p.T @ d_o).to(torch.bfloat16).reshape(outputs["dv"].shape)
+    assert told(inputs, {**outputs, "dv": made}) == []
+    # What is wrong in an element is told all the same.
+    assert "dV: " in "".join(told(inputs, {**outputs, "dv": made * 1.02}))
 
 
 def test_equal_terms_of_a_float32_sum_are_rounded_alike() -> None:

@@ -89,7 +89,7 @@ def configs_for(problem: Problem, *, tf32: bool, prescaled: bool) -> tuple[Confi
 
 
 def shared(problem: Problem, config: Config, loads: tuple[int, int]) -> int:
-    """Bytes of shared memory that Triton (3.6 to 3.9) lays out, at most: tiles that stay, tiles on their way, and what is loaded.
+    """Bytes of shared memory that large tiles take in Triton (3.6 to 3.9), at most: what stays, what is on its way, and loads.
 
     Args:
         problem: its dims and dtype count.
