@@ -27,7 +27,7 @@ __all__ = ["AT", "Lowered", "lower"]
 
 AT = "attnfuzz compiles "
 """Before the name of the function that is being compiled, in what the child prints: should it die, that is known."""
-_FORMAT = 2
+_FORMAT = 3
 """Of what is kept in the cache."""
 
 

@@ -59,10 +59,15 @@ def instruction(text: str) -> Instruction:
     return Instruction(0, text, None)
 
 
+def test_other_registers_make_no_other_sentence() -> None:
+    other = re.sub(r"UR1([0145])\b", r"UR3\1", WRONG).replace("gdesc[UR8]", "gdesc[UR28]")
+    assert astray(sass(other)) == astray(sass(WRONG)) != ()
+
+
 def test_a_descriptor_is_followed_to_where_it_comes_from() -> None:
     assert astray(sass(RIGHT)) == ()
     assert astray(sass(WRONG)) == (
-        "kernel.py:15: a product's shared memory descriptor is made of a register that was loaded at kernel.py:3 (UR10): "
+        "kernel.py:15: a product's shared memory descriptor is made of a register that was loaded at kernel.py:3: "
         "wrong code of ptxas",
     )
 
@@ -72,15 +77,15 @@ def test_a_descriptor_is_followed_to_where_it_comes_from() -> None:
     [
         ("R2UR UR15, R11\n", "", "nothing has set"),
         ("R2UR UR14, R10\n", "", "nothing has set"),
-        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "S2R R0, SR_CTAID.Z", "is no constant (UR11)"),
-        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "IMAD R0, R232, 0x2, RZ", "is no constant (UR11)"),
-        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "LDC R0, c[0x0][0x210]", "is no constant (UR11)"),
-        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "MOV R0, c[0x0][0x210]", "is no constant (UR11)"),
-        ("SGXT.U32 R6, R5, 0xe", "LDS R6, [R5]", "was loaded at kernel.py:7 (UR10)"),
-        ("SGXT.U32 R6, R5, 0xe", "LDS.64 R6, [R5]", "was loaded at kernel.py:7 (UR10)"),
-        ("SGXT.U32 R6, R5, 0xe", "LDSM.16.M88.4 R4, [R5]", "was loaded at kernel.py:7 (UR10)"),
-        ("SGXT.U32 R6, R5, 0xe", "@P1 LDG.E R6, desc[UR60][R2.64]", "was loaded at kernel.py:7 (UR10)"),
-        ("R2UR UR14, R10", "R2UR UR14, R232\nLDS R9, [R5]\nR2UR UR14, R9", "was loaded at kernel.py:12 (UR10)"),
+        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "S2R R0, SR_CTAID.Z", "is no constant"),
+        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "IMAD R0, R232, 0x2, RZ", "is no constant"),
+        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "LDC R0, c[0x0][0x210]", "is no constant"),
+        ("IMAD.MOV.U32 R0, RZ, RZ, RZ", "MOV R0, c[0x0][0x210]", "is no constant"),
+        ("SGXT.U32 R6, R5, 0xe", "LDS R6, [R5]", "was loaded at kernel.py:7"),
+        ("SGXT.U32 R6, R5, 0xe", "LDS.64 R6, [R5]", "was loaded at kernel.py:7"),
+        ("SGXT.U32 R6, R5, 0xe", "LDSM.16.M88.4 R4, [R5]", "was loaded at kernel.py:7"),
+        ("SGXT.U32 R6, R5, 0xe", "@P1 LDG.E R6, desc[UR60][R2.64]", "was loaded at kernel.py:7"),
+        ("R2UR UR14, R10", "R2UR UR14, R232\nLDS R9, [R5]\nR2UR UR14, R9", "was loaded at kernel.py:12"),
     ],
 )
 def test_faults_are_found(before: str, after: str, told: str) -> None:
@@ -118,7 +123,7 @@ def test_right_code_in_other_words_is_right(before: str, after: str) -> None:
 def test_an_exchange_takes_along_what_is_wrong() -> None:
     exchanged = "".join(f"\nULOP3.LUT UR{a}, UR10, UR11, URZ, 0x3c, !UPT" for a in (11, 10, 11))
     (found,) = astray(sass(RIGHT.replace("0x3e, URZ", "0x3e, URZ" + exchanged)))
-    assert "is no constant (UR11)" in found
+    assert "is no constant" in found
 
 
 def test_all_ways_to_a_product_count() -> None:
@@ -136,7 +141,7 @@ def test_a_loop_is_followed_round() -> None:
     turn = f"{begin}.L_x_5:\nWARPGROUP.ARRIVE{end.replace('EXIT', 'LAST')}@P4 BRA `(.L_x_5)\nEXIT"
     assert astray(sass(turn.replace("LAST", "UIADD3.64 UR10, UR10, 0x2, URZ\n").replace("\n\n", "\n"))) == ()
     (found,) = astray(sass(turn.replace("LAST", f"{LOADED}\nR2UR UR11, R11\n").replace("\n\n", "\n")))
-    assert "was loaded at kernel.py:17 (UR11)" in found
+    assert "was loaded at kernel.py:17" in found
 
 
 def test_what_was_known_on_one_way_alone_is_not_known() -> None:
@@ -153,10 +158,12 @@ def test_accumulators_are_no_descriptors() -> None:
     zeros = "\n".join(f"UMOV UR{each}, 0x4" for each in (8, 9, 10, 11))
     for product in ("HGMMA.64x64x16.F32 R8, gdesc[UR8], RZ, !UPT", "HMMA.16816.F32 R8, R4, R6, RZ"):
         (found,) = astray(sass(RIGHT.replace("R2UR UR15, R11", f"{zeros}\n{product}\nR2UR UR15, R11")))
-        assert "is no constant (UR11)" in found
+        assert "is no constant" in found
 
 
-@pytest.mark.parametrize("between", ["UIADD3 UR11, UR11, 0x1, URZ", "S2UR UR10, SR_CTAID.X"])
+@pytest.mark.parametrize(
+    "between", ["UIADD3 UR11, UR11, 0x1, URZ", "S2UR UR10, SR_CTAID.X", "VOTEU.ANY UR10, UPT, P0", "ULDC.64 UR10, c[0x0][0x208]"]
+)
 def test_an_exchange_with_a_write_in_between_is_none(between: str) -> None:
     one, two, three = (f"ULOP3.LUT UR{a}, UR10, UR11, URZ, 0x3c, !UPT" for a in (11, 10, 11))
     (block,) = (each.blocks[0] for each in functions(sass("\n".join((one, between, two, three)))))
@@ -211,6 +218,7 @@ def test_which_registers_are_descriptors(text: str, expected: tuple[tuple[str, s
         ("HGMMA.64x16x16.F32.BF16 R24, R92, gdesc[UR8], R24, gsb0", tuple(f"R{24 + i}" for i in range(8))),
         ("HGMMA.64x16x16.F16 R24, R92, gdesc[UR8], R24, gsb0", tuple(f"R{24 + i}" for i in range(4))),
         ("HMMA.16816.F32 R4, R8, R12, R4", ("R4", "R5", "R6", "R7")),
+        ("HMMA.16816.F16 R4, R8, R12, R4", ("R4", "R5")),
         ("UIMAD.WIDE.U32 UR4, UR6, UR7, UR8", ("UR4", "UR5")),
         ("VOTEU.ANY UR4, UPT, P0", ("UR4",)),
     ],

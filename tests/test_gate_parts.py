@@ -201,6 +201,7 @@ def test_what_is_worse_in_the_compile_table(head: dict[str, Any], check: str, to
     assert [each.check for each in found.findings] == [check]
     assert told in found.findings[0].message
     assert "forward sm_90a tile_m=64" in found.findings[0].message
+    assert found.findings[0].detail == {"failed": "too much shared memory\nmore", "races": "a race"}.get(check, "")
     assert compare_tables("acme.flash", [head], [head]).outcome == "pass", "as it was"
     assert compare_tables("acme.flash", [row()], [head]).outcome == "pass", "better"
 

@@ -248,7 +248,7 @@ def test_prescaled_is_right_within_its_deviation(rows_safe: bool) -> None:
     ("found", "told"),
     [
         ((90, (12, 8)), "ptxas 12.8 makes wrong code of it: set TRITON_PTXAS_PATH"),
-        (None, "is not known"),
+        (None, "cannot be told: use triton.flex"),
         ((90, (12, 9)), None),
         ((90, (13, 0)), None),
         ((80, (12, 8)), None),

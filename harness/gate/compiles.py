@@ -71,7 +71,7 @@ def compare_tables(kernel: str, head: Sequence[Row], base: Sequence[Row] | None)
     for row in head:
         for check, message in _worse(row, before.get(_key(row))):
             text = f"{_told(row)}: {message}"
-            findings.append(Finding("compile", kernel, text, check=check, detail=str(row.get("error") or "")))
+            findings.append(Finding("compile", kernel, text, check=check, detail=_detail(row, check)))
     wrong = sum(1 for row in head if not row["ok"])
     summary = f"{len(head)} compiled, {wrong} refused" + ("" if base is not None else "; nothing to compare with")
     return Part("compile", "fail" if findings else "pass", summary, tuple(findings), {"rows": list(head)})
@@ -88,6 +88,11 @@ def _worse(row: Row, before: Row | None) -> list[tuple[str, str]]:
     if row["ok"] and before and rank(row.get("tensor_core")) < rank(before.get("tensor_core")):
         found.append(("tensor_core", f"tensor cores by {row.get('tensor_core') or 'nothing'}, {before['tensor_core']} before"))
     return found
+
+
+def _detail(row: Row, check: str) -> str:
+    races = row.get("races")
+    return "\n".join(map(str, races)) if check == "races" and isinstance(races, list | tuple) else str(row.get("error") or "")
 
 
 def _key(row: Row) -> tuple[str, ...]:

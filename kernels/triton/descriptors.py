@@ -27,28 +27,30 @@ _Step = tuple[Instruction, Effect | None]
 def astray(sass: str) -> tuple[str, ...]:
     """Products that read shared memory by registers which hold no descriptor, each in a sentence; one for each line of source.
 
+    Registers and addresses are not in it: another compile would choose others, and what is known would look new.
+
     Args:
         sass: of one architecture, as `nvdisasm -c -g` prints it.
     """
-    told: dict[str | int, str] = {}
+    told = dict[str, None]()
     for function in functions(sass):
         if function.known and any(descriptors_of(each) for block in function.blocks for each in block):
-            for instruction, register, origins in _found(function):
-                told.setdefault(instruction.line or instruction.address, _sentence(function, instruction, register, origins))
-    return tuple(told.values())
+            told |= dict.fromkeys(_sentence(function, each, origins) for each, origins in _found(function))
+    return tuple(told)
 
 
-def _sentence(function: Function, instruction: Instruction, register: str, origins: _Origins) -> str:
+def _sentence(function: Function, instruction: Instruction, origins: _Origins) -> str:
     kinds = dict(sorted(origins, reverse=True))
     kind = next(each for each in _WORDS if each in kinds)
     line = next((x.line for block in function.blocks for x in block if x.address == kinds[kind] and x.line), None)
-    where = instruction.line or f"{function.name}+{instruction.address:#x}"
     what = _WORDS[kind].format(at=f" at {line}" if line else "")
-    return f"{where}: a product's shared memory descriptor is made of a register that {what} ({register}): wrong code of ptxas"
+    where = instruction.line or function.name
+    return f"{where}: a product's shared memory descriptor is made of a register that {what}: wrong code of ptxas"
 
 
-def _found(function: Function) -> Iterator[tuple[Instruction, str, _Origins]]:
-    """Products with a register of a descriptor that holds none, in order."""
+def _found(function: Function) -> Iterator[tuple[Instruction, _Origins]]:
+    """The first such product of each line, in order, and where what it takes for a descriptor comes from."""
+    seen = set[str | int]()
     steps = [list(_steps(block)) for block in function.blocks]
     for begin, block in zip(_settled(function, steps), steps, strict=True):
         if begin is None:
@@ -57,9 +59,9 @@ def _found(function: Function) -> Iterator[tuple[Instruction, str, _Origins]]:
         for instruction, effect in block:
             for lower, upper in descriptors_of(instruction):
                 low = frozenset(each for each in _held(state, lower) if each[0] != "run")
-                if low or _held(state, upper):
-                    yield instruction, lower if low else upper, low or _held(state, upper)
-                    break
+                if (wrong := low or _held(state, upper)) and (place := instruction.line or instruction.address) not in seen:
+                    seen.add(place)
+                    yield instruction, wrong
             _apply(state, instruction, effect)
 
 

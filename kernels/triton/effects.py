@@ -22,7 +22,7 @@ _RUN = ("S2R", "S2UR", "CS2R", "LDC", "ULDC", "SHFL", "VOTE", "B2R", "LEPC")
 _WIDE = ("CS2R", "IMAD.WIDE", "UIMAD.WIDE", "UIADD3.64")
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 _PRODUCT = re.compile(r"\b[HIQB]GMMA\b.*?\bgdesc\[UR(\d+)\]")
-_ACCUMULATORS = re.compile(r"[HIQB]GMMA\.64x(\d+)x\d+\.(F16)?|[A-Z]MMA\.")
+_ACCUMULATORS = re.compile(r"[HIQB]GMMA\.64x(\d+)x\d+\.(F16)?|[A-Z]MMA\.\w+\.(F16)?")
 _XOR = re.compile(r"U?LOP3\.LUT (U?R\d+), (U?R\d+)(?:\.reuse)?, (U?R\d+)(?:\.reuse)?, U?RZ, 0x3c\b")
 
 
@@ -90,7 +90,8 @@ def effect_of(instruction: Instruction) -> Effect | None:
 
 def swaps(block: list[Instruction]) -> dict[int, tuple[str, str] | None]:
     """Addresses of three exclusive ors that exchange two registers: these at the last of them, None at the others."""
-    writes = [(each.address, operands[0], _XOR.match(each.text)) for each in block if (operands := _operands(each.text))]
+    made = ((each, effect_of(each)) for each in block)
+    writes = [(each.address, target, _XOR.match(each.text)) for each, effect in made if effect for target in effect.targets]
     found: dict[int, tuple[str, str] | None] = {}
     for number, (address, target, xor) in enumerate(writes):
         if xor is None or address in found or target not in (pair := {xor[2], xor[3]}) or len(pair) != 2:
@@ -127,7 +128,7 @@ def _places(operand: str, count: int) -> tuple[tuple[str, ...], ...]:
 def _count(name: str) -> int:
     """Registers that it makes. The accumulators of 64 x N scores lie in 128 threads, those of HMMA's 16 x 8 in 32."""
     if product := _ACCUMULATORS.match(name):
-        return int(product[1] or 8) // (4 if product[2] else 2)
+        return int(product[1] or 8) // (4 if product[2] or product[3] else 2)
     if name.startswith("LDSM"):
         return int(found[1]) if (found := re.search(r"\.([124])$", name)) else 1
     if ".128" in name:

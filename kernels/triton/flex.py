@@ -188,9 +188,12 @@ class TritonFlex:
         capability, version = assembler() or (0, None)
         if capability and (capability // 10 != _HOPPER or (version and version >= _PRESCALED_PTXAS)):
             return None
-        here = "ptxas {}.{} makes wrong code of it".format(*version) if version else "which ptxas Triton uses is not known"
-        needed = "{}.{}".format(*_PRESCALED_PTXAS)
-        return f"{here}: set TRITON_PTXAS_PATH to one of {needed} or newer (Triton's ptxas-blackwell is), or use triton.flex"
+        if version is None:
+            return "some versions of ptxas make wrong code of it, and which one Triton takes here cannot be told: use triton.flex"
+        here, needed = "{}.{}".format(*version), "{}.{}".format(*_PRESCALED_PTXAS)
+        variables = "TRITON_PTXAS_PATH (or TRITON_PTXAS_BLACKWELL_PATH, where this Triton reads that)"
+        remedy = f"set {variables} to one of {needed} or newer (Triton's ptxas-blackwell is), or use triton.flex"
+        return f"ptxas {here} makes wrong code of it: {remedy}"
 
     def _made(self, problem: Problem, config: Config, device: Device) -> BuiltFlex:
         runtime.load(device)

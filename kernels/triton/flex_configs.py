@@ -95,6 +95,7 @@ def shared(problem: Problem, config: Config, loads: tuple[int, int]) -> int:
         problem: its dims and dtype count.
         config: tiles and stages.
         loads: of captured tensors, a value for each score of a tile, in forward and backward; Triton copies them ahead as well.
+            Loads of a value for each query or key, some hundred bytes, do not count.
     """
     size = 4 if problem.dtype == "float32" else 2
     qk, v = padded(problem.dim_qk) * size, padded(problem.dim_v) * size
