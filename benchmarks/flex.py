@@ -3,8 +3,9 @@
     python benchmarks/flex.py [--case NAME]... [--kernel NAME] [--configs N] [--try "tile_m=128 num_stages=2"]...
         [--batch N] [--heads N] [--seqlen N] [--long N] [--dim D] [--dtype T] [--rounds N] [--autotune] [--json FILE]
 
-A row per contestant and direction: median milliseconds on the GPU, behind other work so that the host's time to launch it is
-not in them, TFLOP/s of the visible scores' operations alone, and the speed as a multiple of flex_attention's. The cases:
+A row per contestant and direction: milliseconds of a call among many, back to back, at the clocks which they bring about
+(benchmarks/settled.py), and those clocks; the median of the rounds; TFLOP/s of the visible scores' operations alone, and the
+speed as a multiple of flex_attention's. The cases:
 "causal", "full" (no mask), "softcap" and "alibi" (both causal), and "window", a sliding window of 1024 keys over `--long`
 tokens of one sequence, by turns with "full" there, of whose time (with the same kernel's fastest Config) its share is told.
 `--try` adds a Config: the fastest one's choices with those named changed, whether configs(problem) has it or not. What cannot
@@ -55,9 +56,9 @@ class Setting:
     score_mod: Callable[..., Any] | None = None
 
 
-def helpers() -> ModuleType:
-    """benchmarks/kernels.py, which lies beside this file."""
-    spec = importlib.util.spec_from_file_location("benchmark_of_kernels", Path(__file__).with_name("kernels.py"))
+def helpers(name: str) -> ModuleType:
+    """Another file of this folder."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_of_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -186,41 +187,54 @@ def _left_out(name: str, error: Exception) -> None:
     click.echo(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", err=True)
 
 
-def timed(common: ModuleType, found: dict[Setting, list[Any]], rounds: int) -> dict[Setting, dict[str, tuple[float, float]]]:
-    """Median milliseconds of the contestants of several settings, all by turns: the GPU is as warm for one as for another."""
+def timed(settled: ModuleType, found: dict[Setting, list[Any]], rounds: int) -> list[dict[str, Any]]:
+    """Rows of the contestants of several settings, all by turns: the GPU is as warm for one as for another."""
     label = "{}: {}".format
     together = [replaced(each, name=label(setting.label, each.name)) for setting, each_of in found.items() for each in each_of]
-    times = common.timed(together, rounds, queued=True)
-    return {
-        setting: {each.name: times[name] for each in each_of if (name := label(setting.label, each.name)) in times}
-        for setting, each_of in found.items()
-    }
+    times, clocks = settled.timed(together, rounds)
+    rows = []
+    for setting, each_of in found.items():
+        names = {each.name: name for each in each_of if (name := label(setting.label, each.name)) in times}
+        own_times, own_clocks = ({own: of[name] for own, name in names.items()} for of in (times, clocks))
+        rows += rows_of(setting, own_times, own_clocks)
+    return rows
 
 
-def rows_of(setting: Setting, times: dict[str, tuple[float, float]]) -> list[dict[str, Any]]:
+def rows_of(
+    setting: Setting, times: dict[str, tuple[float, float]], clocks: dict[str, tuple[float | None, float | None]]
+) -> list[dict[str, Any]]:
     """A row per contestant and direction; the ratio is of speeds, so that more than 1 is faster than flex_attention."""
     found = []
     for name, pair in times.items():
         for direction, ms, count, index in zip(("forward", "backward"), pair, operations(setting.problem), (0, 1), strict=True):
             ratio = times[PEER][index] / ms if PEER in times else None
             found.append(
-                {"case": setting.label, "kernel": name, "direction": direction, "ms": ms, "tflops": count / ms / 1e9, "x": ratio}
-            )
+                {
+                    "case": setting.label, "kernel": name, "direction": direction, "ms": ms, "mhz": clocks[name][index],
+                    "tflops": count / ms / 1e9, "x": ratio,
+                }
+            )  # fmt: skip
     return found
 
 
 def shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The window's time as a part of the dense problem's by the same kernel, with the Config that is fastest there."""
-    dense: dict[tuple[str, str], float] = {}
+    """The window's time as a part of the dense problem's by the same kernel, with the Config that is fastest there.
+
+    "x scores" is that part as a multiple of the part of the scores.
+    """
+    dense: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         if row["case"] == "window's full":
             of = (_kernel(row), row["direction"])
-            dense[of] = min(row["ms"], dense.get(of, row["ms"]))
+            dense[of] = min(row, dense.get(of, row), key=lambda row: row["ms"])
     return [
-        {"kernel": row["kernel"], "direction": row["direction"], "share": row["ms"] / dense[_kernel(row), row["direction"]]}
+        {
+            "kernel": row["kernel"], "direction": row["direction"],
+            "share": row["ms"] / full["ms"], "x scores": full["tflops"] / row["tflops"],
+        }
         for row in rows
-        if row["case"] == "window" and (_kernel(row), row["direction"]) in dense
-    ]
+        if row["case"] == "window" and (full := dense.get((_kernel(row), row["direction"])))
+    ]  # fmt: skip
 
 
 def _kernel(row: dict[str, Any]) -> str:
@@ -254,7 +268,7 @@ def parsed(text: str, base: Config) -> Config:
 @click.option("--long", "long_seqlen", default=16384, show_default=True, type=click.IntRange(min=1))
 @click.option("--dim", default=128, show_default=True, type=click.IntRange(min=1))
 @click.option("--dtype", default="float16", show_default=True, type=click.Choice(["float16", "bfloat16"]))
-@click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(min=1))
 @click.option("--autotune", is_flag=True, help="flex_attention by max-autotune.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
 def main(
@@ -263,7 +277,7 @@ def main(
 ) -> None:  # fmt: skip
     """Print a row per case, contestant and direction."""
     resolve_device("cuda")
-    common, kernel = helpers(), registry.get(kernel_name)
+    common, settled, kernel = helpers("kernels"), helpers("settled"), registry.get(kernel_name)
     plain = Problem(
         seqlens_q=(seqlen,) * batch, seqlens_k=(seqlen,) * batch, packing="dense", heads=heads, kv_heads=heads,
         dim_qk=dim, dim_v=dim, dtype=dtype,
@@ -280,20 +294,18 @@ def main(
             chosen = [parsed(text, base) for text in tries]
             found[setting] = contestants(common, setting, inputs, kernel, configs, chosen, autotune)
             differences(found[setting])
-        for setting, times in timed(common, found, rounds).items():
-            rows += rows_of(setting, times)
+        rows += timed(settled, found, rounds)
         click.echo(f"{case}: done", err=True)
-    table = Table("case", "kernel", "direction", "ms", "TFLOP/s", f"x {PEER}")
+    table = Table("case", "kernel", "direction", "ms", "MHz", "TFLOP/s", f"x {PEER}")
     for row in sorted(rows, key=lambda row: (row["case"], row["direction"], row["ms"])):
         ratio = "-" if row["x"] is None else f"{row['x']:.2f}"
-        table.add_row(row["case"], row["kernel"], row["direction"], f"{row['ms']:.3f}", f"{row['tflops']:.0f}", ratio)
+        mhz = "-" if row["mhz"] is None else f"{row['mhz']:.0f}"
+        table.add_row(row["case"], row["kernel"], row["direction"], f"{row['ms']:.3f}", mhz, f"{row['tflops']:.0f}", ratio)
     console = Console(width=240)
     console.print(table)
     for row in shares(rows):
-        console.print(f"window / full, {row['direction']}, {row['kernel']}: {row['share']:.1%}")
-    if "window" in cases:
-        window, full = (visible(each.problem) for each in reversed(settings(("window",), plain, long)))
-        console.print(f"window / full, scores: {window / full:.1%}")
+        told = f"{row['share']:.2%} of the time, {row['x scores']:.3f} x the share of the scores"
+        console.print(f"window / full, {row['direction']}, {row['kernel']}: {told}")
     if json_file is not None:
         made = {"device": device_name("cuda"), "versions": versions(), "rows": rows, "shares": shares(rows)}
         json_file.write_text(dumps(made), encoding="utf-8")

@@ -34,8 +34,6 @@ from attnfuzz.strategies.case import Recipe
 
 PEERS = ("sdpa flash", "sdpa cudnn", "flex")
 WARM_UPS = 3
-# Written before what is timed behind other work: about a millisecond on an H200, and more than any cache holds.
-_OTHER_BYTES, _OTHER_TIMES = 1 << 30, 4
 
 
 @dataclass(frozen=True)
@@ -120,16 +118,11 @@ def peers(problem: Problem, inputs: Inputs, names: Sequence[str] = PEERS) -> lis
     return [Contestant(name, forward, backward) for name, forward in zip(PEERS, forwards, strict=True) if name in names]
 
 
-def timed(contestants: list[Contestant], rounds: int, *, queued: bool = False) -> dict[str, tuple[float, float]]:
-    """Median milliseconds of forward and backward by name; what raises is told and left out.
-
-    Queued, each begins behind a millisecond of other work, with the cache full of that: the host's time to launch it is
-    not in, as in a training step, whose launches run ahead.
-    """
+def timed(contestants: list[Contestant], rounds: int) -> dict[str, tuple[float, float]]:
+    """Median milliseconds of forward and backward by name; what raises is told and left out."""
     import torch
 
     kept, times = {}, {}
-    other = torch.empty(_OTHER_BYTES, dtype=torch.uint8, device="cuda") if queued else None
     for each in contestants:
         try:
             for _ in range(WARM_UPS):
@@ -147,8 +140,6 @@ def timed(contestants: list[Contestant], rounds: int, *, queued: bool = False) -
                     (each.forward, lambda each=each: each.backward(kept[each.name])), times[each.name], strict=True
                 ):
                     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    for _ in range(_OTHER_TIMES if other is not None else 0):
-                        other.zero_()
                     begin.record()
                     run()
                     end.record()

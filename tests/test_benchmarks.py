@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,11 @@ def loaded(name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     return loaded("kernels")
+
+
+@pytest.fixture(scope="module")
+def settled() -> ModuleType:
+    return loaded("settled")
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +81,44 @@ def test_flex_tells_the_windows_share(flex: ModuleType) -> None:
     plain = Problem(seqlens_q=(4000,), seqlens_k=(4000,), packing="dense", dim_qk=50, dim_v=50)
     rows = []
     for setting, ms in zip(flex.settings(("window",), plain, plain), (8.0, 2.0), strict=True):
-        rows += flex.rows_of(setting, {"mine": (ms, 2 * ms), flex.PEER: (2 * ms, 2 * ms)})
+        unknown = {"mine": (1700.0, None), flex.PEER: (None, None)}
+        rows += flex.rows_of(setting, {"mine": (ms, 2 * ms), flex.PEER: (2 * ms, 2 * ms)}, unknown)
     assert [row["x"] for row in rows if row["kernel"] == "mine"] == [2.0, 1.0] * 2
+    assert [row["mhz"] for row in rows if row["kernel"] == "mine"] == [1700.0, None] * 2
     assert {row["share"] for row in flex.shares(rows)} == {0.25}
+    scores = sum(min(i + 1, 1024) for i in range(4000)) / 4000**2
+    assert [row["x scores"] for row in flex.shares(rows)] == pytest.approx([0.25 / scores] * 4)
 
 
 def test_flex_tells_a_windows_share_of_the_dense_problem_with_its_fastest_config(flex: ModuleType) -> None:
     def row(case: str, kernel: str, ms: float) -> dict[str, Any]:
-        return {"case": case, "kernel": kernel, "direction": "forward", "ms": ms}
+        return {"case": case, "kernel": kernel, "direction": "forward", "ms": ms, "tflops": 4.0 / ms}
 
     full = [row("window's full", "mine block=128", 8.0), row("window's full", "mine block=64", 10.0)]
     windows = [row("window", "mine block=64", 1.0), row("window", "other block=64", 1.0)]
-    assert flex.shares(full + windows) == [{"kernel": "mine block=64", "direction": "forward", "share": 0.125}]
+    assert flex.shares(full + windows) == [{"kernel": "mine block=64", "direction": "forward", "share": 0.125, "x scores": 0.125}]
+
+
+def test_settled_times_leave_out_the_round_that_warms(settled: ModuleType) -> None:
+    forward = settled.Measured("mine", print, [9.0, 1.0, 2.0, 3.0], [[9.0], [1600.0, 1700.0], [], [1650.0]])
+    backward = settled.Measured("mine", print, [9.0, 4.0, 4.0, 5.0], [[9.0], [], [], []])
+    assert settled.medians([forward, backward]) == ({"mine": (2.0, 4.0)}, {"mine": (1650.0, None)})
+
+
+def test_clocks_are_those_of_the_time_asked_for(settled: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!{sys.executable}\nimport time\nprint('[N/A]')\nprint(1605, flush=True)\ntime.sleep(60)\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(settled.shutil, "which", lambda _: str(tool))
+    begin = time.monotonic()
+    with settled.Clocks("0") as clocks:
+        while not clocks.between(begin, time.monotonic()) and time.monotonic() < begin + 30:
+            time.sleep(0.01)
+        assert clocks.between(begin, time.monotonic()) == [1605.0]
+        assert clocks.between(0.0, begin) == []
+    monkeypatch.setattr(settled.shutil, "which", lambda _: None)
+    with settled.Clocks("0") as clocks:
+        assert clocks.between(0.0, time.monotonic()) == []
 
 
 def test_flex_builds_every_contestant_of_every_case(flex: ModuleType, kernels: ModuleType) -> None:

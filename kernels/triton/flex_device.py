@@ -177,16 +177,18 @@ def _prescaled(q_tile, scale, PRESCALED: tl.constexpr):
 @triton.jit
 def _forward_tiles(
     acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-    b, h, rows, index, begin, end, masked, width, scale, low, high, sizes, tensors,
+    b, h, rows, index, block, begin, end, masked, width, scale, low, high, sizes, tensors,
     SCORE: tl.constexpr, MASK: tl.constexpr, BAND: tl.constexpr, PRESCALED: tl.constexpr, SAFE: tl.constexpr,
     FULL: tl.constexpr, MIXED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, DIM_QK: tl.constexpr,
     DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `begin` to `end` of a query block's list of key blocks: full, or not, or MIXED, those before `masked` not."""
+    """The tiles `begin` to `end` of a query block's list of key blocks: full, or not, or MIXED, those before `masked` not.
+
+    `block` is that of tile `begin`; returns that of tile `end` as well.
+    """
     PER: tl.constexpr = BLOCK_K // TILE_N
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
-    block = _block_at(index, begin, width, PER)
     for at in range(begin, end):
         start_n = block * BLOCK_K + at % PER * TILE_N
         # Known one tile ahead, so that the next loads wait for no index.
@@ -213,7 +215,7 @@ def _forward_tiles(
         v_tile = _tile(v + start_n.to(tl.int64) * v_step + v_offsets, cols, sizes[4], dims_v, DIM_V, PAD_V, CHECKED)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-    return acc, row_sum, row_max
+    return acc, row_sum, row_max, block
 
 
 @triton.jit(do_not_specialize=_FORWARD_SCALARS)
@@ -245,6 +247,14 @@ def forward(
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     start_m = tile * TILE_M
+    # Before the tile of queries: where the keys lie is known by the time that it has come.
+    PER: tl.constexpr = BLOCK_K // TILE_N
+    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
+    index = keys + row * k_blocks
+    masked = tl.load(keys_masked + row) * PER
+    tiles = tl.load(keys_count + row) * PER
+    begin, end = tiles * part // SPLIT, tiles * (part + 1) // SPLIT
+    block = _block_at(index, begin, k_blocks, PER)
     rows = start_m + tl.arange(0, TILE_M)
     q_begin = _head_offset(b, h, rows_q, heads, q_steps, DIM_QK, STRIDED)
     q_begin += start_m.to(tl.int64) * _token_step(heads, q_steps, DIM_QK, STRIDED)
@@ -261,25 +271,19 @@ def forward(
     acc = tl.zeros([TILE_M, PAD_V], tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
-    PER: tl.constexpr = BLOCK_K // TILE_N
-    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
-    index = keys + row * k_blocks
-    masked = tl.load(keys_masked + row) * PER
-    tiles = tl.load(keys_count + row) * PER
-    begin, end = tiles * part // SPLIT, tiles * (part + 1) // SPLIT
     if not (EVEN_Q and EVEN_K):
         # Apart: what may reach beyond a length is loaded otherwise.
         middle = tl.minimum(tl.maximum(masked, begin), end)
-        acc, row_sum, row_max = _forward_tiles(
+        acc, row_sum, row_max, block = _forward_tiles(
             acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-            b, h, rows, index, begin, middle, masked, k_blocks, scale, low, high, sizes, tensors,
+            b, h, rows, index, block, begin, middle, masked, k_blocks, scale, low, high, sizes, tensors,
             SCORE, MASK, BAND, PRESCALED, SAFE, False, False, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
         )  # fmt: skip
         begin = middle
-    acc, row_sum, row_max = _forward_tiles(
+    acc, row_sum, row_max, block = _forward_tiles(
         acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-        b, h, rows, index, begin, end, masked, k_blocks, scale, low, high, sizes, tensors,
+        b, h, rows, index, block, begin, end, masked, k_blocks, scale, low, high, sizes, tensors,
         SCORE, MASK, BAND, PRESCALED, SAFE, True, EVEN_Q and EVEN_K and (BAND or (MASK is not None)), EVEN_Q, EVEN_K,
         DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
     )  # fmt: skip
@@ -388,7 +392,7 @@ def _rows_of(statistics, start, seqlen_q, TILE: tl.constexpr, CHECKED: tl.conste
 @triton.jit
 def _query_tiles(
     dq, q_tile, do_tile, row_lse, row_delta, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-    b, h, rows, index, begin, end, masked, width, scale, low, high, sizes, tensors, gradients,
+    b, h, rows, index, block, begin, end, masked, width, scale, low, high, sizes, tensors, gradients,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, CAPTURED: tl.constexpr, BAND: tl.constexpr,
     PRESCALED: tl.constexpr, FULL: tl.constexpr, MIXED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -399,7 +403,6 @@ def _query_tiles(
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
     WITHIN_K: tl.constexpr = FULL or EVEN_K
-    block = _block_at(index, begin, width, PER)
     for at in range(begin, end):
         start_n = block * BLOCK_K + at % PER * TILE_N
         block = _block_at(index, at + 1, width, PER)
@@ -427,7 +430,7 @@ def _query_tiles(
                 # Where a hidden score is beyond all bounds, so may its slope be.
                 ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
-    return dq
+    return dq, block
 
 
 @triton.jit
@@ -490,6 +493,12 @@ def _backward_queries(
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     start_m = tile * TILE_M
+    PER: tl.constexpr = BLOCK_K // TILE_N
+    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
+    index = keys + row * k_blocks
+    masked = tl.load(keys_masked + row) * PER
+    begin, end = 0, tl.load(keys_count + row) * PER
+    block = _block_at(index, begin, k_blocks, PER)
     rows = start_m + tl.arange(0, TILE_M)
     q_begin = _head_offset(b, h, rows_q, heads, q_steps, DIM_QK, STRIDED)
     q_begin += start_m.to(tl.int64) * _token_step(heads, q_steps, DIM_QK, STRIDED)
@@ -511,22 +520,17 @@ def _backward_queries(
     v_step = _token_step(kv_heads, v_steps, DIM_V, STRIDED)
 
     acc = tl.zeros([TILE_M, PAD_QK], tl.float32)
-    PER: tl.constexpr = BLOCK_K // TILE_N
-    row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
-    index = keys + row * k_blocks
-    masked = tl.load(keys_masked + row) * PER
-    begin, end = 0, tl.load(keys_count + row) * PER
     if not (EVEN_Q and EVEN_K and (CAPTURED is None)):
-        acc = _query_tiles(
+        acc, block = _query_tiles(
             acc, q_tile, do_tile, lse_tile, delta_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-            b, h, rows, index, begin, masked, masked, k_blocks, scale, low, high, sizes, tensors, gradients,
+            b, h, rows, index, block, begin, masked, masked, k_blocks, scale, low, high, sizes, tensors, gradients,
             SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, False, False, EVEN_Q, EVEN_K,
             DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
         )  # fmt: skip
         begin = masked
-    acc = _query_tiles(
+    acc, block = _query_tiles(
         acc, q_tile, do_tile, lse_tile, delta_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
-        b, h, rows, index, begin, end, masked, k_blocks, scale, low, high, sizes, tensors, gradients,
+        b, h, rows, index, block, begin, end, masked, k_blocks, scale, low, high, sizes, tensors, gradients,
         SCORE, SLOPE, MASK, CAPTURED, BAND, PRESCALED, True,
         EVEN_Q and EVEN_K and (CAPTURED is None) and (BAND or (MASK is not None)), EVEN_Q, EVEN_K,
         DIM_QK, DIM_V, PAD_QK, PAD_V, BLOCK_K, TILE_N, PRECISION,
