@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import click
@@ -82,7 +83,7 @@ class Measured:
         self.run()
         end.record()
         end.synchronize()
-        times = max(3, int(SETTLE_MS / begin.elapsed_time(end)))
+        times = max(3, int(SETTLE_MS / max(begin.elapsed_time(end), 0.001)))
         for _ in range(times):
             self.run()
         begin.record()
@@ -110,7 +111,7 @@ def timed(contestants: Sequence[Any], rounds: int) -> tuple[Times, Clocked]:
             each.backward(kept)
             torch.cuda.synchronize()
             found.append(Measured(each.name, each.forward))
-            found.append(Measured(each.name, lambda each=each, kept=kept: each.backward(kept)))
+            found.append(Measured(each.name, partial(each.backward, kept)))
         except Exception as error:
             click.echo(f"{each.name}: left out: {type(error).__name__}: {str(error)[:300]}", err=True)
     with Clocks(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}") as clocks:
