@@ -83,6 +83,12 @@ def test_masks(name: str) -> None:
 
 
 @interpreted
+def test_each_head_of_a_group_has_its_own_lists() -> None:
+    mask = (KV - Q) * where(H % 2 < 1, whole(1), whole(-1)) >= whole(0)
+    assert_right(KERNEL, inputs_of(dense(100, 100, batch=1, heads=4, kv_heads=2, mask=mask)))
+
+
+@interpreted
 @pytest.mark.parametrize("name", HARD)
 def test_hard_scores_under_a_mask(name: str) -> None:
     assert_right(KERNEL, inputs_of(dense(45, 37, score=HARD[name], mask=documents() & causal(), softcap=3.0)))
