@@ -43,7 +43,7 @@ _SCORES = "x, s = _scores(products, b, h, q_idx, kv_idx, scale, sizes, tensors, 
 _PART = "begin, end = tiles * part // SPLIT, tiles * (part + 1) // SPLIT"
 _SLOPE = "SLOPE(ds, x, b, h, near_q, near_k, sizes, tensors)"
 _SLOPE_OF_KEYS = f"ds = {_SLOPE}\n            if MIXED or not FULL:\n                ds = tl.where"
-_OF_QUERIES = "b, h, rows, index, begin, end, masked, k_blocks, scale, low, high, sizes, tensors,\n"
+_OF_QUERIES = "b, h, rows, index, block, begin, end, masked, k_blocks, scale, low, high, sizes, tensors,\n"
 
 FAULTS = (
     _fault(
@@ -146,6 +146,14 @@ FAULTS = (
         dense(40, 100),
         "o lse",
         Edit(_PART, "begin, end = tiles // SPLIT * part, tiles // SPLIT * (part + 1)"),
+        split=3,
+        only=False,
+    ),
+    _fault(
+        "masked tiles of an earlier part done again",
+        dense(100, 100),
+        "o lse",
+        Edit("middle = tl.minimum(tl.maximum(masked, begin), end)", "middle = tl.minimum(masked, end)"),
         split=3,
         only=False,
     ),

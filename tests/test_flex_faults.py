@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 from support_flex import LSE_TOLERANCE, TOLERANCE, assert_right, errors, inputs_of
-from support_flex_faults import FAULTS, FlexFault, faulty
+from support_flex_faults import DEVICE, FAULTS, MASKS, FlexFault, faulty
 
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.flex import KERNEL
@@ -26,6 +27,7 @@ OFTEN = (
     "dLSE ignored",
     "prescale undeclared",
     "lists of the group's first head in dK and dV",
+    "masked tiles of an earlier part done again",
 )
 """What such kernels have got wrong before; the others are tried by `-m slow`."""
 
@@ -47,6 +49,16 @@ def test_the_fault_is_wrong_and_the_kernel_is_right(fault: FlexFault) -> None:
 
 def test_those_are_there() -> None:
     assert set(OFTEN) <= {each.name for each in FAULTS}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_fault_can_still_be_planted(fault: FlexFault) -> None:
+    for module, edits in ((DEVICE, fault.device), (MASKS, fault.masks)):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        assert [source.count(edit.old) for edit in edits] == [edit.times for edit in edits]
 
 
 @pytest.mark.slow
