@@ -304,7 +304,7 @@ def main(
     console = Console(width=240)
     console.print(table)
     for row in shares(rows):
-        told = f"{row['share']:.2%} of the time, {row['x scores']:.3f} x the share of the scores"
+        told = f"{row['share']:.2%} of the time, {row['x scores']:.3f} x the scores' {row['share'] / row['x scores']:.2%}"
         console.print(f"window / full, {row['direction']}, {row['kernel']}: {told}")
     if json_file is not None:
         made = {"device": device_name("cuda"), "versions": versions(), "rows": rows, "shares": shares(rows)}

@@ -113,7 +113,8 @@ def timed(contestants: Sequence[Any], rounds: int) -> tuple[Times, Clocked]:
             found.append(Measured(each.name, partial(each.backward, kept)))
         except Exception as error:
             click.echo(f"{each.name}: left out: {type(error).__name__}: {str(error)[:300]}", err=True)
-    with Clocks(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}") as clocks:
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    with Clocks(f"GPU-{getattr(gpu, 'uuid', 'unknown')}") as clocks:
         for number in range(rounds + 1):
             for measured in random.Random(number).sample(found, len(found)):
                 measured.measure(clocks)

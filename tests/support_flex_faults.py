@@ -156,6 +156,7 @@ FAULTS = (
         Edit("middle = tl.minimum(tl.maximum(masked, begin), end)", "middle = tl.minimum(masked, end)"),
         split=3,
         only=False,
+        rare=True,
     ),
     _fault(
         "key head's score_mod in full blocks",

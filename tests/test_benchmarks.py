@@ -105,6 +105,45 @@ def test_settled_times_leave_out_the_round_that_warms(settled: ModuleType) -> No
     assert settled.medians([forward, backward]) == ({"mine": (2.0, 4.0)}, {"mine": (1650.0, None)})
 
 
+def test_settled_times_are_of_calls_among_many(settled: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Contestant:
+        def __init__(self, name: str, forward: float, backward: float | None) -> None:
+            self.name, self._forward, self._backward = name, forward, backward
+
+        def forward(self) -> None:
+            now[0] += self._forward
+
+        def backward(self, _: None) -> None:
+            if self._backward is None:
+                raise ValueError("no backward")
+            now[0] += self._backward
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
+    monkeypatch.setattr(settled.shutil, "which", lambda _: None)
+    times, clocks = settled.timed([Contestant("mine", 2.0, 5.0), Contestant("other", 3.0, None)], 2)
+    assert times == {"mine": (pytest.approx(2.0), pytest.approx(5.0))}
+    assert clocks == {"mine": (None, None)}
+    assert now[0] > 2 * 3 * 2 * 0.9 * settled.SETTLE_MS
+
+
 def test_clocks_are_those_of_the_time_asked_for(settled: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!{sys.executable}\nimport time\nprint('[N/A]')\nprint(1605, flush=True)\ntime.sleep(60)\n")
@@ -116,6 +155,7 @@ def test_clocks_are_those_of_the_time_asked_for(settled: ModuleType, monkeypatch
             time.sleep(0.01)
         assert clocks.between(begin, time.monotonic()) == [1605.0]
         assert clocks.between(0.0, begin) == []
+        assert clocks.between(time.monotonic(), time.monotonic() + 1) == []
     monkeypatch.setattr(settled.shutil, "which", lambda _: None)
     with settled.Clocks("0") as clocks:
         assert clocks.between(0.0, time.monotonic()) == []
