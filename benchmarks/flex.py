@@ -28,13 +28,13 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from attnfuzz.harness.environment import device_name, resolve_device, versions
-from attnfuzz.harness.inputs import materialise
-from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.core.environment import device_name, resolve_device, versions
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs
-from attnfuzz.kernels.expressions import to_data
-from attnfuzz.kernels.modifiers import alibi
+from attnfuzz.kernels.expressions.named import alibi
+from attnfuzz.kernels.expressions.tree import to_data
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.triton.blockmask import band_of
 from attnfuzz.strategies.case import Recipe

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import click
 
-from attnfuzz.harness.environment import resolve_device
-from attnfuzz.harness.executors import Executor, InProcess
-from attnfuzz.harness.hunt import Hunt
-from attnfuzz.harness.isolated import Isolated
-from attnfuzz.harness.journal import Journal
-from attnfuzz.harness.jsontext import dumps
-from attnfuzz.harness.settings import PROFILES
+from attnfuzz.harness.campaign.hunt import Hunt
+from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.core.environment import resolve_device
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.isolation.executors import Executor, InProcess
+from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.shapes import Variant, all_variants, pool

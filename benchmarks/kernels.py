@@ -24,9 +24,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from attnfuzz.harness.environment import device_name, resolve_device, versions
-from attnfuzz.harness.inputs import materialise
-from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.core.environment import device_name, resolve_device, versions
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Inputs, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem

@@ -16,13 +16,14 @@ from pathlib import Path
 import click
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from attnfuzz.harness import environment
-from attnfuzz.harness.bench import Bench, Clock
-from attnfuzz.harness.jsontext import dumps
-from attnfuzz.harness.settings import PROFILES
-from attnfuzz.kernels import memory, registry
+from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.trial.bench import Bench, Clock
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.support import memory
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.shapes import all_variants, pool

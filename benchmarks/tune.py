@@ -28,7 +28,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import track
 
-from attnfuzz.harness.environment import device_name, resolve_device, versions
+from attnfuzz.harness.core.environment import device_name, resolve_device, versions
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, Problem, reject
 from attnfuzz.kernels.tilelang.build import compiled
@@ -137,7 +137,7 @@ def measure(task: Task, candidates: list[Tiles], gpu: int, locks: str) -> dict[s
     """TFLOP/s by candidate; 0 for one that gives other values than the first."""
     import torch
 
-    from attnfuzz.harness.inputs import materialise
+    from attnfuzz.harness.trial.inputs import materialise
     from attnfuzz.strategies.case import Recipe
 
     torch.cuda.set_device(gpu)

@@ -20,21 +20,21 @@ MODULES = (
     "attnfuzz.kernels.problem",
     "attnfuzz.kernels.registry",
     "attnfuzz.kernels.lowering",
-    "attnfuzz.kernels.expressions",
-    "attnfuzz.kernels.modifiers",
-    "attnfuzz.kernels.tracing",
+    "attnfuzz.kernels.expressions.tree",
+    "attnfuzz.kernels.expressions.named",
+    "attnfuzz.kernels.expressions.tracing",
     "attnfuzz.kernels.autograd",
     "attnfuzz.strategies.case",
-    "attnfuzz.harness.settings",
-    "attnfuzz.harness.campaign",
-    "attnfuzz.harness.events",
-    "attnfuzz.harness.failure",
-    "attnfuzz.harness.verdict",
-    "attnfuzz.harness.corpus",
-    "attnfuzz.harness.blob",
-    "attnfuzz.harness.reproduce",
+    "attnfuzz.harness.campaign.settings",
+    "attnfuzz.harness.campaign.campaign",
+    "attnfuzz.harness.campaign.events",
+    "attnfuzz.harness.judge.failure",
+    "attnfuzz.harness.judge.verdict",
+    "attnfuzz.harness.campaign.corpus",
+    "attnfuzz.harness.campaign.blob",
+    "attnfuzz.harness.repro.reproduce",
     "attnfuzz.oracles.attention",
-    "attnfuzz.oracles.bounds",
+    "attnfuzz.oracles.budgets.bounds",
 )
 """What others may build on, first what most will."""
 EXIT_CODES = """\
@@ -50,7 +50,7 @@ NOTE = "<!-- Written by docs/generate.py from the code; a test compares. -->\n"
 
 def cli_page() -> str:
     """Every command with its arguments and options."""
-    from attnfuzz.harness.cli import main
+    from attnfuzz.harness.cli.main import main
 
     parts = [f"# Command line\n\n{NOTE}\n{EXIT_CODES}"]
     for path, command in commands("attnfuzz", main):
@@ -86,7 +86,7 @@ class Options:
 
 def pytest_options() -> list[str]:
     """What the plugin adds to pytest."""
-    from attnfuzz.harness.plugin_options import pytest_addoption
+    from attnfuzz.harness.plugin.options import pytest_addoption
 
     options: Any = Options()
     pytest_addoption(options)

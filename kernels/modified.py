@@ -7,7 +7,8 @@ from functools import lru_cache, reduce
 
 import msgspec
 
-from attnfuzz.kernels.expressions import (
+from attnfuzz.kernels.expressions.named import softcap
+from attnfuzz.kernels.expressions.tree import (  # fmt: skip
     KV,
     SEQLEN_K,
     SEQLEN_Q,
@@ -23,8 +24,7 @@ from attnfuzz.kernels.expressions import (
     size_of,
     substitute,
     to_data,
-)  # fmt: skip
-from attnfuzz.kernels.modifiers import softcap
+)
 from attnfuzz.kernels.problem import Problem
 
 __all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of", "whole_mask_of"]

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from attnfuzz.kernels.errors import BadArgument, reject
-from attnfuzz.kernels.expressions import DEEPEST, captured, parse, size_of, to_data
-from attnfuzz.kernels.ranges import Sizes, why_outside
+from attnfuzz.kernels.expressions.ranges import Sizes, why_outside
+from attnfuzz.kernels.expressions.tree import DEEPEST, captured, parse, size_of, to_data
 
 __all__ = [
     "LAYOUTS",

@@ -58,7 +58,7 @@ _BUILT_IN = {
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
 _HIDDEN = {
-    "demo.varlen": "attnfuzz.kernels.planted:demo_kernel",
+    "demo.varlen": "attnfuzz.kernels.faults.planted:demo_kernel",
     "emulated": "attnfuzz.kernels.emulated.kernel:KERNEL",
     "emulated.prescaled": "attnfuzz.kernels.emulated.kernel:PRESCALED",
     "emulated.tf32": "attnfuzz.kernels.emulated.kernel:TF32",

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attnfuzz.kernels.evaluation import value_of
-from attnfuzz.kernels.expressions import Expression
+from attnfuzz.kernels.expressions.evaluation import value_of
+from attnfuzz.kernels.expressions.tree import Expression
 from attnfuzz.oracles.formats import TINY, Format
 from attnfuzz.oracles.tree_errors import error_of
 

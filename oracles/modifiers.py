@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import torch
 
-from attnfuzz.kernels.derivative import by_load, by_score
-from attnfuzz.kernels.evaluation import evaluate
-from attnfuzz.kernels.expressions import Captured, Expression
+from attnfuzz.kernels.expressions.derivative import by_load, by_score
+from attnfuzz.kernels.expressions.evaluation import evaluate
+from attnfuzz.kernels.expressions.tree import Captured, Expression
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.mask_doubt import doubtful

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from attnfuzz.kernels.evaluation import value_of
-from attnfuzz.kernels.expressions import Expression
+from attnfuzz.kernels.expressions.evaluation import value_of
+from attnfuzz.kernels.expressions.tree import Expression
 from attnfuzz.oracles.formats import EPS
 
 __all__ = ["error_of", "evaluated"]

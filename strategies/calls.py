@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, Case, Check
-from attnfuzz.strategies.others import why_not_call
+from attnfuzz.strategies.earlier_calls import why_not_call
 
 __all__ = ["drawn_call"]
 

@@ -65,7 +65,7 @@ Pattern = Literal[
     "subnormal",
     "near_overflow",
 ]
-"""How values are distributed, simplest first; harness/values.py makes them and says what each is for."""
+"""How values are distributed, simplest first; harness/trial/values.py makes them and says what each is for."""
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 FAMILIES: tuple[Pattern, ...] = tuple(
     each for each in PATTERNS if each not in ("needle", "falling", "rising", "negative", "outlier", "do_parallel")

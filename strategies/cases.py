@@ -16,8 +16,8 @@ from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, long_enough, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, modifiers
+from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
-from attnfuzz.strategies.values import recipes
 
 __all__ = ["Limits", "cases", "met"]
 

@@ -16,7 +16,21 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
-from attnfuzz.kernels.expressions import (
+from attnfuzz.kernels.expressions.named import (  # fmt: skipfrom attnfuzz.strategies.lengths import weighted
+    MASKS,
+    SCORES,
+    alibi,
+    bias,
+    causal,
+    causal_top_left,
+    dilated,
+    documents,
+    prefix,
+    relative_bias,
+    sliding_window,
+    softcap,
+)
+from attnfuzz.kernels.expressions.tree import (  # fmt: skip
     KV,
     SEQLEN_K,
     B,
@@ -39,21 +53,7 @@ from attnfuzz.kernels.expressions import (
     truth,
     where,
     whole,
-)  # fmt: skip
-from attnfuzz.kernels.modifiers import (
-    MASKS,
-    SCORES,
-    alibi,
-    bias,
-    causal,
-    causal_top_left,
-    dilated,
-    documents,
-    prefix,
-    relative_bias,
-    sliding_window,
-    softcap,
-)  # fmt: skipfrom attnfuzz.strategies.lengths import weighted
+)
 from attnfuzz.strategies.lengths import weighted
 
 __all__ = ["Blocks", "Chosen", "chosen", "masks", "modifiers", "pooled", "scores"]

@@ -13,7 +13,7 @@ from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.lengths import batches
-from attnfuzz.strategies.related import SPREAD, related_problems, spread, why_not_relation
+from attnfuzz.strategies.relation_problems import SPREAD, related_problems, spread, why_not_relation
 from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
 
 __all__ = ["RELATION_LIMITS", "relation_cases", "relations_of"]

@@ -11,7 +11,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.calls import drawn_call
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
-from attnfuzz.strategies.others import other_problems
+from attnfuzz.strategies.earlier_calls import other_problems
 from attnfuzz.strategies.relations import RELATION_LIMITS, relation_cases, relations_of
 from attnfuzz.strategies.shapes import Variant, all_variants
 

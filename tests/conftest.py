@@ -6,14 +6,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from support_slow import SLOW, named
+from support.slow import SLOW, named
 
 pytest_plugins = ["pytester"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Triton has one mode per process: compiled where there is a GPU (the interpreter's tests are skipped), else interpreted."""
-    from attnfuzz.harness import environment
+    from attnfuzz.harness.core import environment
     from attnfuzz.kernels.triton import runtime
 
     # A shell starts what runs in the background with SIGINT ignored, and what is started from here would ignore it as well.
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from attnfuzz.harness.environment import has_cuda
+    from attnfuzz.harness.core.environment import has_cuda
 
     asked = config.getoption("-m") or ""
     for item in items:
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """What the rest of the harness finds where the memory checker, which a GPU has not, is not the first."""
-    from attnfuzz.kernels import memory
+    from attnfuzz.kernels.support import memory
 
     memory.check(False)
     yield

@@ -16,8 +16,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from attnfuzz.harness.environment import has_cuda
-from attnfuzz.harness.inputs import materialise
+from attnfuzz.harness.core.environment import has_cuda
+from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem

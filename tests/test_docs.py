@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 import pytest
 
-from attnfuzz.harness.cli import main
+from attnfuzz.harness.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnfuzz.harness import environment
-from attnfuzz.harness.cli import main
+from attnfuzz.harness.cli.main import main
+from attnfuzz.harness.core import environment
 from attnfuzz.kernels import registry
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def test_the_commands_named_exist() -> None:
     for name in re.findall(r"tox -e ([\w-]+)", README):
         assert f"[testenv:{name}]" in tox
     options = set(re.findall(r"(--attnfuzz-[\w-]+)", README))
-    plugin = (ROOT / "harness" / "plugin_options.py").read_text()
+    plugin = (ROOT / "harness" / "plugin" / "options.py").read_text()
     assert all(f'add("{option.removeprefix("--attnfuzz-")}"' in plugin for option in options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support_slow import SLOW, named
+from support.slow import SLOW, named
 
 
 def test_every_test_called_slow_by_name_exists(request: pytest.FixtureRequest) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnfuzz.harness.cli import main
+from attnfuzz.harness.cli.main import main
 
 FOLDER = Path(__file__).parents[1] / ".github" / "workflows"
 FILES = sorted(FOLDER.glob("*.yml"))

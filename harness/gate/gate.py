@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
-from attnfuzz.harness.corpus import CaseFile, Corpus, read_case
-from attnfuzz.harness.gate.before import Base
-from attnfuzz.harness.gate.commit import Commit
-from attnfuzz.harness.gate.correctness import stored_cases
-from attnfuzz.harness.gate.from_file import FromFile
+from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
+from attnfuzz.harness.gate.base.base import Base
+from attnfuzz.harness.gate.base.commit import Commit
+from attnfuzz.harness.gate.base.from_file import FromFile
+from attnfuzz.harness.gate.base.write import written
+from attnfuzz.harness.gate.kernel import KernelTurn, why_not_here
 from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, read_ledger, spent
+from attnfuzz.harness.gate.parts.correctness import stored_cases
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, Tell
 from attnfuzz.harness.gate.subjects import Subject, importing_from, named, why_absent, within
-from attnfuzz.harness.gate.turn import KernelTurn, why_not_here
-from attnfuzz.harness.gate.write import written
-from attnfuzz.harness.isolated import Isolated
-from attnfuzz.harness.raised import told
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.trial.errors import told
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, reject
 

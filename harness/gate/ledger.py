@@ -14,8 +14,8 @@ from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from attnfuzz.harness.failure import KINDS, OUTPUT_TITLES
 from attnfuzz.harness.gate.result import Finding, KernelGate, Outcome, Part, PartName, Plea
+from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, OutputName, reject
 
 __all__ = ["DEFAULT", "Entry", "Ledger", "let_through", "read_ledger", "spent"]

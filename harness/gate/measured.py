@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from attnfuzz.harness.failure import Failure
-from attnfuzz.harness.gate.trees import BrokenSideError, Side
+from attnfuzz.harness.gate.side import BrokenSideError, Side
+from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Case
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from attnfuzz.harness.gate.accuracy import FEWEST
-from attnfuzz.harness.gate.speed import ROUNDS
-from attnfuzz.harness.settings import Settings
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.gate.parts.accuracy import FEWEST
+from attnfuzz.harness.gate.parts.speed import ROUNDS
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import reject
 

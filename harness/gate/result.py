@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from attnfuzz.harness.corpus import repro_line
-from attnfuzz.harness.failure import Identity, Kind
+from attnfuzz.harness.campaign.corpus import repro_line
+from attnfuzz.harness.judge.failure import Identity, Kind
 from attnfuzz.kernels.problem import OutputName
 
 __all__ = [
@@ -56,7 +56,7 @@ class Finding:
     case: str | None = None
     """The file of its Case."""
     blob: str | None = None
-    """The Case as one word (harness/blob.py), for where that file is not."""
+    """The Case as one word (harness/campaign/blob.py), for where that file is not."""
     described: tuple[tuple[str, str], ...] = ()
     """The Case in words: (name, value)."""
     plea: Plea | None = None

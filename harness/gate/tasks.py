@@ -17,18 +17,18 @@ from typing import Any
 import msgspec
 import torch
 
-from attnfuzz.harness import environment
-from attnfuzz.harness.bench import Bench, Clock, WentWrong
-from attnfuzz.harness.builds import built
-from attnfuzz.harness.form import heads_first
+from attnfuzz.harness.core import environment
 from attnfuzz.harness.gate.subjects import load_kernel, why_absent
-from attnfuzz.harness.inputs import materialise
-from attnfuzz.harness.raised import this_is_a_child, told
-from attnfuzz.harness.runnable import why_not_case
-from attnfuzz.harness.truth import Truth, Truths
-from attnfuzz.kernels import memory
+from attnfuzz.harness.judge.contract import heads_first
+from attnfuzz.harness.judge.truth import Truth, Truths
+from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.build import built
+from attnfuzz.harness.trial.errors import this_is_a_child, told
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.support import memory
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.strategies.case import Case, case_from_json
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from attnfuzz.harness.failure import OUTPUT_TITLES
-from attnfuzz.harness.verdict import IN_DOUBT, Figures, Verdict
-from attnfuzz.kernels.expressions import parse
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES
+from attnfuzz.harness.judge.verdict import IN_DOUBT, Figures, Verdict
+from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Needs
 from attnfuzz.strategies.case import Case, Recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from attnfuzz.harness.runfile import EDGES, OutputRecord
+from attnfuzz.harness.report.runfile import EDGES, OutputRecord
 
 __all__ = ["HEIGHT", "WIDTH", "Bar", "Histogram", "histogram"]
 

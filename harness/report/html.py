@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from attnfuzz.harness.corpus import repro_line
-from attnfuzz.harness.environment import versions
-from attnfuzz.harness.errormap import read_maps
-from attnfuzz.harness.failure import OUTPUT_TITLES
-from attnfuzz.harness.jsontext import dumps
+from attnfuzz.harness.campaign.corpus import repro_line
+from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.judge.errormap import read_maps
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report import plots
 from attnfuzz.harness.report.histogram import Histogram, histogram
-from attnfuzz.harness.report.merged import Merged, value
-from attnfuzz.harness.runfile import FailureRecord, KernelRecord
+from attnfuzz.harness.report.merge import Merged, value
+from attnfuzz.harness.report.runfile import FailureRecord, KernelRecord
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 
 __all__ = ["Page", "page"]

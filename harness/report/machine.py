@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from attnfuzz.harness.corpus import repro_line
-from attnfuzz.harness.events import CampaignFinished, Found, KernelSummary
-from attnfuzz.harness.verdict import Verdict
+from attnfuzz.harness.campaign.corpus import repro_line
+from attnfuzz.harness.campaign.events import CampaignFinished, Found, KernelSummary
+from attnfuzz.harness.judge.verdict import Verdict
 
 __all__ = ["campaign_object", "found_object", "verdict_object"]
 

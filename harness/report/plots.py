@@ -12,8 +12,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-from attnfuzz.harness.corpus import write_whole
-from attnfuzz.harness.errormap import (
+from attnfuzz.harness.campaign.corpus import write_whole
+from attnfuzz.harness.judge.errormap import (
     BROKEN,
     DECADES,
     ENDLESS,
@@ -28,7 +28,7 @@ from attnfuzz.harness.errormap import (
     OutputMap,
     unpacked,
 )
-from attnfuzz.harness.failure import OUTPUT_TITLES
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.strategies.case import case_from_object

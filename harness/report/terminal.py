@@ -11,12 +11,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from attnfuzz.harness import events
-from attnfuzz.harness.corpus import CaseFile, quoted, repro_line
-from attnfuzz.harness.events import Event, Found, KernelSummary, Worst
-from attnfuzz.harness.failure import OUTPUT_TITLES
+from attnfuzz.harness.campaign import events
+from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
+from attnfuzz.harness.campaign.events import Event, Found, KernelSummary, Worst
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
-from attnfuzz.harness.reproduce import Reproduction
+from attnfuzz.harness.repro.reproduce import Reproduction
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
 __all__ = ["Terminal", "kernel_table", "show_found", "show_reproduction", "show_stored", "summary_table"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from attnfuzz.kernels.contract import Inputs
-from attnfuzz.kernels.derivative import by_load, by_score
-from attnfuzz.kernels.evaluation import evaluate
-from attnfuzz.kernels.expressions import Captured, Expression
+from attnfuzz.kernels.expressions.derivative import by_load, by_score
+from attnfuzz.kernels.expressions.evaluation import evaluate
+from attnfuzz.kernels.expressions.tree import Captured, Expression
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 
 __all__ = ["Modified", "unmasked"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Gradients, Inputs, Kernel, why_unsupported
-from attnfuzz.kernels.planted import Edit, planted_copy
+from attnfuzz.kernels.faults.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import Problem
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.memory import MemoryKind
-from attnfuzz.kernels.planted import Edit, planted_copy
+from attnfuzz.kernels.faults.planted import Edit, planted_copy
+from attnfuzz.kernels.support.memory import MemoryKind
 
 __all__ = ["FAULTS", "MODULE", "PlantedFault", "fault_kernel"]
 

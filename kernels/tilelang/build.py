@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnfuzz.kernels.compiler_output import captured
 from attnfuzz.kernels.contract import BuildError, Device
+from attnfuzz.kernels.support.compiler_output import captured
 
 __all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "threads_of", "unavailable"]
 

@@ -14,8 +14,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from attnfuzz.kernels.absent import Absent
 from attnfuzz.kernels.contract import BuildError
+from attnfuzz.kernels.support.absent import Absent
 
 try:
     import tilelang  # noqa: F401  (makes its own tvm importable)

@@ -23,7 +23,7 @@ has O = 0 and LSE = -inf. `offset` is n_k - n_q for a mask aligned at the bottom
 import math
 from typing import Any, Literal
 
-from attnfuzz.kernels.expressions import Data
+from attnfuzz.kernels.expressions.tree import Data
 from attnfuzz.kernels.tilelang.printer import printed
 
 try:

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnfuzz.kernels.compiler_output import captured
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.lowering import MachineCode, Unit
+from attnfuzz.kernels.support.compiler_output import captured
 from attnfuzz.kernels.tilelang.build import cuda_passes, threads_of
 
 __all__ = ["cannot_lower", "find_nvcc", "nvcc_version", "units"]

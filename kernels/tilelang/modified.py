@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device
-from attnfuzz.kernels.expressions import Data, to_data
+from attnfuzz.kernels.expressions.tree import Data, to_data
 from attnfuzz.kernels.modified import score_of, whole_mask_of
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang.dense import TileLangDense
@@ -31,7 +31,7 @@ class TileLangModified(TileLangDense):
     @property
     def files(self) -> tuple[str, ...]:
         """The sources of this kernel, absolute paths."""
-        return (*super().files, str(Path(__file__).parents[1] / "folding.py"))
+        return (*super().files, str(Path(__file__).parents[1] / "expressions" / "folding.py"))
 
     def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
         """forward, preprocess, backward; the first and the last with the trees, where there are any."""

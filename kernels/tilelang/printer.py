@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attnfuzz.kernels.absent import Absent
-from attnfuzz.kernels.derivative import by_score
 from attnfuzz.kernels.errors import reject
-from attnfuzz.kernels.expressions import DEEPEST, Data, Expression, number, parse
-from attnfuzz.kernels.folding import folded
+from attnfuzz.kernels.expressions.derivative import by_score
+from attnfuzz.kernels.expressions.folding import folded
+from attnfuzz.kernels.expressions.tree import DEEPEST, Data, Expression, number, parse
+from attnfuzz.kernels.support.absent import Absent
 
 try:
     from tilelang import language

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Gradients, Inputs
-from attnfuzz.kernels.expressions import Captured, Expression, S, load, substitute, whole
+from attnfuzz.kernels.expressions.tree import Captured, Expression, S, load, substitute, whole
 from attnfuzz.kernels.modified import score_of, tensors_of, whole_mask_of
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.torch import flex

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnfuzz.kernels.evaluation import evaluate
-from attnfuzz.kernels.expressions import Captured, Expression, number
+from attnfuzz.kernels.expressions.evaluation import evaluate
+from attnfuzz.kernels.expressions.tree import Captured, Expression, number
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnfuzz.kernels.evaluation import evaluate
-from attnfuzz.kernels.expressions import Expression, captured
+from attnfuzz.kernels.expressions.evaluation import evaluate
+from attnfuzz.kernels.expressions.tree import Expression, captured
 from attnfuzz.kernels.problem import Problem, reject
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, beyond_grid, why_unsupported
 from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem, reject
-from attnfuzz.kernels.triton import lower, runtime
+from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.assembler import assembler
 from attnfuzz.kernels.triton.flex_built import BuiltFlex, banded, even, strided
 from attnfuzz.kernels.triton.flex_configs import configs_for
+from attnfuzz.kernels.triton.machine_code import lower
 
 __all__ = ["KERNEL", "PRESCALED", "TF32", "BuiltFlex", "TritonFlex"]
 
@@ -97,7 +98,7 @@ class TritonFlex:
         here = Path(__file__).parent
         own = ("flex.py", "flex_built.py", "flex_device.py", "flex_configs.py", "printer.py", "blockmask.py")
         self.name, self.capabilities = name, capabilities
-        self.files = files or (*(str(here / file) for file in own), str(here.parent / "folding.py"))
+        self.files = files or (*(str(here / file) for file in own), str(here.parent / "expressions" / "folding.py"))
         self._device_code, self._masks = device_code or _default_device_code, masks or _default_masks
         self._modules: tuple[ModuleType, ModuleType] | None = None
         self._built: dict[tuple[str, Device], BuiltFlex] = {}

@@ -12,7 +12,7 @@ from attnfuzz.kernels.contract import Config, Gradients, Inputs
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
 from attnfuzz.kernels.triton.flex_configs import padded
-from attnfuzz.kernels.triton.lower import Call
+from attnfuzz.kernels.triton.machine_code.lower import Call
 from attnfuzz.kernels.triton.printer import load_source, source, taking_gradients
 
 if TYPE_CHECKING:

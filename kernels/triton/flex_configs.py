@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Final
 
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.derivative import by_score
-from attnfuzz.kernels.expressions import Data, Expression, parse, to_data
+from attnfuzz.kernels.expressions.derivative import by_score
+from attnfuzz.kernels.expressions.tree import Data, Expression, parse, to_data
 from attnfuzz.kernels.problem import Problem
 
 __all__ = ["configs_for", "padded", "shared"]

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from attnfuzz.kernels import cache
-from attnfuzz.kernels.derivative import by_load, by_score
-from attnfuzz.kernels.expressions import Captured, Expression, const, number
-from attnfuzz.kernels.folding import folded
+from attnfuzz.kernels.expressions.derivative import by_load, by_score
+from attnfuzz.kernels.expressions.folding import folded
+from attnfuzz.kernels.expressions.tree import Captured, Expression, const, number
+from attnfuzz.kernels.support import cache
 
 __all__ = ["load_source", "source", "taking_gradients"]
 

@@ -39,7 +39,7 @@ def mode() -> Device | None:
 def load(device: Device) -> ModuleType:
     """The module `triton` in the mode that `device` needs; later calls are cheap.
 
-    On the CPU this also repairs the interpreter (`attnfuzz.kernels.triton.interpreter`).
+    On the CPU this also repairs the interpreter (`attnfuzz.kernels.triton.interpreter.interpreter`).
 
     Raises:
         BadArgument: this process has imported Triton in the other mode.
@@ -66,7 +66,7 @@ def load(device: Device) -> ModuleType:
     except ImportError as error:
         raise BuildError(f"triton cannot be imported: {error}") from error
     if device == "cpu":
-        importlib.import_module("attnfuzz.kernels.triton.interpreter").install()
+        importlib.import_module("attnfuzz.kernels.triton.interpreter.interpreter").install()
     else:
         _count_compiles(triton)
     _ready.add(device)

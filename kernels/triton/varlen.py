@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Inputs, beyond_grid, why_unsupported
 from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, BadArgument, Layout, Problem
-from attnfuzz.kernels.triton import lower, runtime
-from attnfuzz.kernels.triton.lower import Call
+from attnfuzz.kernels.triton import runtime
+from attnfuzz.kernels.triton.machine_code import lower
+from attnfuzz.kernels.triton.machine_code.lower import Call
 
 if TYPE_CHECKING:
     import torch

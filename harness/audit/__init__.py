@@ -1,0 +1,1 @@
+"""Whether adapters, peers and attnfuzz itself are in order."""

@@ -1,0 +1,1 @@
+"""`attnfuzz calibrate`: how near correct kernels come to their budgets."""

@@ -1,0 +1,1 @@
+"""`attnfuzz check-adapter`: whether an adapter fulfils the contract."""

@@ -1,0 +1,251 @@
+"""Whether an adapter fulfils the contract: a list of checks that are run, each with what was found and how to mend it.
+
+What needs no call of the kernel is asked in this process; everything else happens in child processes, so that a kernel that
+crashes or hangs is a row like others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from attnfuzz.harness.audit.conformance import declared as conformance_form
+from attnfuzz.harness.audit.conformance import features as conformance_features
+from attnfuzz.harness.audit.conformance.row import Row, failing, shortened
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.isolation.executors import InProcess
+from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.isolation.kernel_ref import shipped
+from attnfuzz.harness.isolation.outcomes import Death, Reply
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.shapes import all_variants
+
+__all__ = ["Bed", "Conformance", "Row", "check_adapter"]
+
+_PROBES = "attnfuzz.harness.audit.conformance.probes:asked"
+_DEADLINE = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Conformance:
+    """What became of every check of `kernel` on `device`."""
+
+    kernel: str
+    device: Device
+    rows: tuple[Row, ...]
+    seconds: float
+
+    @property
+    def wrong(self) -> tuple[Row, ...]:
+        """What breaks the contract."""
+        return tuple(row for row in self.rows if row.status == "wrong")
+
+    @property
+    def complete(self) -> bool:
+        """Whether every check could be run."""
+        return all(row.status != "not run" for row in self.rows)
+
+
+class Bed(Protocol):
+    """Where a kernel is called."""
+
+    def trial(self, case: Case) -> Verdict:
+        """A Trial's Verdict."""
+
+    def ask(self, probe: str, kernel: Kernel, case: Case, **more: Any) -> Any:
+        """What a probe (harness/audit/conformance/probes.py) found; a str where there was no answer: why."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+def check_adapter(
+    called: str, device: Device, listener: Callable[[Row], None] = lambda _: None, *, in_process: bool = False
+) -> Conformance:
+    """Run the conformance list on the kernel called `called`.
+
+    Args:
+        called: its name, or "package.module:OBJECT".
+        device: where it is called.
+        listener: hears every row as it is known.
+        in_process: call it in this process, for a debugger.
+
+    Raises:
+        BadArgument: nothing is called so, or it cannot be imported.
+    """
+    start, rows = time.monotonic(), list[Row]()
+    found = registry.find(called)
+    for row in _rows(called, found, device, in_process=in_process):
+        rows.append(row)
+        listener(row)
+    name = getattr(found, "name", called)
+    return Conformance(name if isinstance(name, str) else called, device, tuple(rows), time.monotonic() - start)
+
+
+def _rows(called: str, found: Any, device: Device, *, in_process: bool) -> Iterator[Row]:
+    wrong = False
+    for row in conformance_form.members(found):
+        yield row
+        wrong |= row.status == "wrong"
+    if wrong:
+        yield _not_run("all else", "the contract's members come first")
+        return
+    kernel = registry.get(called)
+    for row in conformance_form.declarations(kernel, device):
+        yield row
+        wrong |= row.status == "wrong" and row.check in ("capabilities", "variants", "configs")
+    reason = "nothing can be drawn from what is declared" if wrong else kernel.unavailable(device)
+    if wrong or reason:
+        yield _not_run("calls", str(reason), "use a machine, or a --device, where it runs" if not wrong else "mend that first")
+        return
+    bed: Bed = _Here(device) if in_process else _Children(kernel, device)
+    try:
+        yield from _calls(kernel, device, bed)
+    finally:
+        bed.close()
+
+
+def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
+    case = conformance_features.plain_case(kernel, all_variants(kernel, device)[0])
+    answer = bed.ask("identity", kernel, case)
+    here = [kernel.name, kernel.compile_key(case.problem, case.config), [dict(each) for each in kernel.configs(case.problem)]]
+    yield _identity(answer, here)
+    if isinstance(answer, str):
+        yield _not_run("calls", "a child process does not find the kernel", "mend that first")
+        return
+    plain = _plain(kernel, bed.trial(case))
+    yield from plain
+    if any(row.status == "wrong" for row in plain if row.check not in ("O and LSE", "gradients")):
+        yield _not_run("settings, repetition, features", "the plain case gives nothing that could be compared", "mend that first")
+        return
+    for probe, title, remedy in (
+        ("settings", "independent of torch's settings", "give dtype= and device= to every new tensor; change no global state"),
+        ("repeated", "deterministic as declared", "mend the kernel, or leave the output out of `deterministic`"),
+        ("arguments", "wrong arguments raise", "let build raise a BadArgument wherever supports gives a reason"),
+    ):
+        yield _told(title, bed.ask(probe, kernel, case), remedy)
+    for each in conformance_features.features(kernel, device):
+        if each.declared:
+            yield conformance_features.declared_row(each, [bed.trial(case) for case in each.cases])
+        elif (row := conformance_features.undeclared_row(each, kernel, bed.ask)) is not None:
+            yield row
+
+
+def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
+    """The plainest Case's Verdict, told in parts: first whether it ran at all."""
+    by_form = [each for each in verdict.failures if each.kind in ("contract", "unwritten")]
+    by_input = [each for each in verdict.failures if each.kind == "guard"]
+    by_value = [each for each in verdict.failures if each.output and each not in by_form]
+    rest = [each for each in verdict.failures if each not in by_form + by_input + by_value]
+    runs = failing("runs", rest, "mend the kernel or its adapter", "forward and backward return")
+    form = "shape, dtype, device and memory as attnfuzz.kernels.contract.Outputs has them"
+    untouched = "no input changed, nothing written beyond"
+    of_inputs = failing("inputs left alone", by_input, "write to tensors of your own only", untouched)
+    if rest or by_input:
+        # Outputs were not looked at then.
+        return [runs, of_inputs] if by_input else [runs]
+    forward = [each for each in by_value if each.output in ("o", "lse")]
+    remedy = "mend the kernel or its adapter (scale, layout, natural log of LSE), or declare what it does otherwise (deviations)"
+    return [
+        runs,
+        of_inputs,
+        failing("form of outputs", by_form, f"give {form}", form),
+        failing("O and LSE", forward, remedy, _figures(verdict, ("o", "lse"))),
+        _gradients(kernel, verdict, [each for each in by_value if each not in forward]),
+    ]
+
+
+def _gradients(kernel: Kernel, verdict: Verdict, failures: list[Failure]) -> Row:
+    if not {"dq", "dk", "dv"} & set(kernel.capabilities.outputs):
+        return Row("gradients", "ok", "declared absent")
+    remedy = "mend the backward, or declare outputs without them"
+    return failing("gradients", failures, remedy, _figures(verdict, ("dq", "dk", "dv")))
+
+
+def _figures(verdict: Verdict, names: tuple[str, ...]) -> str:
+    worst = [f"{name} {verdict.figures[name].worst:.2f}" for name in OUTPUT_NAMES if name in names and name in verdict.figures]
+    return f"error over budget: {', '.join(worst)}" if worst else "not judged: an output is not of the contract's form"
+
+
+def _identity(answer: Any, here: list[Any]) -> Row:
+    check = "found by a child process"
+    if isinstance(answer, str):
+        remedy = "make it a global of a module that can be imported, without lambdas, or give it an entry point"
+        return Row(check, "wrong", shortened(answer), remedy)
+    for what, there, this in zip(("name", "compile_key", "configs"), answer, here, strict=True):
+        if there != this:
+            found = f"{what} is {there!r} there and {this!r} here"
+            return Row(check, "wrong", shortened(found), "build it from the Problem and the Config alone: no id(), no hash()")
+    return Row(check, "ok", "same name, compile_key and configs there")
+
+
+def _told(check: str, answer: Any, remedy: str) -> Row:
+    """A probe's answer: {"wrong": [...], "right": what was tried}."""
+    if isinstance(answer, str):
+        return Row(check, "wrong", shortened(answer), "mend the kernel")
+    wrong = answer["wrong"]
+    return Row(check, "wrong", shortened("; ".join(wrong)), remedy) if wrong else Row(check, "ok", answer["right"])
+
+
+def _not_run(check: str, reason: str, remedy: str = "") -> Row:
+    return Row(check, "not run", reason, remedy)
+
+
+class _Children:
+    """Calls in child processes."""
+
+    def __init__(self, kernel: Kernel, device: Device) -> None:
+        self._executor = Isolated(device, backends=[kernel.backend], deadline=_DEADLINE)
+        self._device = device
+
+    def trial(self, case: Case) -> Verdict:
+        return self._executor.trial(case)
+
+    def ask(self, probe: str, kernel: Kernel, case: Case, **more: Any) -> Any:
+        try:
+            parcel = shipped(kernel.name)
+        except BadArgument as error:
+            return str(error)
+        payload = {"probe": probe, "kernel": parcel, "case": case.canonical(), "device": self._device, **more}
+        outcome = self._executor.ask(_PROBES, payload)
+        if isinstance(outcome, Reply):
+            return outcome.result
+        if isinstance(outcome, Death):
+            how = f"{outcome.signal or outcome.why} after {outcome.seconds:.1f} s"
+            return f"it ended its process: {how} {shortened(outcome.output)}".strip()
+        if outcome.type in ("BadArgument", "UnknownKernel"):
+            return outcome.message
+        raise ExecutionError(f"{outcome.type}: {outcome.message}\n{outcome.trace}")
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _Here:
+    """Calls in this process."""
+
+    def __init__(self, device: Device) -> None:
+        self._executor = InProcess(device)
+        self._device = device
+
+    def trial(self, case: Case) -> Verdict:
+        self._executor.begin(case)
+        return self._executor.finish()
+
+    def ask(self, probe: str, kernel: Kernel, case: Case, **more: Any) -> Any:
+        from attnfuzz.harness.audit.conformance.probes import probed
+
+        environment.prepare(self._device)
+        return msgspec.to_builtins(probed(probe, kernel, case, self._device, more))
+
+    def close(self) -> None:
+        self._executor.close()

@@ -1,0 +1,279 @@
+"""What an adapter says of itself: the contract's members, capabilities, configs, supports, compile keys, files."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from attnfuzz.harness.audit.conformance.row import Row, shortened
+from attnfuzz.harness.trial.errors import told
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, why_unsupported
+from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
+from attnfuzz.strategies.shapes import Variant, all_variants
+
+__all__ = ["declarations", "members"]
+
+_METHODS = {"configs": 1, "unavailable": 1, "supports": 3, "compile_key": 2, "build": 3}
+"""How many arguments each is given."""
+_PROBLEMS = 200
+_PACKINGS: tuple[Packing, ...] = get_args(Packing)
+_DEVICES: tuple[Device, ...] = get_args(Device)
+_ADDRESS = re.compile(r"0x[0-9a-f]{8,}")
+
+
+def members(kernel: Any) -> Iterator[Row]:
+    """Whether it has what a Kernel has, of the right kind."""
+    missing = registry.missing_members(kernel)
+    if inspect.isclass(kernel) or missing:
+        found = f"it lacks {', '.join(missing)}" if missing else f"it is a class, {kernel.__name__}"
+        yield Row("members", "wrong", found, "fulfil attnfuzz.kernels.contract.Kernel, or use attnfuzz.kernels.adapters")
+        return
+    wrong = []
+    for name in ("name", "backend"):
+        value = getattr(kernel, name)
+        if not isinstance(value, str) or not value or any(each.isspace() or each in ":/" for each in value):
+            wrong.append(f"{name}={value!r} is no plain name")
+    if not isinstance(kernel.files, tuple) or not all(isinstance(each, str) for each in kernel.files):
+        wrong.append(f"files={kernel.files!r} is no tuple of paths")
+    if not isinstance(kernel.capabilities, Capabilities):
+        wrong.append(f"capabilities is a {type(kernel.capabilities).__name__}")
+    wrong += [
+        f"{name} {reason}" for name, count in _METHODS.items() if (reason := _why_not_callable(getattr(kernel, name), count))
+    ]
+    remedy = "give each the type that attnfuzz.kernels.contract.Kernel says"
+    yield Row("members", "wrong", shortened("; ".join(wrong)), remedy) if wrong else Row("members", "ok", "all there")
+
+
+def _why_not_callable(method: Any, count: int) -> str | None:
+    if not callable(method):
+        return "cannot be called"
+    try:
+        inspect.signature(method).bind(*range(count))
+    except TypeError as error:
+        return f"does not take {count} arguments ({error})"
+    except ValueError:  # its signature is not known
+        return None
+    return None
+
+
+def declarations(kernel: Kernel, device: Device) -> Iterator[Row]:
+    """What it declares and answers, without a call of what it computes."""
+    can = kernel.capabilities
+    wrong = list(_contradictions(can))
+    yield _row("capabilities", wrong, "declare what the kernel can do, and no more", "consistent")
+    yield _asked("files", lambda: _files(kernel), "name files that exist, by absolute paths: __file__, inspect.getsourcefile")
+    yield _asked("unavailable", lambda: _unavailable(kernel), "return None where it runs, and otherwise why it does not")
+    if wrong:
+        return
+    yield _asked("configs", lambda: _configs(kernel), "return the same tuple of distinct Configs each time, the default first")
+    yield _asked("variants", lambda: _variants(kernel, device), "let supports take what capabilities declare, or declare less")
+    yield _asked("supports", lambda: _supports(kernel), "return None or the reason, at least that of why_unsupported(...)")
+    yield _asked(
+        "compile_key", lambda: _compile_key(kernel), "make a str of what the compiled code depends on, and of nothing else"
+    )
+
+
+def _row(check: str, wrong: list[str], remedy: str, right: str) -> Row:
+    return Row(check, "wrong", shortened("; ".join(wrong)), remedy) if wrong else Row(check, "ok", right)
+
+
+def _asked(check: str, ask: Callable[[], tuple[list[str], str]], remedy: str) -> Row:
+    """A check whose questions may raise: somebody else's code answers them."""
+    try:
+        wrong, right = ask()
+    except Exception as error:  # that is the finding
+        wrong, right = [f"it raised {told(error)}"], ""
+    return _row(check, wrong, remedy, right)
+
+
+def _contradictions(can: Capabilities) -> Iterator[str]:
+    """What in the capabilities is of a wrong type, empty, or at odds with the rest."""
+    try:
+        msgspec.convert(msgspec.to_builtins(can), Capabilities)
+    except (msgspec.ValidationError, TypeError) as error:
+        yield f"{error}"
+        return
+    for name in ("packings", "dtypes", "dims", "causal", "devices", "outputs"):
+        if not getattr(can, name):
+            yield f"{name} is empty"
+    if can.groups is not None and (not can.groups or min(can.groups) < 1):
+        yield f"groups={can.groups}: each is 1 or more"
+    if any(dim < 1 for pair in can.dims for dim in pair):
+        yield f"dims={can.dims}: each is 1 or more"
+    if can.min_seqlen_k < 1:
+        yield f"min_seqlen_k={can.min_seqlen_k}: empty sequences are zero_k's"
+    if can.length_max is not None and can.length_max < can.min_seqlen_k:
+        yield f"length_max={can.length_max} is less than min_seqlen_k={can.min_seqlen_k}"
+    if can.dim_multiple is not None and not 1 <= can.dim_multiple <= can.dim_max:
+        yield f"dim_multiple={can.dim_multiple} with dim_max={can.dim_max} allows no dims"
+    if "o" not in can.outputs:
+        yield f"outputs={can.outputs}: O is always one of them"
+    gradients = {"dq", "dk", "dv"} & set(can.outputs)
+    if gradients and len(gradients) < 3:
+        yield f"outputs={can.outputs}: backward gives dQ, dK and dV together"
+    if can.dlse and not {"lse", "dq"} <= set(can.outputs):
+        yield "dlse: a gradient of LSE needs LSE and a backward"
+    if stray := [name for name in can.deterministic if name not in can.outputs]:
+        yield f"deterministic={can.deterministic}: {', '.join(stray)} is no output of it"
+    # compiles_on has a default, which says nothing of a kernel for another device.
+    if elsewhere := sorted(can.dtypes_on.keys() - set(can.devices)):
+        yield f"dtypes_on: {', '.join(elsewhere)} is not among devices={can.devices}"
+    if can.captured_gradients and not can.score_mod:
+        yield "captured_gradients: only score_mods have them"
+
+
+def _files(kernel: Kernel) -> tuple[list[str], str]:
+    wrong = [] if kernel.files else ["none is named: a gate could not tell when this kernel changes"]
+    for each in kernel.files:
+        if not Path(each).is_file():
+            wrong.append(f"{each} is no file")
+        elif not Path(each).is_absolute():
+            wrong.append(f"{each} is relative: from another folder it is another file")
+    return wrong, f"{len(kernel.files)} there"
+
+
+def _unavailable(kernel: Kernel) -> tuple[list[str], str]:
+    answers = {device: kernel.unavailable(device) for device in _DEVICES}
+    wrong = [f"unavailable({d!r}) gives {a!r}" for d, a in answers.items() if a is not None and not (isinstance(a, str) and a)]
+    undeclared = [d for d in _DEVICES if d not in kernel.capabilities.devices and answers[d] is None]
+    wrong += [f"unavailable({d!r}) gives None, though {d} is not declared" for d in undeclared]
+    return wrong, ", ".join(f"{device}: {answer or 'runs here'}" for device, answer in answers.items())
+
+
+def _probes(kernel: Kernel) -> list[Problem]:
+    """The smallest Problem of each declared dtype, mask and dims."""
+    can = kernel.capabilities
+    dtypes = dict.fromkeys(dtype for device in can.devices for dtype in can.dtypes_for(device))
+    product = itertools.product(dtypes, can.causal, can.dims)
+    return [Variant(dtype, causal, dims, Config()).problem(can) for dtype, causal, dims in product]
+
+
+def _configs(kernel: Kernel) -> tuple[list[str], str]:
+    wrong, counts = list[str](), set[int]()
+    for problem in _probes(kernel):
+        first, second = kernel.configs(problem), kernel.configs(problem)
+        where = f"for {problem.dtype}, dims {problem.dim_qk}/{problem.dim_v}"
+        if not isinstance(first, tuple) or not first or not all(isinstance(each, Config) for each in first):
+            wrong.append(f"configs(problem) gives {first!r} {where}: a tuple of at least one Config is expected")
+        elif first != second:
+            wrong.append(f"two calls give {first} and {second} {where}")
+        elif len(set(first)) < len(first):
+            wrong.append(f"one Config is there twice {where}")
+        else:
+            counts.add(len(first))
+    return wrong[:3], f"{'-'.join(map(str, sorted(counts)))} each"
+
+
+def _variants(kernel: Kernel, device: Device) -> tuple[list[str], str]:
+    """Every dtype, mask and pair of dims that is declared is taken by `supports` in some variant."""
+    can = kernel.capabilities
+    if device not in can.devices:
+        return [], f"none: {device} is not declared"
+    try:
+        found = all_variants(kernel, device)
+    except BadArgument as error:
+        return [str(error)], ""
+    wrong = []
+    for name, declared in (("dtype", can.dtypes_for(device)), ("causal", can.causal), ("dims", can.dims)):
+        for value in declared:
+            if not any(getattr(each, name) == value for each in found):
+                problem = replace(found[0].problem(can), **_as_problem(name, value))
+                reason = kernel.supports(problem, kernel.configs(problem)[0], device)
+                wrong.append(f"{name}={value!r} is declared, and never taken: {reason}")
+    return wrong, f"{len(found)} on {device}"
+
+
+def _as_problem(name: str, value: Any) -> dict[str, Any]:
+    return {"dim_qk": value[0], "dim_v": value[1]} if name == "dims" else {name: value}
+
+
+def _supports(kernel: Kernel) -> tuple[list[str], str]:
+    """Problems of all sorts, most of them beyond what is declared, and a Config of somebody else's."""
+    can, wrong = kernel.capabilities, list[str]()
+    sample = _sample(can)
+    default = kernel.configs(sample[0])[0]
+    for problem, device in itertools.product(sample, _DEVICES):
+        try:
+            answer = kernel.supports(problem, default, device)
+        except Exception as error:  # that is the finding
+            wrong.append(f"it raised {told(error)} for {_spelled(problem)}")
+            continue
+        if answer is not None and not (isinstance(answer, str) and answer):
+            wrong.append(f"it gives {answer!r} for {_spelled(problem)}: None or a reason is expected")
+        elif answer is None and (reason := why_unsupported(can, problem, device)):
+            wrong.append(f"it takes what is not declared: {reason}")
+    foreign = Config(no_such_choice=12345)
+    if kernel.supports(sample[0], foreign, can.devices[0]) is None:
+        wrong.append(f"it takes {foreign!r}")
+    return list(dict.fromkeys(wrong))[:3], f"{2 * len(sample)} problems asked"
+
+
+def _spelled(problem: Problem) -> str:
+    return str(msgspec.to_builtins(problem))
+
+
+def _sample(can: Capabilities) -> list[Problem]:
+    """The same for the same capabilities: the first is the smallest that they have."""
+    rng, dtypes = random.Random("attnfuzz"), get_args(Dtype)
+    causal: tuple[Any, ...] = (None, "bottom_right", "top_left")
+    base = Variant(can.dtypes_for(can.devices[0])[0], can.causal[0], can.dims[0], Config()).problem(can)
+    found = [base]
+    while len(found) < _PROBLEMS:
+        batch, groups, kv_heads = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 8)), rng.choice((1, 2))
+        lengths = [tuple(rng.choice((0, 1, 2, 7, 64, 65, 1000)) for _ in range(batch)) for _ in range(2)]
+        packing = rng.choice(_PACKINGS)
+        if packing == "dense":
+            lengths = [(each[0],) * batch for each in lengths]
+        dims = rng.choice((*can.dims, (1, 1), (64, 32), (96, 96), (511, 7)))
+        changes: dict[str, Any] = {
+            "window": rng.choice((None, (0, None), (3, 1))),
+            "softcap": rng.choice((0.0, 30.0)),
+            "softmax_scale": rng.choice((None, 1.0, 0.0, -0.5)),
+            "slack_q": rng.choice((0, 3)),
+            "needs": rng.choice((Needs(), Needs(outputs=("o",)), Needs(dlse=True))),
+        }
+        # One or two of them at a time, so that the plain ones are seen as well.
+        for name in rng.sample(list(changes), rng.choice((3, 4, 5))):
+            del changes[name]
+        found.append(
+            Problem(
+                seqlens_q=lengths[0],
+                seqlens_k=lengths[1],
+                packing=packing,
+                heads=groups * kv_heads,
+                kv_heads=kv_heads,
+                dim_qk=dims[0],
+                dim_v=dims[1],
+                dtype=rng.choice(dtypes),
+                causal=rng.choice(causal),
+                **changes,
+            )
+        )
+    return found
+
+
+def _compile_key(kernel: Kernel) -> tuple[list[str], str]:
+    wrong, keys = list[str](), set[str]()
+    for problem in _probes(kernel):
+        for config in kernel.configs(problem):
+            # Equal, and not the same objects.
+            again = msgspec.convert(msgspec.to_builtins(problem), Problem)
+            one, other = kernel.compile_key(problem, config), kernel.compile_key(again, Config(dict(config)))
+            if not isinstance(one, str) or not one:
+                wrong.append(f"it gives {one!r}, no str")
+            elif one != other:
+                wrong.append(f"equal Problems have {one!r} and {other!r}")
+            elif _ADDRESS.search(one):
+                wrong.append(f"it holds an address in memory: {one!r}")
+            else:
+                keys.add(one)
+    return list(dict.fromkeys(wrong))[:3], f"{len(keys)} of them"

@@ -1,0 +1,220 @@
+"""The features that a kernel may declare, each with Cases that show it: what is declared must work, the rest may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from attnfuzz.harness.audit.conformance.row import Row, failing
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.contract import Capabilities, Device, Kernel, why_unsupported
+from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
+from attnfuzz.kernels.problem import BadArgument, Dtype, Layout
+from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.shapes import Variant, all_variants
+
+__all__ = ["Feature", "declared_row", "features", "plain_case", "undeclared_row"]
+
+_DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
+_OTHER_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128))
+_TILE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One thing that capabilities declare or not, and Cases that need it: each must pass."""
+
+    name: str
+    spelled: str
+    """How it is declared."""
+    declared: bool
+    cases: tuple[Case, ...]
+    widened: dict[str, Any] = field(default_factory=dict)
+    """The fields of Capabilities that would declare it."""
+
+
+def plain_case(kernel: Kernel, variant: Variant) -> Case:
+    """A little more than a tile of queries and keys, one head, normal values."""
+    return _case(kernel, variant, {})
+
+
+def features(kernel: Kernel, device: Device) -> Iterator[Feature]:
+    """All of them, as far as Cases can be made that need nothing else that is undeclared."""
+    can, variants = kernel.capabilities, all_variants(kernel, device)
+    for make in (_variants, _packings, _heads, _masks, _scales, _lengths, _memory):
+        for name, spelled, declared, widened, changes in make(can, variants[0]):
+            wide = replace(can, **widened)
+            found = (_changed(kernel, variants, each) for each in changes)
+            cases = tuple(case for case in found if case is not None and why_unsupported(wide, case.problem, device) is None)
+            if cases and not (declared and any(kernel.supports(case.problem, case.config, device) for case in cases)):
+                yield Feature(name, spelled, declared, cases, widened)
+
+
+def declared_row(feature: Feature, verdicts: Sequence[Verdict]) -> Row:
+    """Whether what is declared works."""
+    failures = [failure for verdict in verdicts for failure in verdict.failures]
+    return failing(feature.name, failures, f"mend the kernel, or do not declare {feature.spelled}", "declared, and works")
+
+
+def undeclared_row(feature: Feature, kernel: Kernel, ask: Callable[..., Any]) -> Row | None:
+    """Whether what is not declared works all the same, where that can be tried."""
+    for case in feature.cases:
+        answer = ask("widened", kernel, case, widened=msgspec.to_builtins(feature.widened))
+        if isinstance(answer, str) or answer["wrong"]:
+            return Row(feature.name, "absent", "not declared, and does not work")
+        if answer["right"] == "untried":
+            return None
+    return Row(feature.name, "hint", "not declared, but works in what was tried", f"declare {feature.spelled}, and fuzz it")
+
+
+_Tried = tuple[str, str, bool, dict[str, Any], list[dict[str, Any]]]
+"""Name, how it is declared, whether it is, the fields that would declare it, and changes of the plain Problem that need it."""
+
+
+def _variants(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
+    device = can.devices[0]
+    for dtype in _DTYPES:
+        dtypes = can.dtypes_for(device)
+        widened = {"dtypes": tuple(dict.fromkeys((*can.dtypes, dtype))), "dtypes_on": {}}
+        yield (
+            f"dtype {dtype}",
+            f"{dtype!r} in dtypes",
+            dtype in dtypes,
+            widened if dtype not in dtypes else {},
+            [{"dtype": dtype}],
+        )
+    for dims in dict.fromkeys((*can.dims, *(() if can.dim_multiple else _OTHER_DIMS))):
+        change = {"dim_qk": dims[0], "dim_v": dims[1], "dtype": plain.dtype}
+        yield f"dims {dims[0]}/{dims[1]}", f"{dims} in dims", dims in can.dims, {"dims": (*can.dims, dims)}, [change]
+    if can.dim_multiple:
+        multiple = can.dim_multiple
+        odd = multiple * max(1, min(can.dim_max, plain.dims[0] + multiple) // multiple)
+        yield f"dims of {multiple}", f"dim_multiple={multiple}", True, {}, [{"dim_qk": odd, "dim_v": odd}]
+
+
+def _packings(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
+    for packing in ("ragged", "dense"):
+        n, long = _length(can, plain)
+        q, k = ((n, n), (n, n)) if packing == "dense" else ((n, long), (n, long))
+        change = {"packing": packing, "seqlens_q": q, "seqlens_k": k, "heads": 2, "kv_heads": 2}
+        yield (
+            f"{packing} batch", f"{packing!r} in packings", packing in can.packings,
+            {"packings": tuple(dict.fromkeys((*can.packings, packing)))}, [_grouped(can, change, 2)],
+        )  # fmt: skip
+
+
+def _heads(can: Capabilities, _: Variant) -> Iterator[_Tried]:
+    declared = (2, 3) if can.groups is None else tuple(g for g in can.groups if g > 1)[:4]
+    for groups in declared:
+        yield f"groups of {groups}", f"{groups} in groups", True, {}, [{"heads": 2 * groups, "kv_heads": 2}]
+    if can.groups is not None:
+        changes = [{"heads": 2 * groups, "kv_heads": 2} for groups in (2, 3)]
+        yield "groups of any number", "groups=None", False, {"groups": None}, changes
+
+
+def _masks(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
+    n, long = _length(can, plain)
+    unequal = [{"seqlens_q": (n,), "seqlens_k": (long,)}] if can.unequal else []
+    for kind in ("bottom_right", "top_left"):
+        changes: list[dict[str, Any]] = [{"causal": kind, **each} for each in ({}, *unequal)]
+        # With equal lengths the two are one: nothing would be known of the kernel.
+        told = kind in can.causal or bool(unequal) or not any(can.causal)
+        if told and (kind in can.causal or not (any(can.causal) and not unequal)):
+            widened = {"causal": tuple(dict.fromkeys((*can.causal, kind)))}
+            yield f"causal {kind}", f"{kind!r} in causal", kind in can.causal, widened, changes
+    windows: list[dict[str, Any]] = [{"window": (5, 3), **each} for each in ({}, *unequal)]
+    yield "window", "window=True", can.window, {"window": True}, windows
+    if "bottom_right" in can.causal and can.unequal:
+        empty = {"causal": "bottom_right", "seqlens_q": (long,), "seqlens_k": (n,)}
+        yield "rows that see no key", "unequal=True beside causal", True, {}, [empty]
+
+
+def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:
+    yield "softcap", "softcap=True", can.softcap, {"softcap": True}, [{"softcap": 2.0}]
+    yield "softmax_scale", "a parameter for it", True, {}, [{"softmax_scale": 0.3}]
+    # A mask before the scale shows only in both together.
+    masked = [{"causal": kind} for kind in can.causal if kind][:1]
+    changes = [{"softmax_scale": scale, **each} for scale in (-0.125, 0.0) for each in ({}, *masked)]
+    yield "scale of 0 or less", "scale_any=True", can.scale_any, {"scale_any": True}, changes
+    if can.score_mod:
+        yield "score_mod", "score_mod=True", True, {}, [{"score_mod": to_data(S + to_float(Q - KV) * 0.125)}]
+    if can.mask_mod:
+        yield "mask_mod", "mask_mod=True", True, {}, [{"mask_mod": to_data(KV <= Q + 2)}]
+    if {"lse", "dq"} <= set(can.outputs):
+        yield "gradient of LSE", "dlse=True", can.dlse, {"dlse": True}, [{"dlse": True}]
+
+
+def _lengths(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
+    n, long = _length(can, plain)
+    more = [{"seqlens_q": (n,), "seqlens_k": (long,)}, {"seqlens_q": (long,), "seqlens_k": (n,)}]
+    yield "unequal lengths", "unequal=True", can.unequal, {"unequal": True}, more
+    yield "several tiles", "length_max", True, {}, [{"seqlens_q": (long,), "seqlens_k": (long,)}]
+    least = can.min_seqlen_k
+    yield f"{least} keys", "min_seqlen_k", True, {}, [{"seqlens_q": (least,), "seqlens_k": (least,)}]
+    if can.unequal:
+        for name, q, k in (("zero_q", 0, n), ("zero_k", n, 0)):
+            what = f"sequences without {'queries' if name == 'zero_q' else 'keys'}"
+            ragged: dict[str, Any] = {"seqlens_q": (n, q, n), "seqlens_k": (n, k, n)}
+            # In a dense batch all sequences are alike.
+            changes = [ragged] if "ragged" in can.packings else [{"seqlens_q": (q, q), "seqlens_k": (k, k)}]
+            yield what, f"{name}=True", getattr(can, name), {name: True}, changes
+    both = can.zero_q and can.zero_k
+    yield (
+        "empty batch",
+        "zero_q=True, zero_k=True",
+        both,
+        {"zero_q": True, "zero_k": True},
+        [{"seqlens_q": (0, 0), "seqlens_k": (0, 0)}],
+    )
+
+
+def _memory(can: Capabilities, _: Variant) -> Iterator[_Tried]:
+    yield "slack rows", "slack=True", can.slack, {"slack": True}, [{"slack_q": 3, "slack_k": 5}]
+    changes: list[dict[str, Any]] = [
+        {"layout_q": Layout(pitch=8), "layout_k": Layout(offset=8), "layout_do": Layout(pitch=16)},
+        {"layout_q": Layout(packed=True), "layout_k": Layout(packed=True), "layout_v": Layout(packed=True)},
+        {"layout_do": Layout(expanded=True)},
+    ]
+    yield "any strides", "layouts=True", can.layouts, {"layouts": True}, changes
+
+
+def _length(can: Capabilities, plain: Variant) -> tuple[int, int]:
+    """A length of a tile and a bit, and one of three tiles and a bit, as far as they are declared."""
+    tile = plain.config.tile("tile_m", _TILE)
+    most = can.length_max or 1 << 20
+    n = min(max(tile + 3, can.min_seqlen_k), most)
+    return n, min(3 * tile + 5, most)
+
+
+def _grouped(can: Capabilities, change: dict[str, Any], kv_heads: int) -> dict[str, Any]:
+    groups = min(can.groups or (1,))
+    return {**change, "heads": groups * kv_heads, "kv_heads": kv_heads}
+
+
+def _changed(kernel: Kernel, variants: Sequence[Variant], changes: dict[str, Any]) -> Case | None:
+    """The plain Case with `changes`, of the first variant that fits them; None where there is no such Problem."""
+    wanted = dict(changes)
+    if "dim_qk" in wanted:
+        wanted["dims"] = wanted.pop("dim_qk"), wanted["dim_v"]
+    names = [name for name in ("dtype", "causal", "dims") if name in wanted]
+    fitting = [each for each in variants if all(getattr(each, name) == wanted[name] for name in names)]
+    try:
+        return _case(kernel, (fitting or variants)[0], changes)
+    except BadArgument:
+        return None
+
+
+def _case(kernel: Kernel, variant: Variant, changes: dict[str, Any]) -> Case:
+    can, given = kernel.capabilities, dict(changes)
+    n, _ = _length(can, variant)
+    problem = variant.problem(can)
+    if given.pop("dlse", False):
+        given["needs"] = replace(problem.needs, dlse=True)
+    problem = replace(problem, **{"seqlens_q": (n,), "seqlens_k": (n,), **given})
+    configs = kernel.configs(problem)
+    config = variant.config if variant.config in configs or not configs else configs[0]
+    return Case(kernel=kernel.name, problem=problem, recipe=Recipe(seed=7), config=config)

@@ -1,0 +1,200 @@
+"""What an adapter is asked by calls of its kernel that are no Trials, in a child process or in this one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import msgspec
+import torch
+
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.isolation.tasks import kernel_of
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.trial.build import built
+from attnfuzz.harness.trial.errors import told
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.launch import copied, launch, split
+from attnfuzz.harness.trial.poison import Bands
+from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, Inputs, Kernel, Outputs
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case, case_from_json
+
+__all__ = ["asked", "probed"]
+
+_RUNS = 4
+_CLEAN = (ValueError, TypeError, NotImplementedError, RuntimeError, BuildError)
+
+
+def asked(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
+    """A child's task. `payload`: probe, kernel (as shipped), case (canonical JSON), device, and what the probe takes besides."""
+    kernel, case = kernel_of(payload), case_from_json(payload["case"])
+    enter("kernel")
+    return msgspec.to_builtins(probed(payload["probe"], kernel, case, payload["device"], payload)), False
+
+
+def probed(probe: str, kernel: Kernel, case: Case, device: Device, more: dict[str, Any]) -> Any:
+    """What `probe` finds."""
+    environment.prepare(device)
+    if probe == "identity":
+        return [kernel.name, kernel.compile_key(case.problem, case.config), [dict(each) for each in kernel.configs(case.problem)]]
+    if probe == "widened":
+        return _widened(kernel, case, device, more["widened"])
+    found = {"settings": _settings, "repeated": _repeated, "arguments": _arguments}[probe](kernel, case, device)
+    return {"wrong": found[0], "right": found[1]}
+
+
+def _settings(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
+    """The same results whatever torch's settings are, which stay as they are."""
+    ready = built(kernel, case.problem, case.config, device)
+    inputs = materialise(case.problem, case.recipe, device)
+    expected = truth(inputs, kernel.capabilities.deviations, device)
+    wrong = []
+    for name, setting in _SETTINGS.items():
+        given = copied(inputs, Bands())
+        with setting():
+            before = _state()
+            try:
+                outputs = _called(ready, given, device)
+            except Exception as error:  # that is the finding
+                wrong.append(f"with {name} it raised {told(error)}")
+                continue
+            changed = [what for what, value in _state().items() if not _same(value, before[what])]
+        if changed:
+            wrong.append(f"it changes {', '.join(changed)}")
+        verdict = judge(kernel.name, inputs, outputs, expected, case.config)
+        if verdict.failure is not None:
+            wrong.append(f"with {name}: {verdict.failure.message}")
+    return list(dict.fromkeys(wrong)), f"{', '.join(_SETTINGS)}: as before"
+
+
+@contextmanager
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _generator() -> Iterator[None]:
+    state = torch.get_rng_state()
+    torch.manual_seed(20210)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+_SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "set_default_dtype(float64)": _default_dtype,
+    "set_default_device('meta')": lambda: torch.device("meta"),
+    "another seed of torch's generator": _generator,
+    "enable_grad()": torch.enable_grad,
+    "no_grad()": torch.no_grad,
+}
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default device": str(torch.get_default_device()),
+        "whether torch records gradients": torch.is_grad_enabled(),
+        "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "the state of torch's generator": torch.get_rng_state(),
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other)
+
+
+def _called(ready: Built, given: Inputs, device: Device) -> Outputs:
+    """Forward and backward, with nothing poisoned and torch as it is set."""
+    o, lse = ready.forward(given)
+    dq = dk = dv = None
+    if {"dq", "dk", "dv"} & set(given.problem.needs.outputs):
+        (dq, dk, dv), _ = split(ready.backward(given, o, lse))
+    environment.synchronise(device)
+    return Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
+
+
+def _repeated(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
+    """Outputs that are declared deterministic, from several launches, bit for bit."""
+    names = [name for name in kernel.capabilities.deterministic if name in case.problem.needs.outputs]
+    if not names:
+        return [], "no output is declared deterministic"
+    ready = built(kernel, case.problem, case.config, device)
+    inputs = materialise(case.problem, case.recipe, device)
+    found = [launch(case, ready, inputs, device) for _ in range(_RUNS)]
+    if broken := [each for each in found if isinstance(each, Failure)]:
+        return [broken[0].message], ""
+    first, *others = (each for each in found if isinstance(each, Outputs))
+    wrong = [
+        f"{OUTPUT_TITLES[name]} differs between {_RUNS} runs"
+        for name in names
+        if any(not torch.equal(getattr(first, name), getattr(each, name)) for each in others)
+    ]
+    return wrong, f"{', '.join(OUTPUT_TITLES[name] for name in names)}: the same bits in {_RUNS} runs"
+
+
+def _arguments(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
+    """`build` refuses, in words, what `supports` refuses."""
+    wrong, tried = [], []
+    for what, problem, config in _refused(kernel, case):
+        if kernel.supports(problem, config, device) is None:
+            continue
+        tried.append(what)
+        try:
+            kernel.build(problem, config, device)
+        except _CLEAN as error:
+            if not str(error).strip():
+                wrong.append(f"for {what} build raised {type(error).__name__} without a word")
+        except BaseException as error:  # that is the finding
+            wrong.append(f"for {what} build raised {told(error)}")
+        else:
+            wrong.append(f"build takes {what}, which supports refuses")
+    return wrong, f"build refuses {', '.join(tried)}"
+
+
+def _refused(kernel: Kernel, case: Case) -> Iterator[tuple[str, Problem, Config]]:
+    can, problem = kernel.capabilities, case.problem
+    replace = msgspec.structs.replace
+    yield "an unknown Config", problem, Config(no_such_choice=12345)
+    yield "dims 511/7", replace(problem, dim_qk=511, dim_v=7), case.config
+    for dtype in ("float32", "bfloat16", "float16"):
+        if dtype not in can.dtypes:
+            yield f"dtype {dtype}", replace(problem, dtype=dtype), case.config
+    if not can.softcap:
+        yield "a softcap", replace(problem, softcap=2.0), case.config
+
+
+def _widened(kernel: Kernel, case: Case, device: Device, fields: dict[str, Any]) -> dict[str, Any]:
+    """A Trial of a copy of the kernel that declares `fields` as well: {"wrong": [message], "right": ""}."""
+    can = msgspec.convert({**msgspec.to_builtins(kernel.capabilities), **fields}, Capabilities)
+    try:
+        wide = copy.copy(kernel)
+        object.__setattr__(wide, "capabilities", can)
+    except Exception:  # a property, a class that refuses to be copied: then it is not tried
+        return {"wrong": [], "right": "untried"}
+    local = registry.is_local(kernel.name)
+    registry.register(wide)
+    try:
+        if reason := wide.supports(case.problem, case.config, device):
+            return {"wrong": [reason], "right": ""}
+        verdict = run_trial(case, device)
+    except Exception as error:  # what it does beyond its declaration is nobody's fault
+        return {"wrong": [told(error)], "right": ""}
+    finally:
+        if local:
+            registry.register(kernel)
+        else:
+            registry.unregister(kernel.name)
+    return {"wrong": [each.message for each in verdict.failures], "right": ""}

@@ -1,0 +1,70 @@
+"""`attnfuzz check-adapter` on a terminal and for a machine."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from attnfuzz.harness.audit.conformance.check import Conformance
+from attnfuzz.harness.audit.conformance.row import Row, Status
+
+__all__ = ["ConformanceProgress", "conformance_object", "show_conformance"]
+
+_STYLES: dict[Status, str] = {"ok": "green", "wrong": "bold red", "hint": "cyan", "absent": "dim", "not run": "yellow"}
+
+
+class ConformanceProgress:
+    """Shows which check was done last; a context, so that the terminal is left as it was."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task("starting", total=None)
+        self._done = 0
+
+    def __enter__(self) -> ConformanceProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def __call__(self, row: Row) -> None:
+        """A check is done."""
+        self._done += 1
+        self._progress.update(self._task, description=f"{self._done} checks done; last: {escape(row.check)}")
+
+
+def show_conformance(console: Console, done: Conformance) -> None:
+    """Each check on a line, with how to mend it beneath; then the sum."""
+    width = max(len(row.check) for row in done.rows)
+    for row in done.rows:
+        style = _STYLES[row.status]
+        head = f"[{style}]{row.status:<8}[/] {escape(row.check):<{width}}  {escape(row.found)}"
+        console.print(head, highlight=False, soft_wrap=True)
+        if row.remedy:
+            console.print(f"{'':<9}{'':<{width}}  -> {row.remedy}", highlight=False, soft_wrap=True, markup=False)
+    hints = sum(row.status == "hint" for row in done.rows)
+    said = f"{len(done.wrong)} of {len(done.rows)} checks failed" if done.wrong else f"{len(done.rows)} checks"
+    verdict = "[bold red]breaks the contract[/]" if done.wrong else "[green]fulfils the contract[/]"
+    if not done.wrong and not done.complete:
+        verdict = "[yellow]could not be checked here[/]"
+    more = f", {hints} hint{'s' * (hints > 1)}" if hints else ""
+    console.print(f"{escape(done.kernel)} on {done.device}: {verdict} ({said}{more}, {done.seconds:.1f} s)", highlight=False)
+
+
+def conformance_object(done: Conformance) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "kernel": done.kernel,
+        "device": done.device,
+        "right": not done.wrong and done.complete,
+        "complete": done.complete,
+        "checks": msgspec.to_builtins(done.rows),
+        "seconds": done.seconds,
+    }

@@ -1,0 +1,1 @@
+"""`attnfuzz selftest`: attnfuzz tried on faults that are known."""

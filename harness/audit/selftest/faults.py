@@ -1,0 +1,255 @@
+"""`attnfuzz selftest faults`: the harness tried on kernels whose faults are known."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.events import Found, KernelSummary, Listener
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.isolation import reaper as guardian
+from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.report.describe import lengths
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import BadArgument, Dtype, Problem, reject
+from attnfuzz.strategies.case import Case
+
+__all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults"]
+
+_CASES = 150
+_FOUR_BUGS_CASES = 400
+_RESTARTS: dict[Device, int] = {"cpu": 200, "cuda": 10}
+_GOOD: dict[Device, tuple[str, ...]] = {"cpu": ("torch.reference_cpu",), "cuda": ("fault.triton.none", "fault.tilelang.none")}
+_DEADLINE: dict[Device, float] = {"cpu": 3.0, "cuda": 5.0}
+_MEMORY: dict[Device, int | None] = {"cpu": 1 << 30, "cuda": None}
+_FOUR = {("crash", "0x1"), ("exception", "1x1"), ("hang", "1x17"), ("mismatch", "1x1")}
+"""Kinds and minimal Cases of the kernel with four bugs; that of groups has two query heads."""
+_MEMORY_GROWTH = 64 << 20
+_READY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRow:
+    """One fault: what is expected of the harness, what it said, and whether that is right."""
+
+    kernel: str
+    title: str
+    expected: str
+    got: str
+    minimal: str
+    rate: str
+    cases: int
+    trials: int
+    recovery: float | None
+    """Median of the seconds from a death to the next verdict."""
+    wrong: tuple[str, ...]
+    """What is not as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaks:
+    """The parent before and after many restarts: file descriptors, bytes of memory, and what is left of the run."""
+
+    restarts: int
+    seconds: float
+    descriptors: tuple[int, int]
+    memory: tuple[int, int]
+    left: tuple[str, ...]
+    ready: float = 0.0
+    """Median seconds from a death to the next verdict where a spare stands ready."""
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """What is not as it should be."""
+        found = [f"left behind: {each}" for each in self.left]
+        if self.descriptors[1] > self.descriptors[0]:
+            found.append(f"file descriptors grew from {self.descriptors[0]} to {self.descriptors[1]}")
+        if self.memory[1] - self.memory[0] > _MEMORY_GROWTH:
+            found.append(f"memory grew by {(self.memory[1] - self.memory[0]) >> 20} MiB")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """All rows, and the restarts."""
+
+    rows: tuple[FaultRow, ...]
+    leaks: Leaks
+    seconds: float
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        """Whether every row is right and nothing leaks."""
+        return not self.leaks.wrong and not any(row.wrong for row in self.rows)
+
+
+def fault_names(device: Device) -> tuple[str, ...]:
+    """The fault kernels for `device`, in the table's order."""
+    if device == "cpu":
+        from attnfuzz.kernels.faults import host
+
+        return (*(f"fault.{each.slug}" for each in host.FAULTS), "fault.four")
+    from attnfuzz.kernels.faults import device as on_device
+
+    slugs = [each.slug for each in on_device.FAULTS if each.kind]
+    return tuple(f"fault.{backend}.{slug}" for backend in on_device.BACKENDS for slug in slugs)
+
+
+def faults(device: Device, listener: Listener, only: Sequence[str] = (), restarts: int | None = None) -> Faults:
+    """Run every fault kernel through one campaign, correct kernels after them, and then many restarts.
+
+    Args:
+        device: where.
+        listener: hears the campaigns.
+        only: names of fault kernels; empty: all.
+        restarts: how many; None: 200 on the CPU, 10 on CUDA, where each takes seconds.
+
+    Raises:
+        BadArgument: an unknown fault kernel.
+    """
+    start = time.monotonic()
+    names = fault_names(device)
+    for each in only:
+        if each not in names:
+            raise reject("fault", each, "no such fault kernel", f"use one of {', '.join(names)}")
+    chosen = [name for name in names if not only or name in only]
+    good = [name for name in _GOOD[device] if registry.get(name).unavailable(device) is None]
+    if not good:
+        raise BadArgument(
+            f"device={device!r}: no correct kernel can run here to follow the faulty ones; install torch and triton"
+        )
+    backends = sorted({registry.get(name).backend for name in (*chosen, *good)})
+    compiles = _DEADLINE[device] if device == "cpu" else None
+    executor = Isolated(device, backends=backends, deadline=_DEADLINE[device], compile_deadline=compiles, memory=_MEMORY[device])
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            summaries: list[KernelSummary] = []
+            for group, most, most_failures in ((_but_four(chosen) + good, _CASES, 1), (_four(chosen), _FOUR_BUGS_CASES, None)):
+                if not group:
+                    continue
+                settings = Settings(
+                    device=device, max_examples=most, max_failures=most_failures, out=folder, plain=True, maps=False
+                )
+                kernels = [registry.get(name) for name in group]
+                finished = campaign(kernels, settings, listener, executor)
+                if finished.interrupted:
+                    raise KeyboardInterrupt
+                for broken in finished.broken:
+                    raise ExecutionError(f"{broken.kernel}: {broken.error}")
+                summaries += finished.summaries
+        rows = tuple(_row(device, summary) for summary in summaries)
+        leaks = _restarted(executor, device, _RESTARTS[device] if restarts is None else restarts)
+        described = executor.describe()
+    finally:
+        executor.close()
+    left = tuple(f"process {each.pid}" for each in guardian.marked(executor.run))
+    leaks = replace(leaks, left=left)
+    return Faults(rows, leaks, time.monotonic() - start, described)
+
+
+def _but_four(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name != "fault.four"]
+
+
+def _four(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name == "fault.four"]
+
+
+def _row(device: Device, summary: KernelSummary) -> FaultRow:
+    title, expected, minimal, sometimes = _expectation(device, summary.kernel)
+    found, wrong = summary.found, []
+    if summary.kernel == "fault.four":
+        told = {(each.identity.kind, lengths(each.case)) for each in found}
+        wrong += [f"{kind} with {case} is missing" for kind, case in sorted(_FOUR - told)]
+        wrong += [f"{kind} with {case} is too much" for kind, case in sorted(told - _FOUR)]
+    elif expected == "nothing":
+        wrong += [f"found {each.identity}" for each in found]
+    elif not found:
+        wrong.append(f"nothing found in {summary.cases} cases")
+    else:
+        wrong += _wrong(found[0], expected, minimal, sometimes=sometimes)
+    wrong += [f"{each.identity.kind} is only partly shrunk" for each in found if each.partly]
+    return FaultRow(
+        kernel=summary.kernel,
+        title=title,
+        expected=expected,
+        got=", ".join(sorted(each.identity.kind for each in found)) or "nothing",
+        minimal=", ".join(lengths(each.case) for each in sorted(found, key=lambda each: each.identity.kind)),
+        rate=", ".join(f"{each.rate[0]}/{each.rate[1]}" for each in found if each.rate),
+        cases=summary.cases,
+        trials=summary.shrink_cases,
+        recovery=statistics.median(summary.recoveries) if summary.recoveries else None,
+        wrong=tuple(wrong),
+    )
+
+
+def _wrong(found: Found, expected: str, minimal: str, *, sometimes: bool) -> list[str]:
+    wrong = []
+    if found.identity.kind != expected:
+        wrong.append(f"it is no {found.identity.kind}")
+    if lengths(found.case) != minimal or found.case.problem.heads != 1:
+        wrong.append(f"the minimal case is {minimal} with 1 head")
+    if (found.rate is not None) != sometimes:
+        wrong.append("it shows only sometimes" if sometimes else f"it shows every time, not in {found.rate} runs")
+    return wrong
+
+
+def _expectation(device: Device, name: str) -> tuple[str, str, str, bool]:
+    """(title, kind, minimal lengths, whether it shows only sometimes)."""
+    if name == "fault.four":
+        return "four bugs", ", ".join(sorted(kind for kind, _ in _FOUR)), "", False
+    if device == "cpu" and name in _GOOD["cpu"]:
+        return "a correct kernel, after all of these", "nothing", "", False
+    if device == "cpu":
+        from attnfuzz.kernels.faults import host
+
+        fault = next(each for each in host.FAULTS if f"fault.{each.slug}" == name)
+        return fault.title, fault.kind or "nothing", fault.minimal, fault.sometimes
+    from attnfuzz.kernels.faults import device as on_device
+
+    planted = next(each for each in on_device.FAULTS if name.endswith(f".{each.slug}"))
+    return f"{name.split('.')[1]}: {planted.title}", planted.kind or "nothing", planted.minimal, False
+
+
+def _restarted(executor: Isolated, device: Device, count: int) -> Leaks:
+    """One fault `count` times, a process each; then a few more, with a spare that stands ready and a correct Case after each."""
+    name, dim = ("fault.abort", 16) if device == "cpu" else ("fault.triton.address", 64)
+    dtype: Dtype = "float32" if device == "cpu" else "float16"
+    kernel = registry.get(name)
+
+    def case(keys: int) -> Case:
+        problem = Problem(seqlens_q=(1,), seqlens_k=(keys,), dim_qk=dim, dim_v=dim, dtype=dtype)
+        return Case(kernel=name, problem=problem, config=kernel.configs(problem)[0])
+
+    before: tuple[int, int] = (0, 0)
+    start = time.monotonic()
+    for number in range(count):
+        if number == min(5, count - 1):
+            before = _held()
+        executor.trial(case(3))
+    seconds = time.monotonic() - start
+    after = _held() if count else before
+    ready = []
+    for _ in range(_READY):
+        executor.trial(case(2))
+        executor.settle()
+        executor.trial(case(3))
+        died = time.monotonic()
+        executor.trial(case(2))
+        ready.append(time.monotonic() - died)
+    return Leaks(count, seconds, (before[0], after[0]), (before[1], after[1]), (), statistics.median(ready))
+
+
+def _held() -> tuple[int, int]:
+    """(open file descriptors, bytes of memory) of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
+        pages = int(file.read().split()[1])
+    return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")  # noqa: PTH208

@@ -1,0 +1,79 @@
+"""`attnfuzz selftest` on a terminal: progress, and a table with a verdict for every row."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from attnfuzz.harness.audit.selftest.faults import FaultRow, Faults
+from attnfuzz.harness.campaign.events import CampaignStarted, Event, KernelFinished, KernelStarted
+
+__all__ = ["FaultProgress", "show_faults"]
+
+
+class FaultProgress:
+    """Listens to the campaigns of a selftest; a context, so that the terminal is left as it was."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task("starting", total=0)
+        self._total = 0
+
+    def __enter__(self) -> FaultProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        if isinstance(event, CampaignStarted):
+            self._total += len(event.kernels)
+            self._progress.update(self._task, total=self._total)
+        elif isinstance(event, KernelStarted):
+            self._progress.update(self._task, description=escape(event.kernel))
+        elif isinstance(event, KernelFinished):
+            self._progress.advance(self._task)
+
+
+def show_faults(console: Console, done: Faults) -> None:
+    """The table of faults, the restarts, and one line of verdict."""
+    table = Table()
+    for column in ("fault", "found", "minimal case", "shows in", "cases", "shrunk in", "next verdict", "right"):
+        table.add_column(column, justify="right" if column in ("cases", "shrunk in", "next verdict") else "left", overflow="fold")
+    for row in done.rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+    leaks = done.leaks
+    console.print(
+        f"{leaks.restarts} restarts in {leaks.seconds:.1f} s: file descriptors {leaks.descriptors[0]} -> {leaks.descriptors[1]}, "
+        f"memory {leaks.memory[0] >> 20} -> {leaks.memory[1] >> 20} MiB, {len(leaks.left)} processes left",
+        highlight=False,
+    )
+    console.print(f"next verdict after a death, with a spare that stands ready: {leaks.ready * 1000:.0f} ms", highlight=False)
+    wrong = sum(1 for row in done.rows if row.wrong)
+    for each in leaks.wrong:
+        console.print(f"[red]{escape(each)}[/]", highlight=False)
+    verdict = "[green]every row is right[/]" if done.right else f"[red]{wrong} of {len(done.rows)} rows are wrong[/]"
+    console.print(f"{verdict} ({done.environment.get('device')}, {done.seconds:.0f} s)", highlight=False)
+
+
+def _cells(row: FaultRow) -> tuple[str, ...]:
+    recovery = "" if row.recovery is None else f"{row.recovery * 1000:.0f} ms"
+    right = f"[red]no: {escape('; '.join(row.wrong))}; expected {row.expected}[/]" if row.wrong else "[green]yes[/]"
+    cells = (
+        row.title,
+        row.got,
+        row.minimal,
+        row.rate or ("" if row.got == "nothing" else "every run"),
+        str(row.cases),
+        f"{row.trials} trials",
+        recovery,
+    )
+    return (*(escape(cell) for cell in cells), right)

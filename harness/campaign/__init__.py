@@ -1,0 +1,1 @@
+"""Draw Cases, shrink what fails, keep it."""

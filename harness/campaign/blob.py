@@ -1,0 +1,81 @@
+"""A Case as one word that can be pasted: its canonical JSON, compressed, in base64, with the version of that form in front.
+
+    AF1-eJyrVkrLL8pNLFGyUjLU...
+
+A flaky failure's rate goes along, so that a blob is run as often as its case file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from attnfuzz.harness.campaign.corpus import CaseFile, read_case
+from attnfuzz.harness.campaign.shrink import Rate
+from attnfuzz.strategies.case import BadCase, Case, case_from_json
+
+__all__ = ["blob_of", "case_from_blob", "is_blob", "stored_case"]
+
+_VERSION = 1
+_FORM = re.compile(r"AF(\d+)-(.*)", re.DOTALL)
+_MOST = 1 << 20
+"""Bytes that a Case may have: a blob that unpacks to more is none."""
+
+
+def blob_of(case: Case, rate: Rate | None = None) -> str:
+    """The blob of a Case: letters, digits, `-`, `_` and `=` alone, so that no shell needs quotes for it."""
+    found = {**case.to_object(), **({"found": {"rate": list(rate)}} if rate else {})}
+    packed = zlib.compress(msgspec.json.encode(found, order="sorted"), 9)
+    return f"AF{_VERSION}-{base64.urlsafe_b64encode(packed).decode()}"
+
+
+def is_blob(text: str) -> bool:
+    """Whether `text` begins as a blob does."""
+    return _FORM.match(text.strip()) is not None
+
+
+def case_from_blob(text: str) -> CaseFile:
+    """Read a blob; its `path` is the blob itself.
+
+    Raises:
+        BadCase: it is of another version, was cut or changed, or holds no Case.
+    """
+    text = text.strip()
+    found = _FORM.match(text)
+    shown = text if len(text) <= 24 else f"{text[:21]}..."
+    if found is None:
+        raise BadCase(f"case={shown!r}: no blob; a blob begins with AF{_VERSION}-")
+    if int(found[1]) != _VERSION:
+        raise BadCase(
+            f"case={shown!r}: a blob of version {found[1]}, and this attnfuzz reads version {_VERSION}; "
+            "use the attnfuzz that printed it, or a case file"
+        )
+    try:
+        unpacking = zlib.decompressobj()
+        content = unpacking.decompress(base64.b64decode(found[2], altchars=b"-_", validate=True), _MOST)
+    except (ValueError, binascii.Error, zlib.error):
+        content, whole = b"", False
+    else:
+        whole = unpacking.eof and not unpacking.unused_data
+    if not whole:
+        raise BadCase(f"case={shown!r}: the blob was cut or changed on its way; paste all of it, without blanks")
+    try:
+        case, told = case_from_json(content), msgspec.json.decode(content)
+    except BadCase as error:
+        raise BadCase(f"case={shown!r}: {error}") from None
+    more = told.get("found", {})
+    return CaseFile(case=case, found=more if isinstance(more, dict) else {}, path=Path(text))
+
+
+def stored_case(text: str) -> CaseFile:
+    """The Case of a file or of a blob.
+
+    Raises:
+        BadCase: it cannot be read; the text says why.
+    """
+    return case_from_blob(text) if is_blob(text) else read_case(text)

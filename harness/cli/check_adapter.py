@@ -1,0 +1,37 @@
+"""`attnfuzz check-adapter`."""
+
+from __future__ import annotations
+
+import click
+
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, WRONG_USE, console, device_option, in_process_option, json_option
+from attnfuzz.harness.core.environment import prepare, resolve_device
+from attnfuzz.harness.core.text import dumps
+
+__all__ = ["check_adapter_command"]
+
+
+@click.command("check-adapter")
+@click.argument("kernel", metavar="KERNEL")
+@device_option
+@in_process_option
+@json_option
+def check_adapter_command(kernel: str, device: str, in_process: bool, as_json: bool) -> None:
+    """Check that a kernel (a name, or package.module:OBJECT) fulfils the contract, and say what is missing and how to mend it.
+
+    Exit 0: it does, 1: it does not, 2: it cannot be imported, or cannot run on this machine.
+    """
+    from attnfuzz.harness.audit.conformance.check import check_adapter
+    from attnfuzz.harness.audit.conformance.report import ConformanceProgress, conformance_object, show_conformance
+
+    where = resolve_device(device)
+    if in_process:
+        # Triton has one mode for a process, chosen at its import; somebody else's module may import it.
+        prepare(where)
+    with ConformanceProgress(console(stderr=as_json)) as progress:
+        done = check_adapter(kernel, where, progress, in_process=in_process)
+    if as_json:
+        click.echo(dumps(conformance_object(done)))
+    else:
+        show_conformance(console(), done)
+    click.get_current_context().exit(FAILURES if done.wrong else CLEAN if done.complete else WRONG_USE)

@@ -1,0 +1,171 @@
+"""`attnfuzz gate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attnfuzz.harness.cli.options import (
+    CLEAN,
+    FAILURES,
+    INTERRUPTED,
+    WRONG_USE,
+    console,
+    deadline_option,
+    device_option,
+    json_option,
+    no_memory_check_option,
+    out_option,
+    seed_option,
+    writable,
+    write_file,
+)
+from attnfuzz.harness.core.environment import resolve_device
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.kernels.problem import BadArgument
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.gate.plan import Choice
+    from attnfuzz.harness.gate.result import Gate
+
+__all__ = ["gate_command"]
+
+
+@click.command("gate")
+@click.option("--base", metavar="REF", help="Gate what changed since the checkout left this branch, tag or commit.")
+@click.option("--baseline", metavar="FILE", help="Gate what changed since FILE was written.")
+@click.option("--write", metavar="FILE", help="Measure the kernels as they are, and write FILE for a later --baseline.")
+@click.option(
+    "--kernel", "kernels", multiple=True, metavar="NAME|MODULE:OBJECT", help="Gate this kernel, changed or not; repeatable."
+)
+@click.option("--all", "everything", is_flag=True, help="Gate every kernel of the checkout, changed or not.")
+@device_option
+@click.option("--budget", metavar="60s", help="Time for each kernel's campaign [default: 5m, or none with --max-examples].")
+@click.option("--max-examples", type=int, metavar="N", help="Distinct Cases of each kernel's campaign.")
+@seed_option
+@click.option("--cases", type=int, metavar="N", help="Cases on which errors are compared [default: 24 on the CPU, 64 on CUDA].")
+@click.option("--accuracy-threshold", default=1.25, show_default=True, metavar="X", help="Errors may grow by this factor.")
+@click.option("--speed", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="auto: on CUDA only.")
+@click.option("--speed-threshold", default=1.10, show_default=True, metavar="X", help="Times may grow by this factor.")
+@click.option("--rounds", default=25, show_default=True, metavar="N", help="Rounds in which head and base are timed by turns.")
+@click.option(
+    "--compile", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="auto: where it can be done."
+)
+@click.option("--arch", metavar="sm_90a,...", help="Architectures of the compile table [default: the command's own].")
+@out_option
+@click.option("--corpus", multiple=True, metavar="DIR", help="More case files to replay, besides those of --out; repeatable.")
+@click.option("--ledger", metavar="FILE", help="Known failures [default: attnfuzz-ledger.toml, if there].")
+@click.option("--markdown", metavar="FILE", help="Write a summary as Markdown [also to $GITHUB_STEP_SUMMARY, if set].")
+@click.option("--junit", metavar="FILE", help="Write the result as JUnit XML.")
+@click.option("--annotate", is_flag=True, help="Print GitHub annotations [default: in GitHub Actions].")
+@deadline_option
+@no_memory_check_option
+@json_option
+def gate_command(
+    base: str | None,
+    baseline: str | None,
+    write: str | None,
+    kernels: tuple[str, ...],
+    everything: bool,
+    device: str,
+    budget: str | None,
+    max_examples: int | None,
+    seed: int,
+    cases: int | None,
+    accuracy_threshold: float,
+    speed: Choice,
+    speed_threshold: float,
+    rounds: int,
+    compile: Choice,  # noqa: A002 - the option's name
+    arch: str | None,
+    out: str,
+    corpus: tuple[str, ...],
+    ledger: str | None,
+    markdown: str | None,
+    junit: str | None,
+    annotate: bool,
+    deadline: str | None,
+    no_memory_check: bool,
+    as_json: bool,
+) -> None:
+    """Gate the kernels that a change touches: corpus, campaign, accuracy, determinism, compile table and speed.
+
+    Exit 0: all pass, or the ledger lets them through; 1: a kernel or a ledger entry fails; 2: wrong use, or a part cannot be run.
+    """
+    from attnfuzz.harness.campaign.settings import duration
+    from attnfuzz.harness.gate.gate import gate
+    from attnfuzz.harness.gate.plan import Plan
+    from attnfuzz.harness.gate.report.terminal import GateProgress
+
+    plan = Plan(
+        device=resolve_device(device),
+        base=base,
+        baseline=None if baseline is None else Path(baseline),
+        write=None if write is None else _to_be_written(write),
+        kernels=kernels,
+        everything=everything,
+        folder=Path.cwd(),
+        out=out,
+        corpora=corpus,
+        ledger=None if ledger is None else Path(ledger),
+        budget=None if budget is None else duration(budget),
+        max_examples=max_examples,
+        seed=seed,
+        deadline=None if deadline is None else duration(deadline, "deadline"),
+        memory_check=not no_memory_check,
+        cases=cases,
+        accuracy_threshold=accuracy_threshold,
+        speed_threshold=speed_threshold,
+        speed=speed,
+        rounds=rounds,
+        compile=compile,
+        architectures=tuple(each.strip() for each in arch.split(",") if each.strip()) if arch else (),
+    )
+    files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
+    with GateProgress(console(stderr=as_json)) as progress:
+        done = gate(plan, progress)
+    _report(done, files, annotate=annotate, as_json=as_json)
+    click.get_current_context().exit(_code(done))
+
+
+def _to_be_written(path: str) -> Path:
+    """Known to be writable, and not begun: an empty file would be a broken baseline if this ends before it is written."""
+    file = writable(path)
+    if not file.stat().st_size:
+        file.unlink()
+    return file
+
+
+def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool) -> None:
+    from attnfuzz.harness.gate.report import github
+    from attnfuzz.harness.gate.report import terminal as report
+    from attnfuzz.harness.gate.report.junit import junit
+
+    if as_json:
+        click.echo(dumps(report.gate_object(done)))
+    else:
+        report.show_gate(console(), done)
+    if annotate or github.on_github():
+        for line in github.told(done):
+            # Not among the JSON.
+            click.echo(line, err=as_json)
+    text = report.markdown(done)
+    wrong = []
+    for name, content in (("junit", junit(done)), ("markdown", text)):
+        try:
+            if name in files:
+                write_file(files[name], content, name)
+        except BadArgument as error:  # the other shall be written all the same
+            wrong.append(error)
+    if (summary := github.summary_file()) is not None:
+        github.append_summary(summary, text)
+    if wrong:
+        raise BadArgument("\n".join(map(str, wrong)))
+
+
+def _code(done: Gate) -> int:
+    if done.not_kept:
+        return WRONG_USE
+    return {"fail": FAILURES, "error": WRONG_USE, "interrupted": INTERRUPTED, "pass": CLEAN}[done.outcome]

@@ -1,0 +1,127 @@
+"""The command line. Exit codes: 0 clean, 1 failures, 2 wrong use or a broken environment, 130 interrupted with nothing found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from attnfuzz.harness.cli.calibrate import calibrate_command
+from attnfuzz.harness.cli.check_adapter import check_adapter_command
+from attnfuzz.harness.cli.compile import compile_command
+from attnfuzz.harness.cli.gate import gate_command
+from attnfuzz.harness.cli.list import list_command
+from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.cli.report import report_command
+from attnfuzz.harness.cli.repro import repro_command
+from attnfuzz.harness.cli.run import demo_command, run_command
+from attnfuzz.harness.cli.selftest import selftest_group
+from attnfuzz.harness.cli.show import show_command
+from attnfuzz.harness.cli.streams import outlive_readers
+from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.judge.failure import printable
+from attnfuzz.kernels.problem import BadArgument
+
+__all__ = ["main"]
+
+
+class _Commands(click.Group):
+    """Every command ends with a clear message and exit code 2 on wrong use or a broken environment, 130 on Ctrl-C."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        """Run, and exit with the command's code."""
+        given = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        _end_like_ctrl_c(signal.SIGTERM)
+        outlive_readers()
+        try:
+            code = super().main(args=given, prog_name=prog_name, **extra)
+        except click.Abort:
+            click.echo("interrupted: nothing was found until then", err=True)
+            code = INTERRUPTED
+        except click.ClickException as error:
+            code = _wrong_use(error.format_message(), as_json="--json" in given, show=error.show)
+        except (BadArgument, OSError) as error:
+            code = _wrong_use(_text(error), as_json="--json" in given)
+        except Exception as error:
+            if os.environ.get("ATTNFUZZ_DEBUG"):
+                raise
+            text = f"internal error: {type(error).__name__}: {error}".strip()
+            remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
+            code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in given)
+        sys.exit(_flushed(code if isinstance(code, int) else CLEAN))
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once all that was said has been written: what cannot be must not end Python with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if code != WRONG_USE:
+            reason = f"it cannot be written ({error.strerror}); give it another place (> FILE)"
+            click.echo(f"error: stdout={getattr(sys.stdout, 'name', '')!r}: {reason}", err=True)
+        code = WRONG_USE
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _end_like_ctrl_c(number: signal.Signals) -> None:
+    """What was found until then is reported, and no child outlives the run."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+        signal.signal(number, interrupt)
+
+
+def _text(error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}; check that the path exists and can be read and written"
+
+
+def _wrong_use(message: str, *, as_json: bool, show: Callable[[], None] | None = None) -> int:
+    """Say what is wrong, for a machine too if asked; returns the exit code."""
+    if as_json:
+        with contextlib.suppress(OSError):  # the output may be what is wrong
+            click.echo(dumps({"error": message}))
+    if show is not None:
+        show()
+    else:
+        click.echo(f"error: {printable(message)}", err=True)
+    return WRONG_USE
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(versions().get("attnfuzz", "unknown"), prog_name="attnfuzz")
+def main() -> None:
+    """Differential correctness and fuzz testing of attention kernels against float64 oracles."""
+
+
+for _command in (
+    list_command,
+    run_command,
+    show_command,
+    repro_command,
+    gate_command,
+    compile_command,
+    check_adapter_command,
+    report_command,
+    calibrate_command,
+    demo_command,
+    selftest_group,
+):
+    main.add_command(_command)
+
+if __name__ == "__main__":
+    main()

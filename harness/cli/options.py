@@ -1,0 +1,153 @@
+"""What the commands share: exit codes, options, the console."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.problem import BadArgument, reject
+
+__all__ = [
+    "CLEAN",
+    "FAILURES",
+    "INTERRUPTED",
+    "WRONG_USE",
+    "asked_for",
+    "check_owner",
+    "console",
+    "deadline_option",
+    "device_option",
+    "in_process_option",
+    "json_option",
+    "kernel_option",
+    "kernels_option",
+    "no_memory_check_option",
+    "out_option",
+    "seed_option",
+    "writable",
+    "write_file",
+    "writing",
+]
+
+CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+device_option = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda",
+    help="Where the kernels run; auto takes CUDA if there is one.",
+)
+_KERNEL_HELP = "A kernel by its name, or one from anywhere: package.module:OBJECT, seen from the current folder."
+kernels_option = click.option(
+    "--kernel", "more_kernels", multiple=True, metavar="MODULE:OBJECT", help=f"{_KERNEL_HELP} As KERNEL; may be repeated."
+)
+kernel_option = click.option(
+    "--kernel", "owner", metavar="MODULE:OBJECT", help=f"The case's kernel, where its name alone does not find it. {_KERNEL_HELP}"
+)
+out_option = click.option("--out", default=".attnfuzz", show_default=True, metavar="DIR", help="Folder of case files.")
+in_process_option = click.option(
+    "--in-process", is_flag=True, help="No child processes, for a debugger: a kernel that crashes or hangs takes attnfuzz along."
+)
+deadline_option = click.option(
+    "--deadline", metavar="60s", help="Time that a stage of a trial may take before it hangs [default: 60s]."
+)
+no_memory_check_option = click.option(
+    "--no-memory-check", is_flag=True, help="Do not check every access to memory of interpreted kernels (Triton on the CPU)."
+)
+seed_option = click.option(
+    "--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order."
+)
+
+
+def asked_for(kernels: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Kernel]:
+    """The kernels that a command line names by KERNEL and by --kernel, each once; all that are listed where it names none.
+
+    Raises:
+        BadArgument: one of them is not there, or is no kernel.
+    """
+    found = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
+    return list(found.values())
+
+
+def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:
+    """Make the kernel of a case file known: the one that --kernel names, if it does.
+
+    Raises:
+        BadArgument: that is another kernel; or the case's is found nowhere, though the file tells where it came from.
+    """
+    if owner is not None:
+        if (kernel := registry.get(owner)).name != case_kernel:
+            reason = f"it calls itself {kernel.name!r}, and {path} is a case of {case_kernel!r}"
+            raise reject("kernel", owner, reason, "name the case's own kernel")
+    elif isinstance(target, str):
+        try:
+            registry.get(case_kernel)
+        except registry.UnknownKernel:
+            raise BadArgument(
+                f"kernel={case_kernel!r}: no kernel of that name is installed; it was found at {target}: add --kernel {target}"
+            ) from None
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The terminal's own width; wide enough for every table where the output is a file or a pipe."""
+    made = Console(stderr=stderr)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = 120
+    return made
+
+
+def writable(path: str, name: str = "write") -> Path:
+    """Known before the run, which takes long, that its result can be kept; `name` is the option's."""
+    file = Path(path)
+    if file.is_dir():
+        raise reject(name, path, "it is a folder", "give a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8"):
+            return file
+    except FileExistsError:  # of mkdir: what should be a folder is a file
+        raise reject(
+            name, path, f"it cannot be written ({file.parent} is no folder)", "give a file that can be written"
+        ) from None
+    except OSError as error:
+        raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
+
+
+@contextlib.contextmanager
+def writing(file: Path, name: str) -> Iterator[None]:
+    """What writes the file that the option `name` asks for.
+
+    Raises:
+        BadArgument: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if file.is_file() and not file.stat().st_size:
+                file.unlink()  # made by `writable`
+        raise reject(name, str(file), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
+
+
+def write_file(file: Path, text: str, name: str) -> None:
+    """Write the file that the option `name` asks for, whole or not at all.
+
+    Raises:
+        BadArgument: it cannot be written; what it held before is there still.
+    """
+    from attnfuzz.harness.campaign.corpus import write_whole
+
+    with writing(file, name):
+        if file.exists() and not file.is_file():  # a device, a pipe
+            file.write_text(text, encoding="utf-8")
+        else:
+            write_whole(file.resolve(), text)

@@ -1,0 +1,59 @@
+"""`attnfuzz repro CASE --plot FILE`: error maps of one Case, drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from attnfuzz.harness.cli.options import writable
+from attnfuzz.kernels.problem import reject
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.campaign.corpus import CaseFile
+    from attnfuzz.harness.repro.reproduce import Reproduction
+
+__all__ = ["Picture"]
+
+
+class Picture:
+    """Where error maps of a case file go: a file, or a folder, in which they are named like the case file.
+
+    Raises:
+        BadArgument: matplotlib is not installed, or that file cannot be drawn or written. Known before anything runs.
+    """
+
+    def __init__(self, target: str, stored: CaseFile) -> None:
+        from attnfuzz.harness.report import plots
+
+        plots.needs_matplotlib()
+        path = Path(target)
+        if path.is_dir() or target.endswith("/"):
+            path = path / f"{stored.path.stem}.png"
+        if path.suffix not in plots.SUFFIXES:
+            remedy = f"give a file that ends with {', '.join(plots.SUFFIXES)}, or a folder"
+            raise reject("plot", target, "no such format", remedy)
+        existed = path.exists()
+        self.path, self._stored = writable(str(path), "plot"), stored
+        if not existed:
+            path.unlink()
+
+    def drawn(self, done: Reproduction, *, deadline: float | None = None, in_process: bool = False) -> dict[str, Any]:
+        """Run the Case once more, where it ran, and draw it: {"plot": path}, or {"plot": None, "no_plot": why}."""
+        from attnfuzz.harness.report import plots
+        from attnfuzz.harness.repro.reproduce import mapped
+
+        maps = mapped(self._stored.case, done.device, rate=self._stored.rate, deadline=deadline, in_process=in_process)
+        if isinstance(maps, str):
+            return {"plot": None, "no_plot": maps}
+        failure = done.verdict.failure
+        title = str(failure.identity) if failure else f"{self._stored.case.kernel}: nothing wrong"
+        plots.save(maps, self.path, title, plots.subtitle(maps))
+        return {"plot": str(self.path)}
+
+    def show(self, console: Console, done: Reproduction, *, deadline: float | None = None, in_process: bool = False) -> None:
+        """Draw it, and say where it is or why it is not."""
+        made = self.drawn(done, deadline=deadline, in_process=in_process)
+        told = f"plot: {made['plot']}" if made["plot"] else f"no plot: {made['no_plot']}"
+        console.print(told, highlight=False, soft_wrap=True, markup=False)

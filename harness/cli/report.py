@@ -1,0 +1,80 @@
+"""`attnfuzz report`: what the runs of a folder came to, as one HTML file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attnfuzz.harness.cli.options import CLEAN, json_option, writable, write_file
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.judge.failure import printable
+from attnfuzz.kernels.problem import BadArgument, reject
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.report.runfile import Broken
+
+__all__ = ["report_command"]
+
+
+@click.command("report")
+@click.argument("folder", metavar="DIR", default=".attnfuzz")
+@click.option("--output", metavar="FILE.html", help="The page [default: DIR/report.html].")
+@click.option("--all", "every", is_flag=True, help="All runs of DIR, not just those of the latest session.")
+@click.option(
+    "--pictures", type=click.IntRange(min=0), default=50, show_default=True, metavar="N", help="Error maps drawn at most."
+)
+@json_option
+def report_command(folder: str, output: str | None, every: bool, pictures: int, as_json: bool) -> None:
+    """Write one self-contained HTML page of what the runs in DIR came to (default: .attnfuzz)."""
+    from attnfuzz.harness.report.html import page
+    from attnfuzz.harness.report.merge import chosen, merged
+    from attnfuzz.harness.report.runfile import Broken, runs_of
+
+    found = list(runs_of(_existing(folder)))
+    broken = [each for each in found if isinstance(each, Broken)]
+    runs = chosen([each for each in found if not isinstance(each, Broken)], every=every) if len(broken) < len(found) else []
+    if not runs:
+        raise _nothing(folder, broken)
+    told = merged(runs, broken)
+    target = writable(output or str(Path(folder) / "report.html"), "output")
+    with click.progressbar(length=len(told.failures), label="drawing", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+        made = page(told, Path(folder), pictures=pictures, step=lambda: bar.update(1))
+    write_file(target, made.text, "output")
+    for each in broken:
+        click.echo(f"warning: left out: {printable(each.error)}", err=True)
+    if as_json:
+        result = {
+            "output": str(target),
+            "runs": [run.stamp for run in runs],
+            "broken": [{"path": each.path, "error": each.error} for each in broken],
+            "kernels": len(told.kernels),
+            "cases": told.cases,
+            "failures": len(told.failures) + told.more_failures,
+            "pictures": made.pictures,
+            "without_picture": list(made.without),
+            "bytes": len(made.text.encode()),
+        }
+        click.echo(dumps(result))
+    else:
+        failures = f"{len(told.failures)} failure{'' if len(told.failures) == 1 else 's'}"
+        click.echo(f"{target}: {failures} in {told.cases} cases of {len(told.kernels)} kernels, {made.pictures} pictures")
+        for reason in made.without:
+            click.echo(f"no picture: {printable(reason)}")
+    click.get_current_context().exit(CLEAN)
+
+
+def _existing(folder: str) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        reason = "it is no folder" if path.exists() else "no such folder"
+        raise reject("report", folder, reason, "give the folder that `attnfuzz run --out DIR` wrote to")
+    return path
+
+
+def _nothing(folder: str, broken: list[Broken]) -> BadArgument:
+    if not broken:
+        return reject("report", folder, "no run is recorded there", "run `attnfuzz run --out DIR` first, or give its DIR")
+    return BadArgument("\n".join(each.error for each in broken))

@@ -1,0 +1,275 @@
+"""`attnfuzz repro`: one case file or blob again, in one of several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attnfuzz.harness.cli.options import (
+    CLEAN,
+    FAILURES,
+    INTERRUPTED,
+    WRONG_USE,
+    check_owner,
+    console,
+    deadline_option,
+    device_option,
+    in_process_option,
+    json_option,
+    kernel_option,
+    no_memory_check_option,
+    writable,
+    write_file,
+)
+from attnfuzz.harness.cli.picture import Picture
+from attnfuzz.harness.core.environment import prepare, resolve_device
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.report import machine
+from attnfuzz.kernels.problem import BadArgument, reject
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.campaign.corpus import CaseFile
+    from attnfuzz.harness.repro.reproduce import Where
+
+__all__ = ["repro_command"]
+
+_WAYS = ("sanitize", "script", "repeat", "shrink", "pdb")
+"""Each is a way of its own to run a Case: one at a time."""
+_SENSELESS = {
+    "sanitize": {"in_process": "compute-sanitizer watches a process of its own"},
+    "script": {
+        "in_process": "a script is written without running the kernel",
+        "deadline": "a script is written without running the kernel",
+        "no_memory_check": "a script is written without running the kernel",
+    },
+    "pdb": {"as_json": "a debugger talks to a person", "deadline": "nothing ends what runs in a debugger"},
+}
+"""Options that a way has no use for, and why."""
+_SHOWN = {"as_json": "json"}
+
+
+@click.command("repro")
+@click.argument("case", metavar="CASE")
+@kernel_option
+@device_option
+@deadline_option
+@in_process_option
+@no_memory_check_option
+@click.option(
+    "--sanitize",
+    metavar="memcheck|racecheck|initcheck",
+    help="Run it under NVIDIA's compute-sanitizer: exit 0 clean, 1 if that reports anything [deadline: 10m for all of it].",
+)
+@click.option("--script", metavar="FILE", help="Write one Python file that shows the failure without attnfuzz; - for stdout.")
+@click.option("--repeat", type=int, metavar="N", help="Run it N times: how often it fails, and what was seen.")
+@click.option("--shrink", is_flag=True, help="Go on shrinking; a smaller case file is written beside this one.")
+@click.option("--budget", metavar="60s", help="Time for --shrink [default: 60s].")
+@click.option("--plot", metavar="FILE.png", help="Draw error over budget of each output (.png, .svg, .pdf, or into a folder).")
+@click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
+@json_option
+def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -> None:
+    """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1), UNJUDGED or ERROR (2)."""
+    from attnfuzz.harness.campaign.blob import stored_case
+    from attnfuzz.harness.campaign.settings import duration
+    from attnfuzz.harness.repro.reproduce import Where
+
+    way = _way({**options, "as_json": as_json})
+    stored = stored_case(case)
+    deadline, budget = options["deadline"], options["budget"]
+    where = Where(
+        asked=options["device"],
+        in_process=options["in_process"],
+        deadline=None if deadline is None else duration(deadline, "deadline"),
+        memory_check=not options["no_memory_check"],
+    )
+    picture = None if options["plot"] is None else Picture(options["plot"], stored)
+    if where.in_process or way == "pdb":
+        prepare(resolve_device(where.asked))
+    try:
+        check_owner(owner, case, stored.case.kernel, stored.found.get("target"))
+        match way:
+            case "sanitize":
+                code = _sanitized(stored, options["sanitize"], where, as_json=as_json)
+            case "script":
+                code = _script(stored, options["script"], where, as_json=as_json)
+            case "repeat":
+                code = _repeated(stored, options["repeat"], where, as_json=as_json)
+            case "shrink":
+                code = _shrunk(stored, 60.0 if budget is None else duration(budget), where, as_json=as_json)
+            case "pdb":
+                code = _debugged(stored, where)
+            case _:
+                code = _again(stored, where, picture, as_json=as_json)
+    except BadArgument as error:
+        raise BadArgument(f"ERROR {case}: {error}") from None
+    click.get_current_context().exit(code)
+
+
+def _way(options: Mapping[str, Any]) -> str | None:
+    """The way that the options ask for, None for a plain run.
+
+    Raises:
+        BadArgument: they ask for two, or for what makes no sense in theirs.
+    """
+    asked = [name for name in _WAYS if _given(options[name])]
+    if len(asked) > 1:
+        reason = f"--{asked[0]} and --{asked[1]} are two ways to run a case"
+        raise reject(asked[1], options[asked[1]], reason, "give one of them")
+    way = asked[0] if asked else None
+    if way and options["plot"] is not None:
+        raise reject("plot", options["plot"], f"--{way} draws nothing", f"leave --{way} out")
+    for name, reason in _SENSELESS.get(way or "", {}).items():
+        if _given(options[name]):
+            shown = _SHOWN.get(name, name.replace("_", "-"))
+            raise reject(name, options[name], reason, f"leave --{shown} out")
+    if options["budget"] is not None and way != "shrink":
+        raise reject("budget", options["budget"], "it limits shrinking", "give it with --shrink")
+    if way == "script" and options["script"] == "-" and options["as_json"]:
+        raise reject("script", "-", "the script itself would be between the JSON", "give --script a file, or leave --json out")
+    return way
+
+
+def _given(value: Any) -> bool:
+    # By identity: 0 equals False, and is no wish to leave it out.
+    return value is not None and value is not False
+
+
+def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: bool) -> int:
+    from attnfuzz.harness.report.terminal import show_reproduction
+    from attnfuzz.harness.repro.reproduce import reproduce
+
+    done = reproduce(
+        stored.case,
+        where.asked,
+        rate=stored.rate,
+        in_process=where.in_process,
+        deadline=where.deadline,
+        memory_check=where.memory_check,
+        output=_output(stored),
+    )
+    if as_json:
+        found = {
+            "outcome": done.outcome,
+            "device": done.device,
+            "verdict": machine.verdict_object(done.verdict),
+            "runs": done.runs,
+        }
+        drawn = picture.drawn(done, deadline=where.deadline, in_process=where.in_process) if picture else {}
+        click.echo(dumps({**found, "case": stored.case.to_object(), **drawn}))
+    else:
+        show_reproduction(console(), stored, done)
+        if picture:
+            picture.show(console(), done, deadline=where.deadline, in_process=where.in_process)
+    return {"FIXED": CLEAN, "FAILED": FAILURES, "UNJUDGED": WRONG_USE}[done.outcome]
+
+
+def _output(stored: CaseFile) -> object:
+    """The output that was wrong, where one was."""
+    identity = stored.found.get("identity")
+    return identity.get("output") if isinstance(identity, dict) else None
+
+
+def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> int:
+    from attnfuzz.harness.repro.sanitize.report import sanitized_object, show_sanitized
+    from attnfuzz.harness.repro.sanitize.sanitize import sanitize
+
+    done = sanitize(stored.case, tool, where.asked, deadline=where.deadline)
+    if as_json:
+        click.echo(dumps(sanitized_object(stored, done)))
+    else:
+        show_sanitized(console(), stored, done)
+    return CLEAN if done.clean else FAILURES
+
+
+def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> int:
+    """Written whole before the file is touched."""
+    from attnfuzz.harness.repro.script.script import script_of
+
+    device, _ = where.device_for(stored.case)
+    script = script_of(stored, device)
+    if target == "-":
+        click.echo(script.text, nl=False)
+    else:
+        file = writable(target, "script")
+        write_file(file, script.text, "script")
+        if as_json:
+            click.echo(dumps({"script": str(file), "device": device, "note": script.note, "case": stored.case.to_object()}))
+        else:
+            click.echo(f"written: {file}; run it by `python {file}`: exit 0 is OK, 1 is FAILED")
+    if script.note and not as_json:
+        click.echo(f"note: {script.note}", err=True)
+    return CLEAN
+
+
+def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> int:
+    from attnfuzz.harness.repro.report import progress_on, repetition_object, show_repetition
+    from attnfuzz.harness.repro.reproduce import repeat
+
+    failed = 0
+    with progress_on(console(stderr=True)) as progress:
+        task = progress.add_task("running", total=max(1, count), note="")
+
+        def each(runs: int, verdict: Any) -> None:
+            nonlocal failed
+            failed += verdict.failure is not None
+            progress.update(task, completed=runs, note=f"{runs} of {count} runs, {failed} failed")
+
+        done = repeat(stored.case, count, where, each)
+    if as_json:
+        click.echo(dumps(repetition_object(stored, done)))
+    else:
+        show_repetition(console(), stored, done)
+    return FAILURES if done.failed else INTERRUPTED if done.interrupted else CLEAN
+
+
+def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) -> int:
+    from attnfuzz.harness.campaign.blob import is_blob
+    from attnfuzz.harness.report.describe import lengths
+    from attnfuzz.harness.repro.report import progress_on, reshrunk_object, show_reshrunk
+    from attnfuzz.harness.repro.reshrink import shrink_further
+
+    # Beside a blob is where the user stands.
+    folder = Path() if is_blob(str(stored.path)) else stored.path.parent
+    with progress_on(console(stderr=True)) as progress:
+        task = progress.add_task("shrinking", total=None, note="")
+        done = shrink_further(
+            stored, seconds, where, folder,
+            lambda trial, case: progress.update(task, note=f"trial {trial}: {lengths(case)}"),
+        )  # fmt: skip
+    if as_json:
+        click.echo(dumps(reshrunk_object(done)))
+    else:
+        show_reshrunk(console(), stored, done)
+    return CLEAN if done.outcome == "FIXED" else FAILURES
+
+
+def _debugged(stored: CaseFile, where: Where) -> int:
+    from attnfuzz.harness.campaign.shrink import tries
+    from attnfuzz.harness.report.terminal import show_reproduction
+    from attnfuzz.harness.repro.debug import enter, recorded
+    from attnfuzz.harness.repro.reproduce import Reproduction
+
+    device, _ = where.device_for(stored.case)
+    for _ in range(tries(stored.rate)):
+        found = recorded(stored.case, device, memory_check=where.memory_check)
+        if failed := found.verdict.failure is not None:
+            break
+    show_reproduction(console(), stored, Reproduction("FAILED" if failed else "FIXED", device, found.verdict))
+    if not failed:
+        return CLEAN
+    if found.raised is not None:
+        click.echo("\npdb stops where the kernel raised, with its own variables in reach.")
+        if found.depth:
+            click.echo(f"`up {found.depth}` goes to its call, with inputs, kernel, case, problem (in backward o and lse, too).")
+    else:
+        click.echo("\npdb stops with these in reach:")
+        click.echo("   inputs, outputs           what the kernel got and returned; inputs.q, outputs.dk, ...")
+        if found.reference:
+            click.echo('   reference, budget, error  by output, float64, heads first (heads, tokens[, dim]): error["dk"], ...')
+        click.echo("   verdict, case, kernel     verdict.failures says what is wrong and where")
+    click.echo("`q` leaves.")
+    enter(found, stored.case)
+    return FAILURES

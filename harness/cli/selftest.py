@@ -1,0 +1,87 @@
+"""`attnfuzz selftest`: attnfuzz itself, on faults that are known."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, console, device_option, json_option, seed_option
+from attnfuzz.harness.core.environment import resolve_device
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.kernels.problem import reject
+
+__all__ = ["selftest_group"]
+
+
+@click.group("selftest")
+def selftest_group() -> None:
+    """Try attnfuzz itself on faults that are known."""
+
+
+@selftest_group.command("faults")
+@click.argument("kernels", nargs=-1, metavar="[FAULT]...")
+@device_option
+@json_option
+def selftest_faults_command(kernels: tuple[str, ...], device: str, as_json: bool) -> None:
+    """Kernels that crash, hang, eat memory or lie, one fault each (default: all): exit 0 only if every row is right."""
+    import msgspec
+
+    from attnfuzz.harness.audit.selftest.faults import faults
+    from attnfuzz.harness.audit.selftest.report import FaultProgress, show_faults
+
+    progress = FaultProgress(console(stderr=as_json))
+    with progress:
+        done = faults(resolve_device(device), progress, kernels)
+    if as_json:
+        click.echo(dumps({"right": done.right, "leaks_wrong": list(done.leaks.wrong), **msgspec.to_builtins(done)}))
+    else:
+        show_faults(console(), done)
+    click.get_current_context().exit(CLEAN if done.right else FAILURES)
+
+
+@selftest_group.command("verdict")
+@click.option("--cases", default=3000, show_default=True, type=int, metavar="N", help="Correct cases; faulty ones in proportion.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes [default: the cores].")
+@seed_option
+@json_option
+def selftest_verdict_command(cases: int, jobs: int | None, seed: int, as_json: bool) -> None:
+    """Judge emulated kernels, right ones and 36 that are wrong by little: exit 0 only if none is accused and all are found."""
+    if seed < 0:
+        raise reject("seed", seed, "it cannot be negative", "give 0 or more")
+    jobs = None if jobs is None else min(jobs, len(os.sched_getaffinity(0)))
+    from attnfuzz.harness.audit.selftest.verdict import machine_object, verdict
+    from attnfuzz.harness.audit.selftest.verdict_report import CaseProgress, show_verdict
+
+    with CaseProgress(console(stderr=as_json)) as progress:
+        done = verdict(cases, seed=seed, jobs=jobs, progress=progress)
+    if as_json:
+        click.echo(dumps(machine_object(done)))
+    else:
+        show_verdict(console(), done)
+    click.get_current_context().exit(CLEAN if done.right else FAILURES)
+
+
+@selftest_group.command("memory")
+@click.argument("faults", nargs=-1, metavar="[FAULT]...")
+@click.option("--cases", default=200, show_default=True, type=int, metavar="N", help="Cases of each kernel that has no fault.")
+@seed_option
+@json_option
+def selftest_memory_command(faults: tuple[str, ...], cases: int, seed: int, as_json: bool) -> None:
+    """Nine faults of memory in copies of triton.varlen, and the Triton kernels as they are, all on the CPU.
+
+    Exit 0 only if each fault is found as what it is, with its source line, and nothing is found in the kernels.
+    """
+    import msgspec
+
+    from attnfuzz.harness.audit.selftest.memory import memory
+    from attnfuzz.harness.audit.selftest.memory_report import show_memory
+    from attnfuzz.harness.audit.selftest.report import FaultProgress
+
+    with FaultProgress(console(stderr=as_json)) as progress:
+        done = memory(progress, faults, cases, seed)
+    if as_json:
+        click.echo(dumps({"right": done.right, **msgspec.to_builtins(done)}))
+    else:
+        show_memory(console(), done)
+    click.get_current_context().exit(CLEAN if done.right else FAILURES)

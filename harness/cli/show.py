@@ -1,0 +1,28 @@
+"""`attnfuzz show`: one case file."""
+
+from __future__ import annotations
+
+import click
+
+from attnfuzz.harness.cli.options import check_owner, console, json_option, kernel_option
+from attnfuzz.harness.core.text import dumps
+
+__all__ = ["show_command"]
+
+
+@click.command("show")
+@click.argument("case", metavar="CASE")
+@kernel_option
+@json_option
+def show_command(case: str, owner: str | None, as_json: bool) -> None:
+    """Show a case file, or the blob of one: the Problem, the values, the Config, and what was found with it."""
+    from attnfuzz.harness.campaign.blob import stored_case
+    from attnfuzz.harness.report.terminal import show_stored
+
+    stored = stored_case(case)
+    if owner is not None:
+        check_owner(owner, case, stored.case.kernel, None)
+    if as_json:
+        click.echo(dumps({"case": stored.case.to_object(), "found": stored.found, "path": str(stored.path)}))
+    else:
+        show_stored(console(), stored)

@@ -1,0 +1,1 @@
+"""Machine code of every kernel and Config, without a GPU."""

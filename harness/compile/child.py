@@ -1,0 +1,136 @@
+"""In the child process: one variant of a kernel compiled for one architecture, function by function, each content once."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from attnfuzz.harness.compile.figures import Figures, disassembled, figures_of
+from attnfuzz.harness.compile.words import cut
+from attnfuzz.harness.isolation.kernel_ref import unpacked
+from attnfuzz.harness.trial.errors import may_catch, this_is_a_child, told
+from attnfuzz.kernels.contract import BuildError, Config
+from attnfuzz.kernels.lowering import Lowers, Unit, shared_limit
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support import cache
+
+__all__ = ["AT", "Lowered", "lower"]
+
+AT = "attnfuzz compiles "
+"""Before the name of the function that is being compiled, in what the child prints: should it die, that is known."""
+_FORMAT = 3
+"""Of what is kept in the cache."""
+
+
+class Lowered(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one function."""
+
+    function: str
+    seconds: float
+    """That the compile took, when it was done."""
+    figures: Figures | None = None
+    races: tuple[str, ...] | None = None
+    error: str | None = None
+    cached: bool = False
+
+
+def lower(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
+    """A child's task. `payload`: kernel (as shipped), problem, config, arch. The result is a list of Lowered."""
+    this_is_a_child()
+    enter("compile")
+    kernel = unpacked(payload["kernel"])
+    assert isinstance(kernel, Lowers)
+    problem, arch = msgspec.convert(payload["problem"], Problem), payload["arch"]
+    try:
+        units = kernel.lower(problem, Config(payload["config"]), arch)
+    except BadArgument:
+        raise
+    except BaseException as error:  # the kernel's own code: that is the finding
+        if not may_catch(error):
+            raise
+        text = str(error) if isinstance(error, BuildError) else told(error)
+        return [msgspec.to_builtins(Lowered(function="", seconds=0.0, error=cut(text)))], False
+    return [msgspec.to_builtins(_lowered(each, arch)) for each in units], False
+
+
+def _lowered(unit: Unit, arch: str) -> Lowered:
+    sys.stderr.write(f"{AT}{unit.function}\n")
+    sys.stderr.flush()
+    start = time.perf_counter()
+    try:
+        return _judged(_known(unit, arch), arch)
+    except BadArgument:
+        raise
+    except BaseException as error:  # a compiler's Python side may raise anything: that is the finding
+        if not may_catch(error):
+            raise
+        text = str(error) if isinstance(error, BuildError) else told(error)
+        return Lowered(function=unit.function, seconds=time.perf_counter() - start, error=cut(text))
+
+
+def _judged(found: Lowered, arch: str) -> Lowered:
+    """What compiles, and no block can have so much shared memory, is wrong as well."""
+    limit = shared_limit(arch)
+    if found.error is None and found.figures is not None and found.figures.shared > limit:
+        error = f"a block asks for {found.figures.shared} bytes of shared memory, and {arch} has {limit}: no launch is possible"
+        return msgspec.structs.replace(found, error=error)
+    return found
+
+
+def _known(unit: Unit, arch: str) -> Lowered:
+    """From the cache, where the same content was compiled before; else compiled now, and kept."""
+    identity = unit.identity()
+    if identity is not None:
+        with _entry(identity) as file:
+            return _read(file, unit) or _keep(file, _compiled(unit, None))
+    start = time.perf_counter()
+    code = unit.compile()
+    seconds = time.perf_counter() - start
+    # The backend has a cache of its own. What is left is to read the machine code, which is cached by its bytes.
+    with _entry(hashlib.sha256(code.cubin).hexdigest() + arch) as file:
+        return _read(file, unit) or _keep(file, _compiled(unit, (code, seconds)))
+
+
+def _compiled(unit: Unit, done: tuple[Any, float] | None) -> Lowered:
+    start = time.perf_counter()
+    code, seconds = done or (unit.compile(), 0.0)
+    seconds = seconds or time.perf_counter() - start
+    sass = disassembled(code.cubin)
+    races = code.races if code.suspects is None else (*(code.races or ()), *code.suspects(sass))
+    return Lowered(function=unit.function, seconds=seconds, figures=figures_of(code, sass), races=races, error=code.refused)
+
+
+@contextmanager
+def _entry(content: str) -> Iterator[Path]:
+    """The file for `content` in the cache, held against other processes that would compile the same."""
+    key = hashlib.sha256(f"{_FORMAT}\n{content}".encode()).hexdigest()
+    folder = cache.folder("compile") / key[:2]
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield folder / f"{key[2:]}.json"
+
+
+def _read(file: Path, unit: Unit) -> Lowered | None:
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=Lowered)
+    except (FileNotFoundError, msgspec.DecodeError):
+        # Not there, or broken: what is in a cache can be had again.
+        return None
+    return msgspec.structs.replace(found, function=unit.function, cached=True)
+
+
+def _keep(file: Path, found: Lowered) -> Lowered:
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(msgspec.json.encode(found))
+    temporary.replace(file)
+    return found

@@ -1,0 +1,232 @@
+"""What was compiled, as tables: for a terminal, and as Markdown for docs/."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from attnfuzz.harness.campaign.corpus import again_line
+from attnfuzz.harness.compile.baseline import Compared
+from attnfuzz.harness.compile.compile import Job, Left, Row
+
+__all__ = ["Progressing", "markdown", "placed", "show", "show_compared"]
+
+_EVERY = 20.0
+"""Seconds between two lines of progress where there is no terminal."""
+_BEGIN, _END = "<!-- attnfuzz compile -->", "<!-- end of attnfuzz compile -->"
+_SHOWN = 20
+"""Failures told in full."""
+_SPILLING = 12
+"""Functions that spill, in a page of docs."""
+_FEW_DIMS = 2
+"""Pairs of dims that a line of the table names."""
+
+
+class Progressing:
+    """Shows how far it has come: a bar on a terminal, a line now and then elsewhere; each failure at once."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self._total, self._failed, self._done = console, total, 0, 0
+        self._last = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task("compiling", total=total)
+
+    def __enter__(self) -> Progressing:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, job: Job, rows: Sequence[Row]) -> None:
+        """One variant is done."""
+        self._done += 1
+        self._failed += sum(not each.ok for each in rows)
+        self._bar.update(self._task, advance=1)
+        for row in rows:
+            if not row.ok:
+                first = (row.error or "").splitlines()[0]
+                self.console.print(
+                    f"[red]failed[/] {row.kernel} {row.function} for {row.arch}: {escape(first)}", highlight=False, soft_wrap=True
+                )
+        if not self.console.is_terminal and time.monotonic() - self._last > _EVERY:
+            self._last = time.monotonic()
+            self.console.print(
+                f"{self._done} of {self._total} variants, {self._failed} functions failed; last {job.case.kernel} for {job.arch}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Worst:
+    """Several functions in one line."""
+
+    of: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def failed(self) -> int:
+        return sum(not each.ok for each in self.rows)
+
+    def most(self, name: str) -> int | None:
+        return max((value for each in self.rows if (value := getattr(each, name)) is not None), default=None)
+
+    @property
+    def spilling(self) -> int:
+        return sum(bool(each.spills) for each in self.rows)
+
+    @property
+    def paths(self) -> str:
+        found = sorted({each.tensor_core or "none" for each in self.rows if each.registers is not None})
+        return ", ".join(found) or "-"
+
+    @property
+    def races(self) -> str:
+        asked = [each.races for each in self.rows if each.races is not None]
+        return str(sum(map(len, asked))) if asked else "-"
+
+    @property
+    def seconds(self) -> float:
+        return sum(each.seconds for each in self.rows)
+
+
+def _grouped(rows: Iterable[Row], of: Callable[[Row], tuple[str, ...]]) -> list[_Worst]:
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(of(row), []).append(row)
+    return [_Worst(key, tuple(group)) for key, group in sorted(found.items())]
+
+
+def _bytes(value: int | None, limit: int) -> str:
+    return "-" if value is None else f"{value / 1024:.0f} of {limit / 1024:.0f}"
+
+
+def _cells(each: _Worst) -> list[str]:
+    registers, spills = each.most("registers"), each.most("spills")
+    spilled = "-" if spills is None else f"{spills} (in {each.spilling})" if spills else "0"
+    ok = len(each.rows) - each.failed
+    shared = _bytes(each.most("shared"), each.rows[0].shared_limit)
+    return [str(ok), str(each.failed), "-" if registers is None else str(registers), spilled, shared, each.paths, each.races]
+
+
+_FIGURES = ("ok", "failed", "regs", "spills, B", "shared, KiB", "tensor", "races")
+
+
+def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:
+    """The table by kernel, architecture and function, the worst of each; failures below it; what was left out."""
+    if rows:
+        table = Table()
+        for title in ("kernel", "arch", "function", *_FIGURES, "s"):
+            table.add_column(title, no_wrap=title == "kernel")
+        for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.function or "all")):
+            style = "red" if each.failed else "yellow" if each.spilling else ""
+            table.add_row(*each.of, *_cells(each), f"{each.seconds:.0f}", style=style)
+        console.print(table)
+    for row in [each for each in rows if not each.ok][:_SHOWN]:
+        _show_failure(console, row)
+    failed, cached = sum(not each.ok for each in rows), sum(each.cached for each in rows)
+    if failed > _SHOWN:
+        console.print(f"... and {failed - _SHOWN} more, each in its case file", highlight=False)
+    for race in dict.fromkeys((each.kernel, race) for each in rows for race in each.races or ()):
+        console.print(f"[yellow]race[/] {race[0]}: {escape(race[1])}", highlight=False, soft_wrap=True)
+    for kernel in left:
+        colour = "red" if kernel.missing else "dim"
+        console.print(f"{kernel.kernel}: {escape(kernel.reason)}", highlight=False, soft_wrap=True, style=colour)
+    console.print(f"{len(rows)} functions compiled, {failed} failed, {cached} known from the cache", highlight=False)
+
+
+def _show_failure(console: Console, row: Row) -> None:
+    config = " ".join(f"{name}={value}" for name, value in row.config.items())
+    console.print(f"\n[red]{row.kernel} {row.function or 'all functions'} for {row.arch}[/]: {row.kind}", highlight=False)
+    console.print(f"   {row.key}\n   config {config}", highlight=False, soft_wrap=True, markup=False)
+    for line in (row.error or "").splitlines():
+        console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
+    if row.case:
+        console.print(
+            f"   compile it again:    {again_line(row.case, row.kernel, 'attnfuzz compile --case')}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+def show_compared(console: Console, found: Compared) -> None:
+    """What is worse than the baseline."""
+    lists: tuple[tuple[str, list[Any], str], ...] = (
+        ("new failure", found.new_failures, "red"),
+        ("new spills", found.new_spills, "red"),
+        ("lost tensor-core path", found.lost_tensor_core, "red"),
+        ("new race", found.new_races, "yellow"),
+        ("fixed", found.fixed, "green"),
+    )
+    for title, changes, colour in lists:
+        for each in changes:
+            what = f"{each.kernel} {each.function} for {each.arch}: {each.before} -> {each.now}"
+            console.print(f"[{colour}]{title}[/] {escape(what)}\n   {escape(each.key)}", highlight=False, soft_wrap=True)
+    for name, (was, now) in found.versions.items():
+        console.print(f"[yellow]{name} {now}, the baseline has {was}[/]: registers and spills are the compiler's as well")
+    verdict = "[red]worse than[/]" if found.worse else "no worse than"
+    more = f"{found.added} functions added, {found.missing} missing"
+    console.print(f"{verdict} {escape(found.baseline)}; {more}", highlight=False, soft_wrap=True)
+
+
+def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str], command: str) -> str:
+    """The table by kernel, architecture and dtype, the worst of each; what spills most; and the failures."""
+    lines = [
+        f"`{command}`, with {', '.join(f'{name} {version}' for name, version in versions.items())}:",
+        "",
+        _line("kernel", "arch", "dtype", "dims", "Configs", *_FIGURES),
+        _line(*["---"] * (5 + len(_FIGURES))),
+    ]
+    for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.dtype)):
+        dims = list(dict.fromkeys(row.dims for row in each.rows))
+        told = "; ".join(f"{qk}, {v}" for qk, v in dims) if len(dims) <= _FEW_DIMS else f"{len(dims)} pairs"
+        configs = {tuple(row.config.items()) for row in each.rows}
+        lines.append(_line(*each.of, told, str(len(configs)), *_cells(each)))
+    spilling = sorted((each for each in rows if each.spills), key=lambda row: -(row.spills or 0))
+    if spilling:
+        lines += ["", f"Of {len(spilling)} functions that spill, the worst:", ""]
+        lines += [_line("kernel", "arch", "function", "dtype", "dims", "spills, B", "Config"), _line(*["---"] * 7)]
+    for row in spilling[:_SPILLING]:
+        config = " ".join(f"{name}={value}" for name, value in row.config.items())
+        pair = f"{row.dims[0]}, {row.dims[1]}"
+        lines.append(_line(row.kernel, row.arch, row.function, row.dtype, pair, str(row.spills), config))
+    failed = [each for each in rows if not each.ok]
+    lines += ["", f"{len(rows)} functions, {len(failed)} failed."]
+    for error, group in _by_error(failed).items():
+        of = sorted({f"{each.kernel} {each.function or 'all functions'} for {each.arch}" for each in group})
+        lines += ["", f"{len(group)} x {', '.join(of)}:", "", "```", error, "```"]
+    races = dict.fromkeys((each.kernel, race) for each in rows for race in each.races or ())
+    if races:
+        lines += ["", "Races, by TileLang's own check and in what Triton makes for Hopper:", ""]
+        lines += [f"- {kernel}: {race}" for kernel, race in races]
+    if left:
+        lines += ["", "Not compiled:", "", *(f"- {each.kernel}: {each.reason}" for each in left)]
+    return "\n".join(lines) + "\n"
+
+
+def placed(text: str, table: str) -> str:
+    """`text`, a page of docs, with `table` between its marks; `table` alone where it has none."""
+    before, begun, rest = text.partition(_BEGIN)
+    _, ended, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n\n{table}\n{_END}{after}" if begun and ended else table
+
+
+def _by_error(failed: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for each in failed:
+        found.setdefault(each.error or "", []).append(each)
+    return found
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,1 @@
+"""What a change is compared with: a commit or a baseline file."""

@@ -1,0 +1,111 @@
+"""`attnfuzz gate --write FILE`: the kernels as they are, measured, for later gates to compare with."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from attnfuzz.harness.gate.base.baseline import Recorded, recorded, write_baseline
+from attnfuzz.harness.gate.base.checkout import checkout_at
+from attnfuzz.harness.gate.kernel import why_not_here
+from attnfuzz.harness.gate.measured import measurements
+from attnfuzz.harness.gate.parts.compiles import NoSuchTableError, compile_table
+from attnfuzz.harness.gate.parts.sample import accuracy_cases
+from attnfuzz.harness.gate.plan import Plan
+from attnfuzz.harness.gate.result import Doing, Finding, Gate, KernelGate, Part, PartFinished, Tell
+from attnfuzz.harness.gate.side import Side
+from attnfuzz.harness.gate.subjects import Subject, fingerprint, named
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.report.describe import describe_case
+from attnfuzz.harness.trial.errors import told
+from attnfuzz.kernels.problem import BadArgument, reject
+
+__all__ = ["written"]
+
+
+def written(plan: Plan, path: Path, tell: Tell) -> Gate:
+    """Measure the kernels of `plan` (none: those of the checkout that can run here) and write `path`, unless one is wrong.
+
+    Raises:
+        BadArgument: none can run here, or one cannot be loaded.
+    """
+    start = time.monotonic()
+    chosen, broken = named(plan.kernels, None if plan.kernels else _root(plan.folder))
+    for asked, error in broken.items():
+        raise error if isinstance(error, BadArgument) else reject("kernel", asked, told(error), "mend it, or name others")
+    if not chosen:
+        remedy = "name it by --kernel, or install its package from there (pip install -e .)"
+        raise reject("write", str(path), f"no kernel that is known has a file in {_root(plan.folder)}", remedy)
+    able = [each for each in chosen if why_not_here(each.kernel, plan.device) is None]
+    if not able:
+        reasons = "; ".join(f"{each.name}: {why_not_here(each.kernel, plan.device)}" for each in chosen) or "none is known"
+        raise reject(
+            "kernel", ", ".join(plan.kernels), f"none can run on {plan.device} here ({reasons})", "choose another device"
+        )
+    made: dict[str, Recorded] = {}
+    done: list[KernelGate] = []
+    backends = sorted({each.kernel.backend for each in able})
+    executor = Isolated(plan.device, backends=backends, deadline=plan.deadline, memory_check=plan.memory_check)
+    try:
+        described = executor.describe()
+        for each in able:
+            part, found = _measured(each, plan, executor, tell)
+            tell(PartFinished(each.name, part))
+            done.append(KernelGate(each.name, "measured", (part,)))
+            if found is not None:
+                made[each.name] = found
+    finally:
+        executor.close()
+    whole = len(made) == len(able)
+    if whole:
+        try:
+            write_baseline(path, plan.device, described, made)
+        except OSError as error:
+            raise reject("write", str(path), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
+    return Gate(
+        against="",
+        kernels=tuple(done),
+        seconds=time.monotonic() - start,
+        environment=described,
+        written=str(path) if whole else None,
+    )
+
+
+def _root(folder: Path) -> Path:
+    """Kernels are gated whose files lie there: the checkout, or, outside of one, the folder itself."""
+    try:
+        return checkout_at(folder).root
+    except BadArgument:
+        return folder.resolve()
+
+
+def _measured(subject: Subject, plan: Plan, executor: Isolated, tell: Tell) -> tuple[Part, Recorded | None]:
+    """Its figures, or the first Case on which it is wrong: then there is nothing to hold later versions to."""
+    start = time.monotonic()
+    tell(Doing(subject.name, "accuracy", "drawing the sample"))
+    cases = accuracy_cases(subject.kernel, plan.device, plan.sample, plan.seed)
+    side = Side(executor, subject.asked, subject.name)
+    side.fresh()
+    found = measurements(
+        side,
+        cases,
+        memory_check=plan.memory_check,
+        progress=lambda n: tell(Doing(subject.name, "accuracy", f"{n} of {len(cases)} Cases")),
+    )
+    seconds = time.monotonic() - start
+    wrong = next((each for each in found if each.failures), None)
+    if wrong is not None:
+        failure = wrong.failures[0]
+        described = tuple(describe_case(wrong.case))
+        finding = Finding.of("accuracy", failure.identity, failure.message, failure.detail, described=described)
+        return Part("accuracy", "fail", "it is wrong, and so no baseline", (finding,), seconds=seconds), None
+    table = None
+    if plan.compile != "off" and subject.kernel.capabilities.compiles_on:
+        try:
+            table = compile_table(subject.asked, plan.architectures, plan.folder)
+        except NoSuchTableError as error:
+            if plan.compile == "on":
+                raise reject("compile", plan.compile, str(error), "use --compile auto") from None
+    kept = recorded(fingerprint(subject.kernel), subject.kernel.capabilities.deterministic, found, table)
+    summary = f"{len(kept.measured)} Cases measured" + (f", {len(table)} compiles" if table else "")
+    return Part("accuracy", "pass", summary, seconds=seconds), kept

@@ -1,0 +1,1 @@
+"""The parts of a gate, one module each."""

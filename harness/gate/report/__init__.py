@@ -1,0 +1,1 @@
+"""A gate's result for the terminal, GitHub and JUnit."""

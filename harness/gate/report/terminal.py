@@ -1,0 +1,209 @@
+"""`attnfuzz gate` on a terminal, in Markdown and for machines."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Outcome, Part, PartFinished, Said
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES
+
+__all__ = ["GateProgress", "gate_object", "markdown", "show_gate"]
+
+_STYLES: dict[Outcome, str] = {"pass": "green", "fail": "red", "known": "yellow", "skipped": "dim", "error": "bold red"}
+_SIGNS: dict[Outcome, str] = {"pass": "pass", "fail": "**FAIL**", "known": "known", "skipped": "skipped", "error": "**ERROR**"}
+_MOST_DETAIL = 3000
+
+
+class GateProgress:
+    """Shows what is at work, and a line for each part that is over; a context, so that the terminal is left as it was."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = (TextColumn("{task.description}"), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task: TaskID | None = None
+        self._doing: tuple[str, str] | None = None
+
+    def __enter__(self) -> GateProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def __call__(self, said: Said) -> None:
+        """Show one thing."""
+        if isinstance(said, PartFinished):
+            part = said.part
+            style, seconds = _STYLES[part.outcome], f" ({part.seconds:.1f} s)" if part.seconds >= 0.05 else ""
+            text = f"{escape(said.kernel)} {part.name}: [{style}]{part.outcome}[/] {escape(part.summary)}{seconds}"
+            self._bars.console.print(text, highlight=False, soft_wrap=True)
+            return
+        if self._doing != (said.kernel, said.part):
+            self._doing = (said.kernel, said.part)
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(escape(f"{said.kernel} {said.part}"), total=None, note="")
+        if self._task is not None:
+            self._bars.update(self._task, note=escape(said.note))
+
+
+def show_gate(console: Console, done: Gate) -> None:
+    """The table of kernels and parts, every finding with its Case, what is wrong with the ledger, and one line of verdict."""
+    if done.kernels:
+        table = Table()
+        table.add_column("kernel", no_wrap=True)
+        for column in ("part", "verdict", "why"):
+            table.add_column(column, overflow="fold")
+        for gated in done.kernels:
+            for number, part in enumerate(gated.parts):
+                name = escape(gated.kernel) if number == 0 else ""
+                style = _STYLES[part.outcome]
+                table.add_row(name, part.name, f"[{style}]{part.outcome}[/]", escape(part.summary))
+            table.add_section()
+        console.print(table)
+    number = 0
+    for gated in done.kernels:
+        for finding in gated.findings:
+            number += 1
+            _show_finding(console, number, gated, finding)
+    for text, line in done.stale:
+        where = f"{done.ledger}:{line}: " if line else f"{done.ledger}: "
+        console.print(f"[red]{escape(where + text)}[/]", highlight=False, soft_wrap=True)
+    for note in done.notes:
+        console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
+    if done.interrupted:
+        console.print("[yellow]interrupted: what was found until then is above[/]")
+    style = "yellow" if done.outcome == "interrupted" else _STYLES[done.outcome]
+    console.print(f"[{style}]{escape(_verdict(done))}[/]", highlight=False, soft_wrap=True)
+
+
+def _show_finding(console: Console, number: int, gated: KernelGate, finding: Finding) -> None:
+    style = "yellow" if finding.plea else "bold red"
+    console.print(f"\n[{style}]{number}. {escape(_title(finding))}[/]", highlight=False, soft_wrap=True)
+    rows = [("why gated", gated.why), *finding.described, ("found", finding.message)]
+    if gated.file:
+        rows.append(("file", f"{gated.file}:{gated.line}"))
+    if finding.plea:
+        rows.append(("known", f"{finding.plea.issue}, until {finding.plea.expires}"))
+    rows += finding.again
+    for name, value in rows:
+        console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
+    if finding.detail and finding.part in ("load", "compile"):
+        console.print(finding.detail[-_MOST_DETAIL:].rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+
+def _title(finding: Finding) -> str:
+    what = finding.kind or finding.part
+    where = f" in {OUTPUT_TITLES[finding.output]}" if finding.output else f" in {finding.check}" if finding.check else ""
+    return f"{finding.kernel}: {what}{where}"
+
+
+def _verdict(done: Gate) -> str:
+    seconds = f"{done.seconds:.1f} s"
+    if done.written:
+        return f"{done.written}: {len(done.kernels)} kernel{'s' * (len(done.kernels) != 1)} written in {seconds}"
+    against = f" against {done.against}" if done.against else ""
+    counts = {
+        name: sum(1 for each in done.kernels if each.outcome == name) for name in ("pass", "fail", "known", "error", "skipped")
+    }
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no kernel changed"
+    told += f", {done.untouched} unchanged" if done.untouched else ""
+    told += f", {len(done.stale)} ledger error{'s' * (len(done.stale) > 1)}" if done.stale else ""
+    told += ", interrupted" if done.interrupted and done.outcome != "interrupted" else ""
+    return f"gate {done.outcome.upper()}{against}: {told}; {seconds}"
+
+
+def gate_object(done: Gate) -> dict[str, Any]:
+    """The gate's result as plain values."""
+    return {
+        "outcome": done.outcome,
+        "against": done.against,
+        "kernels": [_kernel_object(each) for each in done.kernels],
+        "untouched": done.untouched,
+        "ledger": done.ledger,
+        "ledger_errors": [{"error": text, "line": line} for text, line in done.stale],
+        "notes": list(done.notes),
+        "seconds": done.seconds,
+        "environment": done.environment,
+        "interrupted": done.interrupted,
+        "written": done.written,
+    }
+
+
+def _kernel_object(gated: KernelGate) -> dict[str, Any]:
+    return {
+        "kernel": gated.kernel,
+        "outcome": gated.outcome,
+        "why": gated.why,
+        "file": gated.file,
+        "line": gated.line,
+        "parts": [_part_object(part) for part in gated.parts],
+    }
+
+
+def _part_object(part: Part) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(part)
+    for finding, each in zip(part.findings, plain["findings"], strict=True):
+        each["described"] = dict(finding.described)
+        each["repro"] = next((line for _, line in finding.again), None)
+    return plain
+
+
+def markdown(done: Gate) -> str:
+    """A summary for a job's page: one row per kernel and part, and the findings below."""
+    lines = [f"## attnfuzz gate: {done.outcome.upper() if done.outcome != 'pass' else 'pass'}", "", _cell(_verdict(done)), ""]
+    if done.kernels:
+        lines += ["| kernel | part | verdict | why |", "|---|---|---|---|"]
+        for gated in done.kernels:
+            for number, part in enumerate(gated.parts):
+                name = f"`{_code(gated.kernel)}`" if number == 0 else ""
+                lines.append(f"| {name} | {part.name} | {_SIGNS[part.outcome]} | {_cell(part.summary)} |")
+        lines.append("")
+    for gated in done.kernels:
+        for finding in gated.findings:
+            lines += _finding_markdown(gated, finding)
+    if done.stale or done.notes:
+        lines += [
+            "### Ledger",
+            "",
+            *(f"- {_cell(text)}" for text, _ in done.stale),
+            *(f"- note: {_cell(each)}" for each in done.notes),
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _finding_markdown(gated: KernelGate, finding: Finding) -> list[str]:
+    known = f" (known: {finding.plea.issue}, until {finding.plea.expires})" if finding.plea else ""
+    rows = [*finding.described, ("found", finding.message)]
+    if gated.file:
+        rows.append(("file", f"{gated.file}:{gated.line}"))
+    rows += finding.again
+    told = "\n".join(f"{name:<20} {value}" for name, value in rows)
+    # A fence longer than any run of backticks that a kernel's own text may hold.
+    fence = "`" * max(3, 1 + max((len(each) for each in _ticks(told)), default=0))
+    return [f"### {_cell(_title(finding) + known)}", "", fence, told, fence, ""]
+
+
+def _ticks(text: str) -> list[str]:
+    return "".join(each if each == "`" else " " for each in text).split()
+
+
+def _cell(text: str) -> str:
+    """`text` as one line of Markdown that cannot open a tag, a cell or a link."""
+    flat = " ".join(text.split())
+    for sign in "\\`|[]*_":
+        flat = flat.replace(sign, f"\\{sign}")
+    return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _code(text: str) -> str:
+    return text.replace("`", "'").replace("|", "\\|")

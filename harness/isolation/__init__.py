@@ -1,0 +1,1 @@
+"""Child processes: a kernel that crashes, hangs or eats the memory becomes a Verdict."""

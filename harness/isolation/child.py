@@ -1,0 +1,118 @@
+"""The parent's handle on a child process: how it is spoken to, watched and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+from attnfuzz.harness.isolation.wire import Board, connect, receive, send, wait
+
+__all__ = ["TAIL", "Child", "ChildError"]
+
+_NOISE_LIMIT = 16 << 20
+"""Bytes of output that are kept in memory; what goes beyond is dropped."""
+TAIL = 6000
+"""Bytes of a process's last words that are kept."""
+_STACK_SECONDS = 0.5
+
+
+class ChildError(RuntimeError):
+    """A child could not be started: an error of this machine or of attnfuzz, never of a kernel."""
+
+
+class Child:
+    """One child process: a connection, the page where it says what it does, its output, and its end."""
+
+    def __init__(self, pid: int, connection: socket.socket, board: int, log: int, ended: Callable[[], int | None]) -> None:
+        self.pid, self._log, self._wait = pid, log, ended
+        self.descriptor = os.pidfd_open(pid)
+        self._statm = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+        # A child that breaks off in the middle of a message must not keep its parent waiting.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 5, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
+        self.connection = connect(connection.detach())
+        self._board = Board(board)
+        os.close(board)
+        self.tasks = 0
+        self._dropped = 0
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Give it a task. A child that is gone shows at the next look."""
+        self._dropped = 0
+        if os.fstat(self._log).st_size:
+            os.ftruncate(self._log, 0)
+        with contextlib.suppress(OSError):
+            send(self.connection, message)
+        self.tasks += 1
+
+    def receive(self) -> dict[str, Any] | None:
+        """Its message; None where it has closed the connection or sent what is no message."""
+        try:
+            return receive(self.connection)
+        except (EOFError, OSError, ValueError, TypeError, RecursionError):
+            return None
+
+    def gone(self) -> bool:
+        """Whether the process has ended."""
+        return bool(wait([self.descriptor], 0.0))
+
+    def answers(self) -> bool:
+        """Whether a message waits, or the end of the connection."""
+        return bool(wait([self.connection.fileno()], 0.0))
+
+    def stage(self, task: int) -> tuple[str, float] | None:
+        """(stage, since when) that the child has last announced for `task`; None: it has not taken it up."""
+        return self._board.read(task)
+
+    def memory(self) -> int:
+        """Bytes of memory that the process holds."""
+        try:
+            return int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):
+            return 0
+
+    def noise(self) -> int:
+        """Bytes that it has printed during its task; a flood is cut, its tail kept."""
+        size = os.fstat(self._log).st_size
+        if size > _NOISE_LIMIT:
+            tail = os.pread(self._log, TAIL, size - TAIL)
+            os.ftruncate(self._log, 0)
+            os.write(self._log, tail)
+            self._dropped += size
+        return self._dropped + size
+
+    def tail(self) -> str:
+        """The last that it has printed during its task."""
+        size = os.fstat(self._log).st_size
+        return os.pread(self._log, TAIL, max(0, size - TAIL)).decode("utf-8", "replace")
+
+    def ask_for_stack(self) -> None:
+        """Have faulthandler print where every thread is; it does so even while a C call holds the GIL."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.descriptor, signal.SIGUSR1)
+        end = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < end and "most recent call first" not in self.tail():
+            time.sleep(0.005)
+        time.sleep(0.01)
+
+    def kill(self) -> int | None:
+        """Kill it with all of its session; returns its exit status as subprocess has it. None: nobody can tell."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            # Not in a session of its own yet, or no longer.
+            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+        return self._wait()
+
+    def close(self) -> None:
+        """Give back what the parent holds of it."""
+        self.connection.close()
+        self._board.close()
+        for descriptor in (self.descriptor, self._statm, self._log):
+            os.close(descriptor)

@@ -1,0 +1,295 @@
+"""Trials and compiles in child processes: whatever a kernel does becomes a Verdict, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from attnfuzz.harness.isolation.child import ChildError
+from attnfuzz.harness.isolation.deaths import THE_KERNELS_OWN, death_failure
+from attnfuzz.harness.isolation.executors import Compiled, compile_error
+from attnfuzz.harness.isolation.forkserver import Nursery
+from attnfuzz.harness.isolation.kernel_ref import shipped
+from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Reply, Task
+from attnfuzz.harness.isolation.supervisor import Running, Supervisor
+from attnfuzz.harness.isolation.tasks import preloads
+from attnfuzz.harness.judge.errormap import ErrorMaps
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Figures, Verdict
+from attnfuzz.harness.trial.supports import compile_key_of
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies.case import Case
+
+__all__ = ["DEADLINE", "ExecutionError", "Isolated", "memory_cap"]
+
+DEADLINE = 60.0
+"""Seconds that a stage of a Trial may take, unless told otherwise."""
+_COMPILE_TIMES = 10.0
+_FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
+"""A stage that takes 20 times its usual time, and half a second at least, is suspected to hang."""
+# No fork survives a CUDA context, so whether there is a GPU must be asked without one; nor a pool of threads.
+_FOR_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+_VARIABLES: dict[Device, dict[str, str]] = {
+    "cpu": {**_FOR_FORKS, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    "cuda": _FOR_FORKS,
+}
+_SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
+_GIB = 1 << 30
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+
+
+class ExecutionError(RuntimeError):
+    """An error of attnfuzz itself, raised in a child process."""
+
+
+class Isolated:
+    """Everything in child processes: whatever a kernel does becomes a Verdict, and the run goes on.
+
+    Args:
+        device: where the kernels run.
+        backends: of the kernels to come: children are forked from a process that has imported them.
+        deadline: seconds that a stage may take, 60 unless told.
+        compile_deadline: seconds that a compile may take, ten times the deadline unless told.
+        memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
+        memory_check: check every access to memory of interpreted kernels.
+        variables: environment variables of the children, besides those that every child gets.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        backends: Sequence[str] = (),
+        deadline: float | None = None,
+        compile_deadline: float | None = None,
+        memory: int | None = None,
+        memory_check: bool = True,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self.device = device
+        self._memory_check = memory_check
+        deadline = DEADLINE if deadline is None else deadline
+        self._full = {"start": 180.0, "compile": compile_deadline or _COMPILE_TIMES * deadline, "end": 30.0}
+        self._full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
+        self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._seen: set[tuple[str, str]] = set()
+        self._hangs: set[tuple[str, str]] = set()
+        self._last: str | None = None
+        self._hinted: tuple[str, str] | None = None
+        self._nursery = Nursery(preloads(device, backends), {**_VARIABLES[device], **(variables or {})})
+        self.run = self._nursery.run
+        self._supervisor = Supervisor(
+            self._nursery,
+            memory=memory_cap() if memory is None else memory,
+            warm=Task("attnfuzz.harness.isolation.tasks:warm", {"device": device}, {}),
+            spares=_SPARES[device],
+        )
+        self.statistics = self._supervisor.statistics
+        self._described: dict[str, Any] | None = None
+        self._begun: tuple[Case, tuple[str, str], Running] | None = None
+
+    def begin(self, case: Case, *, patient: bool = False) -> None:
+        """Give the Case to a child.
+
+        Raises:
+            BadArgument: a child cannot find the kernel.
+        """
+        kernel = registry.get(case.kernel)
+        # What the kernel does not support has no key: the child says why.
+        key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
+        self._begun = case, key, self._supervisor.begin(self._task(case, self._full if patient else self._deadlines(*key)))
+
+    def finish(self) -> Verdict:
+        """Its Verdict, also when it ended its process.
+
+        Raises:
+            BadArgument: the Case cannot run here.
+            ExecutionError: the harness itself failed in the child.
+        """
+        assert self._begun is not None
+        (case, key, running), self._begun = self._begun, None
+        outcome = self._supervisor.finish(running)
+        if self._doubtful(case.kernel, outcome):
+            # Late may be slow, and what fails outside the kernel may be what earlier Cases left behind: once more, without haste.
+            self.fresh()
+            outcome = self._supervisor.run(self._task(case, self._full))
+        if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
+            self._hangs.add((case.kernel, outcome.stage))
+        verdict = self._with_late_death(case, self._verdict(case, outcome))
+        for stage, seconds in verdict.seconds.items():
+            self._usual[case.kernel, stage].append(seconds)
+        self._seen.add(key)
+        if key != self._hinted and not any(each.check in ("build", "compile") for each in verdict.failures):
+            # The next spare loads this code ahead: it is known to load.
+            self._hinted = key
+            self._supervisor.hint(Task("attnfuzz.harness.isolation.tasks:warm", self._task(case, {}).payload, {}))
+        return verdict
+
+    def ask(self, target: str, payload: Mapping[str, Any]) -> Outcome:
+        """What becomes of a task that is no Trial: `target` ("module:function") with `payload`, JSON values, at full deadlines.
+
+        Tasks that follow each other are done by the same child for as long as none ends it.
+        """
+        return self._supervisor.run(Task(target, dict(payload), self._full))
+
+    def trial(self, case: Case) -> Verdict:
+        """Begin and finish, patiently."""
+        self.begin(case, patient=True)
+        return self.finish()
+
+    def mapped(self, case: Case) -> ErrorMaps | str:
+        """Run `case` once more, in a child, for maps of its errors; or why there are none.
+
+        Raises:
+            BadArgument: a child cannot find the kernel.
+        """
+        task = Task("attnfuzz.harness.trial.errormaps:map_case", self._task(case, {}).payload, self._full)
+        outcome = self._supervisor.run(task)
+        if isinstance(outcome, Death):
+            return death_failure(case.kernel, outcome).message
+        if isinstance(outcome, Error):
+            return f"{outcome.type}: {outcome.message}"
+        found = outcome.result
+        return str(found["reason"]) if "reason" in found else msgspec.convert(found["maps"], ErrorMaps)
+
+    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
+        """Compile in several children at once.
+
+        Raises:
+            BadArgument: a child cannot find the kernel.
+            ExecutionError: the harness itself failed in a child.
+        """
+        tasks = [
+            Task(
+                "attnfuzz.harness.isolation.tasks:compile_variant",
+                {
+                    "kernel": shipped(each.kernel),
+                    "problem": msgspec.to_builtins(each.problem),
+                    "config": dict(each.config),
+                    "device": self.device,
+                },
+                self._full,
+            )
+            for each in cases
+        ]
+        width = max(1, min(jobs or len(os.sched_getaffinity(0)), len(tasks)))
+        for index, outcome in self._supervisor.run_all(tasks, width, lambda index: starting(cases[index])):
+            case = cases[index]
+            if isinstance(outcome, Death):
+                yield Compiled(case, outcome.seconds, death_failure(case.kernel, outcome))
+            elif isinstance(outcome, Error):
+                raise _raised(outcome)
+            else:
+                yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
+        self._supervisor.trim()
+
+    def settle(self) -> None:
+        """Wait until the spare children stand ready."""
+        self._supervisor.settle()
+
+    def fresh(self) -> None:
+        """The next Trial has a process of its own."""
+        self._supervisor.replace()
+
+    def describe(self) -> dict[str, Any]:
+        """What the children run on."""
+        if self._described is None:
+            task = Task("attnfuzz.harness.isolation.tasks:warm", {"device": self.device}, {})
+            try:
+                outcome = self._supervisor.run(task)
+            except ChildError:
+                # Something that was preloaded has opened the CUDA driver: slower, but it works without a fork.
+                self._nursery.fork_no_more()
+                outcome = self._supervisor.run(task)
+            if not isinstance(outcome, Reply):
+                raise ExecutionError(outcome.trace if isinstance(outcome, Error) else outcome.output)
+            self._described = outcome.result
+        return self._described
+
+    def close(self) -> None:
+        """End the children and all that they have started; remove their temporary files."""
+        self._supervisor.close()
+
+    def _task(self, case: Case, deadlines: Mapping[str, float]) -> Task:
+        payload = {
+            "kernel": shipped(case.kernel),
+            "case": case.canonical(),
+            "device": self.device,
+            "device_name": self.describe()["device"],
+            "memory_check": self._memory_check,
+        }
+        return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines)
+
+    def _deadlines(self, kernel: str, compile_key: str) -> dict[str, float]:
+        """A multiple of each stage's usual time; the full time for code that has not run yet."""
+        found = dict(self._full)
+        for stage, full in self._full.items():
+            usual = self._usual[kernel, stage]
+            # Where a hang is known, haste costs nothing but a smaller Case: the last one is tried with patience.
+            known = (kernel, stage) in self._hangs and usual
+            # A compile is quick where its code is loaded already, and takes its time again in every new child.
+            steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._seen
+            if known or steady:
+                found[stage] = min(full, max(_FLOOR, _TIMES_USUAL * max(usual)))
+        return found
+
+    def _doubtful(self, kernel: str, outcome: Outcome) -> bool:
+        if isinstance(outcome, Death):
+            if outcome.stage not in THE_KERNELS_OWN:
+                return True
+            hasty = outcome.why == "hang" and outcome.limit < self._full[outcome.stage]
+            return hasty and (kernel, outcome.stage) not in self._hangs
+        # What is wrong may have been left in the process by an earlier Case.
+        return isinstance(outcome, Error)
+
+    def _with_late_death(self, case: Case, verdict: Verdict) -> Verdict:
+        """A child that died between two Cases died of the kernel, if of none of its Cases alone."""
+        late, self._supervisor.late = self._supervisor.late, None
+        before, self._last = self._last, case.kernel
+        if late is None or before != case.kernel:
+            return verdict
+        failure = msgspec.structs.replace(death_failure(case.kernel, late), check="afterwards")
+        return msgspec.structs.replace(verdict, status="fail", failures=(*verdict.failures, failure))
+
+    def _verdict(self, case: Case, outcome: Outcome) -> Verdict:
+        if isinstance(outcome, Reply):
+            return msgspec.convert(outcome.result, Verdict)
+        described = self.describe()
+        failures: tuple[Failure, ...] = ()
+        figures = {}
+        if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in THE_KERNELS_OWN):
+            failures = (death_failure(case.kernel, outcome),)
+        elif isinstance(outcome, Death) or outcome.type in _OUT_OF_MEMORY:
+            # The oracle needs more time or memory than there is: nothing is known of the kernel.
+            late = isinstance(outcome, Death) and outcome.why == "hang"
+            unjudged = "the oracle takes too long" if late else "the oracle needs too much memory"
+            figures = {name: Figures(elements=0, unjudged=unjudged) for name in case.problem.needs.outputs}
+        else:
+            raise _raised(outcome)
+        return Verdict(
+            status="fail" if failures else "pass",
+            failures=failures,
+            figures=figures,
+            device=described["device"],
+            versions=described["versions"],
+        )
+
+
+def _raised(error: Error) -> Exception:
+    if error.type in ("BadArgument", "UnknownKernel", "BadCase"):
+        return BadArgument(error.message)
+    return ExecutionError(f"{error.type}: {error.message}\n{error.trace}")
+
+
+def memory_cap() -> int:
+    """Half of the machine's memory, shared by xdist's workers; at least 2 GiB."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(2 * _GIB, total // 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

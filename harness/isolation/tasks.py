@@ -1,0 +1,127 @@
+"""What a child is asked to do. Each takes a payload of JSON values and a way to say its stage; returns (result, replace me)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.isolation.kernel_ref import unpacked
+from attnfuzz.harness.trial.errors import this_is_a_child, told
+from attnfuzz.kernels.contract import Config, Device, Kernel
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.strategies.case import case_from_json
+
+__all__ = ["compile_variant", "kernel_of", "preloads", "trial", "warm"]
+
+_Done = tuple[Any, bool]
+_Enter = Callable[[str], None]
+
+
+def preloads(device: Device, backends: Collection[str]) -> list[str]:
+    """What a process imports before it is forked for kernels of `backends`. None of it may open a CUDA context."""
+    found = [f"{__name__}:load_torch_for_{device}"]
+    if "triton" in backends:
+        found.append(f"{__name__}:load_triton_for_{device}")
+    if "tilelang" in backends:
+        # After Triton's mode is settled: TileLang imports Triton.
+        found.append("tilelang")
+    return found
+
+
+def load_torch_for_cpu() -> None:
+    """Everything that a Trial needs but a backend."""
+    environment.prepare("cpu")
+    _load_torch()
+
+
+def load_torch_for_cuda() -> None:
+    """Everything that a Trial needs but a backend."""
+    _load_torch()
+
+
+def _load_torch() -> None:
+    poison = importlib.import_module("attnfuzz.harness.trial.poison")
+    torch = importlib.import_module("torch")
+    importlib.import_module("attnfuzz.harness.trial.trial")
+    # The first tensor in such a mode imports a thousand modules. Not one step more: a backward pass would open the CUDA driver.
+    with torch.no_grad(), poison.PoisonEmpty(poison.Bands()):
+        torch.empty(1)
+
+
+def load_triton_for_cpu() -> None:
+    """Triton, interpreted."""
+    importlib.import_module("attnfuzz.kernels.triton.runtime").load("cpu")
+
+
+def load_triton_for_cuda() -> None:
+    """Triton, compiled."""
+    importlib.import_module("attnfuzz.kernels.triton.runtime").load("cuda")
+
+
+def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature
+    """Make this process ready for its first Trial; the result says what it runs on.
+
+    `payload`: device; perhaps kernel and case, whose compiled code is loaded.
+    """
+    device = payload["device"]
+    environment.prepare(device)
+    importlib.import_module("attnfuzz.harness.trial.trial").rehearse(device)
+    if "case" in payload:
+        case = case_from_json(payload["case"])
+        importlib.import_module("attnfuzz.harness.trial.build").built(kernel_of(payload), case.problem, case.config, device)
+    return environment.describe(device), False
+
+
+def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
+    """One Trial. `payload`: kernel (as shipped), case (canonical JSON), device, memory_check. The result is a Verdict."""
+    from attnfuzz.harness.judge.verdict import Verdict
+    from attnfuzz.harness.trial.lost import DeviceLost
+    from attnfuzz.harness.trial.trial import is_out_of_memory, run_trial
+    from attnfuzz.kernels.support import memory
+
+    kernel_of(payload)
+    memory.check(payload["memory_check"])
+    case, device = case_from_json(payload["case"]), payload["device"]
+    try:
+        verdict = run_trial(case, device, enter)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryError(told(error)) from error
+        raise
+    except DeviceLost as lost:
+        versions = environment.versions()
+        verdict = Verdict(status="fail", failures=(lost.failure,), device=payload["device_name"], versions=versions)
+        return msgspec.to_builtins(verdict), True
+    return msgspec.to_builtins(verdict), any(each.kind == "out-of-memory" for each in verdict.failures)
+
+
+def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
+    """One compile, left in the backend's cache. `payload`: kernel (as shipped), problem, config, device."""
+    from attnfuzz.harness.trial.build import compile_here
+
+    kernel = kernel_of(payload)
+    problem = msgspec.convert(payload["problem"], Problem)
+    enter("compile")
+    seconds, error = compile_here(kernel, problem, Config(payload["config"]), payload["device"])
+    return {"seconds": seconds, "error": error}, False
+
+
+def kernel_of(payload: dict[str, Any]) -> Kernel:
+    """The kernel that a payload ships, known in this child from now on.
+
+    Raises:
+        BadArgument: it cannot be imported here.
+    """
+    this_is_a_child()
+    environment.prepare(payload["device"])
+    try:
+        return unpacked(payload["kernel"])
+    except BadArgument:
+        raise
+    except BaseException as error:  # somebody else's module: its error is the reason
+        name = payload["kernel"]["name"]
+        raise BadArgument(f"kernel={name!r}: a child process cannot import it: {told(error)}") from error

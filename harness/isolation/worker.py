@@ -1,0 +1,214 @@
+"""The child: does one task after the other, says in which stage it is, and may die of any of them.
+
+Started by path, with `python -P worker.py {spawn|zygote} SETTINGS`; standard library only until its first task. A zygote imports
+what tasks need, runs nothing itself, and forks a child whenever it is asked to: 20 ms instead of the seconds that importing
+torch takes. It must not have a CUDA context, which no fork survives.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["LOST_CONNECTION", "main"]
+
+LOST_CONNECTION = 77
+"""Exit code of a child that cannot answer any more: its task closed the connection."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_HIGH = 200
+"""Descriptors of our own begin here, out of the way of numbers that a wild write might hit."""
+_LINGER = 20.0
+_PATIENCE = 5.0
+"""Seconds a zygote waits for a child that was killed."""
+
+
+def main(arguments: list[str]) -> None:
+    """Become a child, or the zygote of children."""
+    how, settings = arguments[0], json.loads(arguments[1])
+    _bind_to(settings["parent"], bound=settings["bound"])
+    sys.path[:] = settings["path"]
+    if how == "zygote":
+        _zygote(settings)
+    else:
+        os.set_inheritable(settings["socket"], False)
+        _child(settings["socket"], settings["board"])
+
+
+def _wire() -> ModuleType:
+    return importlib.import_module("attnfuzz.harness.isolation.wire")
+
+
+def _bind_to(parent: int, *, bound: bool) -> None:
+    """Die with `parent`. The kernel of the system ties that to the parent's thread, so only its main thread may ask for it."""
+    if bound:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _child(connection_fd: int, board_fd: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        # Where memory runs out on the machine, this process goes before its parent.
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    high = os.dup2(connection_fd, _HIGH, inheritable=False)
+    os.close(connection_fd)
+    wire = _wire()
+    board = wire.Board(board_fd)
+    os.close(board_fd)
+    connection = wire.connect(high)
+    me = os.getpid()
+    while True:
+        try:
+            task = wire.receive(connection)
+        except (EOFError, OSError, ValueError):
+            os._exit(0)
+        board.begin(task["task"])
+        reply = _done(task, board.enter)
+        if os.getpid() != me:
+            # A fork that its task has made and let return: there is one that answers already.
+            os._exit(0)
+        board.enter("end")
+        try:
+            wire.send(connection, {"task": task["task"], **reply})
+        except OSError:
+            os._exit(LOST_CONNECTION)
+
+
+def _done(task: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+    """The task's result. `replace`: this process must not be used again."""
+    try:
+        module, _, name = task["target"].partition(":")
+        result, replace = getattr(importlib.import_module(module), name)(task["payload"], enter)
+    except BaseException as error:  # whatever it is, the parent must hear of it
+        return {"error": _told(error), "replace": True}
+    return {"result": result, "replace": replace}
+
+
+def _told(error: BaseException) -> dict[str, str]:
+    try:
+        text = "".join(traceback.format_exception(error))[-8000:]
+        return {"type": type(error).__name__, "message": str(error)[:8000], "trace": text}
+    except BaseException:  # the error's own code
+        return {"type": type(error).__name__, "message": "its message cannot be made", "trace": ""}
+
+
+def _zygote(settings: dict[str, Any]) -> None:
+    """Import, then fork on request until the parent is gone. What a child leaves behind becomes a child of this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = socket.socket(fileno=settings["socket"])
+    os.set_inheritable(settings["socket"], False)
+    _wire()
+    error = None
+    try:
+        for target in settings["preload"]:
+            module, _, name = target.partition(":")
+            found = importlib.import_module(module)
+            if name:
+                getattr(found, name)()
+    except BaseException as raised:  # the child's own import will fail alike and be reported there
+        error = f"{type(raised).__name__}: {raised}"
+    _answer(parent, {"ready": True, "error": error})
+    here, children = os.getpid(), set[int]()
+    while True:
+        request, descriptors = _request(parent)
+        if request is None:
+            # The parent is gone. Its guardian ends us all, and finds by us what our children have left behind.
+            time.sleep(_LINGER)
+            os._exit(0)
+        if "reap" in request:
+            _answer(parent, {"status": _reaped(request["reap"])})
+            children.discard(request["reap"])
+            _reap_strangers(children)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            parent.close()
+            _forked(descriptors, here)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        children.add(pid)
+        _answer(parent, {"pid": pid})
+
+
+def _forked(descriptors: list[int], zygote: int) -> None:
+    """The child of a zygote: a session of its own, output to the log, and never back into the zygote's loop."""
+    try:
+        connection, board, log = descriptors
+        os.setsid()
+        _bind_to(zygote, bound=True)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        _child(connection, board)
+    finally:
+        os._exit(1)
+
+
+def _reap_strangers(children: set[int]) -> None:
+    """Processes that came here when a child of ours left them behind, and have been killed since."""
+    try:
+        adopted = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
+    except OSError:
+        return
+    for pid in {int(each) for each in adopted} - children:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _request(parent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    found = array.array("i")
+    try:
+        content, ancillary, _, _ = parent.recvmsg(65536, socket.CMSG_SPACE(3 * found.itemsize))
+    except OSError:
+        return None, []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    for descriptor in found:
+        os.set_inheritable(descriptor, False)
+    return (json.loads(content) if content else None), list(found)
+
+
+def _answer(parent: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        parent.send(json.dumps(message).encode())
+    except OSError:
+        os._exit(0)
+
+
+def _reaped(pid: int) -> int | None:
+    """The wait status of a child that is dead or dying, as subprocess tells it; None if it does not die."""
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        try:
+            gone, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if gone:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

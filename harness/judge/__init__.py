@@ -1,0 +1,1 @@
+"""Outputs to Verdict: reference and budgets, element by element."""

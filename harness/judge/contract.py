@@ -1,0 +1,103 @@
+"""The form of a kernel's outputs: what the contract asks of them before their values are looked at."""
+
+from __future__ import annotations
+
+import torch
+
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.kernels.contract import Inputs, Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+
+__all__ = ["BY_QUERY", "broken_contract", "heads_first", "why_unfit"]
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+BY_QUERY = ("o", "lse", "dq")
+_LARGE = 1 << 24
+"""Elements of an output of which a float64 copy is not made without need: 128 MiB."""
+
+
+def why_unfit(kernel: str, inputs: Inputs, outputs: Outputs) -> tuple[Failure, ...]:
+    """Outputs that are not what the contract says: shape, dtype, device, storage. Their values are not looked at."""
+    problem = inputs.problem
+    found = (broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
+    return tuple(failure for failure in found if failure is not None)
+
+
+def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
+    """The shape that the contract asks of an output, slack rows included."""
+    heads = problem.heads if name in BY_QUERY else problem.kv_heads
+    dim = problem.dim_v if name in ("o", "dv") else problem.dim_qk
+    lengths, slack = (problem.seqlens_q, problem.slack_q) if name in BY_QUERY else (problem.seqlens_k, problem.slack_k)
+    if problem.packing == "dense":
+        rows = lengths[0] + slack
+        return (problem.batch, heads, rows) if name == "lse" else (problem.batch, rows, heads, dim)
+    rows = sum(lengths) + slack
+    return (heads, rows) if name == "lse" else (rows, heads, dim)
+
+
+def broken_contract(
+    kernel: str, problem: Problem, name: OutputName, got: torch.Tensor | None, device: torch.device
+) -> Failure | None:
+    """How an output breaks the contract: type, layout, shape, dtype, device or storage; or None."""
+    title, dtype = OUTPUT_TITLES[name], torch.float32 if name == "lse" else _DTYPES[problem.dtype]
+
+    def broken(check: str, expected: object, found: object) -> Failure:
+        message = f"{title} has {check} {found} where {expected} is expected"
+        return Failure(kernel=kernel, kind="contract", output=name, check=check, message=message)
+
+    if not isinstance(got, torch.Tensor):
+        return broken("type", "a tensor", "None" if got is None else type(got).__name__)
+    if type(got) not in (torch.Tensor, torch.nn.Parameter):
+        return broken("type", "a plain tensor", type(got).__name__)
+    if got.layout is not torch.strided:
+        return broken("layout", torch.strided, got.layout)
+    if tuple(got.shape) != _shape(problem, name):
+        return broken("shape", _shape(problem, name), tuple(got.shape))
+    if got.dtype != dtype:
+        return broken("dtype", dtype, got.dtype)
+    if got.device != device:
+        return broken("device", device, got.device)
+    if (held := got.untyped_storage().nbytes()) < (needed := _bytes_needed(got)):
+        return broken("storage", f"{needed} bytes", f"{held} bytes")
+    if _overlaps(got):
+        return broken("strides", "memory of its own for each element", got.stride())
+    return None
+
+
+def _bytes_needed(x: torch.Tensor) -> int:
+    """Bytes of storage that the tensor's shape and strides reach."""
+    if not x.numel():
+        return 0
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return int((last + 1) * x.element_size())
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether two elements share memory, as in an expanded tensor."""
+    if not x.numel():
+        return False
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    # Interleaved, perhaps, without sharing any: count.
+    taken = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        taken = (taken[:, None] + stride * torch.arange(size)).flatten()
+    return bool(taken.unique().numel() < x.numel())
+
+
+def heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
+    """A kernel's output as float64 (heads, tokens[, dim]), slack rows left out."""
+    lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
+    got = got.detach()
+    if problem.packing == "dense":
+        got = got if name == "lse" else got.transpose(1, 2)
+        got = got[:, :, : lengths[0]].transpose(0, 1).flatten(1, 2)
+    else:
+        got = got if name == "lse" else got.transpose(0, 1)
+        got = got[:, : sum(lengths)]
+    return got if got.numel() > _LARGE else got.double()

@@ -1,0 +1,96 @@
+"""What wrong values look like: counts, then least squares on a sample of them. No look without its residual test."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnfuzz.harness.judge.diagnosis.elsewhere import from_elsewhere
+from attnfuzz.harness.judge.diagnosis.fits import factor, known_factor, offset
+from attnfuzz.harness.judge.diagnosis.model import Look, LookKind
+from attnfuzz.harness.judge.diagnosis.readings import constant, noise, part, per_row, rounded, truncated, unrelated
+from attnfuzz.harness.judge.diagnosis.region import region, tile_of, tokens_of
+from attnfuzz.harness.judge.diagnosis.sample import Sample, around, sampled
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import OutputName, Problem
+
+__all__ = ["Looks"]
+
+_FEWEST = 8
+"""Finite wrong elements below which no free parameter is fitted: it would explain 0.95 of 8 unrelated errors once in 30,000."""
+_SOME = 0.05
+"""Share of the wrong elements from which scattered zeros count as missing values; a whole region of them always does."""
+
+
+class Looks:
+    """Finds the looks of one output's wrong elements; all tensors `(heads, tokens, dim)`, dim 1 for LSE."""
+
+    def __init__(
+        self, problem: Problem, config: Config, name: OutputName, got: Tensor, expected: Tensor, allowed: Tensor, bad: Tensor
+    ) -> None:
+        self.problem, self.config, self.name = problem, config, name
+        self.got, self.expected, self.allowed, self.bad = got, expected, allowed, bad
+        self.wrong = int(torch.count_nonzero(bad))
+
+    def all(self, others: dict[OutputName, Tensor]) -> tuple[Look, ...]:
+        """What is counted first (NaN, infinities, zeros), then what is fitted to the finite rest. `others`: see `pattern`."""
+        found, rest = self._not_finite()
+        zero = rest & (self.got == 0) & (self.expected != 0)
+        missing = self._counted("missing", "zeros where values are expected", zero)
+        if missing is not None:
+            found.append(missing)
+            rest &= ~zero
+        sample = sampled(self.problem, self.name, self.got, self.expected, self.allowed, rest)
+        if sample is not None:
+            look = self._fitted(sample, int(torch.count_nonzero(rest)) / self.wrong, others)
+            found += [look] if look else []
+        return tuple(found)
+
+    def _not_finite(self) -> tuple[list[Look], Tensor]:
+        """Looks of NaN and infinities, and which wrong elements remain: got and expected both finite."""
+        got, expected, bad = self.got, self.expected, self.bad
+        finite = torch.isfinite(got) & torch.isfinite(expected) & bad
+        if int(torch.count_nonzero(finite)) == self.wrong:
+            return [], finite
+        nan, endless = torch.isnan(got) & bad, torch.isinf(got) & bad
+        unmet = torch.isinf(expected) & torch.isfinite(got) & bad
+        values = got[endless].unique().tolist() if endless.any() else []
+        looks = [
+            self._counted("nan", "NaN", nan),
+            self._counted("inf", f"{values[0]:g}" if len(values) == 1 else "infinities", endless),
+            self._counted("inf", "finite values where an infinity is expected", unmet),
+        ]
+        return [look for look in looks if look is not None], finite
+
+    def _counted(self, kind: LookKind, text: str, mask: Tensor) -> Look | None:
+        """The Look of elements that are what `mask` says, with their own region where they are not all."""
+        count = int(torch.count_nonzero(mask))
+        share = count / self.wrong
+        if not count:
+            return None
+        if share < 0.995:
+            where = region(self.problem, self.config, self.name, mask if self.name != "lse" else mask[..., 0])
+            if kind == "missing" and share < _SOME and not (where.share >= 0.995 and count >= _FEWEST):
+                return None
+            text = f"{text} ({100 * share:.2g} % of them: {where.text})"
+        return Look(kind=kind, share=share, confidence=1.0, text=text)
+
+    def _fitted(self, sample: Sample, share: float, others: dict[OutputName, Tensor]) -> Look | None:
+        """The look of finite values: the fit with one parameter or none that explains most, else the weaker readings in turn."""
+        problem, name = self.problem, self.name
+        if len(sample) < _FEWEST:
+            few = known_factor(problem, name, sample)
+            return few.look(share) if few else None
+        if same := constant(sample):
+            return same.look(share)
+        rows = around(problem, name, sample)
+        shapes = [fit for fit in (factor(problem, sample, rows), offset(problem, sample, rows)) if fit is not None]
+        tokens, tile = tokens_of(problem, name), tile_of(self.config, name)
+        fits = [*from_elsewhere(problem, name, tokens, tile, sample, others), *shapes]
+        cut = truncated(problem, name, sample)
+        best = max(fits, key=lambda fit: fit.explained, default=None)
+        if cut is not None and (best is None or best.kind != "scaled" or best.explained <= cut.explained):
+            best = cut
+        best = best or rounded(problem, name, sample) or per_row(sample)
+        best = best or part(problem, sample) or unrelated(sample) or noise(sample)
+        return best.look(share)

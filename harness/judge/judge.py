@@ -1,0 +1,218 @@
+"""Outputs + reference + budgets -> Verdict: pass iff rd(ref - M) <= out <= rd(ref + M) for every element of every output.
+
+The budget without ties is tried first, since it is never larger; only where that is exceeded, equal values are counted. On top of
+it two statistics over a whole output say what stays inside every element's budget (oracles/budgets/aggregate.py).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first, why_unfit
+from attnfuzz.harness.judge.diagnosis.model import Pattern
+from attnfuzz.harness.judge.diagnosis.pattern import pattern
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, Place
+from attnfuzz.harness.judge.intervals import Measured, measured
+from attnfuzz.harness.judge.judge_captured import wrong_captured
+from attnfuzz.harness.judge.places import where
+from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
+from attnfuzz.harness.judge.verdict import Figures, Verdict
+from attnfuzz.kernels.contract import Config, Inputs, Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.budgets import aggregate
+from attnfuzz.oracles.formats import Format
+
+__all__ = ["HeadTruths", "Truth", "Truths", "compared", "judge", "outputs_of_head", "place_of", "truth"]
+
+_NO_CONFIG = Config()
+
+
+def judge(
+    kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config = _NO_CONFIG
+) -> Verdict:
+    """Shape, dtype and device first, then every element against its budget, then the whole of each output.
+
+    `config` tells the tiles on which a failure's pattern may lie.
+    """
+    if isinstance(expected, HeadTruths):
+        return _head_by_head(kernel, inputs, outputs, expected, config)
+    with torch.inference_mode():
+        return _judged(kernel, inputs, outputs, expected, config)
+
+
+def compared(
+    kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]
+) -> tuple[dict[OutputName, torch.Tensor], dict[OutputName, Measured], list[Failure]]:
+    """Outputs in float64, heads first, and every element of them against its budget; what is no such output is a Failure."""
+    problem = inputs.problem
+    failures: list[Failure] = []
+    got: dict[OutputName, torch.Tensor] = {}
+    for name in expected:
+        output: torch.Tensor | None = getattr(outputs, name)
+        broken = broken_contract(kernel, problem, name, output, inputs.q.device)
+        if broken is not None:
+            failures.append(broken)
+        elif output is not None:
+            # A tiny Case's truth is on the host.
+            got[name] = heads_first(problem, name, output.to(expected[name].expected.device))
+    found = measured(problem, got, expected)
+    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in found.values()):
+        expected.count_ties()
+        found = measured(problem, got, expected)
+    return got, found, failures
+
+
+def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config) -> Verdict:
+    problem = inputs.problem
+    got, found, failures = compared(kernel, inputs, outputs, expected)
+    figures = {name: each.figures for name, each in found.items()}
+    wrong = [name for name, each in found.items() if each.over]
+    failures += [_wrong(kernel, problem, name, got[name], expected, found[name], config) for name in wrong]
+    if isinstance(expected, Truths) and not wrong:
+        failures += _as_a_whole(kernel, problem, got, expected, figures)
+    if isinstance(expected, Truths):
+        failures += wrong_captured(kernel, inputs, outputs, expected)
+    ordered = sorted(failures, key=lambda each: list(expected).index(each.output) if each.output else -1)
+    return Verdict(status="fail" if ordered else "pass", figures=figures, failures=tuple(ordered))
+
+
+def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config) -> Verdict:
+    """Each key/value head judged by itself; of an output that is wrong in several, the worst place is told."""
+    problem = inputs.problem
+    if broken := why_unfit(kernel, inputs, outputs):
+        return Verdict(status="fail", failures=broken)
+    figures: dict[OutputName, Figures] = {}
+    worst: dict[OutputName, tuple[Figures, Failure]] = {}
+    for head, part, truths in expected.parts():
+        verdict = judge(kernel, part, outputs_of_head(problem, outputs, head), truths, config)
+        for name, each in verdict.figures.items():
+            figures[name] = _added(figures[name], each) if name in figures else each
+        for failure in verdict.failures:
+            output, place = failure.output, failure.place
+            assert output is not None
+            assert place is not None
+            at = place.head + head * (problem.groups if output in BY_QUERY else 1)
+            of_head = verdict.figures[output]
+            before = worst.get(output)
+            if before is None or (failure.kind, of_head.worst) > (before[1].kind, before[0].worst):
+                worst[output] = (of_head, replace(failure, place=replace(place, head=at)))
+    failures = tuple(
+        _with_pattern(_failure(kernel, name, failure.place, figures[name], failure.kind), failure.pattern, " in that head alone")
+        for name in figures
+        if name in worst and (failure := worst[name][1]).place and failure.kind in ("mismatch", "nonfinite")
+    )
+    return Verdict(status="fail" if failures else "pass", figures=figures, failures=failures)
+
+
+def _added(one: Figures, other: Figures) -> Figures:
+    return Figures(
+        elements=one.elements + other.elements,
+        worst=max(one.worst, other.worst),
+        over=one.over + other.over,
+        sigmas=max(one.sigmas, other.sigmas),
+        unjudged=one.unjudged and other.unjudged,
+        doubted=one.doubted + other.doubted,
+    )
+
+
+def outputs_of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
+    """What a kernel returned of one key/value head."""
+    rows, keys = slice(head * problem.groups, (head + 1) * problem.groups), slice(head, head + 1)
+
+    def of(x: torch.Tensor | None, at: slice) -> torch.Tensor | None:
+        return None if x is None else x[..., at, :]
+
+    return Outputs(
+        o=of(outputs.o, rows),
+        lse=of(outputs.lse, rows),
+        dq=of(outputs.dq, rows),
+        dk=of(outputs.dk, keys),
+        dv=of(outputs.dv, keys),
+    )
+
+
+def _as_a_whole(
+    kernel: str,
+    problem: Problem,
+    got: dict[OutputName, torch.Tensor],
+    expected: Truths,
+    figures: dict[OutputName, Figures],
+) -> list[Failure]:
+    """Failures of the aggregate tests; their statistics go into `figures`."""
+    form, found = Format.of(problem.dtype), []
+    pairs = {
+        name: (x, expected[name].expected, budget)
+        for name, x in got.items()
+        if (budget := expected[name].budget) is not None and x.numel()
+    }
+    if not expected.generic_known and not aggregate.suspicious(pairs, form):
+        return []
+    found_of = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
+    for name, (r, z) in found_of.items():
+        figures[name] = replace(figures[name], r=r, z=z)
+        for check, value, what in (("R", r, "more noise than roundings make"), ("z", z, "a scale or a bias in all of it")):
+            if value > 1:
+                message = f"{OUTPUT_TITLES[name]}: no element is beyond its budget, but together they show {what}: "
+                message += f"{check} is {value:.3g} x its limit"
+                found.append(Failure(kernel=kernel, kind="aggregate", output=name, check=check, message=message))
+    return found
+
+
+def _wrong(
+    kernel: str,
+    problem: Problem,
+    name: OutputName,
+    got: torch.Tensor,
+    expected: dict[OutputName, Truth],
+    measured_: Measured,
+    config: Config,
+) -> Failure:
+    """The Failure of an output with elements outside their intervals: at its worst element, with the pattern of them all."""
+    true, got = expected[name], got.double()
+    worst = measured_.broken if measured_.nonfinite else measured_.ratio
+    flat = int(worst.flatten().double().argmax())
+    place = place_of(problem, name, flat, got, true)
+    failure = _failure(kernel, name, place, measured_.figures, "nonfinite" if measured_.nonfinite else "mismatch")
+    others = {other: each.expected for other, each in expected.items()}
+    seen = pattern(problem, config, name, got, true.expected, true.allowed, measured_.outside, others)
+    return _with_pattern(failure, seen)
+
+
+def _with_pattern(failure: Failure, seen: Pattern | None, alone: str = "") -> Failure:
+    """The Failure with its pattern, which the message tells in a second sentence."""
+    if seen is None:
+        return failure
+    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}{alone}")
+
+
+def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
+    """Where the element number `flat` of a heads-first output lies."""
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape)]
+    head, token, dim = index[0], index[1], index[2] if len(index) > 2 else None
+    lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
+    ends = list(accumulate(lengths))
+    sequence = next(i for i, end in enumerate(ends) if token < end)
+    element = tuple(index)
+    return Place(
+        sequence=sequence,
+        position=token - (ends[sequence] - lengths[sequence]),
+        head=head,
+        dim=dim,
+        got=float(got[element]),
+        expected=float(true.expected[element]),
+        allowed=float(true.allowed[element]),
+    )
+
+
+def _failure(kernel: str, name: OutputName, place: Place, figures: Figures, kind: Literal["mismatch", "nonfinite"]) -> Failure:
+    title = OUTPUT_TITLES[name]
+    times = f", {figures.worst:.3g} x its budget" if kind == "mismatch" and figures.worst < float("inf") else ""
+    message = (
+        f"{title}: {figures.over} of {figures.elements} elements are wrong; worst at {where(name, place)}: got {place.got:.9g}, "
+        f"expected {place.expected:.9g}, allowed error {place.allowed:.3g}{times}"
+    )
+    return Failure(kernel=kernel, kind=kind, output=name, check="element", message=message, place=place)

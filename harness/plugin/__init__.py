@@ -1,0 +1,94 @@
+"""The pytest plugin: options, one GPU per xdist worker, and differential tests of kernels, sharded over workers.
+
+A kernel team gates its kernel with a test file of five lines:
+
+    from attnfuzz.harness.plugin import fuzz
+    from mypackage.attention import KERNEL
+
+    test_kernel = fuzz(KERNEL)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
+from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
+from attnfuzz.harness.plugin.run import MARK, close_executors, run_given, run_shard
+
+if TYPE_CHECKING:
+    from attnfuzz.kernels.contract import Kernel
+
+__all__ = [
+    "fuzz",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_report_collectionfinish",
+    "pytest_report_header",
+    "pytest_unconfigure",
+    "pytest_xdist_auto_num_workers",
+]
+
+_SHARDS = 2
+
+# As soon as pytest imports this: torch is not imported yet.
+pin_worker(os.environ.get("PYTEST_XDIST_WORKER"))
+
+
+def fuzz(
+    kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS, cases: Sequence[str] = ()
+) -> Callable[..., None]:
+    """A test function that fuzzes `kernel` (an object, or the name of an installed one).
+
+    Args:
+        kernel: anything that fulfils `attnfuzz.kernels.contract.Kernel`.
+        max_examples: distinct Cases over all shards, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
+        shards: how many tests it becomes, so that xdist's workers share the work.
+        cases: found earlier, as blobs (AF1-...) or paths of case files: each is a test of its own, run every time.
+
+    Returns:
+        A function to assign to a name that starts with `test_`.
+    """
+
+    for name, value in (("max_examples", max_examples), ("shards", shards)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r}: nothing would be tried; give 1 or more")
+    if isinstance(cases, str):
+        raise ValueError(f"cases={cases!r}: one case; give a list of cases")  # noqa: TRY004 - of the same kind as the others
+
+    if not isinstance(kernel, str):
+        from attnfuzz.kernels import registry
+
+        registry.register(kernel)
+    given = [pytest.param(each, id=f"case{number}") for number, each in enumerate(cases)]
+
+    @pytest.mark.parametrize("shard", [*range(shards), *given])
+    def test(shard: int | str, request: pytest.FixtureRequest) -> None:
+        if isinstance(shard, str):
+            run_given(kernel, shard, request)
+        else:
+            run_shard(kernel, shard, shards, max_examples, request)
+
+    setattr(test, MARK, kernel if isinstance(kernel, str) else kernel.name)
+    return test
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> str | None:
+    """What will be fuzzed and how, where anything is."""
+    names = [getattr(getattr(item, "function", None), MARK, None) for item in items]
+    kernels = list(dict.fromkeys(name for name in names if name))
+    if not kernels:
+        return None
+    of = {name: config.getoption(f"--attnfuzz-{name}") for name in ("device", "profile", "budget", "max-examples", "seed")}
+    budget = of["budget"] or (f"{of['max-examples']} cases a kernel" if of["max-examples"] else "as the tests say")
+    settings = f"device={of['device']} profile={of['profile']} seed={of['seed']} budget={budget}"
+    return f"attnfuzz: {', '.join(kernels)} in {sum(map(bool, names))} tests; {settings}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the child processes."""
+    close_executors(config)

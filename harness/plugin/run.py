@@ -1,0 +1,201 @@
+"""What a test of a kernel does: fuzz its shard, or run given Cases again; and what it says when that fails."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from attnfuzz.harness.plugin.options import settings_of
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.campaign.corpus import CaseFile
+    from attnfuzz.harness.campaign.events import CampaignFinished, Found
+    from attnfuzz.harness.campaign.settings import Settings
+    from attnfuzz.harness.isolation.executors import Executor
+    from attnfuzz.harness.report.recorder import Recorder
+    from attnfuzz.kernels.contract import Kernel
+
+__all__ = ["MARK", "close_executors", "run_given", "run_shard"]
+
+MARK = "_attnfuzz_kernel"
+"""An attribute of a test function: the name of the kernel that it fuzzes."""
+_EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
+
+
+def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
+    """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one instead."""
+    from attnfuzz.harness.campaign.campaign import campaign
+    from attnfuzz.kernels.problem import BadArgument
+
+    subject, settings = _subject(kernel, request.config, shard, shards, most)
+    if given := request.config.getoption("--attnfuzz-case"):
+        _run_asked(subject, given, shard, settings, request)
+        return
+    try:
+        with _recorder(settings, _again(subject, request)) as recorder:
+            finished = campaign([subject], settings, recorder, _executor(request.config, subject, settings))
+    except BadArgument as error:
+        pytest.fail(str(error), pytrace=False)
+    if finished.interrupted:
+        raise KeyboardInterrupt
+    _record(request, finished, settings)
+    if finished.found or finished.lost:
+        pytest.fail(_message(finished, subject, request), pytrace=False)
+    if finished.not_kept:
+        remedy = "make room, or choose another --attnfuzz-out"
+        pytest.fail(f"cases could not be kept on disk: {finished.not_kept}; {remedy}", pytrace=False)
+
+
+def run_given(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) -> None:
+    """Run a Case that the test file names: a case file or a blob."""
+    if request.config.getoption("--attnfuzz-case"):
+        pytest.skip("--attnfuzz-case names the cases to run")
+    subject, settings = _subject(kernel, request.config, 0, 1, 1)
+    stored = _stored(case)
+    if stored.case.kernel != subject.name:
+        pytest.fail(f"case={str(stored.path)!r}: it is one of {stored.case.kernel}, not of {subject.name}", pytrace=False)
+    _run_again(stored, settings)
+
+
+def close_executors(config: pytest.Config) -> None:
+    """End the child processes."""
+    for executor in config.stash.get(_EXECUTORS, {}).values():
+        executor.close()
+
+
+def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: int, most: int) -> tuple[Kernel, Settings]:
+    """The kernel and the settings of a test; the test is skipped where the kernel is not to run, or cannot."""
+    from attnfuzz.kernels import registry
+    from attnfuzz.kernels.problem import BadArgument
+
+    try:
+        subject = registry.get(kernel) if isinstance(kernel, str) else kernel
+        only = [registry.get(name).name for name in config.getoption("--attnfuzz-kernel")]
+        settings = settings_of(config, shard=shard, shards=shards, most=most)
+    except BadArgument as error:
+        pytest.fail(str(error), pytrace=False)
+    if only and subject.name not in only:
+        pytest.skip(f"--attnfuzz-kernel names {', '.join(only)}")
+    if settings.device not in subject.capabilities.devices:
+        pytest.skip(f"{subject.name} declares no {settings.device}")
+    if reason := subject.unavailable(settings.device):
+        pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
+    return subject, settings
+
+
+def _again(kernel: Kernel, request: pytest.FixtureRequest) -> str | None:
+    """The command that takes a Case of a kernel that only its test file knows; None: `attnfuzz repro` does."""
+    from attnfuzz.kernels import registry
+
+    line = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
+    return line if registry.is_local(kernel.name) else None
+
+
+def _recorder(settings: Settings, again: str | None) -> Recorder:
+    """Keeps what `attnfuzz report` shows; `again` and a path run a case file, or `attnfuzz repro` does."""
+    from attnfuzz.harness.campaign.corpus import quoted, repro_line
+    from attnfuzz.harness.report.recorder import Recorder
+
+    def line(path: str, kernel: str) -> str:
+        return f"{again} {quoted(path)}" if again else repro_line(path, kernel)
+
+    return Recorder(settings.out or ".attnfuzz", lambda text: warnings.warn(pytest.PytestWarning(text), stacklevel=2), line)
+
+
+def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
+    """One for all tests of this process that run on the same device: children are not started anew for each."""
+    from attnfuzz.harness.campaign.campaign import executor_for
+
+    known = config.stash.setdefault(_EXECUTORS, {})
+    if settings.device not in known:
+        known[settings.device] = executor_for([kernel], settings)
+    return known[settings.device]
+
+
+def _stored(text: str) -> CaseFile:
+    from attnfuzz.harness.campaign.blob import stored_case
+    from attnfuzz.kernels.problem import BadArgument
+
+    try:
+        return stored_case(text)
+    except BadArgument as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def _run_asked(kernel: Kernel, given: Sequence[str], shard: int, settings: Settings, request: pytest.FixtureRequest) -> None:
+    """The Cases of --attnfuzz-case that are this kernel's, in the first shard of its test."""
+    stored = [_stored(each) for each in given]
+    own = [each for each in stored if each.case.kernel == kernel.name]
+    if not own or shard:
+        names = ", ".join(dict.fromkeys(each.case.kernel for each in stored))
+        pytest.skip(f"--attnfuzz-case is one of {names}, run in its first shard")
+    request.node.user_properties.append(("attnfuzz.kernel", kernel.name))
+    for each in own:
+        _run_again(each, settings)
+
+
+def _run_again(stored: CaseFile, settings: Settings) -> None:
+    from attnfuzz.harness.report.describe import describe_case, describe_verdict
+    from attnfuzz.harness.repro.reproduce import reproduce
+    from attnfuzz.kernels.problem import BadArgument
+
+    try:
+        done = reproduce(
+            stored.case,
+            settings.device,
+            rate=stored.rate,
+            in_process=settings.in_process,
+            deadline=settings.deadline,
+            memory_check=settings.memory_check,
+        )
+    except BadArgument as error:
+        pytest.fail(f"ERROR {stored.path}: {error}", pytrace=False)
+    if done.verdict.failures:
+        told = [f"   {name:<20} {value}" for name, value in describe_case(stored.case)]
+        pytest.fail("\n".join([f"FAILED {stored.path}", *told, *describe_verdict(done.verdict)]), pytrace=False)
+
+
+def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings: Settings) -> None:
+    """The figures of a shard as properties of its test: JUnit has them, and xdist carries them."""
+    properties: list[tuple[str, Any]] = [("device", settings.device), ("seed", settings.seed), ("shard", settings.shard)]
+    for row in finished.summaries:
+        properties += [("kernel", row.kernel), ("cases", row.cases), ("shrink_cases", row.shrink_cases)]
+        properties += [("seconds", round(row.seconds, 3)), ("compiles", row.compiles), ("processes_replaced", row.replaced)]
+        for name, each in row.outputs.items():
+            properties += [(f"{name}.judged", each.cases), (f"{name}.worst_error_over_budget", f"{each.worst:.4g}")]
+            properties.append((f"{name}.wrong", each.failures))
+    properties.append(("failures", len(finished.found)))
+    for found in finished.found:
+        properties += [("failure", str(found.identity)), ("failure.case", found.path or _blob(found))]
+    request.node.user_properties.extend((f"attnfuzz.{name}", str(value)) for name, value in properties)
+
+
+def _blob(found: Found) -> str:
+    from attnfuzz.harness.campaign.blob import blob_of
+
+    return blob_of(found.case, found.rate)
+
+
+def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.FixtureRequest) -> str:
+    """Each failure: identity, minimal Case, what was seen, the line that runs it again, and the Case to paste."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from attnfuzz.harness.report.terminal import show_found
+    from attnfuzz.kernels import registry
+
+    again = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
+    text = StringIO()
+    console = Console(file=text, width=160)
+    for number, found in enumerate(finished.found, 1):
+        show_found(console, number, found, again if registry.is_local(kernel.name) else None)
+        # Without the file, on another machine, or for good.
+        blob = _blob(found)
+        console.print(f"   without that file:   {again} {blob}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f'   to keep it:          fuzz(..., cases=["{blob}"])', highlight=False, soft_wrap=True, markup=False)
+    return "\n".join(filter(None, (text.getvalue().strip(), finished.lost)))

@@ -1,0 +1,130 @@
+"""The runs of one session as one: kernels, failures and headers put together, as a report shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnfuzz.harness.report.runfile import Broken, FailureRecord, KernelRecord, Number, OutputRecord, Refused, RunRecord
+
+__all__ = ["Merged", "chosen", "merged", "value"]
+
+
+@dataclass(slots=True)
+class Merged:
+    """What several runs come to."""
+
+    runs: list[RunRecord]
+    broken_files: list[Broken] = field(default_factory=list)
+    kernels: list[KernelRecord] = field(default_factory=list)
+    failures: list[FailureRecord] = field(default_factory=list)
+    more_failures: int = 0
+    skipped: list[Refused] = field(default_factory=list)
+    broken: list[Refused] = field(default_factory=list)
+    not_tried: list[Refused] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def cases(self) -> int:
+        """Distinct Cases of all kernels, those of shrinking left out."""
+        return sum(each.cases for each in self.kernels)
+
+    @property
+    def seconds(self) -> float:
+        """From begin to end of every run, added up: those of several workers run at the same time."""
+        return sum(each.seconds for each in self.runs)
+
+    @property
+    def failing(self) -> int:
+        """Kernels with failures."""
+        return len({each.kernel for each in self.failures})
+
+    @property
+    def unfinished(self) -> list[RunRecord]:
+        """Runs that did not come to their end: killed, ended by the user or by an error, or still going on."""
+        return [each for each in self.runs if each.state != "finished"]
+
+
+def chosen(runs: Iterable[RunRecord], *, every: bool) -> list[RunRecord]:
+    """All of `runs`, oldest first, or those of the latest session."""
+    ordered = sorted(runs, key=lambda each: each.stamp)
+    return ordered if every else [each for each in ordered if each.session == ordered[-1].session]
+
+
+def merged(runs: Sequence[RunRecord], broken_files: Sequence[Broken] = ()) -> Merged:
+    """Counts are added up; of a failure that several runs found, one is kept, shrunk if any is."""
+    done = Merged(list(runs), list(broken_files))
+    kernels: dict[str, KernelRecord] = {}
+    failures: dict[tuple[str, str], FailureRecord] = {}
+    for run in runs:
+        for kernel in run.kernels:
+            kernels[kernel.kernel] = _added(kernels.get(kernel.kernel), kernel)
+        for failure in run.failures:
+            key = failure.kernel, failure.fingerprint
+            if key not in failures or _rank(failure) > _rank(failures[key]):
+                failures[key] = failure
+        done.more_failures += run.more_failures
+        for mine, theirs in ((done.skipped, run.skipped), (done.broken, run.broken), (done.not_tried, run.not_tried)):
+            mine += [each for each in theirs if each not in mine]
+        done.lost += [run.lost] if run.lost else []
+    done.kernels = sorted(kernels.values(), key=lambda each: each.kernel)
+    done.failures = sorted(failures.values(), key=lambda each: (each.kernel, each.title))
+    return done
+
+
+def value(given: Number) -> float:
+    """A number of a run file as a float."""
+    return float(given)
+
+
+def _rank(failure: FailureRecord) -> tuple[bool, bool, bool]:
+    return failure.shrunk and not failure.partly, failure.shrunk, failure.maps is not None
+
+
+def _added(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
+    """Two turns of one kernel."""
+    one = KernelRecord(kernel=other.kernel, ended=True) if one is None else one
+    numbers: dict[str, Any] = {
+        name: getattr(one, name) + getattr(other, name)
+        for name in ("cases", "shrink_cases", "seconds", "compiles", "compile_seconds", "refused", "replaced")
+    }
+    drawn = {
+        what: _counts(one.drawn.get(what, {}), other.drawn.get(what, {})) for what in dict.fromkeys((*one.drawn, *other.drawn))
+    }
+    return KernelRecord(
+        kernel=one.kernel,
+        variants=max(one.variants, other.variants),
+        ended=one.ended and other.ended,
+        outputs={
+            name: _both(one.outputs.get(name, OutputRecord()), other.outputs.get(name, OutputRecord()))
+            for name in dict.fromkeys((*one.outputs, *other.outputs))
+        },
+        features=_counts(one.features, other.features),
+        drawn=drawn,
+        stages={name: one.stages.get(name, 0.0) + other.stages.get(name, 0.0) for name in {**one.stages, **other.stages}},
+        **numbers,
+    )
+
+
+def _both(one: OutputRecord, other: OutputRecord) -> OutputRecord:
+    return OutputRecord(
+        cases=one.cases + other.cases,
+        unjudged=one.unjudged + other.unjudged,
+        doubted=one.doubted + other.doubted,
+        failures=one.failures + other.failures,
+        histogram=[a + b for a, b in zip(one.histogram, other.histogram, strict=True)],
+        worst=_worse(one.worst, other.worst),
+        sigmas=_worse(one.sigmas, other.sigmas),
+        r=_worse(one.r, other.r),
+        z=_worse(one.z, other.z),
+    )
+
+
+def _worse(one: Number, other: Number) -> Number:
+    return max(one, other, key=lambda each: math.inf if math.isnan(value(each)) else value(each))
+
+
+def _counts(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in dict.fromkeys((*one, *other))}

@@ -1,0 +1,225 @@
+"""Listens to a campaign and keeps what a report needs, so that a run that is killed is reported as far as it had come."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from attnfuzz.harness.campaign import events
+from attnfuzz.harness.campaign.corpus import repro_line
+from attnfuzz.harness.campaign.coverage import Tally
+from attnfuzz.harness.campaign.drawn import drawn_values
+from attnfuzz.harness.campaign.events import Event
+from attnfuzz.harness.judge.failure import Identity
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.report.describe import describe_case
+from attnfuzz.harness.report.runfile import (
+    FORMAT,
+    FailureRecord,
+    KernelRecord,
+    OutputRecord,
+    Refused,
+    RunRecord,
+    bin_of,
+    number,
+    write_run,
+)
+from attnfuzz.strategies.case import Case
+
+__all__ = ["Recorder"]
+
+_EVERY: Final = 5.0
+"""Seconds between two writings while nothing but Trials happens."""
+_MOST_FAILURES: Final = 500
+_MOST_TOLD: Final = 200
+_MOST_VALUES: Final = 40
+_MOST_TEXT: Final = 2000
+_MOST_DETAIL: Final = 4000
+_MOST_CASE: Final = 1 << 14
+_OTHERS: Final = "others"
+_SESSION: Final = secrets.token_hex(8)
+
+
+class Recorder:
+    """Keeps one run in `DIR/runs`; as a context manager it notes an error that ends the run.
+
+    What cannot be written costs the record only: `lost` hears why, once, and the run goes on.
+
+    Args:
+        folder: DIR.
+        lost: hears why the record cannot be kept.
+        again: of a case file's path and its kernel, the line that runs it again.
+    """
+
+    def __init__(
+        self, folder: Path | str, lost: Callable[[str], None] = lambda _: None, again: Callable[[str, str], str] = repro_line
+    ) -> None:
+        self._folder, self._lost, self._again = Path(folder), lost, again
+        now = datetime.now(UTC)
+        self._run = RunRecord(
+            format=FORMAT,
+            stamp=f"{now:%Y%m%dT%H%M%S.%f}Z-{os.getpid()}-{secrets.token_hex(3)}",
+            session=os.environ.get("PYTEST_XDIST_TESTRUNUID") or _SESSION,
+            started=now.isoformat(timespec="seconds"),
+            updated=now.isoformat(timespec="seconds"),
+        )
+        self._start = self._written = time.monotonic()
+        self._begun = self._over = self._said = False
+        self._tallies: dict[str, Tally] = {}
+        self._kernels: dict[str, KernelRecord] = {}
+        self._failures: dict[Identity, FailureRecord] = {}
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and self._begun and not self._over:
+            self._run.state = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+            self._run.error = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+            self._write()
+
+    def __call__(self, event: Event) -> None:
+        """Keep what an event tells."""
+        handler = getattr(self, f"_on_{type(event).__name__}", None)
+        if handler is None:
+            return
+        handler(event)
+        at_once = not isinstance(event, events.TrialFinished | events.CompileFinished)
+        if at_once or time.monotonic() - self._written > _EVERY:
+            self._write()
+
+    def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
+        self._begun = True
+        self._run.settings = {**_plain(event.settings), **({} if event.seconds is None else {"seconds": event.seconds})}
+        self._run.environment = _plain(event.environment)
+
+    def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
+        self._run.skipped.append(Refused(what=event.kernel, reason=event.reason[:_MOST_TEXT]))
+
+    def _on_CaseSkipped(self, event: events.CaseSkipped) -> None:  # noqa: N802
+        if len(self._run.not_tried) < _MOST_TOLD:
+            self._run.not_tried.append(Refused(what=event.path, reason=event.reason[:_MOST_TEXT]))
+
+    def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
+        self._kernel(event.kernel).variants = event.variants
+
+    def _on_CompileFinished(self, event: events.CompileFinished) -> None:  # noqa: N802
+        kernel = self._kernel(event.kernel)
+        kernel.compiles += 1
+        kernel.compile_seconds += event.seconds
+
+    def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
+        kernel = self._kernel(event.kernel)
+        for stage, seconds in event.verdict.seconds.items():
+            kernel.stages[stage] = kernel.stages.get(stage, 0.0) + seconds
+        if event.phase == "shrink":
+            kernel.shrink_cases += 1
+            return
+        self._tallies.setdefault(event.kernel, Tally()).add(event.case, event.verdict)
+        for name, figures in event.verdict.figures.items():
+            if not figures.unjudged:
+                kernel.outputs.setdefault(name, OutputRecord()).histogram[bin_of(figures.worst)] += 1
+        for what, value in drawn_values(event.case):
+            counts = kernel.drawn.setdefault(what, {})
+            known = value if value in counts or len(counts) < _MOST_VALUES else _OTHERS
+            counts[known] = counts.get(known, 0) + 1
+
+    def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
+        record = self._told(event.identity, event.case, event.verdict, event.path)
+        record.cases_to_find, record.seconds_to_find = event.cases_before, event.seconds
+        self._keep(event.identity, record)
+
+    def _on_Shrunk(self, event: events.Shrunk) -> None:  # noqa: N802
+        # An output that differs from run to run has another name when that is known.
+        before = self._failures.pop(event.sighted or event.identity, None)
+        record = self._told(event.identity, event.case, event.verdict, event.path)
+        if before is not None:
+            record.cases_to_find, record.seconds_to_find = before.cases_to_find, before.seconds_to_find
+        record.shrunk, record.partly, record.shrink_trials, record.rate = True, event.partly, event.trials, event.rate
+        self._keep(event.identity, record)
+
+    def _on_FailureMapped(self, event: events.FailureMapped) -> None:  # noqa: N802
+        if (record := self._failures.get(event.identity)) is not None:
+            record.maps, record.no_maps, record.first_maps = event.path, event.reason[:_MOST_TEXT], event.first
+
+    def _on_KernelBroke(self, event: events.KernelBroke) -> None:  # noqa: N802
+        self._run.broken.append(Refused(what=event.kernel, reason=event.error[:_MOST_TEXT]))
+
+    def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
+        row, kernel = event.summary, self._kernel(event.summary.kernel)
+        kernel.ended, kernel.seconds, kernel.refused, kernel.replaced = True, row.seconds, row.refused, row.replaced
+        kernel.compiles, kernel.compile_seconds = row.compiles, row.compile_seconds
+
+    def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
+        self._over = True
+        self._run.state = "interrupted" if event.interrupted else "finished"
+        self._run.lost = (event.lost or "")[:_MOST_TEXT]
+
+    def _kernel(self, name: str) -> KernelRecord:
+        if name not in self._kernels:
+            self._kernels[name] = KernelRecord(kernel=name)
+        return self._kernels[name]
+
+    def _keep(self, identity: Identity, record: FailureRecord) -> None:
+        if identity in self._failures or len(self._failures) < _MOST_FAILURES:
+            self._failures[identity] = record
+        else:
+            self._run.more_failures += not record.shrunk
+
+    def _told(self, identity: Identity, case: Case, verdict: Verdict, path: str | None) -> FailureRecord:
+        own = next((each for each in verdict.failures if each.identity == identity), verdict.failure)
+        messages = [f"{each.kind}: {each.message}"[:_MOST_TEXT] for each in verdict.failures[:10]]
+        small = len(case.canonical()) <= _MOST_CASE
+        return FailureRecord(
+            kernel=identity.kernel,
+            title=str(identity),
+            fingerprint=identity.fingerprint,
+            kind=identity.kind,
+            output=identity.output,
+            check=identity.check,
+            case_id=case.id,
+            case=case.to_object() if small else {},
+            told=[(name, value[:_MOST_TEXT]) for name, value in describe_case(case)],
+            messages=messages,
+            pattern=own.pattern.text[:_MOST_TEXT] if own and own.pattern else "",
+            detail=own.detail[-_MOST_DETAIL:] if own else "",
+            path=path,
+            repro=self._again(path, identity.kernel) if path else None,
+        )
+
+    def _write(self) -> None:
+        """Everything as it stands. A run that could not begin leaves nothing."""
+        if not self._begun:
+            return
+        self._written = time.monotonic()
+        self._run.seconds = self._written - self._start
+        self._run.updated = datetime.now(UTC).isoformat(timespec="seconds")
+        for name, tally in self._tallies.items():
+            _count(self._kernel(name), tally)
+        self._run.kernels = list(self._kernels.values())
+        self._run.failures = list(self._failures.values())
+        try:
+            write_run(self._folder, self._run)
+        except OSError as error:
+            if not self._said:
+                self._said = True
+                self._lost(f"{self._folder / 'runs'}: the record for reports cannot be written ({error.strerror or error})")
+
+
+def _count(kernel: KernelRecord, tally: Tally) -> None:
+    kernel.cases, kernel.features = tally.cases, dict(tally.features)
+    for name, worst in tally.outputs.items():
+        output = kernel.outputs.setdefault(name, OutputRecord())
+        output.cases, output.unjudged, output.failures = worst.cases, worst.unjudged, worst.failures
+        output.doubted = worst.doubted
+        output.worst, output.sigmas, output.r, output.z = map(number, (worst.worst, worst.sigmas, worst.r, worst.z))
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if isinstance(value, str | int | float | bool | dict) else str(value) for name, value in values.items()}

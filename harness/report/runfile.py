@@ -1,0 +1,216 @@
+"""The file that a run leaves for reports, `DIR/runs/STAMP.json`: header, figures, coverage, failures, as far as it has come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from attnfuzz.harness.campaign.corpus import write_whole
+from attnfuzz.harness.core.text import dumps
+from attnfuzz.kernels.problem import BadArgument, reject
+
+__all__ = [
+    "EDGES",
+    "FORMAT",
+    "MOST_BYTES",
+    "Broken",
+    "FailureRecord",
+    "KernelRecord",
+    "Number",
+    "OutputRecord",
+    "Refused",
+    "RunRecord",
+    "bin_of",
+    "number",
+    "read_run",
+    "runs_of",
+    "write_run",
+]
+
+FORMAT: Final = 1
+MOST_BYTES: Final = 32 << 20
+"""Of one file: what is larger was not written here."""
+EDGES: Final = (*(round(0.05 * n, 2) for n in range(1, 21)), 2.0, 5.0, 10.0, 100.0, 1000.0)
+"""Upper ends of the bins of error over budget; two more bins: beyond the last of them, and infinite or NaN."""
+Number: TypeAlias = float | Literal["inf", "-inf", "nan"]
+"""JSON has no infinities."""
+State = Literal["running", "finished", "interrupted", "error"]
+
+
+class OutputRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One output of one kernel: Cases judged and not, wrong in how many, the worst, and the worst of each Case as a histogram.
+
+    `doubted`: of the judged ones those of which elements are left out, since mask_mod is in doubt.
+    """
+
+    cases: int = 0
+    unjudged: int = 0
+    doubted: int = 0
+    failures: int = 0
+    worst: Number = 0.0
+    sigmas: Number = 0.0
+    r: Number = 0.0
+    z: Number = 0.0
+    histogram: list[int] = []
+
+    def __post_init__(self) -> None:
+        if not self.histogram:
+            self.histogram = [0] * (len(EDGES) + 2)
+        if len(self.histogram) != len(EDGES) + 2:
+            raise ValueError(f"a histogram has {len(EDGES) + 2} bins")
+
+
+class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One kernel's turn: Cases, times, figures of each output, what was reached and what was drawn, each with counts."""
+
+    kernel: str
+    cases: int = 0
+    shrink_cases: int = 0
+    seconds: float = 0.0
+    """Of trials, shrinking left out; 0 until the turn is over."""
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    refused: int = 0
+    replaced: int = 0
+    variants: int = 0
+    ended: bool = False
+    outputs: dict[str, OutputRecord] = {}
+    features: dict[str, int] = {}
+    drawn: dict[str, dict[str, int]] = {}
+    stages: dict[str, float] = {}
+    """Seconds spent in each stage of the trials, shrinking included."""
+
+
+class FailureRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One failure: what it is, its minimal Case, its pattern, its error maps, and the line that runs it again."""
+
+    kernel: str
+    title: str
+    fingerprint: str
+    kind: str
+    output: str | None = None
+    check: str = ""
+    case_id: str = ""
+    case: dict[str, Any] = {}
+    """Empty where it is too large to be told twice."""
+    told: list[tuple[str, str]] = []
+    """The Case in words, name and value."""
+    messages: list[str] = []
+    pattern: str = ""
+    detail: str = ""
+    path: str | None = None
+    repro: str | None = None
+    maps: str | None = None
+    """Relative to DIR."""
+    first_maps: str | None = None
+    """Those of the Case as it was found, which is larger and shows more of where the errors lie."""
+    no_maps: str = ""
+    """Why there are none."""
+    shrunk: bool = False
+    partly: bool = False
+    rate: tuple[int, int] | None = None
+    cases_to_find: int = 0
+    seconds_to_find: float = 0.0
+    shrink_trials: int = 0
+
+
+class Refused(msgspec.Struct, kw_only=True):
+    """A kernel that did not run, or whose turn was ended by an error, and why; or a Case that was not tried."""
+
+    what: str
+    reason: str
+
+
+class RunRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One run, as far as it has come."""
+
+    format: int
+    stamp: str
+    session: str
+    """Shared by the runs of one process, and of the workers of one pytest: a report shows them together."""
+    started: str
+    updated: str
+    state: State = "running"
+    error: str = ""
+    seconds: float = 0.0
+    settings: dict[str, Any] = {}
+    environment: dict[str, Any] = {}
+    kernels: list[KernelRecord] = []
+    skipped: list[Refused] = []
+    broken: list[Refused] = []
+    not_tried: list[Refused] = []
+    lost: str = ""
+    failures: list[FailureRecord] = []
+    more_failures: int = 0
+    """Failures beyond those that a file holds; their Cases are on disk like all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A run file that cannot be read, and why."""
+
+    path: str
+    error: str
+
+
+def number(value: float) -> Number:
+    """A float as JSON can say it."""
+    if math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def bin_of(ratio: float) -> int:
+    """The bin of an error over its budget."""
+    if not math.isfinite(ratio):
+        return len(EDGES) + 1
+    return next((index for index, edge in enumerate(EDGES) if ratio <= edge), len(EDGES))
+
+
+def write_run(folder: Path, run: RunRecord) -> Path:
+    """Write whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = folder / "runs" / f"{run.stamp}.json"
+    write_whole(path, dumps(msgspec.to_builtins(run)) + "\n")
+    return path
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read what `write_run` wrote.
+
+    Raises:
+        BadArgument: the file cannot be read, is broken, or of another version.
+    """
+    remedy = "remove it, or report with the version that wrote it"
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise reject("run", str(path), "it is too large to be a run's", remedy)
+        found = msgspec.json.decode(path.read_bytes())
+        if not isinstance(found, dict) or type(found.get("format")) is not int:
+            raise reject("run", str(path), "it is no record of a run", remedy)
+        if found["format"] != FORMAT:
+            raise reject("run", str(path), f"its format is {found['format']}, this attnfuzz reads {FORMAT}", remedy)
+        return msgspec.convert(found, RunRecord)
+    except BadArgument:
+        raise
+    except OSError as error:
+        raise reject("run", str(path), f"it cannot be read ({error.strerror})", remedy) from None
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise reject("run", str(path), f"it is broken ({error})", remedy) from None
+
+
+def runs_of(folder: Path) -> Iterator[RunRecord | Broken]:
+    """The runs of a folder, oldest first; what cannot be read is told in its place."""
+    for path in sorted((folder / "runs").glob("*.json")):
+        try:
+            yield read_run(path)
+        except BadArgument as error:
+            yield Broken(str(path), str(error))

@@ -1,0 +1,1 @@
+"""One Case again: reproduce, shrink further, debug, script, sanitize."""

@@ -1,0 +1,114 @@
+"""What came of running a case file again, many times or to shrink it, for people and for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from attnfuzz.harness.campaign.corpus import CaseFile, repro_line
+from attnfuzz.harness.report.describe import describe_case, describe_verdict
+from attnfuzz.harness.report.machine import verdict_object
+from attnfuzz.harness.repro.reproduce import Repetition
+from attnfuzz.harness.repro.reshrink import Reshrunk
+
+__all__ = ["progress_on", "repetition_object", "reshrunk_object", "show_repetition", "show_reshrunk"]
+
+
+def progress_on(console: Console) -> Progress:
+    """A bar with a note, where `console` is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
+def repetition_object(stored: CaseFile, done: Repetition) -> dict[str, Any]:
+    """The result as plain values."""
+    return {
+        "device": done.device,
+        "asked": done.asked,
+        "runs": done.runs,
+        "failed": done.failed,
+        "rate": done.failed / done.runs if done.runs else None,
+        "interval": list(done.interval),
+        "interrupted": done.interrupted,
+        "failures": [
+            {
+                "identity": msgspec.to_builtins(each.failure.identity),
+                "runs": each.runs,
+                "first": each.first,
+                "message": each.failure.message,
+            }
+            for each in done.seen
+        ],
+        "case": stored.case.to_object(),
+    }
+
+
+def show_repetition(console: Console, stored: CaseFile, done: Repetition) -> None:
+    """The rate with its interval, the Case, and each distinct failure with how often it showed."""
+    low, high = done.interval
+    style, word = ("bold red", "FAILED") if done.failed else ("bold green", "PASSED")
+    percent = f"{100 * done.failed / max(1, done.runs):.3g} %, 95 % confidence: {100 * low:.0f} to {100 * high:.0f} %"
+    _say(console, f"[{style}]{word}[/] {escape(str(stored.path))} on {done.device}")
+    _say(console, f"   failed in {done.failed} of {done.runs} runs ({percent})")
+    if done.interrupted:
+        _say(console, f"   [yellow]interrupted: {done.runs} of {done.asked} runs[/]")
+    _case(console, stored)
+    for each in done.seen:
+        failure = each.failure
+        _say(
+            console,
+            f"   in {each.runs} of {done.runs} runs, first in run {each.first}: {failure.kind}: {failure.message}",
+            markup=False,
+        )
+
+
+def reshrunk_object(done: Reshrunk) -> dict[str, Any]:
+    """The result as plain values."""
+    return {
+        "outcome": done.outcome,
+        "device": done.device,
+        "case": done.case.to_object(),
+        "identity": msgspec.to_builtins(done.identity) if done.identity else None,
+        "verdict": verdict_object(done.verdict),
+        "path": done.path,
+        "repro": repro_line(done.path, done.case.kernel) if done.path else None,
+        "trials": done.trials,
+        "seconds": done.seconds,
+        "partly": done.partly,
+        "rate": list(done.rate) if done.rate else None,
+    }
+
+
+def show_reshrunk(console: Console, stored: CaseFile, done: Reshrunk) -> None:
+    """What was found, the smaller Case, and its line."""
+    told = {
+        "SMALLER": "[bold red]SMALLER[/] a simpler Case fails alike",
+        "MINIMAL": "[bold red]MINIMAL[/] no simpler Case fails alike",
+        "STOPPED": "[bold yellow]STOPPED[/] before a simpler Case was found that fails alike",
+        "FIXED": "[bold green]FIXED[/] it does not fail any more",
+    }[done.outcome]
+    _say(console, f"{told}: {escape(str(stored.path))} on {done.device}, {done.trials} trials in {done.seconds:.1f} s")
+    if done.partly:
+        _say(console, "   [yellow]not to the end: a longer --budget may find a simpler one[/]")
+    if done.identity:
+        _say(console, f"   {done.identity}", markup=False)
+    _case(console, CaseFile(done.case, {}, stored.path))
+    for line in describe_verdict(done.verdict):
+        _say(console, f"   {line}", markup=False)
+    if done.rate:
+        _say(console, f"   shows in {done.rate[0]} of {done.rate[1]} runs")
+    if done.path:
+        _say(console, f"   run it again:        {repro_line(done.path, done.case.kernel)}", markup=False)
+
+
+def _case(console: Console, stored: CaseFile) -> None:
+    for name, value in describe_case(stored.case):
+        _say(console, f"   {name:<20} {value}", markup=False)
+
+
+def _say(console: Console, text: str, *, markup: bool = True) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=markup)

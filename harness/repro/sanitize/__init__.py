@@ -1,0 +1,1 @@
+"""One Case under NVIDIA's compute-sanitizer."""

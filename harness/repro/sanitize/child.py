@@ -1,0 +1,94 @@
+"""The child that NVIDIA's compute-sanitizer watches: the launches of one Case, and nothing else that runs on the GPU.
+
+Inputs are made on the CPU and copied, there is no oracle, and memory is neither poisoned nor put between bands: each tensor is an
+allocation of its own, whose ends the sanitizer knows, and what the kernel leaves unwritten stays so.
+
+    python -m attnfuzz.harness.repro.sanitize.child TASK.json RESULT.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.isolation.kernel_ref import unpacked
+from attnfuzz.harness.trial.build import built
+from attnfuzz.harness.trial.errors import this_is_a_child, told, trace
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.kernels.contract import Device, Inputs, Kernel
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.strategies.case import CALLS, Case, case_from_json
+from attnfuzz.strategies.earlier_calls import earlier_problems
+
+__all__ = ["main", "run_launches"]
+
+
+def main(arguments: list[str]) -> None:
+    """Do the task; the result file says how far it came: "started", "launched", "raised", "refused", "broken" or "done"."""
+    task, result = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
+    this_is_a_child()
+
+    def say(stage: str, told_more: str = "") -> None:
+        result.write_text(json.dumps({"stage": stage, "text": told_more}))
+
+    say("started")
+    try:
+        environment.prepare(task["device"])
+        kernel, case = unpacked(task["kernel"]), case_from_json(task["case"])
+        run_launches(kernel, case, task["device"], say)
+    except BadArgument as error:
+        say("refused", str(error))
+    except _KernelError as error:
+        say("raised", str(error))
+    except BaseException as error:  # whatever it is, the parent shall know
+        say("broken", trace(error))
+    else:
+        say("done")
+
+
+class _KernelError(Exception):
+    """What the kernel raised."""
+
+
+def run_launches(kernel: Kernel, case: Case, device: Device, say: Any) -> None:
+    """Forward and backward of the Case, after the calls that its check puts before it.
+
+    Raises:
+        BadArgument: the kernel cannot take the Case.
+        _KernelError: it raised.
+    """
+    before = earlier_problems(kernel, case, device) if case.check in CALLS else ()
+    for problem in (*before, case.problem):
+        ready = built(kernel, problem, case.config, device)
+        inputs = _on(device, materialise(problem, case.recipe, "cpu"))
+        say("launched")
+        _launch(ready, inputs, problem, device)
+
+
+def _on(device: Device, inputs: Inputs) -> Inputs:
+    values = {each.name: getattr(inputs, each.name) for each in dataclasses.fields(inputs)}
+    moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(inputs, **moved, captured=tuple(each.to(device) for each in inputs.captured))
+
+
+def _launch(ready: Any, inputs: Inputs, problem: Problem, device: Device) -> None:
+    try:
+        with torch.no_grad():
+            o, lse = ready.forward(inputs)
+            environment.synchronise(device)
+            if {"dq", "dk", "dv"} & set(problem.needs.outputs):
+                gradients = ready.backward(inputs, o, lse)
+                environment.synchronise(device)
+                del gradients
+    except BaseException as error:  # a kernel may raise anything
+        raise _KernelError(told(error)) from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

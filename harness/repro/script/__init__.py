@@ -1,0 +1,1 @@
+"""A standalone Python file that shows a failure without attnfuzz."""

@@ -1,0 +1,1 @@
+"""One Case in this process: inputs, launches, reference, Verdict."""

@@ -1,0 +1,99 @@
+"""What a Trial is made of: inputs, compiled code, launches, truth and judgement of one Case, each in its stage."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from attnfuzz.harness.judge.failure import Failure, printable
+from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, truth
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.build import built
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.launch import launch
+from attnfuzz.harness.trial.poison import Bands
+from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.strategies.case import Case, Recipe
+
+__all__ = ["Bench", "Clock", "WentWrong"]
+
+
+class WentWrong(Exception):
+    """The kernel failed before there was anything to judge."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds spent in each stage; `enter` hears of each as it begins."""
+
+    enter: Callable[[str], None]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what runs within as part of stage `name`."""
+        self.enter(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One Case's kernel on one device. A check (harness/trial/trial.py) uses it for one or more launches."""
+
+    case: Case
+    kernel: Kernel
+    device: Device
+    clock: Clock
+
+    def ready(self, problem: Problem | None = None) -> Built:
+        """The kernel compiled for `problem` (default: the Case's).
+
+        Raises:
+            WentWrong: it could not be compiled.
+        """
+        try:
+            with self.clock.stage("compile"):
+                return built(self.kernel, problem or self.case.problem, self.case.config, self.device)
+        except BuildError as error:
+            message = printable(str(error)[:2000])
+            raise WentWrong(Failure(kernel=self.case.kernel, kind="compile-error", check="build", message=message)) from error
+
+    def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
+        """Tensors for `problem` and `recipe` (default: the Case's)."""
+        with self.clock.stage("inputs"):
+            return materialise(problem or self.case.problem, recipe or self.case.recipe, self.device)
+
+    def launch(self, ready: Built, inputs: Inputs, *, fill: float = math.nan, bands: Bands | None = None) -> Outputs:
+        """Run forward and backward on copies of `inputs`; `fill` and `bands` as in harness/trial/launch.py.
+
+        Raises:
+            WentWrong: it raised, or wrote where it may not.
+            DeviceLost: it broke the device for this process.
+        """
+        with self.clock.stage("kernel"):
+            outcome = launch(self.case, ready, inputs, self.device, fill=fill, bands=bands)
+        if isinstance(outcome, Failure):
+            raise WentWrong(outcome)
+        return outcome
+
+    def truth(self, inputs: Inputs) -> Truths | HeadTruths:
+        """Oracle and budgets."""
+        with self.clock.stage("oracle"):
+            return truth(inputs, self.kernel.capabilities.deviations, self.device)
+
+    def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
+        """Outputs against the truth."""
+        with self.clock.stage("judge"):
+            return judge(self.case.kernel, inputs, outputs, expected, self.case.config)

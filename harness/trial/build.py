@@ -1,0 +1,69 @@
+"""Compiling: one process at a time per compile key, so that the backends' disk caches serve the others."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.trial.errors import may_catch, told
+from attnfuzz.harness.trial.supports import compile_key_of
+from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support import cache
+
+__all__ = ["built", "compile_here"]
+
+_ready: set[tuple[str, str, Device]] = set()
+
+
+def built(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
+    """`kernel.build(...)`; the first build of a compile key waits for other processes that compile the same.
+
+    Raises:
+        BuildError: the compiler refused, or the kernel's build raised anything else.
+        BadArgument: the kernel does not support it.
+    """
+    compile_key = compile_key_of(kernel, problem, config, device)
+    if compile_key is None or device not in kernel.capabilities.compiles_on:
+        return _build(kernel, problem, config, device)
+    key = (kernel.name, compile_key, device)
+    if key in _ready:
+        return _build(kernel, problem, config, device)
+    with _locked(key):
+        found = _build(kernel, problem, config, device)
+    _ready.add(key)
+    return found
+
+
+def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
+    try:
+        return kernel.build(problem, config, device)
+    except (BuildError, BadArgument):
+        raise
+    except BaseException as error:  # a compiler's Python side may raise anything: that is the finding
+        if not may_catch(error):
+            raise
+        raise BuildError(told(error)) from error
+
+
+def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Device) -> tuple[float, str | None]:
+    """(seconds, the compiler's error or None) of compiling in this process."""
+    start = time.perf_counter()
+    environment.prepare(device)
+    try:
+        built(kernel, problem, config, device)
+    except BuildError as error:
+        return time.perf_counter() - start, str(error)
+    return time.perf_counter() - start, None
+
+
+@contextmanager
+def _locked(key: tuple[str, str, Device]) -> Iterator[None]:
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    with (cache.folder("locks") / name).open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

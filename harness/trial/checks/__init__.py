@@ -1,0 +1,1 @@
+"""What is asked of a Case besides the comparison with the oracle."""

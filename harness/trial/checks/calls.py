@@ -1,0 +1,169 @@
+"""Sequences of calls in one process: what an earlier call leaves behind must not show in a later one.
+
+The Case's own Problem is always the last call, and is judged by the oracle. Before it come the calls that its check names
+(strategies/earlier_calls.py); compiled code is shared where the compile key is equal, the inputs are fresh copies for each call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.harness.judge.contract import heads_first
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.judge import Truth, place_of
+from attnfuzz.harness.judge.places import where
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bench import Bench, WentWrong
+from attnfuzz.harness.trial.checks.unwritten import told_apart
+from attnfuzz.harness.trial.poison import Bands
+from attnfuzz.kernels.contract import Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.strategies.case import CALLS, Check
+from attnfuzz.strategies.earlier_calls import earlier_problems
+
+__all__ = ["CALL_CHECKS"]
+
+
+def after_other_calls(bench: Bench) -> Verdict:
+    """The calls of the Case's check, its own last: judged, and compared with the first where that was an equal call."""
+    problem, first, kept = bench.case.problem, None, None
+    held = []
+    for earlier in earlier_problems(bench.kernel, bench.case, bench.device):
+        held.append(Bands())
+        made = _earlier(bench, earlier, held[-1])
+        if earlier == problem and first is None:
+            # A kernel may return the same memory every time: what it held must not be lost.
+            first, kept = made, _cloned(made)
+    ready, inputs = bench.ready(), bench.inputs()
+    last = bench.launch(ready, inputs)
+    expected = bench.truth(inputs)
+    verdict = bench.judge(inputs, last, expected)
+    with bench.clock.stage("judge"):
+        found = [*_overstepped(bench, held)]
+        if first is not None and kept is not None:
+            found += _compared(bench, verdict, first, kept, last, expected)
+    verdict = told_apart(bench, ready, inputs, last, verdict)
+    return replace(verdict, status="fail", failures=(*found, *verdict.failures)) if found else verdict
+
+
+CALL_CHECKS: dict[Check, Callable[[Bench], Verdict]] = dict.fromkeys(CALLS, after_other_calls)
+
+
+def _overstepped(bench: Bench, held: list[Bands]) -> Iterator[Failure]:
+    """Memory of earlier calls that a later one wrote past: a workspace kept for other lengths, say."""
+    for each in held:
+        if message := each.broken():
+            yield Failure(
+                kernel=bench.case.kernel,
+                kind="guard",
+                check="earlier memory",
+                message=f"a later call wrote where it may not: {message}",
+            )
+
+
+def _compared(
+    bench: Bench, verdict: Verdict, first: Outputs, kept: Outputs, last: Outputs, expected: dict[OutputName, Truth]
+) -> list[Failure]:
+    """What two equal calls differ in; outputs that the judge has refused are left to it."""
+    refused = {each.output for each in verdict.failures if each.kind == "contract"}
+    # Of a batch that is judged head by head there is no Truth at once: only what is declared deterministic is compared.
+    judged = {name: expected.get(name) for name in bench.case.problem.needs.outputs if name not in refused}
+    return [*_differences(bench, kept, last, judged), *_reused(bench, first, last)]
+
+
+def _earlier(bench: Bench, problem: Problem, bands: Bands) -> Outputs:
+    """One call before the Case's own; what goes wrong there says so."""
+    try:
+        return bench.launch(bench.ready(problem), bench.inputs(problem), bands=bands)
+    except WentWrong as error:
+        if problem == bench.case.problem:
+            raise
+        told = f"{error.failure.message} (in the call before, of check {bench.case.check})"
+        raise WentWrong(replace(error.failure, message=told)) from error
+
+
+def _cloned(outputs: Outputs) -> Outputs:
+    values = {each.name: getattr(outputs, each.name) for each in dataclasses.fields(outputs)}
+    return Outputs(**{name: value.detach().clone() if _plain(value) else value for name, value in values.items()})
+
+
+def _plain(value: object) -> bool:
+    """Whether it is a tensor whose elements can be read: what else a kernel may return, the judge names."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    assert isinstance(value, torch.Tensor)
+    if value.layout is not torch.strided:
+        return False
+    return not value.numel() or value.untyped_storage().nbytes() >= (1 + _extent(value)[1]) * value.element_size()
+
+
+def _differences(bench: Bench, first: Outputs, last: Outputs, expected: dict[OutputName, Truth | None]) -> Iterator[Failure]:
+    """Outputs of two equal calls that are not equal: to the bit where so declared, else within another order of additions."""
+    for name, true in expected.items():
+        before, after = getattr(first, name), getattr(last, name)
+        exact = name in bench.kernel.capabilities.deterministic
+        if not (_plain(before) and _plain(after)) or (true is None and not exact):
+            continue
+        if before.shape != after.shape or before.dtype != after.dtype:
+            message = f"{OUTPUT_TITLES[name]}: {_form(before)} in the first of two equal calls, {_form(after)} in the last"
+            yield _failure(bench, name, message)
+        elif (failure := _difference(bench, name, before, after, true, exact=exact)) is not None:
+            yield failure
+
+
+def _difference(
+    bench: Bench, name: OutputName, before: torch.Tensor, after: torch.Tensor, true: Truth | None, *, exact: bool
+) -> Failure | None:
+    problem = bench.case.problem
+    device = after.device if true is None else true.expected.device
+    was, now = (heads_first(problem, name, each.to(device)) for each in (before, after))
+    same = (was == now) & (was.signbit() == now.signbit()) | was.isnan() & now.isnan()
+    limit = torch.zeros_like(was) if exact or true is None else true.reorder(was, now)
+    if not exact:
+        same |= (was == now) | ((now - was).abs() <= limit)
+    count = int((~same).sum())
+    if not count:
+        return None
+    # A NaN on one side alone is the worst there is.
+    size = torch.where(same, -1.0, (now - was).abs().nan_to_num(nan=torch.inf))
+    place = place_of(problem, name, int(size.flatten().argmax()), now, Truth(expected=was, allowed=limit))
+    rule = "declared deterministic" if exact else f"another order of additions explains {place.allowed:.3g}"
+    message = (
+        f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements differ between two equal calls ({rule}); worst at "
+        f"{where(name, place)}: {place.expected:.9g} in the first call, {place.got:.9g} in the last"
+    )
+    return replace(_failure(bench, name, message), place=place)
+
+
+def _reused(bench: Bench, first: Outputs, last: Outputs) -> Iterator[Failure]:
+    """Outputs of the last call in the memory of the first call's, which a caller may still hold."""
+    for name in bench.case.problem.needs.outputs:
+        before, after = getattr(first, name), getattr(last, name)
+        if not (_plain(before) and _plain(after) and before.numel() and after.numel()):
+            continue
+        if before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr() and _meet(before, after):
+            message = f"{OUTPUT_TITLES[name]} of the last call lies in the memory of the first call's, whose values it replaces"
+            yield Failure(kernel=bench.case.kernel, kind="guard", check="outputs reused", output=name, message=message)
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the extents of two tensors in one storage overlap."""
+    (low_a, high_a), (low_b, high_b) = _extent(a), _extent(b)
+    return low_a <= high_b and low_b <= high_a
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    start = x.storage_offset()
+    return start, start + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype}"
+
+
+def _failure(bench: Bench, name: OutputName, message: str) -> Failure:
+    return Failure(kernel=bench.case.kernel, kind="nondeterministic", check=bench.case.check, output=name, message=message)

@@ -1,0 +1,71 @@
+"""NaN that a kernel computed, told apart from NaN that it found in memory which it never wrote.
+
+A launch fills what the kernel allocates with NaN. Where NaN shows in an output, one more launch with another filling tells: an
+element that is not NaN then is that memory, or was computed from it.
+"""
+
+from __future__ import annotations
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.harness.judge.contract import heads_first
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.judge import Truth, place_of
+from attnfuzz.harness.judge.places import where
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bench import Bench, WentWrong
+from attnfuzz.kernels.contract import Built, Inputs, Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.support.memory import told_stores
+
+__all__ = ["told_apart"]
+
+_OTHER = 0.34375
+"""Exact in every dtype, and no value that attention gives of itself."""
+
+
+def told_apart(bench: Bench, ready: Built, inputs: Inputs, outputs: Outputs, verdict: Verdict) -> Verdict:
+    """`verdict` of `outputs`, with kind "unwritten" for "nonfinite" where that is what it is.
+
+    Raises:
+        DeviceLost: the second launch broke the device for this process.
+    """
+    names: list[OutputName] = [each.output for each in verdict.failures if each.kind == "nonfinite" and each.output]
+    if not names:
+        return verdict
+    # Before the second launch: it may return the same memory.
+    first = {name: heads_first(inputs.problem, name, getattr(outputs, name)) for name in names}
+    try:
+        again = bench.launch(ready, inputs, fill=_OTHER)
+    except WentWrong:  # whatever that is, the NaN is what was seen first
+        return verdict
+    with bench.clock.stage("judge"):
+        failures = tuple(_renamed(each, inputs.problem, first, again) for each in verdict.failures)
+    return replace(verdict, failures=failures)
+
+
+def _renamed(failure: Failure, problem: Problem, first: dict[OutputName, torch.Tensor], again: Outputs) -> Failure:
+    name = failure.output
+    if failure.kind != "nonfinite" or name is None:
+        return failure
+    was, second = first[name], getattr(again, name)
+    if not isinstance(second, torch.Tensor) or second.ndim != was.ndim + (problem.packing == "dense"):
+        return failure
+    now = heads_first(problem, name, second)
+    if now.shape != was.shape:
+        return failure
+    changed = was.isnan() & ~now.isnan()
+    count = int(changed.sum())
+    if not count:
+        return failure
+    zeros = torch.zeros_like(was)
+    place = place_of(problem, name, int(changed.flatten().double().argmax()), was, Truth(expected=zeros, allowed=zeros))
+    if failure.place is not None:
+        place = replace(place, expected=failure.place.expected, allowed=failure.place.allowed)
+    never = bool((now[changed] == _OTHER).all())
+    said = "were never written" if never else "come from memory that was never written"
+    message = f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements {said}; first at {where(name, place)}"
+    if stores := told_stores(second):
+        message += f"; {stores}"
+    return replace(failure, kind="unwritten", message=message, place=place)

@@ -1,0 +1,257 @@
+"""Error maps, made: a Case once more, and every element's error over its budget kept, reduced to what a picture can show.
+
+Runs where Trials run, in a child process: tensors stay there, what goes up is a map of some kilobytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.isolation.tasks import kernel_of
+from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first
+from attnfuzz.harness.judge.diagnosis.region import tile_of
+from attnfuzz.harness.judge.errormap import (
+    BROKEN,
+    DECADES,
+    ENDLESS,
+    EXACT,
+    FORMAT,
+    NOT_JUDGED,
+    OUTSIDE,
+    STEPS,
+    UNWRITTEN,
+    Axis,
+    ErrorMaps,
+    Grid,
+    OutputMap,
+    axis,
+    packed,
+)
+from attnfuzz.harness.judge.intervals import Measured
+from attnfuzz.harness.judge.judge import HeadTruths, Truth, compared, outputs_of_head
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.trial import CHECKS, check_runnable
+from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
+from attnfuzz.kernels.support import memory
+from attnfuzz.oracles.attention import sees
+from attnfuzz.oracles.modifiers import Modifiers, leaves_of
+from attnfuzz.strategies.case import RELATIONS, Case, case_from_json
+
+__all__ = ["error_maps", "map_case"]
+
+_FILL: Final = 0.34375
+"""What a second launch finds in memory that is never written; as good as any value but NaN."""
+_MASK_AT_ONCE: Final = 1 << 22
+_LARGEST_MASK: Final = 1 << 27
+"""Pairs of query and key, all sequences: a larger mask is not drawn."""
+
+
+@dataclass(slots=True)
+class _Levels:
+    """One output: a level for each element, uint8 `(heads, tokens, columns)`, and its figures."""
+
+    levels: torch.Tensor
+    elements: int = 0
+    over: int = 0
+    worst: float = 0.0
+    unjudged: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched(Bench):
+    """A Bench that keeps what it is given to judge, as levels; the last call counts."""
+
+    seen: dict[OutputName, _Levels] = field(default_factory=dict)
+
+    def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
+        """The levels of every output that has the form it should have; nothing is found wrong here."""
+        with self.clock.stage("judge"), torch.no_grad():
+            self.seen.clear()
+            if isinstance(expected, HeadTruths):
+                for head, part, truths in expected.parts():
+                    self._add(part, outputs_of_head(inputs.problem, outputs, head), truths)
+            else:
+                self._add(inputs, outputs, expected)
+        return Verdict(status="pass")
+
+    def _add(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> None:
+        _, found, _ = compared(self.case.kernel, inputs, outputs, expected)
+        for name, each in found.items():
+            levels = _levels(each, expected[name])
+            old = self.seen.setdefault(name, _Levels(levels[:0]))
+            old.levels = torch.cat([old.levels, levels])
+            old.elements += each.figures.elements
+            old.over += each.figures.over
+            old.worst = max(old.worst, each.figures.worst)
+            old.unjudged = each.figures.unjudged
+
+
+def error_maps(case: Case, device: Device) -> ErrorMaps | str:
+    """Run `case` once more and map its outputs; or why there is nothing to map.
+
+    Raises:
+        BadArgument: the Case cannot run here.
+        DeviceLost: the kernel broke the device for this process.
+    """
+    return _mapped(case, device, lambda _: None)
+
+
+def map_case(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
+    """A child's task, with the payload of a Trial: {"maps": ErrorMaps} or {"reason": text}."""
+    kernel_of(payload)
+    memory.check(payload["memory_check"])
+    found = _mapped(case_from_json(payload["case"]), payload["device"], enter)
+    return ({"reason": found} if isinstance(found, str) else {"maps": msgspec.to_builtins(found)}), False
+
+
+def _mapped(case: Case, device: Device, enter: Callable[[str], None]) -> ErrorMaps | str:
+    if case.check in RELATIONS:
+        return f"{case.check} compares two calls with each other, and neither with budgets"
+    environment.prepare(device)
+    bench = _Watched(case, check_runnable(case, device), device, Clock(enter))
+    try:
+        CHECKS[case.check](bench)
+        _tell_unwritten(bench)
+    except WentWrong as error:
+        if not bench.seen:
+            return f"{error.failure.kind}: {error.failure.message}"
+    if not bench.seen:
+        return "no output has the shape and dtype that could be compared"
+    return _reduced(case, bench)
+
+
+def _levels(found: Measured, true: Truth) -> torch.Tensor:
+    """The level of each element: uint8 `(heads, tokens, columns)`, on the CPU."""
+    ratio = found.ratio.double()
+    if not ratio.numel():
+        return torch.zeros(ratio.shape if ratio.dim() == 3 else (*ratio.shape, 1), dtype=torch.uint8)
+    steps = (ratio.clamp(min=1e-30).log10() / DECADES * STEPS).ceil()
+    inside = (steps + STEPS).clamp(1, STEPS) + EXACT
+    beyond = steps.clamp(1, STEPS) + EXACT + STEPS
+    levels = torch.where(found.outside, beyond, inside)
+    levels = levels.masked_fill((ratio == 0) & ~found.outside, EXACT)
+    levels = levels.masked_fill(found.outside & ratio.isinf(), ENDLESS).masked_fill(found.broken, BROKEN)
+    levels = levels.masked_fill((true.allowed == math.inf) & ~found.outside, NOT_JUDGED)
+    levels = levels if levels.dim() == 3 else levels[..., None]
+    return levels.to(torch.uint8).cpu()
+
+
+def _tell_unwritten(bench: _Watched) -> None:
+    """Where NaN shows, launch again with other memory: what is not NaN then was never written, or made from what was not."""
+    broken = [name for name, each in bench.seen.items() if bool((each.levels == BROKEN).any())]
+    if not broken:
+        return
+    inputs = bench.inputs()
+    again = bench.launch(bench.ready(), inputs, fill=_FILL)
+    for name in broken:
+        now, levels = getattr(again, name), bench.seen[name].levels
+        if broken_contract(bench.case.kernel, inputs.problem, name, now, inputs.q.device) is None:
+            values = heads_first(inputs.problem, name, now).cpu().reshape(levels.shape)
+            levels.masked_fill_((levels == BROKEN) & ~values.isnan(), UNWRITTEN)
+
+
+def _reduced(case: Case, bench: _Watched) -> ErrorMaps:
+    problem = case.problem
+    queries, keys = axis(problem.seqlens_q), axis(problem.seqlens_k)
+    outputs = []
+    for name in OUTPUT_NAMES:
+        if (found := bench.seen.get(name)) is None:
+            continue
+        rows = queries if name in BY_QUERY else keys
+        heads, tokens, columns = found.levels.shape
+        across = axis((columns,) * heads)
+        flat = found.levels.permute(1, 0, 2).reshape(tokens, heads * columns)
+        outputs.append(
+            OutputMap(
+                output=name,
+                grid=_grid(_worst(_worst(flat, rows).T, across).T, rows, across),
+                elements=found.elements,
+                over=found.over,
+                worst="inf" if math.isinf(found.worst) else found.worst,
+                tile=_tile(case.config, name),
+                unjudged=found.unjudged,
+            )
+        )
+    mask, by_head = _mask(problem, bench, queries, keys)
+    return ErrorMaps(
+        format=FORMAT,
+        case=case.to_object(),
+        id=case.id,
+        outputs=tuple(outputs),
+        mask=mask,
+        tiles=(_tile(case.config, "o"), _tile(case.config, "dk")),
+        mask_heads=by_head,
+    )
+
+
+def _tile(config: Config, name: OutputName) -> int:
+    """Rows of the kernel's tile for that output, 0 where its Config names none."""
+    own = {"dq": "dq_tile_m", "dk": "dkv_tile_n", "dv": "dkv_tile_n"}.get(name, "")
+    tile = config.tile(own) if own in config else tile_of(config, name)
+    return tile if tile > 1 else 0
+
+
+def _worst(levels: torch.Tensor, rows: Axis) -> torch.Tensor:
+    """The largest level of each cell along the first dimension."""
+    found = []
+    for part in levels.split(list(rows.segments)):
+        cells = -(-len(part) // rows.step)
+        filled = torch.zeros(cells * rows.step, *part.shape[1:], dtype=part.dtype)
+        filled[: len(part)] = part
+        found.append(filled.reshape(cells, rows.step, *part.shape[1:]).amax(1) if cells else filled)
+    return torch.cat(found)
+
+
+def _grid(levels: torch.Tensor, rows: Axis, columns: Axis) -> Grid:
+    return Grid(rows=rows, columns=columns, cells=packed(levels.contiguous().numpy().tobytes()))
+
+
+def _mask(problem: Problem, bench: Bench, queries: Axis, keys: Axis) -> tuple[Grid | None, bool]:
+    """Which keys each query sees, and whether that differs by head. None: too much to be drawn."""
+    pairs = sum(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
+    modifiers = Modifiers.of(problem, tuple(each.cpu() for each in bench.inputs().captured))
+    by_head = modifiers.mask is not None and any(each.op == "h" for each in modifiers.mask.walk())
+    if queries.merged or keys.merged or pairs * (problem.heads if by_head else 1) > _LARGEST_MASK:
+        return None, by_head
+    grid = torch.full((queries.cells, keys.cells), OUTSIDE, dtype=torch.uint8)
+    for index, ((row, rows, n_q), (column, columns, n_k)) in enumerate(zip(queries.parts(), keys.parts(), strict=True)):
+        at_once = max(1, _MASK_AT_ONCE // max(1, n_k * queries.step * (problem.heads if by_head else 1)))
+        for begin in range(0, rows if n_k else 0, at_once):
+            some = range(begin * queries.step, min(n_q, (begin + at_once) * queries.step))
+            seen = _seen(problem, modifiers, index, some, by_head=by_head)
+            cells = _shares(seen, queries.step, keys.step)
+            grid[row + begin : row + begin + len(cells), column : column + columns] = cells
+    return _grid(grid, queries, keys), by_head
+
+
+def _seen(problem: Problem, modifiers: Modifiers, index: int, rows: range, *, by_head: bool) -> torch.Tensor:
+    """bool `(heads or 1, rows, keys)` of one sequence."""
+    n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
+    i, j = torch.arange(rows.start, rows.stop)[None, :, None], torch.arange(n_k)[None, None, :]
+    heads = torch.arange(problem.heads if by_head else 1)[:, None, None]
+    seen = sees(problem, i, j, n_q, n_k)
+    unmasked = modifiers.unmasked(leaves_of(torch.tensor(index), heads, i, j, n_q, n_k))
+    whole = seen if unmasked is None else seen & unmasked
+    return whole.expand(len(heads), len(rows), n_k)
+
+
+def _shares(seen: torch.Tensor, step_q: int, step_k: int) -> torch.Tensor:
+    """0, 1 or 2 of each cell of step_q queries x step_k keys: none of it seen, part of it, all."""
+    any_, all_ = seen.any(0), seen.all(0)
+    for step in (step_q, step_k):
+        cells = -(-any_.shape[0] // step)
+        filled = torch.zeros(2, cells * step, any_.shape[1], dtype=torch.bool)
+        filled[1] = True
+        filled[0, : any_.shape[0]], filled[1, : any_.shape[0]] = any_, all_
+        shaped = filled.reshape(2, cells, step, any_.shape[1])
+        any_, all_ = shaped[0].any(1).T, shaped[1].all(1).T
+    return any_.to(torch.uint8) + all_.to(torch.uint8)

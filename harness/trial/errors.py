@@ -1,0 +1,41 @@
+"""What a kernel raises, told: it may raise anything, with any message or none that can be made."""
+
+from __future__ import annotations
+
+import traceback
+
+from attnfuzz.harness.judge.failure import printable
+from attnfuzz.harness.trial.lost import DeviceLost
+
+__all__ = ["may_catch", "this_is_a_child", "told", "trace"]
+
+_LONGEST = 2000
+_child = False
+
+
+def this_is_a_child() -> None:
+    """Nobody presses Ctrl-C in this process: what is raised here is the kernel's own, whatever it is."""
+    global _child
+    _child = True
+
+
+def may_catch(error: BaseException) -> bool:
+    """Whether `error` is the kernel's, and not the user's Ctrl-C or a device that is lost."""
+    return not isinstance(error, DeviceLost) and (_child or not isinstance(error, KeyboardInterrupt))
+
+
+def told(error: BaseException) -> str:
+    """Type and message."""
+    try:
+        message = str(error)
+    except BaseException as broken:  # the error's own code
+        message = f"(its message cannot be made: {type(broken).__name__})"
+    return printable(f"{type(error).__name__}: {message}"[:_LONGEST])
+
+
+def trace(error: BaseException) -> str:
+    """The last of its traceback."""
+    try:
+        return printable("".join(traceback.format_exception(error))[-6000:])
+    except BaseException as broken:  # the error's own code
+        return f"(its traceback cannot be made: {type(broken).__name__})"

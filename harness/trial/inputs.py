@@ -1,0 +1,139 @@
+"""Recipe -> tensors as a kernel gets them: packing, slack rows and memory layouts. Values are made in harness/trial/values.py.
+
+Slack rows are NaN. What a layout leaves free of an allocation (before the tensor, between rows) is another NaN, whose bits no
+arithmetic gives.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import torch
+
+from attnfuzz.harness.trial.captured import made as made_captured
+from attnfuzz.harness.trial.noise import noise
+from attnfuzz.harness.trial.values import Maker
+from attnfuzz.kernels.contract import Inputs
+from attnfuzz.kernels.modified import tensors_of
+from attnfuzz.kernels.problem import ORDERS, Layout, Problem
+from attnfuzz.strategies.case import Recipe
+
+__all__ = ["GAP", "materialise"]
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+GAP = 0xFFB5 - (1 << 16)
+"""A 16-bit word that is NaN in float16, bfloat16 and (two of them) float32; signalling in the last two."""
+
+
+def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
+    """The tensors of a Case on `device`: slack rows are NaN, dLSE is given where the Problem needs it."""
+    maker = Maker(problem, recipe, device)
+    q = _batched(problem, maker.q() * recipe.q_scale, problem.slack_q)
+    k = _batched(problem, maker.k() * recipe.k_scale, problem.slack_k)
+    v = _batched(problem, maker.v() * recipe.v_scale, problem.slack_k)
+    q, k, v = _laid_out(problem, q, k, v)
+    return Inputs(
+        problem=problem,
+        q=q,
+        k=k,
+        v=v,
+        d_o=_d_o(problem, maker.d_o() * recipe.do_scale, recipe.do_scale),
+        cu_seqlens_q=_cumulated(problem.seqlens_q, device),
+        cu_seqlens_k=_cumulated(problem.seqlens_k, device),
+        max_seqlen_q=max(problem.seqlens_q),
+        max_seqlen_k=max(problem.seqlens_k),
+        d_lse=_d_lse(problem, recipe, device) if problem.needs.dlse else None,
+        captured=tuple(made_captured(problem, each, recipe.seed, device) for each in tensors_of(problem)),
+    )
+
+
+def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor:
+    """float32 (tokens, heads, dim) -> the packing's shape in the dtype, clamped to its finite range, NaN in slack rows."""
+    dtype = _DTYPES[problem.dtype]
+    finite = torch.finfo(dtype).max
+    values = values.clamp(-finite, finite).to(dtype)
+    if problem.packing == "dense":
+        values = values.reshape(problem.batch, values.shape[0] // problem.batch, *values.shape[1:])
+    shape = list(values.shape)
+    shape[-3] += slack
+    out = torch.full(shape, torch.nan, dtype=dtype, device=values.device)
+    out[..., : values.shape[-3], :, :] = values
+    return out
+
+
+def _laid_out(problem: Problem, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v by their layouts; packed ones share an allocation."""
+    layouts = (problem.layout_q, problem.layout_k, problem.layout_v)
+    together = [tensor for tensor, layout in zip(qkv, layouts, strict=True) if layout.packed]
+    packed = iter(_side_by_side(together, problem.layout_k) if together else ())
+    return tuple(
+        next(packed) if layout.packed else _placed(problem, tensor, layout) for tensor, layout in zip(qkv, layouts, strict=True)
+    )
+
+
+def _d_o(problem: Problem, values: torch.Tensor, constant: float) -> torch.Tensor:
+    if not problem.layout_do.expanded:
+        return _placed(problem, _batched(problem, values, problem.slack_q), problem.layout_do)
+    contiguous = _batched(problem, values, problem.slack_q)
+    offset = problem.layout_do.offset
+    one = _allocated(offset + 1, contiguous.dtype, values.device)
+    one[offset] = min(constant, torch.finfo(contiguous.dtype).max)
+    return one.as_strided(contiguous.shape, (0,) * contiguous.ndim, offset)
+
+
+def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The same values (with expanded heads: those of head 0) in the memory that `layout` asks for."""
+    if layout == Layout():
+        return tensor
+    own = ORDERS[problem.packing][0]
+    order = layout.order or own
+    sizes = dict(zip(own, tensor.shape, strict=True))
+    shown = tensor
+    if layout.expanded_heads:
+        shown, sizes["h"] = tensor[..., :1, :], 1
+    row_begins = max(order.index(axis) for axis in order if axis in "bst") + 1
+    strides, step = {}, 1
+    for at in reversed(range(len(order))):
+        if at == row_begins - 1:
+            step += layout.pitch
+        strides[order[at]] = step
+        step *= sizes[order[at]]
+    flat = _allocated(layout.offset + step, tensor.dtype, tensor.device)
+    placed = flat.as_strided(shown.shape, [strides[axis] for axis in own], layout.offset)
+    placed.copy_(shown)
+    return placed.expand(tensor.shape)
+
+
+def _side_by_side(tensors: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+    """Slices of one allocation whose rows hold a token of each tensor, one after the other, then the padding."""
+    widths = [tensor.shape[-2] * tensor.shape[-1] for tensor in tensors]
+    outer = tensors[0].shape[:-2]
+    row = sum(widths) + layout.pitch
+    flat = _allocated(layout.offset + math.prod(outer) * row, tensors[0].dtype, tensors[0].device)
+    found = []
+    for tensor, begin in zip(tensors, accumulate(widths, initial=layout.offset), strict=False):
+        steps = [row * math.prod(outer[axis + 1 :]) for axis in range(len(outer))]
+        part = flat.as_strided(tensor.shape, (*steps, tensor.shape[-1], 1), begin)
+        found.append(part.copy_(tensor))
+    return found
+
+
+def _allocated(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`count` elements of NaN."""
+    words = torch.full((count * dtype.itemsize // 2,), GAP, dtype=torch.int16, device=device)
+    return words.view(dtype)
+
+
+def _cumulated(lengths: tuple[int, ...], device: str) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _d_lse(problem: Problem, recipe: Recipe, device: str) -> torch.Tensor:
+    values = noise(recipe.seed, "dlse", (problem.total_q, problem.heads), device) * recipe.do_scale
+    if problem.packing == "dense":
+        values = values.reshape(problem.batch, problem.seqlens_q[0], problem.heads)
+    shape = (*values.shape[:-2], problem.heads, values.shape[-2] + problem.slack_q)
+    out = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
+    out[..., : values.shape[-2]] = values.transpose(-1, -2)
+    return out

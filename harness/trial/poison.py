@@ -1,0 +1,231 @@
+"""Memory that tests never look at, made visible while a kernel runs.
+
+What torch.empty gives is NaN (integers: a huge value), so that what is never written shows. Every tensor, the kernel's own and
+its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in the results, a write in the bands.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnfuzz.kernels.support.memory import Watch
+
+__all__ = ["Bands", "PoisonEmpty", "memory"]
+
+_aten = torch.ops.aten
+_EMPTY = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.empty_permuted.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
+_FILLED = frozenset(
+    {
+        _aten.zeros.default,
+        _aten.zeros_like.default,
+        _aten.new_zeros.default,
+        _aten.ones.default,
+        _aten.ones_like.default,
+        _aten.new_ones.default,
+        _aten.full.default,
+        _aten.full_like.default,
+        _aten.new_full.default,
+    }
+)
+_BAND = 1 << 16
+"""Bytes before and after each tensor: more than a tile of rows. A multiple of every allocator's alignment."""
+_FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
+"""16-bit words that are NaN in float16, bfloat16 and (two of them) float32: signalling in the last two, so that arithmetic
+changes them. Each tensor has a word of its own: what was read in one band still shows when it is written to another."""
+
+
+_ALIGNMENT = 256
+"""Bytes: a copy is as well aligned as its original, up to this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Band:
+    what: str
+    words: torch.Tensor
+    """The whole buffer as int16: band, tensor, band."""
+    before: int
+    """Words in front of the tensor."""
+    pattern: int
+
+
+class Bands:
+    """Tensors between bands, and the question whether the bands are whole."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Band] = []
+
+    def like(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """A tensor of the same shape, strides, dtype and device, unfilled, between bands. `what` names it in messages."""
+        size = _reach(tensor) * tensor.element_size()
+        held = self._between(size, 0, tensor.device, f"{what} {tuple(tensor.shape)} {tensor.dtype}")
+        return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def copies(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+        """Copies of `tensors` between bands, as they lie in memory: strides, alignment, what is between rows.
+
+        Tensors that share an allocation share one in their copies. `what` and their names name them in messages.
+        """
+        made: dict[str, torch.Tensor] = {}
+        groups: dict[object, list[str]] = {}
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
+            else:
+                made[name] = tensor.clone()
+        for names in groups.values():
+            made |= self._copied({name: tensors[name] for name in names}, what)
+        return {name: made[name] for name in tensors}
+
+    def _copied(self, sharing: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+        """Copies of tensors of one allocation: all that lies between the first byte and the last of any."""
+        spans = [_span(tensor) for tensor in sharing.values()]
+        begin, end = min(first for first, _ in spans), max(last for _, last in spans)
+        first = next(iter(sharing.values()))
+        detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
+        held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}")
+        held.copy_(memory(first, begin, end))
+        made = {}
+        for (name, tensor), (start, stop) in zip(sharing.items(), spans, strict=True):
+            own = held[start - begin : stop - begin].view(tensor.dtype)
+            made[name] = own.as_strided(tensor.shape, tensor.stride())
+        return made
+
+    def _between(self, size: int, lead: int, device: torch.device, what: str) -> torch.Tensor:
+        """`size` bytes between bands, the first `lead` bytes (an even number) past a multiple of the alignment."""
+        pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
+        before = _BAND + lead // 2 * 2
+        words = torch.full(((before + size + _BAND + 1) // 2,), pattern, dtype=torch.int16, device=device)
+        self._kept.append(_Band(what, words, before // 2, pattern))
+        return words.view(torch.uint8)[before : before + size]
+
+    def broken(self) -> str | None:
+        """What was written beyond the ends of which tensor, or None."""
+        if not self._kept:
+            return None
+        for each in self._kept:
+            if each.words.untyped_storage().nbytes() < each.words.numel() * each.words.element_size():
+                return f"the memory was taken away from {each.what}"
+        half = _BAND // 2
+        counts = [(band != each.pattern).sum() for each in self._kept for band in (each.words[: each.before], each.words[-half:])]
+        found = torch.stack(counts).tolist()
+        if not any(found):
+            return None
+        for number, each in enumerate(self._kept):
+            before, after = found[2 * number : 2 * number + 2]
+            if before or after:
+                side, count = ("before the start", before) if before else ("past the end", after)
+                return f"{count} 2-byte words were written {side} of {each.what}"
+        return None
+
+
+def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = None) -> torch.Tensor:
+    """The bytes of `tensor`'s allocation from `begin` to `end`: uint8, without copying.
+
+    By default those from its first element to its last, with what lies between them.
+    """
+    first, last = _span(tensor)
+    begin, end = first if begin is None else begin, last if end is None else end
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its allocation, and the byte after its last."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    return begin, begin + _reach(tensor) * tensor.element_size()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, with what lies between them."""
+    return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
+    """Within it every new tensor lies between `bands`, an uninitialised one filled with `fill` (integers: the largest value).
+
+    A kernel that leaves part of an output or a workspace unwritten then shows it, whatever the allocator had there before.
+    `watch` hears which memory is uninitialised, and what torch writes.
+    """
+
+    def __init__(self, bands: Bands, *, fill: float = math.nan, watch: Watch | None = None) -> None:
+        super().__init__()
+        self._bands, self._value = bands, fill
+        self._watch = Watch() if watch is None else watch
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the op; move what it made between bands."""
+        held = _held(args[0]) if func is _aten.resize_.default else None
+        made = func(*args, **(kwargs or {}))
+        for tensor in _written(func, args, kwargs or {}):
+            self._watch.written(tensor)
+        if held is not None and _bandable(made) and (grown := _held(made) - held) > 0:
+            _fill(made.as_strided((grown,), (1,), held), self._value)
+        empty = func in _EMPTY
+        if not (empty or func in _FILLED) or not _bandable(made):
+            return made
+        between = self._bands.like(made, "a tensor of the kernel's own,")
+        if empty:
+            if _fill(between, self._value) and between.device.type == "cpu":
+                self._watch.allocated(between)
+        else:
+            between.copy_(made)
+        return between
+
+
+def _held(tensor: Any) -> int:
+    """Elements that its storage has room for."""
+    return int(tensor.untyped_storage().nbytes() // tensor.element_size())
+
+
+def _bandable(made: Any) -> bool:
+    plain = made.layout is torch.strided and made.device.type in ("cpu", "cuda") and not made.is_quantized
+    return bool(plain and made.numel() and all(stride >= 0 for stride in made.stride()))
+
+
+def _fill(tensor: torch.Tensor, value: float) -> bool:
+    """Fill it, if its dtype has a value that shows; whether it has."""
+    if tensor.is_floating_point():
+        tensor.fill_(value)
+    elif tensor.dtype is not torch.bool and not tensor.is_complex():
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+    else:
+        return False
+    return True
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an op changes: its first argument, or `out`, as its schema says."""
+    for place, name in _mutable(func):
+        given = args[place] if place < len(args) else kwargs.get(name)
+        for each in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(each, torch.Tensor):
+                yield each
+
+
+@functools.cache
+def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
+    """(place, name) of the arguments that an op changes."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    return tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)

@@ -1,0 +1,89 @@
+"""One Trial: a Case from start to Verdict, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
+from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
+from attnfuzz.harness.trial.checks.unwritten import told_apart
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.launch import copied, is_out_of_memory
+from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
+from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.strategies.case import Case, Check, Recipe
+
+__all__ = ["CHECKS", "check_runnable", "is_out_of_memory", "rehearse", "run_trial"]
+
+
+def against_oracle(bench: Bench) -> Verdict:
+    """One launch, compared with the float64 oracle."""
+    ready, inputs = bench.ready(), bench.inputs()
+    outputs = bench.launch(ready, inputs)
+    return told_apart(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
+
+
+CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
+"""What each check does on a Bench."""
+
+
+def check_runnable(case: Case, device: Device) -> Kernel:
+    """The Case's kernel, if it is installed, can run on `device` and supports the Problem.
+
+    Raises:
+        BadArgument: it is not, cannot or does not; the text says why and what to do.
+    """
+    kernel = registry.get(case.kernel)
+    if reason := kernel.unavailable(device):
+        raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
+    if reason := why_not_case(kernel, case, device):
+        raise reject(
+            "case", case.canonical(), f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities"
+        )
+    return kernel
+
+
+def run_trial(
+    case: Case,
+    device: Device,
+    enter: Callable[[str], None] = lambda _: None,
+    bench: Callable[[Case, Kernel, Device, Clock], Bench] = Bench,
+) -> Verdict:
+    """Do what the Case's check asks: make inputs, run the kernel forward and backward, run the oracle, judge.
+
+    Whatever the kernel raises is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
+    `enter` is told each stage as it begins: compile, inputs, kernel, oracle, judge. `bench` makes what the check works with.
+
+    Raises:
+        BadArgument: the Case cannot run here.
+        DeviceLost: the kernel broke the device for this process.
+    """
+    environment.prepare(device)
+    kernel, clock = check_runnable(case, device), Clock(enter)
+    try:
+        verdict = CHECKS[case.check](bench(case, kernel, device, clock))
+    except WentWrong as error:
+        verdict = Verdict(status="fail", failures=(error.failure,))
+    return replace(verdict, seconds=clock.seconds, device=environment.device_name(device), versions=environment.versions())
+
+
+def rehearse(device: Device) -> None:
+    """All that a Trial does but the kernel, once: what torch imports and loads for it takes seconds the first time."""
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
+    inputs, bands = materialise(problem, Recipe(), device), Bands()
+    given = copied(inputs, bands)
+    with torch.no_grad(), PoisonEmpty(bands):
+        made = Outputs(o=torch.zeros_like(given.q), lse=torch.empty((1, 1), device=device))
+    judge("rehearsal", inputs, made, truth(inputs, Deviations(), device))
+    bands.broken()
+    environment.synchronise(device)

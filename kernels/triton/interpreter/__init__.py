@@ -1,0 +1,1 @@
+"""Triton's interpreter, repaired and with an exact memory checker."""

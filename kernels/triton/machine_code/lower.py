@@ -1,0 +1,170 @@
+"""Triton's device functions compiled to machine code for any architecture, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from attnfuzz.kernels.contract import BuildError
+from attnfuzz.kernels.lowering import MachineCode, Unit, capability, shared_limit
+from attnfuzz.kernels.support.compiler_output import captured
+from attnfuzz.kernels.triton.machine_code.descriptors import astray
+from attnfuzz.kernels.triton.machine_code.races import overwritten
+
+__all__ = ["Call", "cannot_lower", "compile_now", "units"]
+
+_TALKS = "bytes spill stores"
+_LAST_LINES = 3
+"""Lines of source above the place of an error."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A launch as `JITFunction.warmup` takes it: dtypes stand for tensors."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def compile(self) -> Any:
+        """Compile for the active driver's device; Triton's own cache is asked first."""
+        return self.function.warmup(*self.arguments, grid=(1,), **self.constants)
+
+
+def compile_now(calls: Iterable[Call]) -> None:
+    """Compile for this machine's GPU.
+
+    Raises:
+        BuildError: with the compiler's text, or with what Triton would say at the first launch, if no block can have so much
+            shared memory.
+    """
+    try:
+        for each in calls:
+            _fits(each.compile())
+    except Exception as error:  # Triton raises a dozen unrelated types
+        raise BuildError(f"{type(error).__name__}: {error}") from error
+
+
+def _fits(kernel: Any) -> None:
+    driver = importlib.import_module("triton.runtime.driver").driver.active
+    limit = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    if kernel.metadata.shared > limit:
+        raise _out_of_shared(kernel.metadata.shared, limit)
+
+
+def _out_of_shared(shared: int, limit: int) -> Exception:
+    """Triton's own error."""
+    error: Exception = importlib.import_module("triton.runtime.errors").OutOfResources(shared, limit, "shared memory")
+    return error
+
+
+def cannot_lower() -> str | None:
+    """The package that is missing, or None."""
+    for package in ("torch", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: pip install {package}"
+    return None
+
+
+def units(calls: Iterable[Call], arch: str) -> tuple[Unit, ...]:
+    """One for each launch."""
+    return tuple(_Unit(each, arch) for each in calls)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    call: Call
+    arch: str
+
+    @property
+    def function(self) -> str:
+        return self.call.name
+
+    def identity(self) -> str | None:
+        """Triton's own cache is keyed by all that matters."""
+        return None
+
+    def compile(self) -> MachineCode:
+        knobs = importlib.import_module("triton.knobs")
+        # Triton has asked ptxas for its figures anyway, and prints them if told to.
+        knobs.nvidia.dump_ptxas_log = True
+        with captured() as printed, _target(capability(self.arch)), contextlib.redirect_stdout(io.StringIO()) as said:
+            try:
+                kernel = self.call.compile()
+            except Exception as error:  # Triton raises a dozen unrelated types
+                sys.stderr.flush()
+                raise BuildError(_words(error, printed.read_text(errors="replace"))) from error
+        shared, limit = int(kernel.metadata.shared), shared_limit(self.arch)
+        refused = None
+        if shared > limit:
+            refused = str(_out_of_shared(shared, limit))
+        log, hopper = said.getvalue(), capability(self.arch) // 10 == 9
+        return MachineCode(
+            cubin=kernel.asm["cubin"],
+            log=lambda: log if _TALKS in log else _assembled(kernel, capability(self.arch)),
+            dynamic_shared={kernel.metadata.name: shared},
+            races=overwritten(kernel.asm["ttgir"]) if hopper else None,
+            suspects=astray if hopper else None,
+            refused=refused,
+        )
+
+
+@contextlib.contextmanager
+def _target(number: int) -> Iterator[None]:
+    """Triton believes that the active device is of this compute capability."""
+    targets = importlib.import_module("triton.backends.compiler")
+    driver = importlib.import_module("triton.runtime.driver").driver
+    before = driver._active
+    driver.set_active(_Pretended(targets.GPUTarget("cuda", number, 32)))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+class _Pretended:
+    """As much of a driver as a compile asks for. Functions keep what is compiled by device: a number for each capability."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return int(self._target.arch)
+
+    def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - nothing is launched
+        return 0
+
+
+def _assembled(kernel: Any, number: int) -> str:
+    """What ptxas says of code that came from Triton's cache: assembled once more, by Triton itself."""
+    compiler = importlib.import_module("triton.backends.nvidia.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", number, 32)
+    with captured(), contextlib.redirect_stdout(io.StringIO()) as said:
+        compiler.CUDABackend(target).make_cubin(kernel.asm["ptx"], {}, kernel.metadata, number)
+    return said.getvalue()
+
+
+def _words(error: BaseException, printed: str) -> str:
+    """Type, message and place of what went wrong, not the source of all functions round it."""
+    while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
+        # An error in a function that is called is told by each of its callers.
+        error = error.__cause__
+    node, source = getattr(error, "node", None), getattr(error, "src", None)
+    if node is None or not isinstance(source, str):
+        return f"{type(error).__name__}: {error}\n{printed}"
+    line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
+    shown = source.splitlines()[max(0, line - _LAST_LINES) : line]
+    message = getattr(error, "error_message", None) or "the compiler does not say why"
+    return "\n".join(
+        (f"{type(error).__name__} at line {line} of the function:", *shown, " " * column + "^", str(message), printed)
+    )

@@ -1,0 +1,228 @@
+"""Per-element error budgets from float64 quantities: how far off an output of a correct kernel may be.
+
+Assumed of a kernel: P <= 1 against the true running maximum, the row sum from fp32 P, P and dS rounded once to the input
+dtype, fp32 accumulation, one final rounding. What it does otherwise it declares (`Deviations`), and only that term grows.
+
+The budget is M = min(H, 6 sigma + 4 tau) + B. H is the worst case of the roundings to the input dtype (of P, dS, and of O inside
+Delta), sigma their root mean square, tau the part of it that adds up because values repeat; B is the error of fp32 arithmetic
+(scores, exponentials, accumulation) and of values that may be flushed to zero. For float32 kernels H is 0, but for tf32 where
+that is declared. Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal, eps = 2**-24.
+
+Without `ties`, tau is left out: that budget is never larger, and far cheaper, so it is tried first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from attnfuzz.kernels.contract import Deviations, Inputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
+from attnfuzz.oracles.budgets.captured import CapturedSums
+from attnfuzz.oracles.budgets.doubts import Doubts
+from attnfuzz.oracles.budgets.forward import Forward, Scores, accumulated, forward, scores, spread_of
+from attnfuzz.oracles.budgets.independence import Independence
+from attnfuzz.oracles.budgets.repeats import Repeats
+from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Tokens, frames, tokens_of
+
+__all__ = ["Budget", "Budgets", "budgets"]
+
+_PARTS = 6
+_SUMS = ("result", "size", "sigma2", "hard", "b")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Budget:
+    """Of one output over the whole batch, float64, heads first `(heads, tokens, dim)`; `allowed` is M, infinite where not judged.
+
+    `random`: 6 sigma + 4 tau where that is what limits (less than H), else 0. `b` is B, `flush` its part that is flushed values.
+    `noise`: sigma^2 as the aggregate tests take it. `reorder`: what another order of fp32 additions may change in the result.
+    """
+
+    allowed: torch.Tensor
+    random: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    flush: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
+    reorder: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Budgets:
+    """The budget of every output; LSE has `allowed` alone `(heads, tokens)`. `repeats`: whether values are generic."""
+
+    lse: torch.Tensor
+    outputs: dict[OutputName, Budget]
+    repeats: Repeats | None
+    captured: dict[str, torch.Tensor]
+    """M of captured tensors' gradients, by name; none of what no score reads."""
+    independence: Independence | None = None
+    """Whether errors are independent, where it was asked for and all frames are whole."""
+    doubted: dict[OutputName, int] = field(default_factory=dict)
+    """Elements that are not judged since mask_mod is in doubt; empty where it never is."""
+
+
+def budgets(
+    inputs: Inputs,
+    deviations: Deviations,
+    device: str,
+    *,
+    ties: bool = False,
+    lean: bool = False,
+    generic: bool = True,
+    independent: bool = False,
+    chunk: int | None = None,
+) -> Budgets:
+    """The budget M of every output of the batch, by the formulae at `forward` and `backward`.
+
+    Args:
+        inputs: the kernel's inputs.
+        deviations: what the kernel declares.
+        device: "cpu" or "cuda", for what is declared of one of them.
+        ties: whether to count equal values (tau).
+        lean: only `allowed`, for a batch whose other parts would not fit into memory.
+        generic: whether to look for values that repeat (`Budgets.repeats`), a fifth of the time of a small batch.
+        independent: whether to look for errors that are not independent (`Budgets.independence`), about as long as all else.
+        chunk: scores handled at once; None: by the device.
+    """
+    problem = inputs.problem
+    if chunk is None:
+        chunk = CHUNK["cuda" if inputs.q.is_cuda else "cpu"]
+        chunk = min(chunk, LEAN) if lean else chunk
+    # Without autograd's bookkeeping a launch costs a tenth less.
+    with torch.inference_mode():
+        tokens = tokens_of(inputs)
+        made = _Made(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
+        for frame in frames(problem, chunk):
+            placed = Placed(tokens, frame)
+            t = scores(placed, tokens, deviations, device, ties=ties)
+            f, of_p = forward(t, ties=ties, lean=lean)
+            delta = delta_error(t, f, of_p)
+            if independent and frame.whole:
+                made.independence.add(t, f, delta, placed)
+            # Here and below: a frame's tensors are large, and not wanted beside those of what follows.
+            del of_p
+            with made.sums(placed) as (dk, dv):
+                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean, captured=made.captured)
+            made.add(placed, t, f, g)
+            del placed, t, f, delta, g, dk, dv
+        return made.finished()
+
+
+class _Made:
+    """Collects the frames' results."""
+
+    def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool, generic: bool) -> None:
+        p: Problem = tokens.problem
+        self._tokens, self._partials = tokens, partials
+        self.captured = CapturedSums(tokens.modifiers)
+        self._parts = 1 if lean else _PARTS
+        names = [*_SUMS, *(["tau2"] if ties else []), *([] if lean else ["flush"])]
+        # dK's statistics take sigma^2 as it is.
+        self._names: dict[OutputName, list[str]] = {"dk": names, "dv": [*names, *([] if lean else ["noise"])]}
+
+        def zeros(heads: int, total: int, dim: int) -> torch.Tensor:
+            return torch.zeros((heads, total, dim), dtype=torch.float64, device=tokens.q.device)
+
+        self._lse = zeros(p.heads, p.total_q, 1)
+        self._o, self._dq = (zeros(p.heads, p.total_q, self._parts * dim) for dim in (p.dim_v, p.dim_qk))
+        dims: dict[OutputName, int] = {"dk": p.dim_qk, "dv": p.dim_v}
+        self._keys = {name: zeros(p.kv_heads, p.total_k, len(self._names[name]) * dim) for name, dim in dims.items()}
+        # The statistics are those of roundings to half precision; the errors of float32 arithmetic are bounded, not modelled.
+        taken = not lean and p.dtype != "float32" and p.total_q * p.heads >= Repeats.FEWEST
+        self._repeats = Repeats() if taken and generic else None
+        self.independence = Independence()
+        self._doubts = Doubts(p, tokens.q.device)
+
+    @contextmanager
+    def sums(self, placed: Placed) -> Iterator[tuple[Sums, Sums]]:
+        """The sums of dK and dV that a frame adds to; what it has added is in its place afterwards."""
+        parts = {name: placed.sums(whole) for name, whole in self._keys.items()}
+        dk, dv = (Sums.within(part, self._names[name]) for name, part in parts.items())
+        yield dk, dv
+        for name, part in parts.items():
+            placed.store_sums(self._keys[name], part)
+
+    def add(self, placed: Placed, t: Scores, f: Forward, g: Gradients) -> None:
+        """Put one frame's results into their places."""
+        dead = t.dead
+        if t.doubt is not None:
+            self._doubts.add(placed, t.doubt)
+            dead = dead & ~t.doubt.rows
+            for each in (t.m_lse, f.m_o, g.m_dq):
+                each.masked_fill_(t.doubt.rows, torch.inf)
+        if self._parts == 1:
+            o, dq = f.m_o, g.m_dq
+        else:
+            assert f.noise is not None
+            assert g.flush is not None
+            o = _joined(f.m_o, f.hard, f.sigma2, f.tau2, f.b, f.flush, f.noise, f.reorder).masked_fill_(dead, 0.0)
+            dq = _joined(g.m_dq, g.hard, g.sigma2, g.tau2, g.b, g.flush, g.sigma2, g.reorder).masked_fill_(dead, 0.0)
+        placed.store_rows(self._lse, t.m_lse)
+        placed.store_rows(self._o, o)
+        placed.store_rows(self._dq, dq)
+        if self._repeats is not None:
+            self._repeats.add(t, f, g, placed)
+
+    def finished(self) -> Budgets:
+        """Everything over the whole batch; what it is made of is given up."""
+        steps = _row_steps(self._tokens.problem, self._lse.device)
+        found: dict[OutputName, Budget] = {
+            "o": Budget(*self._o.chunk(self._parts, -1)),
+            "dq": Budget(*self._dq.chunk(self._parts, -1)),
+        }
+        for name in ("dk", "dv"):
+            found[name] = self._summed(self._names[name], self._keys.pop(name), steps)
+        return Budgets(
+            lse=self._lse[..., 0], outputs=found, repeats=self._repeats, captured=self.captured.allowed(),
+            independence=self.independence, doubted=self._doubts.counts(),
+        )  # fmt: skip
+
+    def _summed(self, names: list[str], whole: torch.Tensor, steps: float | torch.Tensor) -> Budget:
+        """The budget of dK or dV from sums over all rows."""
+        x = Sums.within(whole, names)
+        reorder = accumulated(steps, x.result, x.size, Format.of(self._tokens.problem.dtype))
+        b = x.b.add_(reorder)
+        half = self._tokens.problem.dtype != "float32"
+        allowed = (torch.minimum(x.hard, spread_of(x.sigma2, x.tau2)) if half else x.hard) + b
+        if self._parts == 1:
+            return Budget(allowed)
+        noise = x.sigma2 if x.noise is None else x.noise
+        if self._partials:
+            # A sum of two half-precision numbers lies on half units: rounding it does nothing or breaks a tie, so h^2 / 2.
+            noise = noise + half_ulp(x.result, Format.of(self._tokens.problem.dtype)).square_().div_(6)
+        return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
+
+
+def _joined(
+    allowed: torch.Tensor,
+    hard: torch.Tensor,
+    sigma2: torch.Tensor,
+    tau2: torch.Tensor | None,
+    b: torch.Tensor,
+    flush: torch.Tensor,
+    noise: torch.Tensor,
+    reorder: torch.Tensor,
+) -> torch.Tensor:
+    """The parts of a Budget side by side."""
+    return torch.cat([allowed, _limiting(hard, sigma2, tau2), b, flush, noise, reorder], -1)
+
+
+def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
+    random = spread_of(sigma2, tau2)
+    return random.masked_fill_(random >= hard, 0.0)
+
+
+def _row_steps(problem: Problem, device: torch.device) -> float | torch.Tensor:
+    """Matrix steps of 16 rows that add up to dK and dV, of each key token: `(total_k, 1)`, or one number for all."""
+    steps = [problem.groups * (math.ceil(n / 16) + 2) for n in problem.seqlens_q]
+    if len(set(steps)) == 1:
+        return float(steps[0])
+    each = torch.tensor(steps, dtype=torch.float64).repeat_interleave(torch.tensor(problem.seqlens_k))
+    return each[:, None].to(device)

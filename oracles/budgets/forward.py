@@ -1,0 +1,331 @@
+"""Scores, probabilities, O and LSE of a frame in float64, and how far off a kernel's may be.
+
+Notation as in oracles/budgets/bounds.py. Tensors are `(Z, rows, keys)` and `(Z, rows, dim)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from attnfuzz.kernels.contract import Deviations
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.oracles.budgets.doubts import Doubt
+from attnfuzz.oracles.budgets.roundings import Rounding, neighbours
+from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
+from attnfuzz.oracles.frames import Placed, Tokens
+from attnfuzz.oracles.modifiers import Changed
+
+__all__ = [
+    "LAMBDA",
+    "TIES",
+    "Forward",
+    "OfP",
+    "Scores",
+    "Steps",
+    "accumulated",
+    "forward",
+    "least",
+    "lost",
+    "repeated_sum",
+    "scores",
+    "spread_of",
+    "steps_of",
+]
+
+LAMBDA, TIES = 6.0, 4.0
+"""How many times the root mean square of independent roundings, and of those that repeat, an error may be."""
+_HUGE = 1e60
+Steps: TypeAlias = float | torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Scores:
+    """float64 quantities of the forward on a frame. q, d_o: `(Z, rows, dim)`; k, v: `(Z, keys, dim)`."""
+
+    rounding: Rounding
+    form: Format
+    scale: float
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_o: torch.Tensor
+    d_lse: torch.Tensor | None
+    q_size: torch.Tensor
+    k_size: torch.Tensor
+    v_size: torch.Tensor
+    d_size: torch.Tensor
+    """|q|, |scale| |k|, |v|, |dO|."""
+    k2: torch.Tensor
+    v2: torch.Tensor
+    d2: torch.Tensor
+    """Squares of scale k, v, dO."""
+    values: torch.Tensor
+    """v, |v|, v^2 and k side by side: one product with P for all of them."""
+    unseen: torch.Tensor
+    dead: torch.Tensor
+    """(Z, rows, 1): whether the row sees no key."""
+    s_size: torch.Tensor
+    """|s|."""
+    top: torch.Tensor
+    """Scores that are their row's maximum, where P is exactly 1."""
+    m: torch.Tensor
+    e: torch.Tensor
+    """exp(s - m): P before it is normalised."""
+    l: torch.Tensor  # noqa: E741
+    p: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    """Bound on the error of a score's exponent argument."""
+    lost_rows: torch.Tensor
+    """(Z, rows, 1): scores so inexact (an error beyond 1 in the exponent) that no budget of what follows is one."""
+    m_lse: torch.Tensor
+    shift: torch.Tensor
+    l_error: torch.Tensor | None
+    """Relative error of a row sum that adds rounded P, where that is declared."""
+    n_k: Steps
+    """Keys of the sequence, or `(Z, 1, 1)` of each."""
+    rows: int
+    """Rows of each query head."""
+    part: float
+    """Of the rows of the longest sequence, how many are here."""
+    k_sum: torch.Tensor
+    """(Z, 1, dim_qk): sum_j |k|."""
+    touched: torch.Tensor
+    """(Z, keys, 1): 1 for keys that some row sees, else 0."""
+    changed: Changed | None
+    """What softcap and score_mod make of the scores."""
+    doubt: Doubt | None
+    """Scores that mask_mod may or may not hide."""
+
+    @property
+    def whole(self) -> bool:
+        """All rows of the sequences are here."""
+        return self.part == 1.0
+
+    @property
+    def lost_keys(self) -> torch.Tensor:
+        """(Z, keys, 1): whether some row sees the key, or may see it, of which nothing is known that it adds up to."""
+        if self.doubt is None:
+            return (self.lost_rows & ~self.unseen).any(1)[..., None]
+        return ((self.lost_rows | self.doubt.endless) & self.doubt.reach).any(1)[..., None]
+
+
+@dataclass(slots=True, eq=False)
+class Forward:
+    """O and its budget M = min(H, 6 sigma + 4 tau) + B."""
+
+    o: torch.Tensor
+    pk: torch.Tensor
+    """P @ k."""
+    sigma2: torch.Tensor
+    tau2: torch.Tensor | None
+    hard: torch.Tensor
+    b: torch.Tensor
+    flush: torch.Tensor
+    """The part of B that is flushed values."""
+    reorder: torch.Tensor
+    """The part of B that is accumulation."""
+    noise: torch.Tensor | None
+    """sigma^2 by P's true units."""
+    m_o: torch.Tensor
+    e_f2: torch.Tensor
+    """sum_j P e_f^2: the square of P's relative error by its score's, averaged."""
+
+
+@dataclass(slots=True, eq=False)
+class OfP:
+    """The roundings of exp(s - m), each `(Z, rows, keys)`: mean square, that times (n - 1), worst case, flushed."""
+
+    variance: torch.Tensor
+    repeated: torch.Tensor | None
+    worst: torch.Tensor
+    flushed: torch.Tensor
+
+
+def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Format) -> torch.Tensor:
+    """fp32 accumulation over `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X), X the sum of the terms' sizes.
+
+    float32 products are added one by one, so that sqrt(16 n) roundings stand in for sqrt(n).
+    """
+    steps_ = steps * 16 if form.u == EPS else steps
+    root = steps_.sqrt() if isinstance(steps_, torch.Tensor) else math.sqrt(steps_)
+    return result.abs().mul_(4 * EPS * steps).add_(size * (6 * EPS * root))
+
+
+def repeated_sum(x: torch.Tensor) -> torch.Tensor:
+    """eps / 2 (n - 1) |x|, n how often each x is there in its row: equal terms of a float32 sum are rounded alike each time.
+
+    Added one after the other they are off by up to n / 2 eps of their sum, of which `accumulated` has half.
+    """
+    return (neighbours(x, EPS * x.shape[-1] / 2) - 1).mul_(x.abs()).mul_(EPS / 2)
+
+
+def steps_of(n: Steps) -> Steps:
+    """Matrix steps of 16 over `n` terms, and two more."""
+    return (n / 16).ceil() + 2 if isinstance(n, torch.Tensor) else math.ceil(n / 16) + 2
+
+
+def spread_of(sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
+    """6 sigma + 4 tau."""
+    found = sigma2.sqrt().mul_(LAMBDA)
+    return found if tau2 is None else found.add_(tau2.sqrt(), alpha=TIES)
+
+
+def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, *, ties: bool = False) -> Scores:
+    """Scores, probabilities and the budget of LSE.
+
+    delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
+    With a score_mod f, delta = error of f(s) (tree_errors.py) where s is off by that without m, + eps (4 |f(s)| + 4 |m|) + 4 tiny
+    Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
+    Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
+    In rows of which mask_mod may or may not hide some score, delta is one for all that may be seen (doubts.py).
+    """
+    problem: Problem = tokens.problem
+    q, k, v, d_o = placed.rows(tokens.q), placed.keys(tokens.k), placed.keys(tokens.v), placed.rows(tokens.d_o)
+    d_lse = None if tokens.d_lse is None else placed.rows(tokens.d_lse.T[:, :, None])
+    values = torch.cat([v, v.abs(), v * v, k], -1)
+    v, v_size, v2, k = values.split([*[problem.dim_v] * 3, problem.dim_qk], -1)
+    seen, scale, form = placed.seen(), problem.scale, Format.of(problem.dtype)
+    modifiers = tokens.modifiers
+    leaves = placed.leaves() if modifiers.score is not None or modifiers.mask is not None else {}
+    doubtful = None
+    if leaves and (unmasked := modifiers.unmasked(leaves)) is not None:
+        if (doubtful := modifiers.doubtful(leaves)) is not None:
+            doubtful = seen & doubtful
+        seen = seen & unmasked
+    unseen = ~seen
+    q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
+    rounding = Rounding(form, problem.dtype != "float32", problem.dtype == "float32" and device in deviations.tf32_on)
+    s = (q * scale) @ k.mT
+    k_sum = k_size.sum(1, keepdim=True)
+    sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
+    k_size.mul_(abs(scale))
+    size = q_size @ k_size.mT
+    steps, k2 = max(1.0, problem.dim_qk / 16), k_size * k_size
+    s_size = s.abs()
+    delta = (s_size * (4 * EPS * steps)).add_(size, alpha=4 * EPS * math.sqrt(steps))
+    if rounding.tf32:
+        delta += TF32 * size
+    if sum_k is not None:
+        random = 2.12 * form.u * torch.sqrt((q * q) @ k2.mT)
+        delta += torch.minimum(form.u * size, random + form.u * s_size) + 0.7 * form.eta * sum_k
+    changed = None
+    if modifiers.score is not None:
+        changed = modifiers.with_error(s, delta, leaves)
+        s, s_size = changed.after, changed.after.abs()
+        delta = changed.after_error + 4 * EPS * s_size
+    hidden = s.masked_fill(unseen, -torch.inf)
+    m = hidden.amax(-1, keepdim=True)
+    dead = m == -torch.inf
+    m.masked_fill_(dead, 0.0)
+    m_size = m.abs()
+    delta.add_(m_size * (4 * EPS) + 4 * TINY)
+    e = torch.exp(hidden - m)
+    total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
+    lse = m + torch.log(total)
+    doubt = None if doubtful is None else Doubt.of(s, m, seen, doubtful)
+    if doubt is not None:
+        delta = doubt.widest(delta, s_size)
+    delta.masked_fill_(unseen if doubt is None else ~doubt.reach, 0.0)
+    # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
+    shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
+    keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
+    m_lse = (lse.abs() + m_size).mul_(4 * EPS).add_(shift).add_(8 * EPS * (1 + keys))
+    top = hidden == m
+    if deviations.lazy_rescale or rounding.tf32:
+        top.zero_()
+    else:
+        top &= delta < form.u / 8
+    if doubt is not None:
+        top &= ~doubt.rows
+    p = e / total
+    found = Scores(
+        rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
+        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
+        top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
+        shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), part=placed.frame.part, k_sum=k_sum,
+        touched=1.0 - unseen.expand(s.shape).all(1)[..., None].to(torch.float64), changed=changed,
+        doubt=doubt,
+    )  # fmt: skip
+    if ties:
+        # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
+        m_lse += (p * (neighbours(e, EPS * s.shape[-1] / 2) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
+    if deviations.l_from_rounded_p:
+        found.l_error = _rounded_sum(found)
+        m_lse += found.l_error
+    m_lse.masked_fill_(dead, 0.0)
+    return found
+
+
+def _rounded_sum(t: Scores) -> torch.Tensor:
+    """The error of a row sum of rounded P, relative: at most u, and mostly of the size of its random walk.
+
+    With ties counted always: a sum of equal P is off by all of one rounding.
+    """
+    random = t.rounding.variance(t.e, t.form.eta, t.top)
+    random = (
+        LAMBDA * random.sum(-1, keepdim=True).sqrt()
+        + TIES * (random * (neighbours(t.e, t.form.u / 16) - 1)).sum(-1, keepdim=True).sqrt()
+    )
+    return (
+        torch.minimum(random / t.l, torch.full_like(t.l, t.form.u * 1.01))
+        + t.rounding.flushed(t.e, None, t.form.eta).sum(-1, keepdim=True) / t.l
+    )
+
+
+def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]:
+    """The budget of O and the roundings in it; `lean`: not what the statistics over a whole output need.
+
+    pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
+    sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
+    H = cap(pi) / l @ |v|
+    B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
+        with ties, in float32, + repeated_sum(P) @ |v|
+    """
+    eta, l2 = t.form.eta, t.l * t.l
+    e_f = torch.expm1(t.delta.clamp(max=80.0)).mul_(torch.exp(t.shift.clamp(max=80.0)))
+    e_f2 = (t.p * e_f).mul_(e_f).sum(-1, keepdim=True).clamp_(max=_HUGE)
+    v_f = t.rounding.variance(t.e, eta, t.top)
+    c_f = t.rounding.worst(t.e, eta).masked_fill_(t.top, 0.0)
+    h_f = torch.where(t.top, 8 * EPS * (1 + t.m.abs()), t.rounding.flushed(t.e, None, eta))
+    v_size, v2 = t.v_size, t.v2
+    o, size, mean2, pk = (t.p @ t.values).split([*[t.v.shape[-1]] * 3, t.k.shape[-1]], -1)
+    hard, sigma2 = (c_f @ v_size).div_(t.l), (v_f @ v2).div_(l2)
+    flush, noise = (h_f @ v_size).div_(t.l), None
+    if not lean:
+        noise = (t.rounding.true_variance(t.e, v_f) @ v2).div_(l2)
+    tau2 = t_f = None
+    if ties and t.rounding.half:
+        t_f = (neighbours(t.e, t.form.u / 16, eta / 8) - 1).mul_(v_f)
+        tau2 = (t_f @ v2).div_(l2)
+    variance = (mean2 - o * o).clamp_(min=0).mul_(e_f2).sqrt_()
+    reorder = accumulated(steps_of(t.n_k), o, size, t.form)
+    b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush)
+    b += lost(v_size.sum(1, keepdim=True), 1.0, t.s_size.shape[-1])
+    if ties and not t.rounding.half:
+        b += (repeated_sum(t.e) @ v_size).div_(t.l)
+    if t.l_error is not None:
+        b += o.abs() * t.l_error
+    m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
+    m_o.masked_fill_(t.lost_rows, torch.inf)
+    found = Forward(
+        o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
+    )
+    return found, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
+
+
+def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: int) -> torch.Tensor:
+    """What flushing to zero below the smallest normal float32 may take from sum x y: tiny (sum |x| + sum |y| + terms + 1).
+
+    An operand that is flushed takes tiny times the other, a product or a sum tiny.
+    """
+    return (size_x + (size_y + (terms + 1))).mul_(TINY)
+
+
+def least(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None, t: Scores) -> torch.Tensor:
+    """min(H, 6 sigma + 4 tau); tf32's truncation is not random, so that H stands alone there."""
+    return torch.minimum(hard, spread_of(sigma2, tau2)) if t.rounding.half else hard.clone()

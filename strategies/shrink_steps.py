@@ -1,0 +1,219 @@
+"""Simpler Cases than a given one: the steps by which a failure is shrunk to what a person can read at a glance.
+
+Hypothesis shrinks the choices behind a Case; one choice less moves all that follow, so that ragged batches get stuck (seen: four
+sequences, 65 x 64 tokens, where 2 x 1 fails as well). A Case is plain data, so its own parts are made simpler instead, and a
+stored Case can be shrunk further without the choices that led to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from attnfuzz.kernels.expressions.tree import Expression, S, node, parse, to_data
+from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.strategies.modifiers import chosen
+from attnfuzz.strategies.shapes import Variant
+
+__all__ = ["simpler"]
+
+_CONTIGUOUS: dict[str, object] = dict.fromkeys(LAYOUTS, Layout())
+_PLAINER: tuple[tuple[str, object], ...] = (
+    ("order", None),
+    ("expanded_heads", False),
+    ("expanded", False),
+    ("packed", False),
+    ("pitch", 0),
+    ("offset", 0),
+    ("pitch", 1),
+    ("offset", 1),
+)
+_VARIANT_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
+
+
+def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
+    """Cases that differ from `case` in one part, made simpler; the boldest steps first.
+
+    Every step lowers one part and raises none, so that taking steps ends. Variants stay within `variants` (simplest first), whose
+    code is compiled already. A Case may be outside the kernel's capabilities: ask `supports`.
+    """
+    if case.check != "oracle":
+        yield replace(case, check="oracle")
+    yield from _fewer_sequences(case)
+    yield from _fewer_heads(case)
+    yield from _plainer_layouts(case)
+    yield from _plainer_values(case)
+    yield from _plainer_problem(case)
+    yield from _simpler_trees(case)
+    yield from _simpler_variants(case, variants)
+    yield from _shorter(case)
+
+
+def _with(case: Case, **changes: object) -> Iterator[Case]:
+    """`case` with parts of its Problem changed; contiguous where its layouts do not fit any more.
+
+    None where that is no Problem: an index of a tree may be inside with these lengths and heads, and outside with fewer.
+    """
+    for more in ({}, _CONTIGUOUS):
+        try:
+            yield replace(case, problem=replace(case.problem, **(more | changes)))
+        except BadArgument:
+            continue
+        return
+
+
+def _plainer_layouts(case: Case) -> Iterator[Case]:
+    """All tensors contiguous, then each (packed ones together), then each part of each layout."""
+    p = case.problem
+    now: dict[str, Layout] = {name: getattr(p, name) for name in LAYOUTS if getattr(p, name) != Layout()}
+    if not now:
+        return
+    yield from _with(case, **_CONTIGUOUS)
+    if p.layout_q.packed:
+        yield from _with(case, layout_q=Layout())
+    packed = [name for name in now if now[name].packed]
+    for names in [*([packed] if packed else []), *([name] for name in now if name not in packed)]:
+        yield from _with(case, **dict.fromkeys(names, Layout()))
+        for layout in _plainer(now[names[0]]):
+            yield from _with(case, **dict.fromkeys(names, layout))
+
+
+def _plainer(layout: Layout) -> Iterator[Layout]:
+    """`layout` with one part left out, or as small as it can be."""
+    for part, plain in _PLAINER:
+        now = getattr(layout, part)
+        if now != plain and (plain != 1 or now > 1):
+            yield replace(layout, **{part: plain})
+
+
+def _fewer_sequences(case: Case) -> Iterator[Case]:
+    p = case.problem
+    if p.batch == 1:
+        return
+    everything = range(p.batch)
+    for kept in [*((i,) for i in everything), *(tuple(j for j in everything if j != i) for i in everything)]:
+        if len(kept) < p.batch:
+            yield from _with(case, seqlens_q=tuple(p.seqlens_q[i] for i in kept), seqlens_k=tuple(p.seqlens_k[i] for i in kept))
+
+
+def _fewer_heads(case: Case) -> Iterator[Case]:
+    p = case.problem
+    for heads in range(1, p.heads + 1):
+        for kv_heads in (kv for kv in range(1, p.kv_heads + 1) if heads % kv == 0):
+            groups = heads // kv_heads
+            if (heads, kv_heads) != (p.heads, p.kv_heads) and groups <= p.groups:
+                yield from _with(case, heads=heads, kv_heads=kv_heads)
+
+
+def _plainer_values(case: Case) -> Iterator[Case]:
+    recipe, plain = case.recipe, Recipe()
+    if recipe == plain:
+        return
+    yield replace(case, recipe=plain)
+    for pattern in PATTERNS[: PATTERNS.index(recipe.pattern)]:
+        yield replace(case, recipe=replace(recipe, pattern=pattern))
+    for name in ("q_scale", "k_scale", "v_scale", "do_scale"):
+        if getattr(recipe, name) != 1.0:
+            yield replace(case, recipe=replace(recipe, **{name: 1.0}))
+    for seed in (0, 1, 2, 3):
+        if seed < recipe.seed:
+            yield replace(case, recipe=replace(recipe, seed=seed))
+
+
+def _plainer_problem(case: Case) -> Iterator[Case]:
+    p = case.problem
+    if p.slack_q and p.slack_k:
+        yield from _with(case, slack_q=0, slack_k=0)
+    plainest = (("window", None), ("softcap", 0.0), ("score_mod", None), ("mask_mod", None))
+    for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
+        if getattr(p, name) != plain:
+            yield from _with(case, **{name: plain})
+    if p.needs.dlse:
+        yield from _with(case, needs=replace(p.needs, dlse=False))
+    if p.packing == "dense":
+        yield from _with(case, packing="ragged")
+
+
+def _simpler_trees(case: Case) -> Iterator[Case]:
+    """score_mod and mask_mod with a part in place of the whole, then with a part of a part, boldest first."""
+    for name in ("score_mod", "mask_mod"):
+        data = getattr(case.problem, name)
+        if data is None:
+            continue
+        tree = parse(data)
+        for each in sorted(_smaller(tree), key=_nodes):
+            yield from _with(case, **{name: to_data(each)})
+
+
+def _smaller(tree: Expression) -> Iterator[Expression]:
+    """Trees with fewer nodes: an argument of the same kind, or the score, in place of a node."""
+    for at, arg in enumerate(tree.args):
+        if arg.kind == tree.kind:
+            yield arg
+        for each in _smaller(arg):
+            yield node(tree.op, *tree.args[:at], each, *tree.args[at + 1 :], value=tree.value)
+    if tree.args and tree.kind == "float" and tree.op != "load":
+        yield S
+
+
+def _nodes(tree: Expression) -> int:
+    return 1 + sum(map(_nodes, tree.args))
+
+
+def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
+    """For each part alone the simpler values that some variant has, simplest first."""
+    p = case.problem
+    fixed = any(each.modifiers is not None for each in variants)
+    values = {"score_mod": p.score_mod, "mask_mod": p.mask_mod, "softcap": p.softcap or None, "window": p.window}
+    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config, chosen(values) if fixed else None)
+    order = {name: list(dict.fromkeys(getattr(each, name) for each in variants)) for name in _VARIANT_PARTS}
+    for name in _VARIANT_PARTS:
+        there = order[name]
+        simplest = there[: there.index(getattr(now, name))] if getattr(now, name) in there else []
+        for value in simplest:
+            for each in variants:
+                parts = {other: getattr(each, other) == getattr(now, other) for other in _VARIANT_PARTS if other != name}
+                if getattr(each, name) == value and all(parts.values()):
+                    plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None} if fixed else {}
+                    given = {**plain, **dict(each.modifiers or ())}
+                    dims = {"dim_qk": each.dims[0], "dim_v": each.dims[1]}
+                    for changed in _with(case, dtype=each.dtype, causal=each.causal, **dims, **given):
+                        yield replace(changed, config=each.config)
+
+
+def _shorter(case: Case) -> Iterator[Case]:
+    """Lengths: both sides of a sequence at once, then each side. 0 is no simpler than 1, so 0 becomes 1 too."""
+    p = case.problem
+    tiles = (case.config.tile("tile_m", 1), case.config.tile("tile_n", 1))
+    for i in range(p.batch):
+        n_q, n_k = p.seqlens_q[i], p.seqlens_k[i]
+        if n_q == n_k == 0:
+            yield from _lengths(case, p, i, 1, 1)
+        for length in _steps(min(n_q, n_k), tiles) if n_q and n_k else ():
+            cut = min(n_q, n_k) - length
+            yield from _lengths(case, p, i, n_q - cut, n_k - cut)
+        for length in _steps(n_q, tiles):
+            yield from _lengths(case, p, i, length, n_k)
+        for length in _steps(n_k, tiles):
+            yield from _lengths(case, p, i, n_q, length)
+
+
+def _steps(length: int, tiles: tuple[int, int]) -> list[int]:
+    """Lengths to try instead of `length`, least first: the smallest, around the tiles, half, one tile less, one less."""
+    if length == 0:
+        return [1]
+    near = (tile + d for tile in tiles for d in (-1, 0, 1))
+    tries = {1, 2, 3, length // 2, length - 1, *near, *(length - tile for tile in tiles)}
+    return sorted(n for n in tries if 1 <= n < length)
+
+
+def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Iterator[Case]:
+    """`case` with sequence `i` of n_q x n_k; a dense batch has one length for all."""
+    if p.packing == "dense":
+        yield from _with(case, seqlens_q=(n_q,) * p.batch, seqlens_k=(n_k,) * p.batch)
+        return
+    q, k = list(p.seqlens_q), list(p.seqlens_k)
+    q[i], k[i] = n_q, n_k
+    yield from _with(case, seqlens_q=tuple(q), seqlens_k=tuple(k))

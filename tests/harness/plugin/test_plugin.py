@@ -1,0 +1,471 @@
+"""The pytest plugin: a kernel team's five-line test file, the options, and one GPU per xdist worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch._dynamo  # and so Triton, whose library aborts the process when it is loaded twice
+
+from attnfuzz.harness import plugin
+from attnfuzz.harness.campaign import campaign
+from attnfuzz.harness.plugin import gpus as plugin_gpus
+from attnfuzz.harness.plugin import options as plugin_options
+from attnfuzz.kernels import registry
+
+# pytester forgets modules that are first imported inside: what must be imported once only is imported here.
+assert campaign
+assert plugin
+assert torch._dynamo
+
+KERNEL_FILE = """
+import torch
+from attnfuzz.kernels.contract import Capabilities, Config, why_unsupported
+from attnfuzz.oracles import attention
+
+
+class Kernel:
+    name, backend, files = "acme.flash", "acme", ()
+    capabilities = Capabilities(dims=((8, 8),), unequal=True, zero_q=True, devices=("cpu",), compiles_on=())
+    longest = 999
+
+    def configs(self, problem):
+        return (Config(tile_m=6, tile_n=6),)
+
+    def unavailable(self, device):
+        return None
+
+    def supports(self, problem, config, device):
+        return why_unsupported(self.capabilities, problem, device)
+
+    def compile_key(self, problem, config):
+        return problem.dtype
+
+    def build(self, problem, config, device):
+        return self
+
+    def forward(self, inputs):
+        if max(inputs.problem.seqlens_k) > self.longest:
+            raise ValueError(f"more than {self.longest} keys")
+        return self.computed(inputs)[:2]
+
+    def backward(self, inputs, o, lse):
+        return self.computed(inputs)[2:]
+
+    def computed(self, inputs):
+        p = inputs.problem
+        with torch.enable_grad():
+            found = [attention.reference(p, data) for data in attention.sequences(inputs)]
+        joined = {name: torch.cat([getattr(each, name) for each in found], 1) for name in ("o", "lse", "dq", "dk", "dv")}
+        lse = joined.pop("lse").float()
+        o, dq, dk, dv = (each.transpose(0, 1).to(inputs.q.dtype) for each in joined.values())
+        return o, lse, dq, dk, dv
+
+
+class Faulty(Kernel):
+    name, longest = "acme.faulty", 5
+"""
+PASSING = "from attnfuzz.harness.plugin import fuzz\nfrom acme import Kernel\n\ntest_kernel = fuzz(Kernel(), max_examples=12)\n"
+FAILING = "from attnfuzz.harness.plugin import fuzz\nfrom acme import Faulty\n\ntest_kernel = fuzz(Faulty(), max_examples=40)\n"
+
+
+@pytest.fixture
+def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A folder with the kernels of a team named acme, as importable as an installed package."""
+    pytester.makepyfile(acme=KERNEL_FILE)
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(pytester.path)
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    return pytester
+
+
+def pytest_here(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    """The tests of `folder` in this process, which is faster."""
+    return folder.runpytest_inprocess("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", *arguments)
+
+
+def pytest_alone(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    """As `pytest_here`, without child processes: faster still, for what is no matter of them."""
+    return pytest_here(folder, "--attnfuzz-in-process", *arguments)
+
+
+def pytest_of(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    """The tests of `folder` in a process of their own, where the plugin is found as users have it: by its entry point."""
+    return folder.runpytest_subprocess("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", *arguments)
+
+
+def test_five_lines_gate_a_correct_kernel(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=PASSING)
+    result = pytest_of(acme, "-v", "--attnfuzz-seed", "3")
+    result.assert_outcomes(passed=2)
+    told = "attnfuzz: acme.flash in 2 tests; device=cpu profile=quick seed=3 budget=as the tests say"
+    result.stdout.fnmatch_lines(["attnfuzz: device=cpu seed=3", told, "*::test_kernel?0? PASSED*", "*::test_kernel?1? PASSED*"])
+    assert [each.name for each in (acme.path / ".attnfuzz").iterdir()] == ["runs"]
+    runs = [json.loads(each.read_text()) for each in (acme.path / ".attnfuzz" / "runs").iterdir()]
+    assert [(each["state"], each["settings"]["seed"]) for each in runs] == [("finished", 3)] * 2
+    assert len({each["session"] for each in runs}) == 1, "one report shows both shards"
+
+
+def test_a_faulty_kernel_fails_with_its_minimal_case_and_how_to_run_it_again(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING)
+    result = pytest_here(acme, "--attnfuzz-out", "found", "-k", "0")
+    result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*1. acme.faulty: exception in forward (forward raised ValueError: more than # keys) (found after *",
+            "   seqlen_q x seqlen_k  *6 (ragged)",
+            "   heads                1 query, 1 key/value (groups of 1)",
+            "   exception: forward raised ValueError: more than 5 keys",
+            "   run it again: *pytest test_acme.py::test_kernel --attnfuzz-case found/cases/acme.faulty-forward-exception-*.json",
+            "   without that file:   pytest test_acme.py::test_kernel --attnfuzz-case AF1-*",
+            '   to keep it:          fuzz(..., cases=?"AF1-*"?)',
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*_run_shard*")
+    [path] = (acme.path / "found" / "cases").iterdir()
+    assert path.suffix == ".json"
+
+
+def test_the_shards_share_the_work_among_xdist_workers(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=PASSING)
+    result = pytest_of(acme, "-n", "2", "-v")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines_random(["*gw*PASSED*test_kernel[[]0]*", "*gw*PASSED*test_kernel[[]1]*"])
+
+
+def test_only_the_named_kernels_run(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=PASSING, test_faulty=FAILING)
+    result = pytest_here(acme, "-rs", "--attnfuzz-kernel", "acme.flash")
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED*: --attnfuzz-kernel names acme.flash"])
+
+
+def test_a_misspelt_kernel_is_no_empty_run(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=PASSING)
+    result = pytest_here(acme, "--attnfuzz-kernel", "acme.flush")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*no kernel of that name is installed; did you mean 'acme.flash'?"])
+
+
+def test_a_kernel_that_cannot_run_here_is_skipped_with_the_reason(acme: pytest.Pytester) -> None:
+    acme.makepyfile(
+        test_acme="""
+        from acme import Capabilities, Kernel
+        from attnfuzz.harness.plugin import fuzz
+
+        class Absent(Kernel):
+            def unavailable(self, device):
+                return "its compiler is missing"
+
+        class Elsewhere(Kernel):
+            capabilities = Capabilities(devices=("cuda",))
+
+        test_absent = fuzz(Absent(), shards=1)
+        test_elsewhere = fuzz(Elsewhere(), shards=1)
+        """
+    )
+    result = pytest_here(acme, "-rs")
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines_random(
+        ["SKIPPED*: acme.flash cannot run on cpu here: its compiler is missing", "SKIPPED*: acme.flash declares no cpu"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attnfuzz-profile", "x"], "*profile='x': no such profile; use one of quick, gate, nightly"),
+        (["--attnfuzz-budget", "banana"], "*budget='banana': it is no duration; give a number and a unit, such as 60s, 5m or 1h"),
+        (["--attnfuzz-budget", "0s"], "*budget='0s': nothing can be tried in no time; give a positive duration, such as 60s"),
+        (["--attnfuzz-device", "tpu"], "*device='tpu': no such device; use auto, cpu or cuda"),
+        (["--attnfuzz-max-examples", "few"], "*argument --attnfuzz-max-examples: invalid int value: 'few'"),
+        (["--attnfuzz-max-failures", "0"], "*max_failures=0: nothing would be tried; give 1 or more"),
+        (["--attnfuzz-max-examples", "0"], "*max_examples=0: nothing would be tried; give 1 or more"),
+        (["--attnfuzz-jobs", "0"], "*jobs=0: nothing would be compiled; give 1 or more"),
+        (["--attnfuzz-memory", "0.1"], "*memory=0.1: a child needs 1 GiB or more; give GiB, such as 8"),
+        (["--attnfuzz-memory", "nan"], "*memory=nan: a child needs 1 GiB or more; give GiB, such as 8"),
+        (["--attnfuzz-out", ""], "*out='': failing Cases would be kept nowhere; give a folder"),
+        (["--attnfuzz-deadline", "x"], "*deadline='x': it is no duration; give a number and a unit, such as 60s, 5m or 1h"),
+        (["--attnfuzz-sead", "1"], "*unrecognized arguments: --attnfuzz-sead*"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error_before_anything_runs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR == 4
+    result.stderr.fnmatch_lines([message])
+
+
+def test_the_options_are_shown_in_help(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("--help")
+    for name in [each for each in plugin_options._DEFAULTS if each not in ("in-process", "no-memory-check", "no-maps")]:
+        result.stdout.fnmatch_lines([f"*--attnfuzz-{name}=*"])
+
+
+def test_the_options_are_those_of_the_command_line() -> None:
+    """Every option of `attnfuzz run` but --json, which is JUnit here."""
+    from attnfuzz.harness.cli.run import run_command
+
+    named = {option.removeprefix("--") for each in run_command.params for option in each.opts if option.startswith("--")}
+    assert named - {"json"} <= set(plugin_options._DEFAULTS)
+
+
+def test_other_peoples_sessions_are_left_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_nothing(): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*attnfuzz:*")
+
+
+# --- GPUs
+
+
+def config(device: str = "auto", **changed: Any) -> Any:
+    values = {f"--attnfuzz-{name}": value for name, value in plugin_options._DEFAULTS.items()} | {"--attnfuzz-device": device}
+    values |= {f"--attnfuzz-{name.replace('_', '-')}": value for name, value in changed.items()}
+    return SimpleNamespace(getoption=values.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("worker", "gpus", "expected"),
+    [
+        ("gw0", ["0", "1", "2"], "0"),
+        ("gw2", ["0", "1", "2"], "2"),
+        ("gw3", ["0", "1", "2"], "0"),
+        ("gw11", ["0", "1", "2", "3", "4", "5", "6", "7"], "3"),
+        ("gw1", ["4", "6"], "6"),
+        ("gw1", ["GPU-8f1c", "GPU-a2d0"], "GPU-a2d0"),
+        ("gw5", ["0"], "0"),
+        ("gw0", [], None),
+        ("master", ["0"], None),
+        (None, ["0"], None),
+    ],
+)
+def test_worker_n_gets_gpu_n_mod_gpus(
+    monkeypatch: pytest.MonkeyPatch, worker: str | None, gpus: list[str], expected: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as before")
+    monkeypatch.setattr(plugin_gpus, "gpus", lambda: gpus)
+    plugin_gpus.pin_worker(worker)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == (expected or "as before")
+
+
+def test_pinning_again_in_a_child_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    plugin_gpus.pin_worker("gw1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    plugin_gpus.pin_worker("gw1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("0,1", ["0", "1"]), ("3", ["3"]), ("", []), ("-1", []), ("GPU-8f1c,GPU-a2d0", ["GPU-8f1c", "GPU-a2d0"])],
+)
+def test_the_gpus_are_those_that_the_user_chose(monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert plugin_gpus.gpus() == expected
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A tool of the driver of our own."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path / "nvidia-smi"
+
+
+def write_tool(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_the_gpus_are_those_that_the_driver_lists(tool: Path) -> None:
+    write_tool(tool, 'echo "GPU 0: NVIDIA X (UUID: GPU-1)"\necho "  MIG 1g.10gb Device 0: (UUID: MIG-1)"\necho "GPU 1: NVIDIA X"')
+    assert plugin_gpus.gpus() == ["0", "1"]
+
+
+def test_a_driver_that_fails_has_no_gpus(tool: Path) -> None:
+    write_tool(tool, 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"\nexit 9')
+    assert plugin_gpus.gpus() == []
+
+
+def test_a_driver_that_hangs_has_no_gpus(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    write_tool(tool, "true")
+    monkeypatch.setattr(plugin_gpus.subprocess, "run", hang)
+    assert plugin_gpus.gpus() == []
+
+
+def test_a_machine_without_the_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(plugin_gpus.shutil, "which", lambda name: None)
+    assert plugin_gpus.gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "device", "expected"),
+    [
+        (0, 8, "auto", None),
+        (1, 16, "auto", 4),
+        (8, 128, "auto", 32),
+        (8, 16, "auto", 16),
+        (8, 4, "auto", 8),
+        (8, 128, "cuda", 32),
+        (8, 128, "cpu", None),
+    ],
+)
+def test_automatic_workers_follow_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, device: str, expected: int | None
+) -> None:
+    monkeypatch.setattr(plugin_gpus, "gpus", lambda: [str(index) for index in range(gpus)])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert plugin_gpus.pytest_xdist_auto_num_workers(config(device)) == expected
+
+
+# --- settings of a shard
+
+
+@pytest.mark.parametrize(
+    ("changed", "most", "shards", "expected"),
+    [
+        ({}, 60, 2, (None, 30)),
+        ({}, 61, 2, (None, 31)),
+        ({}, 1, 4, (None, 1)),
+        ({"max_examples": 10}, 60, 4, (None, 3)),
+        ({"budget": "8s"}, 60, 2, (4.0, None)),
+        ({"budget": "8s", "max_examples": 10}, 60, 2, (4.0, 5)),
+    ],
+)
+def test_shards_share_budget_and_examples(
+    changed: dict[str, Any], most: int, shards: int, expected: tuple[float | None, int | None]
+) -> None:
+    settings = plugin_options.settings_of(config("cpu", **changed), shard=1, shards=shards, most=most)
+    assert (settings.seconds, settings.max_examples) == expected
+    assert (settings.shard, settings.shards, settings.device) == (1, shards, "cpu")
+
+
+def test_the_header_shows_what_differs() -> None:
+    values = {"kernel": ["a"], "device": "cpu", "profile": "gate", "budget": "5s", "max_examples": 3, "seed": 2, "out": "x"}
+    values |= {"max_failures": 4, "jobs": 1, "memory": 2.0}
+    assert plugin_options.pytest_report_header(config(**values)) == (
+        "attnfuzz: kernel=['a'] device=cpu profile=gate budget=5s max-examples=3 max-failures=4 seed=2 out=x jobs=1 memory=2.0"
+    )
+    assert plugin_options.pytest_report_header(config(kernel=[])) is None
+
+
+def test_a_case_file_is_run_again_by_the_line_that_was_printed(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING)
+    pytest_here(acme, "--attnfuzz-out", "found", "-k", "0")
+    [path] = (acme.path / "found" / "cases").iterdir()
+    result = pytest_here(acme, "test_acme.py::test_kernel", "--attnfuzz-case", str(path))
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        ["FAILED *.json", "   seqlen_q x seqlen_k  *6 (ragged)", "exception: forward raised ValueError: *"]
+    )
+    acme.makepyfile(test_acme=PASSING)
+    missing = pytest_here(acme, "--attnfuzz-case", "nowhere.json")
+    assert missing.ret == pytest.ExitCode.USAGE_ERROR
+    missing.stderr.fnmatch_lines(["ERROR: case='nowhere.json': it cannot be read*"])
+    (acme.path / "file").write_text("")
+    unwritable = pytest_here(acme, "--attnfuzz-out", "file/found")
+    assert unwritable.ret == pytest.ExitCode.USAGE_ERROR
+
+
+# --- cases by blob
+
+
+def blob_in(result: pytest.RunResult) -> str:
+    """The blob of the line that a failing test printed: twice where CI is set, since pytest's summary is whole there."""
+    [line] = {each for each in result.outlines if each.strip().startswith("without that file:")}
+    return line.split()[-1]
+
+
+def test_a_blob_runs_a_case_again_without_its_file_and_keeps_it(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING)
+    blob = blob_in(pytest_alone(acme, "--attnfuzz-out", "found", "-k", "0"))
+    again = pytest_alone(acme, "test_acme.py::test_kernel", "--attnfuzz-case", blob)
+    again.assert_outcomes(failed=1, skipped=1)
+    again.stdout.fnmatch_lines([f"FAILED {blob}", "   seqlen_q x seqlen_k  *6 (ragged)"])
+
+    kept = f'test_kernel = fuzz(Faulty(), max_examples=1, cases=["{blob}"])'
+    acme.makepyfile(test_acme=FAILING.splitlines()[0] + "\nfrom acme import Faulty\n\n" + kept)
+    result = pytest_alone(acme, "-k", "case0")
+    result.assert_outcomes(failed=1, deselected=2)
+    result.stdout.fnmatch_lines([f"FAILED {blob}", "exception: forward raised ValueError: more than 5 keys"])
+    acme.makepyfile(acme=KERNEL_FILE.replace('"acme.faulty", 5', '"acme.faulty", 999'))
+    pytest_alone(acme, "-k", "case0").assert_outcomes(passed=1, deselected=2)
+
+
+def test_a_broken_or_a_foreign_case_fails_with_a_clear_message(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING)
+    blob = blob_in(pytest_alone(acme, "--attnfuzz-out", "found", "-k", "0"))
+    acme.makepyfile(
+        test_acme=PASSING.replace("max_examples=12", f'max_examples=1, cases=["AF1-abc", "AF7-abc", "none.json", "{blob}"]')
+    )
+    result = pytest_alone(acme, "-k", "case")
+    result.assert_outcomes(failed=4, deselected=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*case='AF1-abc': the blob was cut or changed on its way; paste all of it, without blanks",
+            "*case='AF7-abc': a blob of version 7, and this attnfuzz reads version 1; use the attnfuzz that printed it, *",
+            "*case='none.json': it cannot be read (No such file or directory); give the path of a case file",
+            "*it is one of acme.faulty, not of acme.flash",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+    with pytest.raises(ValueError, match="one case; give a list of cases"):
+        plugin.fuzz("acme.flash", cases="AF1-abc")
+
+
+# --- with pytest's own options
+
+
+def test_a_failure_under_xdist_is_short_and_in_junit_with_its_figures(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING, test_good=PASSING)
+    result = pytest_of(acme, "-n", "2", "--junitxml", "junit.xml", "--attnfuzz-out", "found", "--attnfuzz-max-failures", "1")
+    outcomes = result.parseoutcomes()
+    assert (outcomes["passed"] >= 2, outcomes["failed"] >= 1) == (True, True), outcomes
+    result.stdout.no_fnmatch_line("*Traceback*")
+    suite = ElementTree.parse(acme.path / "junit.xml").getroot()
+    found: dict[str, list[dict[str, str]]] = {"acme.flash": [], "acme.faulty": []}
+    for case in suite.iter("testcase"):
+        properties = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        found[properties["attnfuzz.kernel"]].append({**properties, "failure text": case.findtext("failure") or ""})
+    assert [len(each) for each in found.values()] == [2, 2]
+    for properties in found["acme.flash"]:
+        assert int(properties["attnfuzz.cases"]) >= 1
+        assert 0 <= float(properties["attnfuzz.o.worst_error_over_budget"]) <= 1
+        assert (properties["attnfuzz.failures"], properties["failure text"]) == ("0", "")
+    failed = [each for each in found["acme.faulty"] if each["attnfuzz.failures"] != "0"]
+    for properties in failed:
+        assert properties["attnfuzz.failure"].startswith("acme.faulty: exception in forward")
+        assert Path(acme.path / properties["attnfuzz.failure.case"]).is_file()
+        assert "run it again:" in properties["failure text"]
+        assert "more than 5 keys" in properties["failure text"]
+        assert len(properties["failure text"].splitlines()) < 20
+    assert len(failed) == outcomes["failed"]
+
+
+def test_stop_at_first_and_last_failed(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_a=FAILING.replace("max_examples=40", "max_examples=40, shards=1"), test_b=PASSING)
+    options = ("--attnfuzz-device", "cpu", "--attnfuzz-in-process", "--attnfuzz-out", "found")
+    first = acme.runpytest_inprocess("-x", *options)
+    first.assert_outcomes(failed=1)
+    first.stdout.fnmatch_lines(["*stopping after 1 failures*"])
+    again = acme.runpytest_inprocess("--lf", *options)
+    again.assert_outcomes(failed=1)
+    again.stdout.fnmatch_lines(["*run-last-failure: rerun previous 1 failure*", "*found after 1 cases*"])

@@ -1,0 +1,329 @@
+"""Standalone scripts: the same inputs to the bit, the same verdict as the harness, and nothing of attnfuzz but the kernel."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.paths import TESTS
+from support.repro import register_all
+
+from attnfuzz.harness.campaign.corpus import CaseFile
+from attnfuzz.harness.repro.script.script import Script, script_of
+from attnfuzz.harness.repro.script.trees import function_of
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.expressions import named as modifiers
+from attnfuzz.kernels.expressions import tree
+from attnfuzz.kernels.expressions.evaluation import evaluate
+from attnfuzz.kernels.expressions.tree import Captured, Expression, captured, to_data
+from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe
+
+CONFIG = Config(tile_m=6, tile_n=6)
+SMALL: dict[str, Any] = {"seqlens_q": (3, 0, 5), "seqlens_k": (4, 2, 3), "heads": 4, "kv_heads": 2, "dim_qk": 8, "dim_v": 8}
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    register_all()
+
+
+def written(case: Case, **found: Any) -> Script:
+    return script_of(CaseFile(case, found, Path("case.json")), "cpu")
+
+
+def loaded(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The script's names, as after an import of it."""
+    made = ModuleType("a_script_of_attnfuzz")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    exec(compile(text, "script.py", "exec"), made.__dict__)
+    return made.__dict__
+
+
+def case_of(kernel: str = "acme.right", *, pattern: Pattern = "normal", check: Any = "oracle", **changed: Any) -> Case:
+    recipe = Recipe(pattern=pattern, seed=5, q_scale=0.5, do_scale=2.0)
+    return Case(kernel=kernel, problem=Problem(**(SMALL | changed)), recipe=recipe, config=CONFIG, check=check)
+
+
+def assert_same_inputs(script: dict[str, Any], case: Case) -> None:
+    got = script["materialise"](script["PROBLEM"], script["Recipe"](**script["RECIPE"]), "cpu")
+    expected = materialise(case.problem, case.recipe, "cpu")
+    for name in ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k"):
+        x, y = getattr(got, name), getattr(expected, name)
+        assert (x is None) == (y is None)
+        if x is not None:
+            assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride()), name
+            assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)), name
+    assert len(got.captured) == len(expected.captured)
+    assert all(torch.equal(x, y) for x, y in zip(got.captured, expected.captured, strict=True))
+    assert (got.max_seqlen_q, got.max_seqlen_k) == (expected.max_seqlen_q, expected.max_seqlen_k)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_is_made_to_the_bit_and_a_right_kernel_is_ok(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(pattern=pattern, dtype=("float16", "bfloat16", "float32")[PATTERNS.index(pattern) % 3])
+    script = loaded(written(case).text, monkeypatch)
+    assert_same_inputs(script, case)
+    assert script["check"]() == []
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense, slack, dLSE": {
+        "packing": "dense", "seqlens_q": (4, 4), "seqlens_k": (3, 3), "slack_q": 2, "slack_k": 1, "needs": Needs(dlse=True),
+        "causal": "bottom_right",
+    },
+    "ragged, slack, dLSE, window": {
+        "slack_q": 1, "slack_k": 3, "needs": Needs(dlse=True), "window": (2, 1), "causal": "top_left",
+    },
+    "one side of a window, softcap": {"window": (None, 0), "softcap": 0.5, "softmax_scale": -0.25},
+    "only O and dV": {"needs": Needs(outputs=("o", "dv"))},
+    "packed, strided, expanded": {
+        "seqlens_q": (3, 5), "seqlens_k": (3, 5), "heads": 2, "kv_heads": 2, "layout_q": Layout(packed=True, pitch=3),
+        "layout_k": Layout(packed=True, pitch=3), "layout_v": Layout(packed=True, pitch=3), "layout_do": Layout(expanded=True),
+    },
+    "heads outside, expanded heads": {"layout_q": Layout(order="htd", offset=5), "layout_k": Layout(expanded_heads=True)},
+    "score_mod with gradients, mask_mod": {
+        "score_mod": to_data(modifiers.SCORES["bias"]), "mask_mod": to_data(modifiers.MASKS["documents and causal"]),
+    },
+    "no queries": {"seqlens_q": (0,), "seqlens_k": (3,), "score_mod": to_data(modifiers.SCORES["alibi"])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_form_of_a_problem_is_made_to_the_bit_and_a_right_kernel_is_ok(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(**SHAPES[name])
+    script = loaded(written(case).text, monkeypatch)
+    assert_same_inputs(script, case)
+    assert run_trial(case, "cpu").failures == ()
+    assert script["check"]() == []
+
+
+FAULTS: dict[str, tuple[Case, str]] = {
+    "one element": (case_of("acme.element"), "dv: 1 of 144 elements are wrong"),
+    "unwritten": (case_of("acme.unwritten"), "dk: 16 of 144 elements are wrong"),
+    "past the end": (case_of("acme.past"), "a tensor that the kernel made"),
+    "an input": (case_of("acme.input"), "the kernel wrote to its input k"),
+    "a shape": (case_of("acme.shape"), "lse is (8, 4) torch.float32 on cpu, (4, 8) torch.float32 on cpu is expected"),
+    "a dtype": (case_of("acme.dtype"), "dq is (8, 4, 8) torch.float64 on cpu, (8, 4, 8) torch.float16 on cpu is expected"),
+    "nothing": (case_of("acme.nothing"), "lse is NoneType, a tensor is expected"),
+    "LSE of rows without keys": (case_of("acme.blind", causal="bottom_right"), "lse: "),
+    "raises": (case_of("acme.raises"), "the kernel raised; its traceback is above"),
+    "exits": (case_of("acme.exits"), "the kernel raised; its traceback is above"),
+    "differs": (case_of("acme.differs", check="twice"), "o: "),
+    "reuses": (case_of("acme.reuses", check="twice"), "o of the last call lies in the memory of the first call's"),
+    "gradients": (case_of("acme.captured", score_mod=to_data(modifiers.SCORES["bias"])), "d bias: "),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_script_shows_what_the_harness_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, expected = FAULTS[name]
+    assert run_trial(case, "cpu").failures
+    script = loaded(written(case).text, monkeypatch)
+    found = script["check"]()
+    assert any(line.startswith(expected) for line in found), found
+    script["KERNEL"] = registry.get("acme.right")
+    assert script["check"]() == []
+
+
+def test_the_worst_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("acme.element")
+    place = run_trial(case, "cpu").failures[0].place
+    assert place is not None
+    found = loaded(written(case).text, monkeypatch)["check"]()
+    assert found[1].startswith(f"  sequence 0, row 0, head 0, dim 3: got {place.got:.9g}, expected {place.expected:.9g}, allowed")
+
+
+def test_inputs_that_were_edited_are_held_to_rough_limits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = written(case_of()).text
+    edited = loaded(text.replace("seqlens_q=(3, 0, 5)", "seqlens_q=(3, 1, 9)"), monkeypatch)
+    assert edited["check"]() == []
+    assert "these inputs are not the case's own" in capsys.readouterr().out
+    edited["KERNEL"] = registry.get("acme.unwritten")
+    assert edited["check"]()
+
+
+def test_large_cases_have_the_budget_of_each_row_and_larger_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnfuzz.harness.repro.script import budgets as script_budgets
+
+    case = case_of("acme.element")
+    monkeypatch.setattr(script_budgets, "_ELEMENTWISE", 10)
+    script = loaded(written(case).text, monkeypatch)
+    assert script["BUDGETS"]["o"][1] == (4, 8, 1)
+    assert any(line.startswith("dv: ") for line in script["check"]())
+    monkeypatch.setattr(script_budgets, "_MOST_SCORES", 10)
+    with pytest.raises(BadArgument, match="a script's plain float64 reference holds 10 at most; make the case smaller first"):
+        written(case)
+
+
+def test_budgets_are_never_smaller_than_measured_and_hardly_larger() -> None:
+    from attnfuzz.harness.repro.script.budgets import _packed
+    from attnfuzz.harness.repro.script.parts import unpacked
+
+    x = torch.cat([torch.tensor([0.0, torch.inf, 1.0]), torch.rand(999) * 10.0 ** torch.randint(-30, 3, (999,))]).double() * 1.1
+    for bits, most in ((23, 2.0**-22), (7, 2.0**-6)):
+        back = unpacked(*_packed(x, bits))
+        assert torch.equal(back.isinf(), x.isinf())
+        finite = ~x.isinf()
+        assert bool((back >= x)[finite].all())
+        assert bool((back <= x * (1 + most))[finite].all())
+
+
+@pytest.mark.parametrize(
+    ("found", "check", "note"),
+    [
+        ({"kind": "aggregate", "check": "R"}, "oracle", "only all of them together"),
+        ({"kind": "relation", "check": "split_batch"}, "split_batch", "compares related calls (check split_batch)"),
+        ({"kind": "uninitialised", "check": "load in forward"}, "oracle", "seen by attnfuzz's memory checker"),
+        ({"kind": "race", "check": "store in forward"}, "oracle", None),
+        ({"kind": "contract", "check": "strides"}, "oracle", "not its strides"),
+        ({"kind": "mismatch", "check": "element"}, "oracle", None),
+    ],
+)
+def test_what_a_script_cannot_show_is_said(found: dict[str, str], check: Any, note: str | None) -> None:
+    script = written(case_of(check=check), identity=found)
+    if note is None:
+        assert script.note is None
+        assert "NOTE" not in script.text
+    else:
+        assert script.note is not None
+        assert note in script.note
+        assert f"# NOTE: {script.note}" in script.text
+
+
+def test_the_interpreters_own_checks_are_on_in_a_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if registry.get("triton.varlen").unavailable("cpu"):
+        pytest.skip("Triton cannot run here")
+    problem = Problem(seqlens_q=(5,), seqlens_k=(3,), dim_qk=16, dim_v=16)
+    kernel = registry.get("fault.memory.store")
+    case = Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0])
+    assert run_trial(case, "cpu").failures[0].kind == "out-of-bounds"
+    script = written(case, identity={"kind": "out-of-bounds", "check": "store in preprocess"})
+    assert script.note is None
+    assert loaded(script.text, monkeypatch)["check"]() == ["the kernel raised; its traceback is above"]
+    assert "MemoryFault: varlen_device.py:" in capsys.readouterr().err
+
+
+def test_a_script_needs_nothing_of_attnfuzz_but_the_kernel() -> None:
+    for name in ("normal", "onehot"):
+        text = written(case_of(pattern=name, score_mod=to_data(modifiers.SCORES["bias"]))).text  # type: ignore[arg-type]
+        nodes = list(ast.walk(ast.parse(text)))
+        modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        ours = {each for each in modules if each and each.startswith("attnfuzz")}
+        assert {"attnfuzz.kernels.contract", "attnfuzz.kernels.problem"} <= ours
+        assert all(each.startswith("attnfuzz.kernels.") for each in ours), ours
+        assert "support_repro" in modules
+
+
+def test_a_kernel_that_no_script_could_import_is_refused() -> None:
+    from support.repro import Plain
+
+    registry.register(Plain("acme.nowhere"))
+    with pytest.raises(BadArgument, match="the kernel is no global of a module that a script could import it from"):
+        written(case_of("acme.nowhere"))
+
+
+# --- modifiers as torch expressions
+
+
+TREES: dict[str, Expression] = {
+    **modifiers.MASKS,
+    **modifiers.SCORES,
+    "constants only": tree.where(tree.truth(True), tree.tanh(tree.const(0.1)), tree.const(-0.3) + tree.const(0.1)) + tree.S,
+    "min and max": tree.minimum(tree.S, 0.25) - tree.maximum(-tree.S, tree.to_float(tree.Q - tree.KV)) * 0.1,
+    "precedence": (tree.S - (tree.S - 2.0)) * (tree.S + 1.0) - (0.5 - tree.absolute(tree.S * 3.0 - 1.0)),
+    "integers": ((tree.Q + 7) % 3 - (tree.KV - 4) // 2 > -1) & ~(tree.Q.equals(tree.KV) | (tree.SEQLEN_Q < tree.SEQLEN_K)),
+    "a mask of constants": (tree.whole(3) < tree.whole(4)) & tree.truth(True),
+    "functions": tree.exp(tree.sigmoid(tree.S) * -0.5) + tree.to_float(tree.whole(3)) * tree.to_float(tree.B),
+    "a constant index": tree.S + tree.load(Captured("t", (4, "heads"), "normal"), tree.whole(2), tree.H),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_modifiers_are_printed_as_what_they_are(name: str) -> None:
+    found = TREES[name]
+    sizes = {"batch": 2, "heads": 3, "kv_heads": 3, "seqlen_q": 5, "seqlen_k": 6}
+    tensors = {}
+    for each in captured(found):
+        shape = tuple(tree.size_of(size, sizes) for size in each.sizes)
+        values = torch.randint(0, 5, shape) if each.kind == "int" else torch.randn(shape, dtype=torch.float64)
+        tensors[each.name] = values
+    s = torch.linspace(-2, 2, 90, dtype=torch.float64).reshape(3, 5, 6)
+    i, j = torch.arange(5)[:, None], torch.arange(6)[None, :]
+    h, n_q, n_k = torch.arange(3)[:, None, None], torch.tensor(5), torch.tensor(6)
+    leaves = {"b": torch.tensor(1), "h": h, "q_idx": i, "kv_idx": j, "seqlen_q": n_q, "seqlen_k": n_k}
+    kind = "score_mod" if found.kind == "float" else "mask_mod"
+    names: dict[str, Any] = {"torch": torch}
+    exec(function_of(kind, found), names)
+    first = [s] if kind == "score_mod" else []
+    got = names[kind](*first, *leaves.values(), *tensors.values())
+    expected = evaluate(found, {**leaves, "score": s}, tensors, torch.float64)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got.broadcast_to(s.shape), expected.broadcast_to(s.shape)), function_of(kind, found)
+
+
+# --- in a fresh process
+
+
+def started(path: Path, *folders: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    return subprocess.Popen(
+        [sys.executable, "-P", str(path)], cwd=path.parent, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Path) -> None:
+    """A numeric fault of a kernel elsewhere, one that dies, and the demo's in an interpreted Triton kernel."""
+    source = (TESTS / "support" / "repro.py").read_text()
+    for folder, text in (("broken", source), ("mended", source.replace("flat[3] += 0.25", "pass"))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "support_repro.py").write_text(text)
+    ours = case_of("acme.element")
+    dies = Case(
+        kernel="fault.segfault", problem=Problem(seqlens_q=(1,), seqlens_k=(3,), dim_qk=16, dim_v=16, dtype="float32"),
+        config=Config(tile_m=16, tile_n=16),
+    )  # fmt: skip
+    demo = Case(
+        kernel="demo.varlen", problem=Problem(seqlens_q=(0,), seqlens_k=(1,), dim_qk=16, dim_v=16),
+        config=Config(num_stages=2, num_warps=4, tile_m=32, tile_n=32),
+    )  # fmt: skip
+    cases = {"ours": ours, "dies": dies}
+    if registry.get("demo.varlen").unavailable("cpu") is None:
+        cases["demo"] = demo
+    for name, case in cases.items():
+        (tmp_path / f"{name}.py").write_text(written(case, identity={"kind": "crash"}).text)
+    running = {name: started(tmp_path / f"{name}.py", tmp_path / "broken") for name in cases}
+    running["mended"] = started(tmp_path / "ours.py", tmp_path / "mended")
+    if "demo" in cases:
+        text = (tmp_path / "demo.py").read_text().replace("get('demo.varlen')", "get('triton.varlen')")
+        (tmp_path / "right.py").write_text(text)
+        running["right"] = started(tmp_path / "right.py")
+    done = {name: (*process.communicate(timeout=300), process.returncode) for name, process in running.items()}
+    out, err, code = done["ours"]
+    assert code == 1, err
+    assert out.splitlines()[:2] == ["FAILED acme.element on cpu, run 1", "dv: 1 of 144 elements are wrong"]
+    assert done["mended"] == ("OK acme.element on cpu\n", "", 0)
+    assert done["dies"][2] == -signal.SIGSEGV
+    if "demo" in cases:
+        out, err, code = done["demo"]
+        assert code == 1, err
+        assert "dk: 16 of 16 elements are wrong" in out
+        assert done["right"][2] == 0, done["right"]
+        assert done["right"][0] == "OK triton.varlen on cpu\n"

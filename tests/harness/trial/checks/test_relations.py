@@ -1,0 +1,458 @@
+"""Metamorphic relations: each finds the fault it is for, at sizes beyond the oracle, and lets correct kernels pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from msgspec.structs import replace
+from support.emulated import WIDE, Emulated
+from support.long import CAN, FAR, Long
+
+from attnfuzz.harness.campaign.shrink import Shrinker, Sighting
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.trial import trial
+from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Capabilities, Deviations, Kernel
+from attnfuzz.kernels.faults.planted import Edit, planted_copy
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
+from attnfuzz.kernels.triton.varlen import TritonVarlen
+from attnfuzz.oracles.relations import strides
+from attnfuzz.oracles.relations.difference import Difference, limit, worst
+from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
+from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.relation_problems import related_problems, why_not_relation
+from attnfuzz.strategies.relations import relation_cases
+from attnfuzz.strategies.shapes import Variant, all_variants, pool
+from attnfuzz.strategies.shrink_steps import simpler
+
+LONG = 2 * FAR
+
+
+def problem(seqlen_q: int, seqlen_k: int, **changes: object) -> Problem:
+    base = Problem(seqlens_q=(seqlen_q,), seqlens_k=(seqlen_k,), dim_qk=16, dim_v=16, dtype="float32")
+    return replace(base, **changes)
+
+
+SHOWS: dict[Check, tuple[str, Problem, str]] = {
+    "split_batch": (
+        "a sequence far along reads the rows of the first",
+        Problem(seqlens_q=(2, 3, 2), seqlens_k=(FAR, FAR, FAR), dim_qk=16, dim_v=16, dtype="float32"),
+        "o",
+    ),
+    "permuted_keys": ("a band of far keys is dropped", problem(4, LONG), "lse"),
+    "repeated_heads": ("the last head of a group is not added for far keys", problem(3, LONG, heads=3), "dk"),
+    "shifted_scores": ("far rows have their scores capped", problem(LONG, 4), "lse"),
+    "constant_v": ("padded keys enter the row sum of far rows", problem(LONG, 8), "o"),
+    "scaled_values": ("far rows of O have a bias", problem(LONG, 4), "o"),
+    "future_keys": ("far rows see one key too many", problem(6, LONG, causal="bottom_right"), "o"),
+    "split_keys": ("LSE is that of the last chunk of keys", problem(3, LONG), "lse"),
+    "huge_strides": ("the row offset of do wraps at 2^31", problem(5, 7), "dv"),
+}
+"""For each relation a fault, a Problem that it shows on, and the output that tells of it."""
+
+
+def tried(kernel: Kernel, of: Problem, check: Check, recipe: Recipe = Recipe()) -> tuple[Failure, ...]:  # noqa: B008
+    registry.register(kernel)
+    try:
+        return trial.run_trial(Case(kernel=kernel.name, problem=of, check=check, recipe=recipe), "cpu").failures
+    finally:
+        registry.unregister(kernel.name)
+
+
+def test_every_relation_has_a_check_and_a_fault() -> None:
+    assert set(RELATION_CHECKS) == set(RELATIONS) == set(SHOWS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("check", RELATIONS)
+def test_a_fault_far_along_is_found_and_named(check: Check, dtype: str) -> None:
+    fault, of, output = SHOWS[check]
+    of = replace(of, dtype=dtype)
+    for number in range(4):
+        failures = tried(Long(fault=fault), of, check, Recipe(seed=number))
+        if failures:
+            break
+    named = {failure.output: failure for failure in failures}
+    assert output in named
+    failure = named[output]
+    assert (failure.kind, failure.check, failure.identity.message) == ("relation", check, "")
+    assert f"breaks {check}" in failure.message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("check", RELATIONS)
+def test_the_same_case_passes_without_the_fault(check: Check, dtype: str) -> None:
+    for number in range(2):
+        assert not tried(Long(), replace(SHOWS[check][1], dtype=dtype), check, Recipe(seed=number))
+
+
+IN_TRITON: list[tuple[Check, Edit, Problem, set[str]]] = [
+    (
+        "repeated_heads",
+        Edit("for member in range(groups):", "for member in range(tl.minimum(groups, 2)):"),
+        problem(5, 20, heads=3, dtype="float16"),
+        {"dk", "dv"},
+    ),
+    (
+        "future_keys",
+        Edit("cols[None, :] <= last[:, None],", "cols[None, :] <= last[:, None] + (last[:, None] > 35),"),
+        problem(45, 45, causal="bottom_right", dtype="float16"),
+        {"o", "lse", "dq"},
+    ),
+    (
+        "constant_v",
+        Edit("alpha + tl.sum(p, 1)", "alpha + tl.sum(tl.where(cols[None, :] == 70, 0.0, p), 1)"),
+        problem(4, 90, dtype="float16"),
+        {"o"},
+    ),
+    (
+        "split_batch",
+        Edit("return begin, end - begin", "return begin + tl.where(begin > 60, 1, 0), end - begin - tl.where(begin > 60, 1, 0)"),
+        Problem(seqlens_q=(50, 30, 4), seqlens_k=(50, 30, 4), dim_qk=16, dim_v=16),
+        {"o", "lse", "dq", "dk", "dv"},
+    ),
+]
+"""Faults of bugs that were real (GQA-02, MSK, CMP-09, RAG-08), as edits of triton.varlen."""
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("check", "edit", "of", "outputs"), IN_TRITON, ids=[each[0] for each in IN_TRITON])
+def test_faults_of_a_real_kernel_are_found(check: Check, edit: Edit, of: Problem, outputs: set[str]) -> None:
+    good = registry.get("triton.varlen")
+    if reason := good.unavailable("cpu"):
+        pytest.skip(reason)
+    code = functools.partial(planted_copy, "attnfuzz.kernels.triton.varlen_device", [edit])
+    bad = TritonVarlen(name="test.planted", device_code=code)
+    config = good.configs(of)[0]
+    found: set[str] = set()
+    for number in range(4):
+        case = Case(kernel="test.planted", problem=of, config=config, check=check, recipe=Recipe(seed=number))
+        registry.register(bad)
+        found |= {str(each.output) for each in trial.run_trial(case, "cpu").failures}
+        registry.unregister("test.planted")
+        assert not trial.run_trial(replace(case, kernel="triton.varlen"), "cpu").failures
+        if found:
+            break
+    assert outputs <= found
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_an_offset_that_wraps_is_found_in_each_input(name: str) -> None:
+    failures = tried(Long(fault=f"the row offset of {name} wraps at 2^31"), problem(5, 7), "huge_strides")
+    wide = "d_o" if name == "do" else name
+    assert failures
+    assert f"with rows of {wide} a huge pitch apart" in failures[0].message
+
+
+def test_where_there_is_no_memory_nothing_is_judged_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_args: object) -> torch.Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(strides, "_stretched", refused)
+    registry.register(Long())
+    verdict = trial.run_trial(Case(kernel="test.long", problem=problem(5, 7), check="huge_strides"), "cpu")
+    registry.unregister("test.long")
+    assert verdict.status == "pass"
+    assert {each.unjudged for each in verdict.figures.values()} == {"no memory for rows that pass 2^31 elements"}
+
+
+def test_a_huge_pitch_puts_the_last_row_beyond_two_to_the_31() -> None:
+    for each, (name, _) in zip(related_problems("huge_strides", problem(5, 7, heads=2), 0), strides.TENSORS, strict=True):
+        inputs = materialise(
+            replace(each, layout_q=Layout(), layout_k=Layout(), layout_v=Layout(), layout_do=Layout()), Recipe(), "cpu"
+        )
+        wide = getattr(strides.stretched(dataclasses.replace(inputs, problem=each)), name)
+        assert 2**31 <= (wide.shape[0] - 1) * wide.stride(0) < 2**31 + 2**8
+        assert torch.equal(wide, getattr(inputs, name))
+
+
+def test_the_first_bad_row_is_named() -> None:
+    """A long sequence, one tile of rows moved by a third of their size: far below what the whole head would show."""
+
+    class Moved(ReferenceCpu):
+        name = "test.moved"
+
+        def build(self, *args):
+            built = super().build(*args)
+            forward = built.forward
+
+            def wrong(inputs):
+                o, lse = forward(inputs)
+                if inputs.problem.batch > 1:
+                    o[20_064:20_080, 1] *= 1.00001
+                return o, lse
+
+            built.forward = wrong
+            return built
+
+    of = Problem(seqlens_q=(3, LONG), seqlens_k=(8, 8), dim_qk=16, dim_v=16, heads=2, kv_heads=2, dtype="float32")
+    (failure,) = (each for each in tried(Moved(), of, "split_batch") if each.output == "o")
+    assert failure.place is not None
+    assert (failure.place.sequence, failure.place.head) == (1, 1)
+    assert 20_061 <= failure.place.position < 20_077
+
+
+def test_rows_and_heads_are_judged_as_well_as_elements() -> None:
+    noise = torch.randn((2, 500, 64), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    zero, one = torch.zeros_like(noise), torch.ones(())
+
+    def ratio(error: torch.Tensor) -> tuple[float, str]:
+        found = worst(Difference("o", 0, error, zero, one, noise=True))
+        assert found is not None
+        return found.ratio, found.rule
+
+    assert ratio(noise)[0] < 1
+    by_row = noise.clone()
+    by_row[1, 17] *= 2.5
+    assert ratio(by_row)[1] == "row"
+    assert ratio(by_row)[0] > 1
+    by_head = noise.clone()
+    by_head[0] *= 1.3
+    assert ratio(by_head) > (1, "head")
+    assert ratio(torch.full_like(noise, torch.nan))[0] == torch.inf
+    assert limit(1) == pytest.approx(6.2)
+
+
+def test_bit_by_bit_is_no_tolerance() -> None:
+    zero = torch.zeros((1, 2, 3), dtype=torch.float64)
+    found = worst(Difference("o", 0, zero + 2.0**-149, zero, zero))
+    assert found is not None
+    assert found.ratio == torch.inf
+    assert worst(Difference("o", 0, zero[:, :0], zero[:, :0], zero[:, :0])) is None
+    endless = torch.full((1, 2), -torch.inf)
+    good = worst(Difference("lse", 0, endless, endless, torch.zeros(())))
+    assert good is not None
+    assert good.ratio == 0
+
+
+DETERMINISTIC = msgspec.structs.replace(WIDE, deterministic=OUTPUT_NAMES, dlse=False)
+ATOMIC = msgspec.structs.replace(WIDE, deterministic=(), dlse=False)
+SMALL = Limits(batch=2, heads=3, length=40, tiles=4)
+
+
+def drawn(kernel: Kernel, count: int, limits: Limits | None = None, variants: tuple[Variant, ...] | None = None) -> list[Case]:
+    found: list[Case] = []
+
+    @seed(11)
+    @settings(max_examples=count, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+    @given(case=relation_cases(kernel, device="cpu", limits=limits, variants=variants))
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+@pytest.fixture(params=["exact", "atomic", "long", "reference"])
+def subject(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    kernels: dict[str, Kernel] = {
+        "exact": Emulated(capabilities=DETERMINISTIC),
+        "atomic": Emulated(capabilities=ATOMIC),
+        "long": Long(),
+        "reference": registry.get("torch.reference_cpu"),
+    }
+    kernel = kernels[request.param]
+    registry.register(kernel)
+    yield kernel
+    registry.unregister(kernel.name)
+
+
+def test_correct_kernels_pass_what_is_drawn(subject: Kernel) -> None:
+    for case in drawn(subject, 30):
+        verdict = trial.run_trial(case, "cpu")
+        assert not verdict.failures, (case.canonical(), verdict.failures)
+
+
+HALF, BFLOAT = "float16", "bfloat16"
+ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
+    # Kernels on a GPU were told to be wrong there, and so was an emulated one with the same numbers. Equal P are rounded alike,
+    ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (249,), "dim_qk": 192, "dim_v": 128, "dtype": BFLOAT,
+                                "softmax_scale": 0.0}, Recipe(), {}),
+    ("emulated", "constant_v", {"seqlens_q": (12,), "seqlens_k": (76,), "dim_qk": 96, "dim_v": 96, "dtype": HALF,
+                                "softmax_scale": 0.0, "causal": "bottom_right"}, Recipe(), {}),
+    # subnormal dV too,
+    ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (11389,), "dim_qk": 64, "dim_v": 64, "dtype": HALF},
+     Recipe(), {}),
+    ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (17000,), "dim_qk": 64, "dim_v": 64, "dtype": HALF,
+                                "softmax_scale": 0.0}, Recipe(), {}),
+    # the error of Delta is times the mean of the keys that a row sees,
+    ("emulated", "permuted_keys", {"seqlens_q": (215,), "seqlens_k": (871,), "dim_qk": 48, "dim_v": 80, "heads": 8, "kv_heads": 8,
+                                   "packing": "dense", "dtype": BFLOAT}, Recipe(k_scale=2.0, seed=3),
+     {"tile_m": 32, "tile_n": 128}),
+    # one key may lead its row where scores spread,
+    ("emulated", "permuted_keys", {"seqlens_q": (911,), "seqlens_k": (256,), "dim_qk": 64, "dim_v": 64, "heads": 7, "kv_heads": 7,
+                                   "packing": "dense", "softmax_scale": -0.125, "dtype": HALF},
+     Recipe(q_scale=0.5, k_scale=4.0, seed=3011), {}),
+    # and tf32 cuts toward zero.
+    ("emulated.tf32", "constant_v", {"seqlens_q": (1,), "seqlens_k": (2,), "dim_qk": 64, "dim_v": 64, "dtype": "float32"},
+     Recipe(), {}),
+    ("emulated.tf32", "constant_v", {"seqlens_q": (32,), "seqlens_k": (43,), "dim_qk": 64, "dim_v": 64, "dtype": "float32"},
+     Recipe(), {}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "check", "values", "recipe", "choices"), ONCE_ACCUSED)
+def test_what_a_correct_kernel_was_accused_of(name: str, check: Check, values, recipe: Recipe, choices) -> None:
+    kernel, problem = registry.get(name), Problem(**values)
+    tried = [each for each in kernel.configs(problem) if each["mma"] == "f32" and dict(each) | choices == dict(each)]
+    assert tried
+    for config in tried[:6]:
+        verdict = trial.run_trial(Case(kernel=name, problem=problem, recipe=recipe, config=config, check=check), "cpu")
+        assert not verdict.failures, (config, verdict.failures)
+
+
+def test_triton_passes_what_is_drawn() -> None:
+    kernel = registry.get("triton.varlen")
+    if reason := kernel.unavailable("cpu"):
+        pytest.skip(reason)
+    for case in drawn(kernel, 30, SMALL):
+        verdict = trial.run_trial(case, "cpu")
+        assert not verdict.failures, (case.canonical(), verdict.failures)
+
+
+@pytest.mark.slow
+def test_tilelang_passes_what_is_drawn() -> None:
+    kernel = registry.get("tilelang.varlen")
+    if reason := kernel.unavailable("cpu"):
+        pytest.skip(reason)
+    variants = pool(all_variants(kernel, "cpu"), 2, 0)
+    for case in drawn(kernel, 30, SMALL, variants):
+        verdict = trial.run_trial(case, "cpu")
+        assert not verdict.failures, (case.canonical(), verdict.failures)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton.varlen", "tilelang.varlen"])
+@pytest.mark.parametrize("check", [each for each in RELATIONS if each != "huge_strides"])
+def test_long_sequences_pass_on_the_gpu(name: str, check: Check) -> None:
+    causal = "bottom_right" if check == "future_keys" else None
+    lengths = (70, 65_536) if check == "split_batch" else (65_536,)
+    of = Problem(seqlens_q=lengths, seqlens_k=lengths, heads=2, dim_qk=64, dim_v=64, causal=causal)
+    kernel = registry.get(name)
+    case = Case(kernel=name, problem=of, config=kernel.configs(of)[0], check=check)
+    assert not trial.run_trial(case, "cuda").failures
+
+
+def test_every_relation_is_drawn_and_fits(subject: Kernel) -> None:
+    cases = drawn(subject, 200)
+    wanted = set(RELATIONS) - (set() if subject.capabilities.layouts else {"huge_strides"})
+    assert {case.check for case in cases} == wanted
+    assert all(why_not_case(subject, case, "cpu") is None for case in cases)
+
+
+def test_what_makes_no_sense_is_not_drawn() -> None:
+    plain = Long(capabilities=Capabilities(dims=((16, 16),), devices=("cpu",), compiles_on=()))
+    assert {case.check for case in drawn(plain, 60)} == set(RELATIONS) - {
+        *("repeated_heads", "future_keys", "split_keys", "huge_strides")
+    }
+    prescaled = Long(capabilities=msgspec.structs.replace(CAN, deviations=Deviations(prescaled_q=True)))
+    assert "shifted_scores" not in {case.check for case in drawn(prescaled, 60)}
+
+
+REFUSED = [
+    ("split_batch", problem(4, 4), "one sequence has no parts"),
+    ("permuted_keys", problem(4, 4, causal="top_left"), "only without a mask"),
+    ("split_keys", problem(4, 4, causal="bottom_right"), "only without a mask"),
+    ("repeated_heads", problem(4, 4, heads=2, kv_heads=2), "every query head has its own keys"),
+    ("shifted_scores", problem(4, 4, dim_qk=1, dim_v=1), "dim_qk=1"),
+    ("future_keys", problem(4, 4), "causal=None"),
+    ("future_keys", problem(1, 4, causal="bottom_right"), "every prefix of queries sees every key"),
+    ("future_keys", problem(4, 1, causal="top_left"), "every prefix of queries sees every key"),
+    ("huge_strides", problem(4, 4, slack_q=1), "slack rows"),
+    ("huge_strides", problem(1, 4), "tokens="),
+    ("constant_v", problem(0, 4), "no queries or no keys"),
+    ("scaled_values", problem(4, 4, softmax_scale=8.0), "scores of deviation"),
+    ("scaled_values", problem(4, 4, window=(1, 1)), "window="),
+]
+
+
+@pytest.mark.parametrize(("check", "of", "reason"), REFUSED)
+def test_a_case_outside_a_relation_is_refused_with_the_reason(check: Check, of: Problem, reason: str) -> None:
+    kernel = Long(capabilities=msgspec.structs.replace(CAN, window=True))
+    case = Case(kernel=kernel.name, problem=of, check=check)
+    assert reason in (why_not_relation(kernel, case, "cpu") or "")
+    with pytest.raises(BadArgument, match="does not support it"):
+        tried(kernel, of, check)
+
+
+def test_a_recipe_of_other_values_is_refused() -> None:
+    case = Case(kernel="test.long", problem=problem(4, 4), check="permuted_keys", recipe=Recipe(pattern="outlier"))
+    assert "pattern='outlier'" in (why_not_relation(Long(), case, "cpu") or "")
+
+
+def test_related_launches_stay_within_what_the_kernel_supports() -> None:
+    can = msgspec.structs.replace(CAN, groups=(2,))
+    case = Case(kernel="test.long", problem=problem(4, 4, heads=2), check="repeated_heads")
+    assert "does not support the related launch: groups=1" in (why_not_relation(Long(capabilities=can), case, "cpu") or "")
+
+
+def test_a_contract_that_a_related_launch_breaks_is_a_failure() -> None:
+    class Short(Long):
+        def forward(self, inputs):
+            o, lse = super().forward(inputs)
+            return o, lse if inputs.problem.batch > 1 else lse[:, :-1]
+
+    of = Problem(seqlens_q=(3, 4), seqlens_k=(3, 4), dim_qk=16, dim_v=16)
+    of = replace(of, needs=Needs(outputs=("o", "lse")))
+    (failure,) = tried(Short(), of, "split_batch")
+    assert (failure.kind, failure.check, failure.output) == ("contract", "shape", "lse")
+
+
+def test_a_relation_s_case_shrinks_and_never_leaves_its_relation() -> None:
+    kernel = registry.register(Long(name="test.shrinks", fault="LSE is that of the last chunk of keys", far=64))
+    of = Problem(seqlens_q=(3, 5), seqlens_k=(20, 99), heads=2, dim_qk=32, dim_v=32, dtype="float32", slack_k=3)
+    case = Case(kernel=kernel.name, problem=of, check="split_keys", recipe=Recipe(seed=5, v_scale=4.0))
+    try:
+        verdict = trial.run_trial(case, "cpu")
+        identity = verdict.failures[0].identity
+        for each in simpler(case, all_variants(kernel, "cpu")):
+            if why_not_case(kernel, each, "cpu") is None:
+                trial.run_trial(each, "cpu")
+        seen = Sighting(case, verdict, 1, 0.0, None)
+        shrinker = Shrinker(
+            lambda each, patient: trial.run_trial(each, "cpu"),
+            lambda each: why_not_case(kernel, each, "cpu") is None,
+            lambda: None,
+            {},
+            all_variants(kernel, "cpu"),
+        )
+        shrinker.shrink(seen, identity, 20.0)
+    finally:
+        registry.unregister(kernel.name)
+    assert seen.case.check == "split_keys"
+    assert (seen.case.problem.batch, seen.case.problem.heads, seen.case.problem.slack_k) == (1, 1, 0)
+    assert seen.case.problem.seqlens_k[0] == 65
+
+
+@pytest.mark.parametrize("where", ["got", "expected", "allowed"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("noise", [False, True])
+def test_what_is_not_finite_forgives_nothing(where: str, value: float, noise: bool) -> None:
+    """A limit is made of the first launch's values: NaN there must not pass, nor hide what is wrong elsewhere."""
+    parts = {name: torch.ones(2, 4, 8, dtype=torch.float64) for name in ("got", "expected", "allowed")}
+    parts[where][1, 2, 3] = value
+    found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
+    assert found is not None
+    if where == "allowed":
+        assert found.ratio <= 1, "equal values need no limit"
+        parts["got"][1, 2, 3] += 1
+        found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
+        assert found is not None
+    assert not found.ratio <= 1
+    if where != "allowed":
+        both = {**parts, "got": parts[where], "expected": parts[where]}
+        same = worst(Difference("o", 0, both["got"], both["expected"], both["allowed"], noise=noise))
+        assert same is not None
+        assert not same.ratio <= 1, "the same NaN or infinity in both launches is no agreement"

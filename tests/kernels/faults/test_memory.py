@@ -1,0 +1,184 @@
+"""Each planted fault of memory, or of what one call leaves to the next, is found as what it is; clean kernels pass."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.memory import FAULTS, RACING, MemoryFault, planted
+
+from attnfuzz.harness.campaign import hunt as hunting
+from attnfuzz.harness.campaign.corpus import Corpus
+from attnfuzz.harness.campaign.hunt import Hunt
+from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.isolation.executors import Executor, InProcess
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.strategies.calls import drawn_call
+from attnfuzz.strategies.case import Case, Check
+from attnfuzz.strategies.cases import cases
+from attnfuzz.strategies.shapes import all_variants
+
+CASES = 150
+
+
+def with_calls(only: Check | None = None):
+    """The strategy of Cases whose checks are sequences of calls as well, or `only` one of these."""
+
+    def mixed(kernel: Kernel, *, device: Device, **chosen) -> st.SearchStrategy[Case]:
+        def checked(case: Case) -> st.SearchStrategy[Case]:
+            checks = drawn_call(kernel, case.problem, case.config, device)
+            wanted = checks if only is None else checks.filter(lambda check: check == only)
+            return wanted.map(lambda check: replace(case, check=check))
+
+        return cases(kernel, device=device, **chosen).flatmap(checked)
+
+    return mixed
+
+
+def hunted(
+    kernel: Kernel,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    check: Check | None,
+    dtype: str,
+    most: int,
+    isolated: bool = False,
+    memory_check: bool = True,
+) -> Hunt:
+    """A hunt among the simplest variants of `dtype`: each costs TileLang a compile."""
+    device: Device = "cuda" if environment.has_cuda() else "cpu"
+    environment.prepare(device)
+    if reason := kernel.unavailable(device):
+        pytest.skip(reason)
+    if check != "oracle":
+        monkeypatch.setattr(hunting, "trial_cases", with_calls(check))
+    registry.register(kernel)
+    variants = all_variants(kernel, device)
+    first = next(each for each in variants if each.dtype == dtype)
+    executor: Executor = Isolated(device, backends=[kernel.backend]) if isolated else InProcess(device, memory_check=memory_check)
+    hunt = Hunt(
+        kernel,
+        device,
+        limits=PROFILES["quick"].limits["cpu"],
+        executor=executor,
+        listener=lambda _: None,
+        corpus=Corpus(folder),
+        seed=3,
+        seconds=None,
+        most=most,
+        most_failures=1,
+        shrink_seconds=30.0,
+    )
+    try:
+        hunt.run([each for each in variants if (each.dtype, each.dims, each.config) == (dtype, first.dims, first.config)][:1])
+    finally:
+        executor.close()
+        registry.unregister(kernel.name)
+    return hunt
+
+
+ALLOCATIONS = {
+    "empty": lambda x: torch.empty(2, 3),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda x: torch.empty_strided((2, 3), (1, 2)),
+    "empty_permuted": lambda x: torch.empty_permuted((2, 3), (1, 0)),
+    "new_empty": lambda x: x.new_empty(2, 3),
+    "new_empty_strided": lambda x: x.new_empty_strided((2, 3), (3, 1)),
+    "Tensor": lambda x: torch.Tensor(2, 3),
+    "new": lambda x: x.new(2, 3),
+    "resize_": lambda x: torch.empty(0).resize_(2, 3),
+    "half": lambda x: torch.empty(2, 3, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("way", ALLOCATIONS)
+@pytest.mark.parametrize("fill", [math.nan, 0.34375])
+def test_every_way_to_allocate_gives_the_filling(way: str, fill: float) -> None:
+    with torch.no_grad(), PoisonEmpty(Bands(), fill=fill):
+        made = ALLOCATIONS[way](torch.ones(2, 3))
+    assert made.shape == (2, 3)
+    torch.testing.assert_close(made, torch.full((2, 3), fill, dtype=made.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_tensor_holds_survives_its_growth() -> None:
+    with torch.no_grad(), PoisonEmpty(Bands()):
+        made = torch.arange(4.0).resize_(3, 2)
+    assert made.flatten()[:4].tolist() == [0, 1, 2, 3]
+    assert made.flatten()[4:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (number % 2 or "another order" in each.name))
+        for number, each in enumerate(FAULTS)
+    ],
+    ids=lambda fault: f"{fault.backend}: {fault.name}",
+)
+def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault.cpu_only and environment.has_cuda():
+        pytest.skip("its code is the CPU's")
+    kernel, dtype = planted(fault), fault.dtype
+    # The memory checker, which a GPU has not, would be first.
+    hunt = hunted(kernel, tmp_path, monkeypatch, check=fault.check, dtype=dtype, most=CASES, memory_check=False)
+    assert hunt.found, f"not found in {hunt.tally.cases} cases"
+    found = next(iter(hunt.found.values()))
+    failure = next(each for each in found.verdict.failures if each.identity == found.identity)
+    assert failure.kind in fault.kinds, failure.message
+    assert fault.says in failure.message
+    assert found.case.problem.batch <= 2
+
+
+@pytest.mark.skipif(environment.has_cuda(), reason="kernels are compiled")
+@pytest.mark.parametrize("fault", [each for each in FAULTS if each.checked], ids=lambda fault: fault.name)
+def test_the_memory_checker_finds_it_first(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hunt = hunted(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
+    assert next(iter(hunt.found)).kind == fault.checked
+
+
+def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the oracle in a process that earlier Cases have used: shrunk to calls that show it in any process."""
+    fault = next(each for each in FAULTS if each.check == "other_scale")
+    kernel = planted(fault)
+    hunt = hunted(kernel, tmp_path, monkeypatch, check="oracle", dtype="float16", most=CASES, isolated=True)
+    found = next(iter(hunt.found.values()))
+    assert found.case.check in ("other_scale", "other_shape")
+    assert found.rate is None
+    assert not found.partly
+    registry.register(kernel)
+    executor = Isolated("cuda" if environment.has_cuda() else "cpu", backends=["triton"])
+    try:
+        assert executor.trial(found.case).failures[0].identity == found.identity
+        assert executor.trial(replace(found.case, check="oracle")).failures, "the process keeps the scale"
+        executor.fresh()
+        assert not executor.trial(replace(found.case, check="oracle")).failures
+    finally:
+        executor.close()
+        registry.unregister(kernel.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = planted(MemoryFault("nothing", backend, ()))
+    hunt = hunted(kernel, tmp_path, monkeypatch, check=None, dtype="float16", most=40)
+    assert not hunt.found
+    assert hunt.tally.cases == 40
+
+
+@pytest.mark.skipif(environment.has_cuda(), reason="its code is the CPU's")
+def test_another_order_of_additions_is_right_where_nothing_else_is_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = planted(MemoryFault("order", "triton", (), device=RACING), deterministic=("o", "lse", "dk", "dv"))
+    hunt = hunted(kernel, tmp_path, monkeypatch, check="twice", dtype="float32", most=40)
+    assert not hunt.found

@@ -1,0 +1,179 @@
+"""The statistics over a whole output: what they count as independent, and Cases of correct kernels where they were wrong once.
+
+The Cases came from PyTorch's own kernels on a GPU; here an output is what is expected, rounded, or what their order of additions
+makes of it.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attnfuzz.harness.judge.judge import judge  # noqa: E402
+from attnfuzz.harness.judge.truth import Truths, is_tiny, truth  # noqa: E402
+from attnfuzz.harness.trial.inputs import materialise  # noqa: E402
+from attnfuzz.kernels.contract import Deviations, Inputs, Outputs  # noqa: E402
+from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
+from attnfuzz.oracles import attention  # noqa: E402
+from attnfuzz.oracles.budgets.bounds import budgets  # noqa: E402
+from attnfuzz.oracles.frames import Placed, frames, key_range, rows_seeing, tokens_of  # noqa: E402
+from attnfuzz.strategies.case import Recipe  # noqa: E402
+
+
+def as_expected(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The outputs of a kernel that makes no error but the last rounding."""
+    made = {name: each.expected for name, each in truth(inputs, Deviations(), "cpu").items()}
+    return {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype).contiguous() for name, x in made.items()}
+
+
+def told(inputs: Inputs, outputs: dict[str, torch.Tensor]) -> list[str]:
+    verdict = judge("k", inputs, Outputs(**outputs), truth(inputs, Deviations(), "cpu"))
+    return [each.message for each in verdict.failures]
+
+
+@pytest.mark.parametrize(
+    ("problem", "recipe"),
+    [
+        (
+            Problem(seqlens_q=(837, 848), seqlens_k=(245, 247), heads=6, kv_heads=3, dim_qk=64, dim_v=64, dtype="bfloat16"),
+            Recipe(pattern="large_logits", q_scale=0.5),
+        ),
+        (
+            Problem(seqlens_q=(15, 30), seqlens_k=(3468, 3470), heads=5, kv_heads=5, dim_qk=64, dim_v=64, softmax_scale=1.0),
+            Recipe(pattern="v_mean", q_scale=0.25, k_scale=0.5, seed=1),
+        ),
+        (
+            Problem(seqlens_q=(4065,), seqlens_k=(98,), dim_qk=192, dim_v=192, causal="bottom_right", softmax_scale=1.0),
+            Recipe(pattern="tiny", do_scale=2.0),
+        ),
+    ],
+    ids=["rows of one key", "means of V", "scores of nothing"],
+)
+def test_the_last_rounding_is_no_bias(problem: Problem, recipe: Recipe) -> None:
+    inputs = materialise(problem, recipe, "cpu")
+    assert told(inputs, as_expected(inputs)) == []
+
+
+def test_an_equal_share_for_every_key_is_rounded_alike_in_every_head() -> None:
+    problem = Problem(
+        seqlens_q=(9, 2), seqlens_k=(9, 2), heads=8, kv_heads=8, dim_qk=192, dim_v=128, causal="top_left",
+    )  # fmt: skip
+    for seed in (3236, 6, 27, 48):
+        inputs = materialise(problem, Recipe(pattern="subnormal", seed=seed), "cpu")
+        outputs, shares = as_expected(inputs), []
+        for data in attention.sequences(inputs):
+            scores = (data.q.double() @ data.k.double().mT) * problem.scale
+            hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
+            p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+            shares.append((p.half().double().mT @ data.d_o.double()).transpose(0, 1))
+        outputs["dv"] = torch.cat(shares).half()
+        assert told(inputs, outputs) == []
+
+
+@pytest.mark.parametrize(("seqlen", "recipe"), [(54, Recipe(seed=3)), (32, Recipe())])
+def test_sums_of_rounded_p_lie_on_the_steps_of_dv(seqlen: int, recipe: Recipe) -> None:
+    """Two keys a row, and one dO for all rows: half of dV's roundings are ties. R was 1.02 x its limit on an H200."""
+    problem = Problem(
+        seqlens_q=(seqlen,), seqlens_k=(seqlen,), dim_qk=64, dim_v=48, dtype="bfloat16", window=(1, 0),
+        softmax_scale=0.0078125 if recipe.seed else None, layout_do=Layout(expanded=True),
+    )  # fmt: skip
+    inputs = materialise(problem, recipe, "cpu")
+    q, k, d_o = (x[:, 0].double() for x in (inputs.q, inputs.k, inputs.d_o))
+    distance = torch.arange(seqlen)[:, None] - torch.arange(seqlen)
+    scores = (q @ k.T * problem.scale).masked_fill((distance < 0) | (distance > 1), -torch.inf)
+    p = torch.softmax(scores, -1).to(torch.bfloat16).double()
+    outputs = as_expected(inputs)
+    made = (p.T @ d_o).to(torch.bfloat16).reshape(outputs["dv"].shape)
+    assert told(inputs, {**outputs, "dv": made}) == []
+    # What is wrong in an element is told all the same.
+    assert "dV: " in "".join(told(inputs, {**outputs, "dv": made * 1.02}))
+
+
+def test_equal_terms_of_a_float32_sum_are_rounded_alike() -> None:
+    problem = Problem(seqlens_q=(772,), seqlens_k=(64,), heads=3, dim_qk=16, dim_v=16, dtype="float32")
+    recipe = Recipe(pattern="ties_q")
+    inputs = materialise(problem, recipe, "cpu")
+    outputs = as_expected(inputs)
+    (data,) = attention.sequences(inputs)
+    p = torch.softmax((data.q @ data.k.mT) * problem.scale, -1)
+    total = torch.zeros(64, 16)
+    for head in range(3):
+        for row in range(772):
+            total += p[head, row, :, None] * data.d_o[head, row]
+    outputs["dv"] = total[:, None]
+    assert told(inputs, outputs) == []
+    outputs["dv"] = total[:, None] * 1.001
+    assert told(inputs, outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("seqlen", "heads", "dim"), [(200, 2, 64), (60, 1, 32)])
+def test_a_scale_in_all_of_an_output_is_an_alarm(dtype: str, seqlen: int, heads: int, dim: int) -> None:
+    problem = Problem(seqlens_q=(seqlen,), seqlens_k=(seqlen,), heads=heads, kv_heads=heads, dim_qk=dim, dim_v=dim, dtype=dtype)
+    inputs = materialise(problem, Recipe(seed=3), "cpu")
+    exact = {name: each.expected for name, each in truth(inputs, Deviations(), "cpu").items()}
+    for name in ("o", "dq", "dv"):
+        outputs = as_expected(inputs)
+        off = 1 + (2.0**-12 if dtype == "float16" else 2.0**-9)
+        outputs[name] = (exact[name] * off).transpose(0, 1).to(inputs.q.dtype)
+        assert any("together they show a scale or a bias" in each for each in told(inputs, outputs)), name
+
+
+def test_a_tiny_batch_is_looked_at_for_repeats_only_on_suspicion() -> None:
+    problem = Problem(seqlens_q=(60,), seqlens_k=(60,), heads=1, kv_heads=1, dim_qk=32, dim_v=32)
+    assert is_tiny(problem)
+    inputs = materialise(problem, Recipe(seed=3), "cpu")
+    expected, outputs = truth(inputs, Deviations(), "cpu"), as_expected(inputs)
+    assert isinstance(expected, Truths)
+    assert judge("k", inputs, Outputs(**outputs), expected).status == "pass"
+    assert not expected.generic_known
+    outputs["dv"] = (expected["dv"].expected * (1 + 2.0**-12)).transpose(0, 1).half()
+    assert judge("k", inputs, Outputs(**outputs), expected).failures[0].check == "z"
+    assert expected.generic_known
+
+
+def test_rows_and_keys_that_see_something_are_told_without_their_scores() -> None:
+    generator = random.Random(1)
+    for _ in range(1500):
+        n_q, n_k = generator.randint(1, 9), generator.randint(1, 9)
+        window = (generator.choice([None, 0, 1, 3]), generator.choice([None, 0, 2]))
+        problem = Problem(
+            seqlens_q=(n_q,), seqlens_k=(n_k,), dim_qk=8, dim_v=8,
+            causal=generator.choice([None, "bottom_right", "top_left"]), window=generator.choice([None, window]),
+        )  # fmt: skip
+        seen = attention.sees(problem, torch.arange(n_q)[:, None], torch.arange(n_k)[None], n_q, n_k)
+        rows = rows_seeing(problem, 0)
+        assert list(rows) == seen.any(1).nonzero().flatten().tolist(), problem
+        if rows:
+            assert list(key_range(problem, 0, rows)) == seen.any(0).nonzero().flatten().tolist(), problem
+
+
+@pytest.mark.parametrize("most", [3, 64, 10_000])
+def test_samples_are_rows_and_keys_that_see_something(most: int) -> None:
+    problem = Problem(
+        seqlens_q=(190, 5, 0, 40), seqlens_k=(7, 9, 3, 40), heads=6, kv_heads=3, dim_qk=8, dim_v=8, causal="bottom_right"
+    )
+    inputs = materialise(problem, Recipe(), "cpu")
+    for frame in frames(problem, 1 << 20):
+        placed = Placed(tokens_of(inputs), frame)
+        rows, keys = placed.sampled(most)
+        seen = placed.seen()
+        seen = seen.expand(len(frame.sequences) * len(frame.kv_heads), -1, -1)
+        assert seen.any(2).flatten()[rows].all()
+        assert seen.any(1).flatten()[keys].all()
+        assert len(set(rows.tolist())) == len(rows) > 0.7 * min(most, int(seen.any(2).sum()))
+        assert len(set(keys.tolist())) == len(keys) > 0.7 * min(most, int(seen.any(1).sum()))
+
+
+def test_dead_rows_hide_no_repeated_values() -> None:
+    """Of 190 rows the last 7 see a key: evenly spaced samples of all rows had none of them, and all looked generic."""
+    problem = Problem(seqlens_q=(190,), seqlens_k=(7,), heads=8, kv_heads=8, dim_qk=64, dim_v=64, causal="bottom_right")
+    for pattern, generic in (("ties", False), ("normal", True)):
+        repeats = budgets(materialise(problem, Recipe(pattern=pattern), "cpu"), Deviations(), "cpu").repeats
+        assert repeats is not None
+        figures = repeats.figures()
+        assert figures is not None
+        assert (float(figures[0]) < repeats.LIMIT) == generic

@@ -1,0 +1,235 @@
+"""Rows whose mask is in doubt: not judged, and no reason for an alarm; what is wrong elsewhere is found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.doubt import ALL, FEW, MASKS_IN_DOUBT, ONE, TIES, answered
+from support.flex import dense
+from support.flex_faults import FlexFault, faulty
+
+from attnfuzz.harness.campaign import coverage as tally
+from attnfuzz.harness.campaign.events import KernelSummary
+from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.verdict import IN_DOUBT, Verdict
+from attnfuzz.harness.report.describe import describe_verdict
+from attnfuzz.harness.report.terminal import summary_table
+from attnfuzz.harness.trial import trial
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Deviations, Kernel
+from attnfuzz.kernels.expressions.named import alibi, bias, softcap
+from attnfuzz.kernels.expressions.tree import KV, Captured, Expression, H, Q, S, load, to_data, to_float
+from attnfuzz.kernels.faults.planted import Edit
+from attnfuzz.kernels.problem import Needs, Problem
+from attnfuzz.kernels.triton import runtime
+from attnfuzz.oracles.budgets.bounds import budgets
+from attnfuzz.strategies.case import Case, Recipe
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+interpreted = pytest.mark.skipif(
+    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
+)
+SCORES = {
+    "none": None,
+    "bias": bias(),
+    "softcap": softcap(5.0),
+    "alibi": alibi(gradient=True),
+    "gain": S * load(Captured("gain", ("heads",), gradient=True), H),
+}
+DTYPES = ("float16", "bfloat16", "float32")
+EXACT = to_float(Q) * 0.5 <= to_float(KV) * 1.5
+
+
+def one_sequence(mask: Expression, **fields: Any) -> Problem:
+    plain = {"seqlens_q": (40,), "seqlens_k": (50,), "heads": 4, "kv_heads": 2, "dim_qk": 16, "dim_v": 24}
+    return Problem(**{**plain, "mask_mod": to_data(mask), **fields})
+
+
+def judged(kernel: str, problem: Problem, config: int = 0, **recipe: Any) -> Verdict:
+    found = registry.get(kernel)
+    return trial.run_trial(
+        Case(kernel=kernel, problem=problem, recipe=Recipe(**recipe), config=found.configs(problem)[config]), "cpu"
+    )
+
+
+def told(verdict: Verdict) -> list[str]:
+    return [each.message for each in verdict.failures]
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", MASKS_IN_DOUBT)
+def test_any_answer_to_what_is_in_doubt_passes(name: str, score: str) -> None:
+    for at, pattern in enumerate(("normal", "large_logits", "onehot", "v_const", "ties_q")):
+        tree = SCORES[score]
+        problem = one_sequence(
+            MASKS_IN_DOUBT[name], dtype=DTYPES[at % 3], score_mod=None if tree is None else to_data(tree),
+            needs=Needs(dlse=at % 2 == 0), causal="bottom_right" if at == 3 else None,
+        )  # fmt: skip
+        inputs = materialise(problem, Recipe(seed=at, pattern=pattern), "cpu")
+        expected = truth(inputs, Deviations(), "cpu")
+        assert not any(each.allowed.isnan().any() for each in (*expected.values(), *expected.captured.values()))
+        for seed in range(3):
+            verdict = judge("any", inputs, answered(inputs, seed), expected)
+            assert verdict.status == "pass", (pattern, seed, told(verdict))
+
+
+@pytest.mark.parametrize("scale", [4.0, 60.0, 2000.0])
+@pytest.mark.parametrize("name", MASKS_IN_DOUBT)
+def test_scores_in_doubt_may_be_all_that_counts(name: str, scale: float) -> None:
+    """Others vanish beside them, to below float64's range even."""
+    for seed in range(3):
+        problem = one_sequence(MASKS_IN_DOUBT[name], dtype=DTYPES[seed], softmax_scale=scale, score_mod=to_data(SCORES["gain"]))
+        inputs = materialise(problem, Recipe(seed=seed), "cpu")
+        expected = truth(inputs, Deviations(), "cpu")
+        assert not any(each.allowed.isnan().any() for each in (*expected.values(), *expected.captured.values()))
+        verdict = judge("any", inputs, answered(inputs, seed), expected)
+        assert verdict.status == "pass", told(verdict)
+
+
+def test_what_is_left_unjudged_is_those_rows_alone() -> None:
+    inputs = materialise(one_sequence(FEW), Recipe(seed=1), "cpu")
+    found = budgets(inputs, Deviations(), "cpu")
+    rows = [7, 14, 21, 28]
+    for name, allowed in (("o", found.outputs["o"].allowed), ("dq", found.outputs["dq"].allowed), ("lse", found.lse)):
+        endless = allowed.isinf().reshape(4, 40, -1)
+        assert endless[:, rows].all(), name
+        assert endless.sum() == endless[:, rows].numel(), name
+    assert not any(found.outputs[name].allowed.isinf().any() for name in ("dk", "dv"))
+    assert found.doubted == {"o": 16 * 24, "lse": 16, "dq": 16 * 16, "dk": 0, "dv": 0}
+
+
+def test_keys_grow_by_what_rows_in_doubt_may_add_to_them() -> None:
+    some, none = (
+        budgets(materialise(one_sequence(mask), Recipe(seed=1), "cpu"), Deviations(), "cpu")
+        for mask in (FEW, FEW & (Q % 7).differs(0) | (Q % 7).equals(0) & (KV > Q))
+    )
+    assert none.doubted == {"o": 0, "lse": 0, "dq": 0, "dk": 0, "dv": 0}
+    # Keys of two rows in doubt: before the first and behind the last.
+    for name in ("dk", "dv"):
+        allowed = some.outputs[name].allowed
+        assert (allowed[:, 7:] > 3 * none.outputs[name].allowed[:, 7:]).any(), name
+        assert allowed.max() < 1, name
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 700, 5000])
+@pytest.mark.parametrize("lean", [False, True])
+def test_frames_do_not_matter(chunk: int | None, lean: bool) -> None:
+    problem = one_sequence(TIES, seqlens_q=(40, 9, 0, 40), seqlens_k=(50, 30, 7, 12))
+    inputs = materialise(problem, Recipe(seed=2), "cpu")
+    whole, cut = (budgets(inputs, Deviations(), "cpu", chunk=each, lean=of) for each, of in ((None, False), (chunk, lean)))
+    assert cut.doubted == whole.doubted
+    for name, each in whole.outputs.items():
+        assert torch.equal(each.allowed.isinf(), cut.outputs[name].allowed.isinf()), name
+    torch.testing.assert_close(cut.lse, whole.lse, rtol=1e-9, atol=1e-35)
+    torch.testing.assert_close(cut.outputs["o"].allowed, whole.outputs["o"].allowed, rtol=1e-9, atol=1e-35)
+
+
+def test_rows_that_see_nothing_for_certain_leave_keys_unjudged() -> None:
+    inputs = materialise(one_sequence(ONE), Recipe(seed=1), "cpu")
+    found = budgets(inputs, Deviations(), "cpu")
+    # q_idx + 1 is 3 (kv_idx + 1): 13 keys, and no other is seen by any row.
+    assert found.doubted["dk"] == 2 * 13 * 16
+    assert (found.outputs["dv"].allowed[:, 13:] == 0).all()
+
+
+@pytest.mark.parametrize("mask", [EXACT, Q >= KV, to_float(Q) >= to_float(KV)], ids=str)
+def test_exact_masks_are_judged_whole(mask: Expression) -> None:
+    inputs = materialise(one_sequence(mask), Recipe(seed=1), "cpu")
+    found = budgets(inputs, Deviations(), "cpu")
+    assert not any(found.doubted.values())
+    assert all(each.allowed.isfinite().all() for each in found.outputs.values())
+    like = budgets(materialise(one_sequence(where_whole(mask)), Recipe(seed=1), "cpu"), Deviations(), "cpu")
+    for name, each in like.outputs.items():
+        assert torch.equal(each.allowed, found.outputs[name].allowed), name
+
+
+def where_whole(mask: Expression) -> Expression:
+    """The same in whole numbers."""
+    return {str(EXACT): Q <= KV * 3}.get(str(mask), Q >= KV)
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [(40, 50), (64, 64), (33, 130), (100, 36)])
+def test_a_right_kernel_passes_with_some_not_judged(lengths: tuple[int, int]) -> None:
+    for seed in (1, 2):
+        verdict = judged("triton.flex", dense(*lengths, mask=TIES, dtype="float16"), seed=seed)
+        assert verdict.status == "pass", told(verdict)
+        figures = verdict.figures
+        assert all(0 < figures[name].doubted < figures[name].elements for name in ("o", "lse", "dq"))
+        assert f"more not judged ({IN_DOUBT})" in describe_verdict(verdict)[0]
+        assert not any(figures[name].doubted for name in ("dk", "dv"))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MASKS_IN_DOUBT)
+def test_every_mask_in_doubt_passes_on_a_right_kernel(name: str, dtype: str) -> None:
+    problem = dense(40, 70, mask=MASKS_IN_DOUBT[name], score=alibi(gradient=True), dtype=dtype, causal="bottom_right")
+    assert told(judged("triton.flex", problem, seed=5)) == []
+
+
+@interpreted
+def test_where_all_is_in_doubt_the_verdict_says_so() -> None:
+    verdict = judged("triton.flex", dense(40, 50, mask=ALL))
+    assert {name: figures.unjudged for name, figures in verdict.figures.items()} == dict.fromkeys(verdict.figures, IN_DOUBT)
+    assert describe_verdict(verdict)[0] == f"O: not judged ({IN_DOUBT})"
+    counts = tally.Tally()
+    counts.add(Case(kernel="triton.flex", problem=dense(40, 50, mask=ALL)), verdict)
+    assert {(each.cases, each.unjudged, each.doubted) for each in counts.outputs.values()} == {(0, 1, 0)}
+
+
+@interpreted
+def test_what_is_judged_in_part_is_counted() -> None:
+    problem = dense(40, 50, mask=FEW)
+    counts = tally.Tally()
+    counts.add(Case(kernel="triton.flex", problem=problem), judged("triton.flex", problem))
+    assert (counts.outputs["o"].cases, counts.outputs["o"].unjudged, counts.outputs["o"].doubted) == (1, 0, 1)
+    table = summary_table((KernelSummary("triton.flex", 1, 0, 1.0, 0, 0.0, counts.outputs, ()),))
+    assert list(table.columns[2].cells) == ["1 (1 in part)"] * 3 + ["1"] * 2
+
+
+def fault(
+    name: str, mask: Expression, *device: Edit, masks: tuple[Edit, ...] = (), lengths: tuple[int, int] = (70, 100)
+) -> FlexFault:
+    return FlexFault(f"doubt {name}", dense(*lengths, batch=1, mask=mask), frozenset(), device, masks)
+
+
+_MASKED = "seen = seen & MASK(b, h, _within(q_idx, sizes[3], EVEN_Q), _within(kv_idx"
+_OF_QUERIES = "queries_masked, queries_count, queries, tensors,\n            b, kv_head"
+FAULTS = (
+    (
+        fault("lse in base 2", TIES, Edit("(row_max + tl.math.log2(row_sum)) * LN_2", "(row_max + tl.math.log2(row_sum))", 2)),
+        "lse",
+    ),
+    (fault("no dlse", TIES, Edit("row_delta -= tl.load(d_lse", "row_delta -= 0.0 * tl.load(d_lse")), "dq"),
+    (fault("mask of the next key", FEW, Edit(_MASKED, f"{_MASKED} + 1")), "o lse dq dk dv"),
+    (fault("lists", TIES, Edit(_OF_QUERIES, _OF_QUERIES.replace("queries", "keys")), lengths=(128, 128)), "dk dv"),
+    (
+        fault(
+            "full where some are seen",
+            TIES,
+            masks=(Edit("return count > 0, count == block[0] * block[1]", "return count > 0, count > 0"),),
+            lengths=(128, 128),
+        ),
+        "o lse dq dk dv",
+    ),
+)
+
+
+@interpreted
+@pytest.mark.parametrize(("planted", "shows"), FAULTS, ids=lambda each: each.name if isinstance(each, FlexFault) else "")
+def test_a_fault_in_other_rows_is_found(planted: FlexFault, shows: str) -> None:
+    kernel: Kernel = faulty(planted)
+    registry.register(kernel)
+    try:
+        verdict = judged(kernel.name, planted.problem)
+    finally:
+        registry.unregister(kernel.name)
+    assert judged("triton.flex", planted.problem).status == "pass"
+    assert set(shows.split()) <= {each.output for each in verdict.failures}, told(verdict)

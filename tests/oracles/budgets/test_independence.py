@@ -1,0 +1,76 @@
+"""Errors that are not independent: what rows share, and single numbers, are told apart from faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from msgspec.structs import replace  # noqa: E402
+from support.paths import CORPUS
+
+from attnfuzz.harness.campaign.corpus import read_case  # noqa: E402
+from attnfuzz.harness.core import environment  # noqa: E402
+from attnfuzz.harness.judge.judge import judge  # noqa: E402
+from attnfuzz.harness.judge.truth import truth  # noqa: E402
+from attnfuzz.harness.trial.inputs import materialise  # noqa: E402
+from attnfuzz.harness.trial.trial import run_trial  # noqa: E402
+from attnfuzz.kernels.contract import Deviations, Outputs  # noqa: E402
+from attnfuzz.kernels.problem import Problem  # noqa: E402
+from attnfuzz.oracles.budgets.bounds import budgets  # noqa: E402
+from attnfuzz.oracles.budgets.independence import Independence  # noqa: E402
+from attnfuzz.strategies.case import Recipe  # noqa: E402
+
+ACCUSED = sorted((CORPUS / "accused").glob("*.json"))
+BY_KEY = ["sub", ["score"], ["mul", ["const", 0.5], ["float", ["kv_idx"]]]]
+PLAIN = Problem(
+    seqlens_q=(96, 200), seqlens_k=(128, 200), packing="ragged", heads=4, kv_heads=2, dim_qk=64, dim_v=64, causal="bottom_right"
+)
+
+
+def looked_at(problem: Problem, recipe: Recipe) -> dict[str, tuple[float, float]]:
+    made = budgets(materialise(problem, recipe, "cpu"), Deviations(), "cpu", generic=False, independent=True)
+    assert made.independence is not None
+    return made.independence.figures()
+
+
+@pytest.mark.parametrize("path", ACCUSED, ids=lambda path: path.stem)
+def test_what_a_correct_kernel_was_accused_of(path: Path) -> None:
+    environment.prepare("cpu")
+    assert run_trial(read_case(path).case, "cpu").failures == ()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_generic_values_are_independent(dtype: str, seed: int) -> None:
+    found = looked_at(replace(PLAIN, dtype=dtype), Recipe(seed=seed))
+    assert set(found) == {"o", "dq", "dk", "dv"}
+    assert max(z for z, _ in found.values()) < Independence.Z_LIMIT
+    assert max(c for _, c in found.values()) < 0.4, "R's limit is about the common one"
+
+
+def test_a_slope_beside_which_scores_are_nothing_is_rounded_alike_in_every_row() -> None:
+    problem = replace(PLAIN, score_mod=BY_KEY, window=(7, None), dtype="bfloat16")
+    assert looked_at(problem, Recipe(pattern="tiny"))["o"][0] > 2 * Independence.Z_LIMIT
+    assert looked_at(replace(problem, score_mod=None), Recipe())["o"][0] < Independence.Z_LIMIT
+
+
+def test_where_rows_see_one_or_two_keys_a_rows_error_is_a_single_number() -> None:
+    few = replace(PLAIN, seqlens_q=(2,) * 20, seqlens_k=(2,) * 20, causal=None)
+    assert looked_at(few, Recipe(pattern="uniform01"))["dq"][1] > 0.5
+
+
+@pytest.mark.parametrize("output", ["o", "dq", "dv"])
+@pytest.mark.parametrize("score_mod", [None, ["mul", ["score"], ["const", 0.5]]], ids=["plain", "halved"])
+def test_a_scale_is_found_as_before(output: str, score_mod: object) -> None:
+    problem = Problem(seqlens_q=(256,), seqlens_k=(256,), heads=4, dim_qk=64, dim_v=64, score_mod=score_mod)
+    inputs = materialise(problem, Recipe(seed=5), "cpu")
+    true = truth(inputs, Deviations(), "cpu")
+    made = {name: each.expected for name, each in true.items()}
+    made[output] = made[output] * (1 + 2.0**-12)
+    rounded = {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype) for name, x in made.items()}
+    found = judge("k", inputs, Outputs(**{name: x.contiguous() for name, x in rounded.items()}), true).failures
+    assert [(each.output, each.check) for each in found] == [(output, "z")]
