@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import sys
+import traceback
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from attnfuzz.kernels import targets
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -23,8 +27,11 @@ __all__ = [
     "Origin",
     "UnknownKernel",
     "find",
+    "found_at",
     "get",
     "is_local",
+    "is_target",
+    "look_in",
     "missing_members",
     "names",
     "origin",
@@ -148,7 +155,7 @@ def get(name: str, folder: str | None = None) -> Kernel:
         UnknownKernel: none has that name; the text lists the nearest names.
         BadArgument: nothing can be imported from there, or it is no Kernel; the text says what it lacks.
     """
-    if targets.is_target(name):
+    if is_target(name):
         return _at(name, folder)
     if known := _registered.get(name) or _loaded.get(name):
         return known
@@ -162,16 +169,16 @@ def find(name: str) -> Any:
     Raises:
         UnknownKernel, BadArgument: as for `get`, but for what the object itself is.
     """
-    if targets.is_target(name):
-        targets.look_in()
-        return _made_by_others(targets.found_at(name), name)
+    if is_target(name):
+        look_in()
+        return _made_by_others(found_at(name), name)
     if known := _registered.get(name) or _loaded.get(name):
         return known
     if target := {**_BUILT_IN, **_HIDDEN}.get(name):
         module, _, attribute = target.partition(":")
         return _made(getattr(importlib.import_module(module), attribute), name)
     if name in _origins:
-        return _made_by_others(targets.found_at(_origins[name].target), name)
+        return _made_by_others(found_at(_origins[name].target), name)
     if name.startswith(_FAULT) and (fault := _fault(name.removeprefix(_FAULT))) is not None:
         return fault
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
@@ -188,11 +195,11 @@ def missing_members(kernel: object) -> list[str]:
 
 
 def _at(target: str, folder: str | None) -> Kernel:
-    folder = targets.look_in(folder)
+    folder = look_in(folder)
     known = next((name for name, each in _origins.items() if each.target == target and name in _loaded), None)
     if known is not None:
         return _loaded[known]
-    kernel = _checked(_made_by_others(targets.found_at(target), target))
+    kernel = _checked(_made_by_others(found_at(target), target))
     name = kernel.name
     # An entry point of the same name is most likely the same kernel, as installed; what is named here and now goes before it.
     other = _loaded.get(name) if name in _origins else None if name not in {**_BUILT_IN, **_HIDDEN} else get(name)
@@ -269,3 +276,82 @@ def _checked(kernel: Any) -> Kernel:
     if missing or not isinstance(kernel, Kernel):
         raise BadArgument(f"kernel={kernel!r}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
     return kernel
+
+
+def is_target(name: str) -> bool:
+    """Whether `name` is one of an object in a module; no kernel's own name holds a colon."""
+    return ":" in name
+
+
+def look_in(folder: str | None = None) -> str | None:
+    """Make modules of `folder` (default: the current one) importable, as `python -m` does; returns it.
+
+    None where Python was told not to do so (`-P`, PYTHONSAFEPATH).
+    """
+    if folder is None:
+        if sys.flags.safe_path:
+            return None
+        folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+    return folder
+
+
+def found_at(target: str) -> Any:
+    """The object called `target`, "package.module:OBJECT" or "package.module:OBJECT.attribute".
+
+    Raises:
+        BadArgument: it is spelled otherwise, or there is no such module, or no such object in it; the module's own errors.
+    """
+    module, _, path = target.partition(":")
+    if module.endswith(".py") or "/" in module:
+        remedy = f"give {_dotted(module)}:{path or 'KERNEL'}"
+        raise reject("kernel", target, "a module is named with dots, as for `python -m`", remedy)
+    if not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
+        raise reject("kernel", target, "it is not of the form package.module:OBJECT", "give such as mypackage.attention:KERNEL")
+    found: Any = _imported(module, target)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise _lacking(target, found, name)
+        found = getattr(found, name)
+    return found
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").strip("./").replace("/", ".") or "mypackage.attention"
+
+
+def _imported(module: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise _failed(target, module, error) from error
+        where = "neither on sys.path nor in the current directory, where PYTHONSAFEPATH or -P forbids to look"
+        if not sys.flags.safe_path:
+            where = f"neither in the current directory ({Path.cwd()}) nor on sys.path"
+        raise reject(
+            "kernel", target, f"there is no module {error.name!r} {where}", "go where it is, or install its package"
+        ) from None
+    except (Exception, SystemExit) as error:  # somebody else's code: its error is the reason
+        raise _failed(target, module, error) from error
+
+
+def _failed(target: str, module: str, error: BaseException) -> BadArgument:
+    """The module's own error, with the last line at the top level of a module that led there."""
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
+    at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
+    text = f"{type(error).__name__}: {error}".strip(": ")
+    return reject("kernel", target, f"importing {module} failed with {text}{at}", "mend that, or install what it needs")
+
+
+def _lacking(target: str, holder: Any, name: str) -> BadArgument:
+    names = [each for each in vars(holder) if not each.startswith("_")] if hasattr(holder, "__dict__") else []
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    values = ((each, getattr(holder, each, None)) for each in names)
+    kernels = [each for each, value in values if hasattr(value, "compile_key") and not isinstance(value, type)]
+    hint = f"did you mean {close[0]!r}?" if close else f"kernels there: {', '.join(kernels) or 'none'}"
+    kind = "module" if isinstance(holder, ModuleType) else "class" if isinstance(holder, type) else type(holder).__name__
+    what = f"{kind} {getattr(holder, '__name__', '')!r}"
+    return reject("kernel", target, f"the {what} has no {name!r}", hint)

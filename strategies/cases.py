@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
 from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, long_enough, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, modifiers
@@ -64,18 +63,13 @@ def met(
     kernel: Kernel, *, device: Device, limits: Limits, variants: Sequence[Variant], seed: int, draws: int = 400
 ) -> dict[str, Case]:
     """Compile keys that `draws` Cases of `variants` meet, each with its first Case: layouts and lengths may be part of one."""
-    found: dict[str, Case] = {}
+    first: dict[str, Case] = {}
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=draws, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
-    @hypothesis.given(cases(kernel, device=device, limits=limits, variants=variants))
-    def look(case: Case) -> None:
-        found.setdefault(kernel.compile_key(case.problem, case.config), case)
+    def keep(case: Case) -> None:
+        first.setdefault(kernel.compile_key(case.problem, case.config), case)
 
-    look()
-    return found
+    draw_values(cases(kernel, device=device, limits=limits, variants=variants), keep, seed=seed, examples=draws)
+    return first
 
 
 @st.composite

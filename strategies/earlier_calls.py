@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import CALLS, Case, Check
 
-__all__ = ["earlier_problems", "other_problems", "why_not_call"]
+__all__ = ["drawn_call", "earlier_problems", "other_problems", "why_not_call"]
 
 _WHAT = {"other_shape": "lengths", "other_scale": "softmax_scale", "other_mask": "mask"}
 
@@ -102,3 +103,13 @@ def _digest(problem: Problem, config: Config) -> str:
 def _hashed(case: Case) -> int:
     """A number that follows from the Case."""
     return int(case.id[:8], 16)
+
+
+def drawn_call(kernel: Kernel, problem: Problem, config: Config, device: Device) -> st.SearchStrategy[Check]:
+    """ "oracle", the simplest, or one of CALLS that makes sense for `problem`, "twice" first."""
+    checks: list[Check] = ["oracle"]
+    for check in CALLS:
+        case = Case(kernel=kernel.name, problem=problem, config=config, check=check)
+        if why_not_call(kernel, case, device) is None:
+            checks.append(check)
+    return st.sampled_from(checks)

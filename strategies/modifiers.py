@@ -11,8 +11,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
@@ -54,6 +52,7 @@ from attnfuzz.kernels.expressions.tree import (  # fmt: skip
     where,
     whole,
 )
+from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import weighted
 
 __all__ = ["Blocks", "Chosen", "chosen", "masks", "modifiers", "pooled", "scores"]
@@ -147,19 +146,15 @@ def chosen(values: dict[str, Any]) -> Chosen:
 
 def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
     """`count` of them by `seed`, nothing at all first: for devices where each is a compile of its own."""
-    found: dict[Chosen, None] = {(): None}
+    pool: dict[Chosen, None] = {(): None}
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=20 * count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
-    @hypothesis.given(modifiers(can))
-    def collect(each: Chosen) -> None:
-        if len(found) < count:
-            found.setdefault(each)
+    def collect(chosen: Chosen) -> bool:
+        if len(pool) < count:
+            pool.setdefault(chosen)
+        return len(pool) >= count
 
-    collect()
-    return tuple(found)
+    draw_values(modifiers(can), collect, seed=seed, examples=20 * count)
+    return tuple(pool)
 
 
 def _captured(gradients: bool) -> st.SearchStrategy[Expression]:

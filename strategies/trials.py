@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.strategies.calls import drawn_call
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
-from attnfuzz.strategies.earlier_calls import other_problems
+from attnfuzz.strategies.earlier_calls import drawn_call, other_problems
 from attnfuzz.strategies.relations import RELATION_LIMITS, relation_cases, relations_of
 from attnfuzz.strategies.shapes import Variant, all_variants
 

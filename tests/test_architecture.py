@@ -1,4 +1,4 @@
-"""The house: the package list matches the folders, imports run downwards only, and every module imports without backends."""
+"""The architecture: package list, import order, no cycles, few entries a folder, and every module imports without backends."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
-FLOORS = ("harness", "kernels", "oracles", "strategies")
+TOPS = ("harness", "kernels", "oracles", "strategies")
 MAY_IMPORT = {
     "kernels": {"kernels"},
     "oracles": {"oracles", "kernels"},
     "strategies": {"strategies", "kernels"},
     "harness": {"harness", "strategies", "oracles", "kernels"},
 }
+PACKAGES = (*("core", "judge", "trial", "isolation", "campaign", "report", "repro", "compile", "gate", "audit", "plugin", "cli"),)
+"""Packages of harness/ in import order: each may import only those before it."""
+MOST_ENTRIES = {"harness": 14, "kernels": 16, "oracles": 11}
 FROM_KERNELS = {
-    f"attnfuzz.kernels.{name}"
-    for name in ("contract", "problem", "expressions", "derivative", "evaluation", "modified", "modifiers", "ranges")
+    *(f"attnfuzz.kernels.{name}" for name in ("contract", "problem", "modified")),
+    *(f"attnfuzz.kernels.expressions.{name}" for name in ("tree", "derivative", "evaluation", "named", "ranges")),
 }
-"""All that oracles and strategies may know of the kernels: data, never a subject."""
+"""All modules of the kernels that oracles and strategies may import: data, never a kernel."""
 
 
 def sources() -> list[Path]:
-    return sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+    return sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
@@ -57,12 +60,25 @@ def test_package_list_matches_the_folders() -> None:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_downwards(path: Path) -> None:
-    floor = path.relative_to(ROOT).parts[0]
+def test_imports_follow_the_order(path: Path) -> None:
+    top, *inner = path.relative_to(ROOT).parts
     reached = {name.split(".")[1] for name in imports(path) if "." in name}
-    assert reached <= MAY_IMPORT[floor]
-    if floor in ("oracles", "strategies"):
+    assert reached <= MAY_IMPORT[top]
+    if top == "harness" and len(inner) > 1:
+        packages = {name.split(".")[2] for name in imports(path) if name.startswith("attnfuzz.harness.")}
+        assert packages <= set(PACKAGES[: PACKAGES.index(inner[0]) + 1])
+    if top in ("oracles", "strategies"):
         assert {name for name in imports(path) if name.startswith("attnfuzz.kernels")} <= FROM_KERNELS
+
+
+def test_the_packages_of_the_harness_are_those_of_the_order() -> None:
+    assert {path.name for path in (ROOT / "harness").iterdir() if (path / "__init__.py").exists()} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("top", MOST_ENTRIES)
+def test_few_entries_at_the_first_level(top: str) -> None:
+    entries = [path.name for path in (ROOT / top).iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES[top], sorted(entries)
 
 
 def test_no_two_modules_import_each_other() -> None:

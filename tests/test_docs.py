@@ -20,10 +20,10 @@ from pathlib import Path
 
 import click
 import pytest
+from support.paths import ROOT
 
 from attnfuzz.harness.cli.main import main
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 KINDS = {"slow", "gpu", "elsewhere"}
 README = ROOT / "README.md"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support.paths import ROOT
 
 from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.core import environment
 from attnfuzz.kernels import registry
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 

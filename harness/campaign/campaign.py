@@ -27,7 +27,7 @@ from attnfuzz.harness.isolation.executors import Compiled, Executor, InProcess
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.lost import DeviceLost
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case

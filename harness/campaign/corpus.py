@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import secrets
 import shlex
 import stat
 import tempfile
@@ -16,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -23,7 +22,14 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
-__all__ = ["CaseFile", "Corpus", "again_line", "quoted", "read_case", "repro_line", "write_whole"]
+__all__ = [
+    "CaseFile",
+    "Corpus",
+    "again_line",
+    "quoted",
+    "read_case",
+    "repro_line",
+]
 
 
 _MOST_RUNS = 1000
@@ -169,24 +175,3 @@ class Corpus:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text)
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: a crash leaves the old one or the new one, never half.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile's: its files are for their owner alone, and case files are shared.
-    temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
-    try:
-        with temporary.open("xb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise

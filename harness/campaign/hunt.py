@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign import events
@@ -24,11 +23,12 @@ from attnfuzz.harness.campaign.shrink import Shrinker, Sighting, tries
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.lost import DeviceLost
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.trials import trial_cases
 
@@ -42,10 +42,6 @@ DEADLY = "run"
 """The check of a Case that ended whole runs, which no run tries again by itself."""
 _DEATHS = 2
 """Runs that a Case may end before it counts as that."""
-
-
-class _EnoughError(BaseException):
-    """Ends a round from within. No Exception, so that Hypothesis takes it for no failure."""
 
 
 class Hunt:
@@ -200,33 +196,18 @@ class Hunt:
     def _round(self, number: int, variants: Sequence[Variant]) -> None:
         """Draw the next Case while the one before runs."""
 
-        @seed(self.seed * 7919 + number)
-        @settings(
-            max_examples=_ROUND,
-            database=None,
-            deadline=None,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-            print_blob=False,
-        )
-        @given(case=self._strategy(self.kernel, device=self.device, limits=self.limits, variants=variants))
-        def one_round(case: Case) -> None:
-            try:
-                if case == self._flying:
-                    return
-                self._land()
-                if self._spent():
-                    raise _EnoughError
-                if case not in self._memo:
-                    self._launch(case)
-            except Exception as error:  # the harness's own: Hypothesis would try it again and wrap what comes of that
-                raise _EnoughError from error
+        def consume(case: Case) -> bool:
+            if case == self._flying:
+                return False
+            self._land()
+            if self._spent():
+                return True
+            if case not in self._memo:
+                self._launch(case)
+            return False
 
-        try:
-            one_round()
-        except _EnoughError as enough:
-            if enough.__cause__ is not None:
-                raise enough.__cause__ from None
+        strategy = self._strategy(self.kernel, device=self.device, limits=self.limits, variants=variants)
+        draw_values(strategy, consume, seed=self.seed * 7919 + number, examples=_ROUND)
         self._land()
 
     def _launch(self, case: Case, *, patient: bool = False, left: LeftBehind | None = None) -> None:

@@ -10,7 +10,7 @@ from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.shrink import Rate, tries
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.errormap import ErrorMaps, write_maps
-from attnfuzz.harness.trial.lost import DeviceLost
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Gallery"]

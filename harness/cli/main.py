@@ -25,8 +25,7 @@ from attnfuzz.harness.cli.selftest import selftest_group
 from attnfuzz.harness.cli.show import show_command
 from attnfuzz.harness.cli.streams import outlive_readers
 from attnfuzz.harness.core.environment import versions
-from attnfuzz.harness.core.text import dumps
-from attnfuzz.harness.judge.failure import printable
+from attnfuzz.harness.core.text import dumps, printable
 from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["main"]

@@ -144,7 +144,7 @@ def write_file(file: Path, text: str, name: str) -> None:
     Raises:
         BadArgument: it cannot be written; what it held before is there still.
     """
-    from attnfuzz.harness.campaign.corpus import write_whole
+    from attnfuzz.harness.core.files import write_whole
 
     with writing(file, name):
         if file.exists() and not file.is_file():  # a device, a pipe

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attnfuzz.harness.cli.options import CLEAN, json_option, writable, write_file
-from attnfuzz.harness.core.text import dumps
-from attnfuzz.harness.judge.failure import printable
+from attnfuzz.harness.core.text import dumps, printable
 from attnfuzz.kernels.problem import BadArgument, reject
 
 if TYPE_CHECKING:

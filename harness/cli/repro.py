@@ -138,7 +138,7 @@ def _given(value: Any) -> bool:
 
 
 def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: bool) -> int:
-    from attnfuzz.harness.report.terminal import show_reproduction
+    from attnfuzz.harness.repro.report import show_reproduction
     from attnfuzz.harness.repro.reproduce import reproduce
 
     done = reproduce(
@@ -248,8 +248,8 @@ def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) ->
 
 def _debugged(stored: CaseFile, where: Where) -> int:
     from attnfuzz.harness.campaign.shrink import tries
-    from attnfuzz.harness.report.terminal import show_reproduction
     from attnfuzz.harness.repro.debug import enter, recorded
+    from attnfuzz.harness.repro.report import show_reproduction
     from attnfuzz.harness.repro.reproduce import Reproduction
 
     device, _ = where.device_for(stored.case)

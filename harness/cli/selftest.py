@@ -75,8 +75,7 @@ def selftest_memory_command(faults: tuple[str, ...], cases: int, seed: int, as_j
     import msgspec
 
     from attnfuzz.harness.audit.selftest.memory import memory
-    from attnfuzz.harness.audit.selftest.memory_report import show_memory
-    from attnfuzz.harness.audit.selftest.report import FaultProgress
+    from attnfuzz.harness.audit.selftest.report import FaultProgress, show_memory
 
     with FaultProgress(console(stderr=as_json)) as progress:
         done = memory(progress, faults, cases, seed)

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from attnfuzz.harness.campaign.corpus import write_whole
 from attnfuzz.harness.compile.compile import Row
 from attnfuzz.harness.compile.figures import rank
+from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import reject
 

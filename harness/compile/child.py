@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.compile.figures import Figures, disassembled, figures_of
-from attnfuzz.harness.compile.words import cut
+from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.trial.errors import may_catch, this_is_a_child, told
 from attnfuzz.kernels.contract import BuildError, Config
@@ -23,7 +24,7 @@ from attnfuzz.kernels.lowering import Lowers, Unit, shared_limit
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.support import cache
 
-__all__ = ["AT", "Lowered", "lower"]
+__all__ = ["AT", "Lowered", "cut", "lower"]
 
 AT = "attnfuzz compiles "
 """Before the name of the function that is being compiled, in what the child prints: should it die, that is known."""
@@ -134,3 +135,30 @@ def _keep(file: Path, found: Lowered) -> Lowered:
     temporary.write_bytes(msgspec.json.encode(found))
     temporary.replace(file)
     return found
+
+
+_LINES, _WIDTH = 12, 200
+_WRONG = re.compile(
+    r"\berror\b\s*[:#]|\berror\s*:|ptxas\S* (error|fatal)|\bfatal\b.*:|\bnvcc ended\b|out of resource", re.IGNORECASE
+)
+_NOISE = re.compile(
+    r"^\s*$|^\s*(File|Traceback|args=|source=)|\[TileLang:.*CRITICAL\]|^=+$|please share the reproducer|^Repro command|"
+    r"detected during|instantiation of|^\d+ errors? detected in|^During handling|^Stack trace|^\s*\d+: "
+)
+_FOLDER = re.compile(r"(?<![\w.])/(?:[\w.+@-]+/)+(?=[\w.+-]+)")
+_SOURCE = re.compile(r"^(source=|\s*// |.*#include|func\.func|module \{|// -----)")
+
+
+def cut(text: str) -> str:
+    """At most a dozen lines of `text`: the first, which the harness or the exception wrote, then those that name an error.
+
+    Where no line names one, the first lines. Folders are left out of file names: they are this machine's own.
+    """
+    lines = [line.rstrip() for line in printable(text).splitlines()]
+    quoted = next((i for i, line in enumerate(lines) if _SOURCE.match(line)), len(lines))
+    said = [line for line in lines[:quoted] if not _NOISE.search(line)]
+    rest = [line for line in lines[quoted:] if _WRONG.search(line)]
+    if any(_WRONG.search(line) for line in said[1:]) and len(said) > _LINES:
+        said = said[:1] + [line for line in said[1:] if _WRONG.search(line)]
+    kept = list(dict.fromkeys((*said, *rest)))[:_LINES]
+    return "\n".join(_FOLDER.sub("", line)[:_WIDTH] for line in kept) or "it does not say why"

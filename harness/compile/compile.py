@@ -14,11 +14,10 @@ from msgspec.structs import replace
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.compile.child import AT, Lowered
 from attnfuzz.harness.core.environment import versions
-from attnfuzz.harness.isolation.deaths import death_failure
 from attnfuzz.harness.isolation.forkserver import Nursery
 from attnfuzz.harness.isolation.isolated import ExecutionError, memory_cap
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Task
+from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Task, death_failure
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.failure import Failure, Kind

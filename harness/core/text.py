@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
-from attnfuzz.harness.judge.failure import printable
-
-__all__ = ["dumps"]
+__all__ = ["dumps", "normalised", "printable"]
 
 
 def dumps(value: Any) -> str:
@@ -26,3 +25,14 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def printable(text: str) -> str:
+    """`text` with lone surrogates, which nothing can write or hash, spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def normalised(message: str) -> str:
+    """First line of a message, addresses and numbers replaced by #."""
+    first = message.strip().splitlines()[0] if message.strip() else ""
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", first)[:120]

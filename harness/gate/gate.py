@@ -10,8 +10,8 @@ from pathlib import Path
 
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.gate.base.base import Base
+from attnfuzz.harness.gate.base.baseline import FromFile
 from attnfuzz.harness.gate.base.commit import Commit
-from attnfuzz.harness.gate.base.from_file import FromFile
 from attnfuzz.harness.gate.base.write import written
 from attnfuzz.harness.gate.kernel import KernelTurn, why_not_here
 from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, read_ledger, spent

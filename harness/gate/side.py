@@ -16,9 +16,8 @@ from typing import Any
 
 from attnfuzz.harness.gate.base import finder
 from attnfuzz.harness.gate.base.checkout import Changes, Checkout
-from attnfuzz.harness.isolation.deaths import death_failure
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
-from attnfuzz.harness.isolation.outcomes import Death, Error
+from attnfuzz.harness.isolation.outcomes import Death, Error, death_failure
 from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["BrokenSideError", "Side", "base_environment"]

@@ -19,7 +19,7 @@ from typing import Any
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
-from attnfuzz.kernels.targets import is_target, look_in
+from attnfuzz.kernels.registry import is_target, look_in
 
 __all__ = ["Subject", "files_of", "fingerprint", "importing_from", "load_kernel", "named", "why_absent", "within"]
 

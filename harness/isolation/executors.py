@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
-from attnfuzz.harness.judge.failure import Failure, printable
+from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case

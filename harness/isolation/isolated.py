@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.deaths import THE_KERNELS_OWN, death_failure
 from attnfuzz.harness.isolation.executors import Compiled, compile_error
 from attnfuzz.harness.isolation.forkserver import Nursery
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Reply, Task
+from attnfuzz.harness.isolation.outcomes import THE_KERNELS_OWN, Death, Error, Outcome, Reply, Task, death_failure
 from attnfuzz.harness.isolation.supervisor import Running, Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.errormap import ErrorMaps
@@ -151,7 +150,7 @@ class Isolated:
         Raises:
             BadArgument: a child cannot find the kernel.
         """
-        task = Task("attnfuzz.harness.trial.errormaps:map_case", self._task(case, {}).payload, self._full)
+        task = Task("attnfuzz.harness.isolation.tasks:map_case", self._task(case, {}).payload, self._full)
         outcome = self._supervisor.run(task)
         if isinstance(outcome, Death):
             return death_failure(case.kernel, outcome).message

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attnfuzz.harness.isolation.child import Child, ChildError
-from attnfuzz.harness.isolation.deaths import THE_KERNELS_OWN
 from attnfuzz.harness.isolation.forkserver import Nursery
-from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Reply, Task
+from attnfuzz.harness.isolation.outcomes import THE_KERNELS_OWN, Death, Error, Outcome, Reply, Task
 from attnfuzz.harness.isolation.wire import wait
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 

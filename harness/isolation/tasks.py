@@ -15,7 +15,7 @@ from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["compile_variant", "kernel_of", "preloads", "trial", "warm"]
+__all__ = ["compile_variant", "kernel_of", "map_case", "preloads", "trial", "warm"]
 
 _Done = tuple[Any, bool]
 _Enter = Callable[[str], None]
@@ -79,7 +79,7 @@ def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - eve
 def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
     """One Trial. `payload`: kernel (as shipped), case (canonical JSON), device, memory_check. The result is a Verdict."""
     from attnfuzz.harness.judge.verdict import Verdict
-    from attnfuzz.harness.trial.lost import DeviceLost
+    from attnfuzz.harness.trial.errors import DeviceLost
     from attnfuzz.harness.trial.trial import is_out_of_memory, run_trial
     from attnfuzz.kernels.support import memory
 
@@ -125,3 +125,14 @@ def kernel_of(payload: dict[str, Any]) -> Kernel:
     except BaseException as error:  # somebody else's module: its error is the reason
         name = payload["kernel"]["name"]
         raise BadArgument(f"kernel={name!r}: a child process cannot import it: {told(error)}") from error
+
+
+def map_case(payload: dict[str, Any], enter: _Enter) -> _Done:
+    """Error maps of one Case, with the payload of a Trial: {"maps": ErrorMaps} or {"reason": text}."""
+    from attnfuzz.harness.trial.errormaps import error_maps
+    from attnfuzz.kernels.support import memory
+
+    kernel_of(payload)
+    memory.check(payload["memory_check"])
+    found = error_maps(case_from_json(payload["case"]), payload["device"], enter)
+    return ({"reason": found} if isinstance(found, str) else {"maps": msgspec.to_builtins(found)}), False

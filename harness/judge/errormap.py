@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from attnfuzz.harness.campaign.corpus import write_whole
+from attnfuzz.harness.core.files import write_whole
 from attnfuzz.kernels.problem import BadArgument, OutputName, reject
 
 __all__ = [

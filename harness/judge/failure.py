@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Literal, get_args
 
 import msgspec
 
+from attnfuzz.harness.core.text import normalised
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
 
-__all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "printable"]
+__all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "where"]
 
 Kind = Literal[
     "mismatch",
@@ -105,12 +105,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-def printable(text: str) -> str:
-    """`text` with lone surrogates, which nothing can write or hash, spelled out."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def normalised(message: str) -> str:
-    """First line of a message, addresses and numbers replaced by #."""
-    first = message.strip().splitlines()[0] if message.strip() else ""
-    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", first)[:120]
+def where(name: OutputName, place: Place) -> str:
+    """ "sequence 0, key 3, head 1, dim 5"."""
+    rows = "key" if name in ("dk", "dv") else "query"
+    dim = "" if place.dim is None else f", dim {place.dim}"
+    return f"sequence {place.sequence}, {rows} {place.position}, head {place.head}{dim}"

@@ -16,12 +16,11 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.errormap import read_maps
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report import plots
-from attnfuzz.harness.report.histogram import Histogram, histogram
 from attnfuzz.harness.report.merge import Merged, value
-from attnfuzz.harness.report.runfile import FailureRecord, KernelRecord
+from attnfuzz.harness.report.runfile import EDGES, FailureRecord, KernelRecord, OutputRecord
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 
-__all__ = ["Page", "page"]
+__all__ = ["HEIGHT", "WIDTH", "Bar", "Histogram", "Page", "histogram", "page"]
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 _OPEN: Final = 10
@@ -237,3 +236,60 @@ def _seconds(number: float) -> str:
 
 def _count(number: int) -> str:
     return f"{number:,}"
+
+
+WIDTH: Final = 216
+HEIGHT: Final = 64
+_PITCH: Final = 8
+_GAP: Final = 6
+"""Pixels between what is within the budget and what is beyond."""
+_LEAST: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bin: pixels, Cases, and its range in words."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    over: bool
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """The bars of one output; `limit` is where the budget ends, `told` says it in words."""
+
+    bars: tuple[Bar, ...]
+    limit: float
+    told: str
+    cases: int
+    over: int
+
+
+def histogram(output: OutputRecord) -> Histogram | None:
+    """The worst error over its budget of each Case, None where none was judged. The highest bin is as high as the picture."""
+    counts = output.histogram
+    most, cases = max(counts), sum(counts)
+    if not cases:
+        return None
+    within = sum(1 for edge in EDGES if edge <= 1)
+    bars = []
+    for index, count in enumerate(counts):
+        height = max(_LEAST, HEIGHT * count / most) if count else 0.0
+        x = index * (_PITCH - 0.5) + (_GAP if index >= within else 0)
+        told = f"{_range(index)}: {count} Case{'' if count == 1 else 's'}"
+        bars.append(Bar(x, HEIGHT - height, _PITCH - 1.5, height, index >= within, told))
+    over = sum(counts[within:])
+    told = f"{cases} Cases, {over} beyond the budget; worst {float(output.worst):.3g}"
+    return Histogram(tuple(bars), within * (_PITCH - 0.5) + _GAP / 2 - 0.75, told, cases, over)
+
+
+def _range(index: int) -> str:
+    if index > len(EDGES):
+        return "infinite or NaN"
+    if index == len(EDGES):
+        return f"over {EDGES[-1]:g}"
+    return f"{EDGES[index - 1] if index else 0:g} to {EDGES[index]:g}"

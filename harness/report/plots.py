@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-from attnfuzz.harness.campaign.corpus import write_whole
+from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.judge.errormap import (
     BROKEN,
     DECADES,

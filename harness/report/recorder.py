@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.corpus import repro_line
-from attnfuzz.harness.campaign.coverage import Tally
-from attnfuzz.harness.campaign.drawn import drawn_values
+from attnfuzz.harness.campaign.coverage import Tally, drawn_values
 from attnfuzz.harness.campaign.events import Event
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from attnfuzz.harness.campaign.corpus import write_whole
+from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument, reject
 

@@ -16,10 +16,9 @@ from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Found, KernelSummary, Worst
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
-from attnfuzz.harness.repro.reproduce import Reproduction
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
-__all__ = ["Terminal", "kernel_table", "show_found", "show_reproduction", "show_stored", "summary_table"]
+__all__ = ["Terminal", "kernel_table", "show_found", "show_stored", "summary_table"]
 
 
 class Terminal:
@@ -187,21 +186,6 @@ def show_stored(console: Console, stored: CaseFile) -> None:
     line = repro_line(str(stored.path), stored.case.kernel, stored.found.get("target"))
     console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
-
-
-def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) -> None:
-    """FIXED, FAILED or UNJUDGED, the Case, and what was seen this time."""
-    style = "bold green" if done.outcome == "FIXED" else "bold red"
-    runs = f", run {done.runs} times" if done.runs > 1 else ""
-    console.print(
-        f"[{style}]{done.outcome}[/] {escape(str(stored.path))} on {done.device}{runs}", highlight=False, soft_wrap=True
-    )
-    for name, value in describe_case(stored.case):
-        console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
-    for line in describe_verdict(done.verdict):
-        console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
-    if done.verdict.failure is not None and done.verdict.failure.detail:
-        console.print(done.verdict.failure.detail, highlight=False, markup=False)
 
 
 def kernel_table(rows: list[dict[str, Any]]) -> Table:

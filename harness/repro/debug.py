@@ -12,7 +12,7 @@ from attnfuzz.harness.judge.contract import heads_first, why_unfit
 from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
-from attnfuzz.harness.trial.lost import DeviceLost
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Built, Device, Gradients, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import Problem

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from attnfuzz.harness.campaign.corpus import CaseFile, repro_line
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.machine import verdict_object
-from attnfuzz.harness.repro.reproduce import Repetition
+from attnfuzz.harness.repro.reproduce import Repetition, Reproduction
 from attnfuzz.harness.repro.reshrink import Reshrunk
 
-__all__ = ["progress_on", "repetition_object", "reshrunk_object", "show_repetition", "show_reshrunk"]
+__all__ = ["progress_on", "repetition_object", "reshrunk_object", "show_repetition", "show_reproduction", "show_reshrunk"]
 
 
 def progress_on(console: Console) -> Progress:
@@ -112,3 +112,18 @@ def _case(console: Console, stored: CaseFile) -> None:
 
 def _say(console: Console, text: str, *, markup: bool = True) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=markup)
+
+
+def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) -> None:
+    """FIXED, FAILED or UNJUDGED, the Case, and what was seen this time."""
+    style = "bold green" if done.outcome == "FIXED" else "bold red"
+    runs = f", run {done.runs} times" if done.runs > 1 else ""
+    console.print(
+        f"[{style}]{done.outcome}[/] {escape(str(stored.path))} on {done.device}{runs}", highlight=False, soft_wrap=True
+    )
+    for name, value in describe_case(stored.case):
+        console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
+    for line in describe_verdict(done.verdict):
+        console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
+    if done.verdict.failure is not None and done.verdict.failure.detail:
+        console.print(done.verdict.failure.detail, highlight=False, markup=False)

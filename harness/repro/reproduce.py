@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Literal
 
 from attnfuzz.harness.campaign.shrink import Rate, tries
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.statistics import interval
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Executor, InProcess
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
@@ -21,10 +21,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Repetition", "Reproduction", "Seen", "Where", "interval", "mapped", "repeat", "reproduce"]
-
-_Z = 1.959963984540054
-"""Of a normal distribution 95 % lie within so many deviations."""
+__all__ = ["Repetition", "Reproduction", "Seen", "Where", "mapped", "repeat", "reproduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +145,6 @@ class Repetition:
     def interval(self) -> tuple[float, float]:
         """The rate's confidence interval of 95 %."""
         return interval(self.failed, self.runs)
-
-
-def interval(failed: int, runs: int) -> tuple[float, float]:
-    """Wilson's confidence interval (95 %) of a rate seen `failed` times in `runs`: from 0 to 1, also where none or all failed."""
-    if runs == 0:
-        return 0.0, 1.0
-    share, spread = failed / runs, _Z**2 / runs
-    middle = (share + spread / 2) / (1 + spread)
-    half = _Z / (1 + spread) * math.sqrt(share * (1 - share) / runs + spread / (4 * runs))
-    return (0.0 if failed == 0 else middle - half), (1.0 if failed == runs else middle + half)
 
 
 def repeat(case: Case, count: int, where: Where, each: Callable[[int, Verdict], None] = lambda *_: None) -> Repetition:

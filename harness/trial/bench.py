@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from attnfuzz.harness.judge.failure import Failure, printable
+from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.build import built

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 import torch
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.isolation.tasks import kernel_of
 from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first
 from attnfuzz.harness.judge.diagnosis.region import tile_of
 from attnfuzz.harness.judge.errormap import (
@@ -41,12 +39,13 @@ from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
 from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
-from attnfuzz.kernels.support import memory
 from attnfuzz.oracles.attention import sees
 from attnfuzz.oracles.modifiers import Modifiers, leaves_of
-from attnfuzz.strategies.case import RELATIONS, Case, case_from_json
+from attnfuzz.strategies.case import RELATIONS, Case
 
-__all__ = ["error_maps", "map_case"]
+__all__ = [
+    "error_maps",
+]
 
 _FILL: Final = 0.34375
 """What a second launch finds in memory that is never written; as good as any value but NaN."""
@@ -95,25 +94,13 @@ class _Watched(Bench):
             old.unjudged = each.figures.unjudged
 
 
-def error_maps(case: Case, device: Device) -> ErrorMaps | str:
-    """Run `case` once more and map its outputs; or why there is nothing to map.
+def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda _: None) -> ErrorMaps | str:
+    """Run `case` once more and map its outputs; or why there is nothing to map. `enter` is called with the name of each stage.
 
     Raises:
         BadArgument: the Case cannot run here.
         DeviceLost: the kernel broke the device for this process.
     """
-    return _mapped(case, device, lambda _: None)
-
-
-def map_case(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
-    """A child's task, with the payload of a Trial: {"maps": ErrorMaps} or {"reason": text}."""
-    kernel_of(payload)
-    memory.check(payload["memory_check"])
-    found = _mapped(case_from_json(payload["case"]), payload["device"], enter)
-    return ({"reason": found} if isinstance(found, str) else {"maps": msgspec.to_builtins(found)}), False
-
-
-def _mapped(case: Case, device: Device, enter: Callable[[str], None]) -> ErrorMaps | str:
     if case.check in RELATIONS:
         return f"{case.check} compares two calls with each other, and neither with budgets"
     environment.prepare(device)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import traceback
 
-from attnfuzz.harness.judge.failure import printable
-from attnfuzz.harness.trial.lost import DeviceLost
+from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.strategies.case import Case
 
-__all__ = ["may_catch", "this_is_a_child", "told", "trace"]
+__all__ = ["DeviceLost", "may_catch", "this_is_a_child", "told", "trace"]
 
 _LONGEST = 2000
 _child = False
@@ -39,3 +40,14 @@ def trace(error: BaseException) -> str:
         return printable("".join(traceback.format_exception(error))[-6000:])
     except BaseException as broken:  # the error's own code
         return f"(its traceback cannot be made: {type(broken).__name__})"
+
+
+class DeviceLost(BaseException):
+    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record.
+
+    No Exception, so that nothing on the way up takes it for the kernel's own and tries again.
+    """
+
+    def __init__(self, case: Case, failure: Failure) -> None:
+        super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
+        self.case, self.failure = case, failure

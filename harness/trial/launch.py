@@ -9,9 +9,9 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.judge.failure import Failure, Kind, printable
-from attnfuzz.harness.trial.errors import may_catch, told, trace
-from attnfuzz.harness.trial.lost import DeviceLost
+from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.judge.failure import Failure, Kind
+from attnfuzz.harness.trial.errors import DeviceLost, may_catch, told, trace
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty, memory
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
 from attnfuzz.kernels.modified import tensors_of

@@ -10,9 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from attnfuzz.harness.audit.selftest.faults import FaultRow, Faults
+from attnfuzz.harness.audit.selftest.memory import MemoryTried
 from attnfuzz.harness.campaign.events import CampaignStarted, Event, KernelFinished, KernelStarted
 
-__all__ = ["FaultProgress", "show_faults"]
+__all__ = ["FaultProgress", "show_faults", "show_memory"]
 
 
 class FaultProgress:
@@ -77,3 +78,35 @@ def _cells(row: FaultRow) -> tuple[str, ...]:
         recovery,
     )
     return (*(escape(cell) for cell in cells), right)
+
+
+def show_memory(console: Console, done: MemoryTried) -> None:
+    """The table of faults, the kernels without one, and one line of verdict."""
+    table = Table()
+    for column in ("fault", "found", "at", "minimal case", "cases", "right"):
+        table.add_column(column, justify="right" if column == "cases" else "left", overflow="fold")
+    for row in done.rows:
+        right = f"[red]no: {escape('; '.join(row.wrong))}; expected {escape(row.expected)}[/]" if row.wrong else "[green]yes[/]"
+        place = row.line.partition(": ")[0] if row.line in row.message else "?"
+        table.add_row(*(escape(cell) for cell in (row.title, row.got, place, row.minimal, str(row.cases))), right)
+    console.print(table)
+    for row in done.rows:
+        if row.wrong:
+            console.print(
+                f"[red]{escape(f'{row.title}: expected {row.line}; {row.message}')}[/]", highlight=False, soft_wrap=True
+            )
+    for each in done.clean:
+        console.print(f"{each.kernel}: {each.cases} cases, {len(each.alarms)} false alarms", highlight=False)
+        for alarm in each.alarms:
+            console.print(f"[red]{escape(alarm)}[/]", highlight=False, soft_wrap=True)
+    if unchecked := done.environment.get("unchecked"):
+        console.print(f"[red]{escape(unchecked)}[/]", highlight=False, soft_wrap=True)
+    wrong = sum(bool(row.wrong) for row in done.rows)
+    told = (
+        "[green]every fault is found, and no false alarm[/]"
+        if done.right
+        else f"[red]{wrong} of {len(done.rows)} rows are wrong[/]"
+    )
+    if wrong == 0 and not done.right:
+        told = "[red]false alarms, or nothing tried[/]"
+    console.print(f"{told} ({done.environment.get('device')}, {done.seconds:.0f} s)", highlight=False)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from attnfuzz.harness.core.statistics import Ratio, paired_ratio_of_rms
 from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.result import Finding, Part
-from attnfuzz.harness.gate.statistics import Ratio, paired_ratio_of_rms
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName

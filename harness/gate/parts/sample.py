@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import hypothesis
-from hypothesis import HealthCheck, Phase
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.shapes import all_variants, pool
 
 __all__ = ["accuracy_cases", "speed_cases"]
@@ -32,10 +29,6 @@ _SPEED: dict[Device, tuple[tuple[int, int, int], ...]] = {
 """(batch, heads, length), the first that the kernel takes."""
 
 
-class _EnoughError(BaseException):
-    """Ends the draws. No Exception, so that Hypothesis takes it for no failure."""
-
-
 def accuracy_cases(kernel: Kernel, device: Device, count: int, seed: int) -> tuple[Case, ...]:
     """`count` Cases of `kernel`, or as many as are drawn: the same for the same kernel, device and seed.
 
@@ -44,29 +37,19 @@ def accuracy_cases(kernel: Kernel, device: Device, count: int, seed: int) -> tup
     variants = all_variants(kernel, device)
     if device in kernel.capabilities.compiles_on:
         variants = pool(variants, _VARIANTS[device], seed)
-    found: dict[Case, None] = {}
+    chosen: dict[Case, None] = {}
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=_DRAWS * count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @hypothesis.given(cases(kernel, device=device, limits=_LIMITS[device], variants=variants))
-    def look(case: Case) -> None:
+    def choose(case: Case) -> bool:
         problem = case.problem
         visible = sum(n_q * min(n_k, 1) for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
         if visible * problem.heads * problem.dim_v >= _LEAST:
-            plain = replace(case, recipe=Recipe(seed=len(found))) if len(found) % 2 == 0 else case
-            found.setdefault(plain)
-        if len(found) == count:
-            raise _EnoughError
+            plain = replace(case, recipe=Recipe(seed=len(chosen))) if len(chosen) % 2 == 0 else case
+            chosen.setdefault(plain)
+        return len(chosen) == count
 
-    with contextlib.suppress(_EnoughError):
-        look()
-    return tuple(found)
+    strategy = cases(kernel, device=device, limits=_LIMITS[device], variants=variants)
+    draw_values(strategy, choose, seed=seed, examples=_DRAWS * count)
+    return tuple(chosen)
 
 
 def speed_cases(kernel: Kernel, device: Device) -> tuple[Case, ...]:

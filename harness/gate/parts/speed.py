@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from attnfuzz.harness.core.statistics import Ratio, paired_ratio_of_medians
 from attnfuzz.harness.gate.result import Finding, Part
 from attnfuzz.harness.gate.side import BrokenSideError, Side
-from attnfuzz.harness.gate.statistics import Ratio, paired_ratio_of_medians
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.strategies.case import Case
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate
-from attnfuzz.harness.judge.failure import printable
 from attnfuzz.kernels.problem import reject
 
 __all__ = ["annotation", "append_summary", "on_github", "summary_file", "told"]

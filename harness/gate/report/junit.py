@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
+from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.gate.result import Gate, KernelGate, Part
-from attnfuzz.harness.judge.failure import printable
 
 __all__ = ["junit"]
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from attnfuzz.harness.judge.diagnosis.elsewhere import from_elsewhere
-from attnfuzz.harness.judge.diagnosis.fits import factor, known_factor, offset
-from attnfuzz.harness.judge.diagnosis.model import Look, LookKind
-from attnfuzz.harness.judge.diagnosis.readings import constant, noise, part, per_row, rounded, truncated, unrelated
+from attnfuzz.harness.judge.diagnosis.fits import (
+    constant,
+    factor,
+    known_factor,
+    noise,
+    offset,
+    part,
+    per_row,
+    rounded,
+    truncated,
+    unrelated,
+)
+from attnfuzz.harness.judge.diagnosis.model import Look, LookKind, Pattern
 from attnfuzz.harness.judge.diagnosis.region import region, tile_of, tokens_of
 from attnfuzz.harness.judge.diagnosis.sample import Sample, around, sampled
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["Looks"]
+__all__ = ["Looks", "pattern"]
 
 _FEWEST = 8
 """Finite wrong elements below which no free parameter is fitted: it would explain 0.95 of 8 unrelated errors once in 30,000."""
@@ -94,3 +106,31 @@ class Looks:
         best = best or rounded(problem, name, sample) or per_row(sample)
         best = best or part(problem, sample) or unrelated(sample) or noise(sample)
         return best.look(share)
+
+
+def pattern(
+    problem: Problem,
+    config: Config,
+    name: OutputName,
+    got: Tensor,
+    expected: Tensor,
+    allowed: Tensor,
+    bad: Tensor,
+    others: Mapping[OutputName, Tensor] | None = None,
+) -> Pattern:
+    """The Pattern of one output's wrong elements.
+
+    Args:
+        problem: its lengths and heads place the elements.
+        config: its `tile_m` (O, LSE, dQ) or `tile_n` (dK, dV), where it has them.
+        name: the output.
+        got, expected, allowed: float64, heads first, slack left out: `(heads, tokens, dim)`, LSE `(heads, tokens)`.
+        bad: bool of the same shape: the wrong elements, at least one.
+        others: expected values of other outputs in the same form, in which wrong values are looked for.
+    """
+    where = region(problem, config, name, bad)
+    thick = [x if x.dim() == 3 else x[..., None] for x in (got, expected, allowed, bad)]
+    elsewhere = {other: values for other, values in (others or {}).items() if other != name}
+    seen = Looks(problem, config, name, *thick).all(elsewhere)
+    text = where.text + (f": {'; '.join(each.text for each in seen)}" if seen else "")
+    return Pattern(where=where, looks=seen, text=text)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnfuzz.harness.judge.diagnosis.model import LookKind
+from attnfuzz.harness.judge.diagnosis.region import Tokens
 from attnfuzz.harness.judge.diagnosis.sample import Fit, Sample, accepted, fitted
-from attnfuzz.harness.judge.diagnosis.tiles import Tokens
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.kernels.problem import OutputName, Problem
 

@@ -13,9 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.judge.contract import heads_first
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
-from attnfuzz.harness.judge.places import where
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.checks.unwritten import told_apart

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from attnfuzz.harness.compile.baseline import FORMAT, Baseline, compare
+from attnfuzz.harness.compile.child import cut
 from attnfuzz.harness.compile.compile import Row, jobs_of, planned
 from attnfuzz.harness.compile.figures import figures_of, rank
 from attnfuzz.harness.compile.report import placed
-from attnfuzz.harness.compile.words import cut
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.lowering import Lowers, MachineCode, capability, shared_limit

@@ -277,15 +277,16 @@ print(json.dumps(told))
 
 def test_of_attnfuzz_itself_only_the_kernels_are_as_they_were(tmp_path: Path) -> None:
     """A checkout of attnfuzz, installed as an editable one is: packages mapped to folders by a finder."""
-    for folder in ("harness", "kernels", "kernels/torch"):
+    files = ("harness/run.py", "kernels/contract.py", "kernels/expressions/tree.py", "kernels/torch/flash.py")
+    for folder in ("harness", "kernels", "kernels/expressions", "kernels/torch"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text("")
-    for file in ("harness/run.py", "kernels/contract.py", "kernels/torch/flash.py"):
+    for file in files:
         (tmp_path / file).write_text("SIDE = 'base'\n")
     git(tmp_path, "init", "-q")
     repository = Repository(tmp_path)
     repository.commit("before")
-    for file in ("harness/run.py", "kernels/contract.py", "kernels/torch/flash.py"):
+    for file in files:
         (tmp_path / file).write_text("SIDE = 'head'\n")
     program = f"""
 import importlib, importlib.util, sys
@@ -305,6 +306,6 @@ class Editable:
         return None
 
 sys.meta_path.insert(1, Editable())
-print(*[importlib.import_module("attnfuzz." + n).SIDE for n in ("harness.run", "kernels.contract", "kernels.torch.flash")])
+print(*[importlib.import_module("attnfuzz." + n).SIDE for n in {[file[:-3].replace("/", ".") for file in files]!r}])
 """
-    assert in_base(repository, program).split() == ["head", "head", "base"]
+    assert in_base(repository, program).split() == ["head", "head", "head", "base"]

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from attnfuzz.harness.gate.base.baseline import read_baseline, recorded, write_baseline
-from attnfuzz.harness.gate.base.from_file import FromFile
+from attnfuzz.harness.core.statistics import paired_ratio_of_medians, paired_ratio_of_rms
+from attnfuzz.harness.gate.base.baseline import FromFile, read_baseline, recorded, write_baseline
 from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.parts import compiles
 from attnfuzz.harness.gate.parts.accuracy import FEWEST, accuracy, determinism
@@ -21,7 +21,6 @@ from attnfuzz.harness.gate.parts.sample import accuracy_cases, speed_cases
 from attnfuzz.harness.gate.parts.speed import speed
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.side import BrokenSideError
-from attnfuzz.harness.gate.statistics import paired_ratio_of_medians, paired_ratio_of_rms
 from attnfuzz.harness.gate.tasks import error_figures
 from attnfuzz.harness.judge.truth import Truth
 from attnfuzz.kernels import registry

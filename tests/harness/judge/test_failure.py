@@ -10,7 +10,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES, Failure, Identity, Place, normalised
+from attnfuzz.harness.core.text import normalised
+from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES, Failure, Identity, Place
 from attnfuzz.kernels.support.memory import MemoryKind
 
 

@@ -18,7 +18,7 @@ from support.report import Spoilt, failure, kernel_record, record, right, spoilt
 from attnfuzz.harness.campaign import corpus, events
 from attnfuzz.harness.campaign import maps as gallery
 from attnfuzz.harness.campaign.campaign import campaign
-from attnfuzz.harness.campaign.drawn import drawn_values
+from attnfuzz.harness.campaign.coverage import drawn_values
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.judge.errormap import write_maps

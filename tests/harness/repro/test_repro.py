@@ -13,9 +13,9 @@ from support.repro import register_all
 from attnfuzz.harness.campaign.blob import blob_of, case_from_blob, is_blob
 from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.cli import main as cli
+from attnfuzz.harness.core.statistics import interval
 from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.harness.judge.verdict import Figures, Verdict
-from attnfuzz.harness.repro.reproduce import interval
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem

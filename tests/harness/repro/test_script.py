@@ -229,7 +229,7 @@ def test_a_script_needs_nothing_of_attnfuzz_but_the_kernel() -> None:
         ours = {each for each in modules if each and each.startswith("attnfuzz")}
         assert {"attnfuzz.kernels.contract", "attnfuzz.kernels.problem"} <= ours
         assert all(each.startswith("attnfuzz.kernels.") for each in ours), ours
-        assert "support_repro" in modules
+        assert "support.repro" in modules
 
 
 def test_a_kernel_that_no_script_could_import_is_refused() -> None:
@@ -293,8 +293,8 @@ def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Pa
     """A numeric fault of a kernel elsewhere, one that dies, and the demo's in an interpreted Triton kernel."""
     source = (TESTS / "support" / "repro.py").read_text()
     for folder, text in (("broken", source), ("mended", source.replace("flat[3] += 0.25", "pass"))):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "support_repro.py").write_text(text)
+        (tmp_path / folder / "support").mkdir(parents=True)
+        (tmp_path / folder / "support" / "repro.py").write_text(text)
     ours = case_of("acme.element")
     dies = Case(
         kernel="fault.segfault", problem=Problem(seqlens_q=(1,), seqlens_k=(3,), dim_qk=16, dim_v=16, dtype="float32"),

@@ -21,9 +21,9 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.strategies.calls import drawn_call
 from attnfuzz.strategies.case import Case, Check
 from attnfuzz.strategies.cases import cases
+from attnfuzz.strategies.earlier_calls import drawn_call
 from attnfuzz.strategies.shapes import all_variants
 
 CASES = 150

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from msgspec.structs import replace  # noqa: E402
-from support.paths import CORPUS
+from support.paths import CORPUS  # noqa: E402
 
 from attnfuzz.harness.campaign.corpus import read_case  # noqa: E402
 from attnfuzz.harness.core import environment  # noqa: E402

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from support.emulated import Emulated
 
 from attnfuzz.harness.campaign.corpus import Corpus, read_case
+from attnfuzz.harness.judge.diagnosis.diagnose import pattern
 from attnfuzz.harness.judge.diagnosis.model import Pattern, Span, span_words, spans
-from attnfuzz.harness.judge.diagnosis.pattern import pattern
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.report.describe import describe_verdict

@@ -21,9 +21,8 @@ from attnfuzz.harness.trial.trial import check_runnable, run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Device
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
-from attnfuzz.strategies.calls import drawn_call
 from attnfuzz.strategies.case import CALLS, Case, Check, Recipe
-from attnfuzz.strategies.earlier_calls import earlier_problems, other_problems, why_not_call
+from attnfuzz.strategies.earlier_calls import drawn_call, earlier_problems, other_problems, why_not_call
 
 
 def tried(subject: Subject, check: Check, problem: Problem = PROBLEM, seed: int = 0) -> Verdict:

@@ -1,0 +1,77 @@
+"""Hypothesis as a source of values: draw from a strategy by seed, outside any test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
+
+__all__ = ["draw_values"]
+
+T = TypeVar("T")
+
+
+class _StopDrawing(BaseException):
+    """Ends a draw; its cause, if any, is the consumer's own error. Not an Exception: Hypothesis would run the test again."""
+
+
+def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | None], *, seed: int, examples: int) -> None:
+    """Draw up to `examples` values of `strategy` and call `consume` with each, until it returns True.
+
+    The same seed draws the same values, whatever modules this process has imported: Hypothesis puts the constants that it
+    finds in local source files into its draws, which is turned off here.
+
+    Args:
+        strategy: what to draw from.
+        consume: called with each value; True ends the draw. What it raises is raised here, unchanged.
+        seed: of the draw.
+        examples: values drawn at most; Hypothesis may draw a value twice, and stops early where it has drawn all.
+    """
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @hypothesis.given(strategy)
+    def each(value: T) -> None:
+        try:
+            stop = consume(value)
+        except Exception as error:  # Hypothesis would call `consume` again with the value that failed
+            raise _StopDrawing from error
+        if stop:
+            raise _StopDrawing
+
+    try:
+        with _no_local_constants():
+            each()
+    except _StopDrawing as stop:
+        if stop.__cause__ is not None:
+            raise stop.__cause__ from None
+
+
+@contextlib.contextmanager
+def _no_local_constants() -> Iterator[None]:
+    """Draw without the constants of local modules. Versions of Hypothesis before 6.131 have none."""
+    name = "_get_local_constants"
+    original = getattr(providers, name, None)
+    if original is None:
+        yield
+        return
+    no_constants = getattr(providers, "Constants")()  # noqa: B009 - not exported
+    setattr(providers, name, lambda: no_constants)
+    providers.CONSTANTS_CACHE.cache.clear()
+    try:
+        yield
+    finally:
+        setattr(providers, name, original)
+        providers.CONSTANTS_CACHE.cache.clear()

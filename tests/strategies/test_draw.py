@@ -1,0 +1,54 @@
+"""Values by seed: the same whatever is imported, and errors come out as they are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import strategies as st
+
+from attnfuzz.strategies.draw import draw_values
+
+
+def drawn(seed: int, examples: int = 60) -> list[int]:
+    values: list[int] = []
+    draw_values(st.integers(0, 10**12), values.append, seed=seed, examples=examples)
+    return values
+
+
+def test_a_seed_draws_the_same_values_whatever_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = drawn(3)
+    path = tmp_path / "acme_constants.py"
+    path.write_text("VALUES = [" + ", ".join(str(77_000_000_000 + i) for i in range(400)) + "]\n")
+    module = ModuleType("acme_constants")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "acme_constants", module)
+    assert before == drawn(3)
+    assert drawn(4) != before
+
+
+def test_true_ends_the_draw() -> None:
+    values: list[int] = []
+
+    def consume(value: int) -> bool:
+        values.append(value)
+        return len(values) == 5
+
+    draw_values(st.integers(), consume, seed=0, examples=60)
+    assert len(values) == 5
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_what_the_consumer_raises_comes_out_unchanged_after_one_call(error: BaseException) -> None:
+    calls: list[int] = []
+
+    def consume(value: int) -> None:
+        calls.append(value)
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        draw_values(st.integers(), consume, seed=0, examples=60)
+    assert caught.value is error
+    assert len(calls) == 1
