@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.compile.child import AT, Lowered
 from attnfuzz.harness.core.environment import versions
-from attnfuzz.harness.isolation.forkserver import Nursery
+from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.isolated import ExecutionError, memory_cap
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Task, death_failure
@@ -188,8 +188,8 @@ def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> 
     backends = {registry.get(each.case.kernel).backend for each in jobs}
     # Triton is compiled here, whatever this process has it for; no fork survives a pool of threads.
     variables = {"TRITON_INTERPRET": "0"} | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    nursery = Nursery(_preloads(backends), variables)
-    supervisor = Supervisor(nursery, memory=memory_cap(), spares=0)
+    forkserver = Forkserver(_preloads(backends), variables)
+    supervisor = Supervisor(forkserver, memory=memory_cap(), spares=0)
     tasks = [
         Task(
             "attnfuzz.harness.compile.child:lower",

@@ -17,20 +17,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnfuzz.harness.isolation import reaper as guardian
+from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import TAIL, Child, ChildError
 from attnfuzz.harness.isolation.wire import Board, wait
 
-__all__ = ["Nursery"]
+__all__ = ["Forkserver"]
 
 _WORKER = Path(__file__).with_name("worker.py")
-_GUARDIAN = Path(__file__).with_name("guardian.py")
+_REAPER = Path(__file__).with_name("reaper.py")
 _START_SECONDS = 180.0
 _DEATH_SECONDS = 5.0
 _CLOSE_SECONDS = 15.0
 
 
-class Nursery:
+class Forkserver:
     """Starts the children of one run, keeps their temporary files in one folder, and leaves nothing behind.
 
     Args:
@@ -42,14 +42,14 @@ class Nursery:
         self.run = secrets.token_hex(8)
         self._preload = preload
         self._folder = tempfile.mkdtemp(prefix="attnfuzz-")
-        self._environment = {**os.environ, **(environment or {}), guardian.MARK: self.run, "TMPDIR": self._folder}
+        self._environment = {**os.environ, **(environment or {}), reaper.MARK: self.run, "TMPDIR": self._folder}
         self._zygote: _Zygote | None = None
         self._guard, self._leash = self._guarded()
         self._owner = os.getpid()
 
     def _guarded(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
-        command = [sys.executable, "-I", "-S", str(_GUARDIAN), str(read), self.run, self._folder]
+        command = [sys.executable, "-I", "-S", str(_REAPER), str(read), self.run, self._folder]
         guard = subprocess.Popen(
             command,
             pass_fds=[read],
@@ -104,7 +104,7 @@ class Nursery:
             "socket": connection,
             "board": board,
             "parent": os.getpid(),
-            # A zygote waits for the guardian: what it has adopted must not lose its parent before that has looked.
+            # A zygote waits for the reaper: what it has adopted must not lose its parent before that has looked.
             "bound": how == "spawn" and threading.current_thread() is threading.main_thread(),
             "path": [str(Path(each).absolute()) if Path(each).exists() else each for each in sys.path],
             "preload": list(self._preload or ()),
@@ -130,15 +130,15 @@ class Nursery:
 
     def family(self, child: Child) -> int:
         """Bytes of memory that a child and what it started (compilers) hold."""
-        everyone = guardian.family(self.run)
+        everyone = reaper.family(self.run)
         ours = {pid for pid, each in everyone.items() if child.pid in (pid, each.session)}
-        return sum(each.memory for pid, each in everyone.items() if guardian.descends(pid, everyone, ours))
+        return sum(each.memory for pid, each in everyone.items() if reaper.descends(pid, everyone, ours))
 
     def sweep(self, living: Iterable[int]) -> int:
         """Kill what ended children have left behind; returns how many. What descends from one of `living` stays."""
-        found, at_work, killed = guardian.family(self.run), set(living), 0
+        found, at_work, killed = reaper.family(self.run), set(living), 0
         for pid in found:
-            if (self._zygote and pid == self._zygote.pid) or guardian.descends(pid, found, at_work):
+            if (self._zygote and pid == self._zygote.pid) or reaper.descends(pid, found, at_work):
                 continue
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

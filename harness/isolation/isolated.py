@@ -11,7 +11,7 @@ import msgspec
 
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Compiled, compile_error
-from attnfuzz.harness.isolation.forkserver import Nursery
+from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.isolation.outcomes import THE_KERNELS_OWN, Death, Error, Outcome, Reply, Task, death_failure
 from attnfuzz.harness.isolation.supervisor import Running, Supervisor
@@ -83,10 +83,10 @@ class Isolated:
         self._hangs: set[tuple[str, str]] = set()
         self._last: str | None = None
         self._hinted: tuple[str, str] | None = None
-        self._nursery = Nursery(preloads(device, backends), {**_VARIABLES[device], **(variables or {})})
-        self.run = self._nursery.run
+        self._forkserver = Forkserver(preloads(device, backends), {**_VARIABLES[device], **(variables or {})})
+        self.run = self._forkserver.run
         self._supervisor = Supervisor(
-            self._nursery,
+            self._forkserver,
             memory=memory_cap() if memory is None else memory,
             warm=Task("attnfuzz.harness.isolation.tasks:warm", {"device": device}, {}),
             spares=_SPARES[device],
@@ -206,7 +206,7 @@ class Isolated:
                 outcome = self._supervisor.run(task)
             except ChildError:
                 # Something that was preloaded has opened the CUDA driver: slower, but it works without a fork.
-                self._nursery.fork_no_more()
+                self._forkserver.fork_no_more()
                 outcome = self._supervisor.run(task)
             if not isinstance(outcome, Reply):
                 raise ExecutionError(outcome.trace if isinstance(outcome, Error) else outcome.output)

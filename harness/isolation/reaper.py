@@ -1,6 +1,6 @@
 """Nothing outlives a run: a process that waits for the end of its parent, however that comes, and then clears up after it.
 
-Started by path, with `python -I -S guardian.py DESCRIPTOR RUN FOLDER`: when DESCRIPTOR, a pipe that only the parent can write
+Started by path, with `python -I -S reaper.py DESCRIPTOR RUN FOLDER`: when DESCRIPTOR, a pipe that only the parent can write
 to, comes to its end, every process that carries the mark RUN in its environment is killed, and FOLDER, its temporary files,
 is removed. Standard library only.
 """

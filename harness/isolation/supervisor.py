@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attnfuzz.harness.isolation.child import Child, ChildError
-from attnfuzz.harness.isolation.forkserver import Nursery
+from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.outcomes import THE_KERNELS_OWN, Death, Error, Outcome, Reply, Task
 from attnfuzz.harness.isolation.wire import wait
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
@@ -53,18 +53,18 @@ class _NotBegunError(ChildError):
 
 
 class Supervisor:
-    """Runs tasks in children of `nursery`, one after the other or several at once.
+    """Runs tasks in children of `forkserver`, one after the other or several at once.
 
     Args:
-        nursery: starts the children; closed with the supervisor.
+        forkserver: starts the children; closed with the supervisor.
         warm: a task for every new child, before any other, so that the next one stands ready when one dies.
         memory: bytes that a child and what it starts may hold.
         spares: children that stand ready.
     """
 
-    def __init__(self, nursery: Nursery, *, memory: int, warm: Task | None = None, spares: int = 1) -> None:
+    def __init__(self, forkserver: Forkserver, *, memory: int, warm: Task | None = None, spares: int = 1) -> None:
         self.statistics = Statistics()
-        self._nursery, self._memory, self._warm, self._spares = nursery, memory, warm, spares
+        self._forkserver, self._memory, self._warm, self._spares = forkserver, memory, warm, spares
         self._hint: Task | None = None
         self._said = ""
         self.late: Death | None = None
@@ -162,7 +162,7 @@ class Supervisor:
             self._put_down(child, sweep=False)
         self._idle.clear()
         self._ready.clear()
-        self._nursery.close()
+        self._forkserver.close()
 
     def _outcome(self, running: Running, ready: set[int]) -> Outcome | None:
         """What has become of a task; None while it goes on, perhaps in another child."""
@@ -179,7 +179,7 @@ class Supervisor:
         if outcome is not None:
             self.statistics.tasks += 1
             if self.statistics.tasks % _SWEEP_EVERY == 0:
-                self._nursery.sweep(each.pid for each in self._living)
+                self._forkserver.sweep(each.pid for each in self._living)
             if died is not None:
                 self.statistics.recoveries.append(time.monotonic() - died)
                 self._died = None if self._died == died else self._died
@@ -220,7 +220,7 @@ class Supervisor:
         raise ChildError(f"a child process could not be made ready: {self._said}")
 
     def _started(self) -> Child:
-        child, warm = self._nursery.start(), self._hint or self._warm
+        child, warm = self._forkserver.start(), self._hint or self._warm
         self._living.add(child)
         if warm is not None:
             self._warming[child] = next(self._numbers)
@@ -270,7 +270,7 @@ class Supervisor:
             return self._death(child, running, "hang", limit)
         held = child.memory()
         if now - running.family > _FAMILY_TICK:
-            running.family, held = now, max(held, self._nursery.family(child))
+            running.family, held = now, max(held, self._forkserver.family(child))
         return self._death(child, running, "memory", self._memory) if held > self._memory else None
 
     def _death(self, child: Child, running: Running, why: Literal["exit", "hang", "memory", "pipe"], limit: float) -> Death:
@@ -303,7 +303,7 @@ class Supervisor:
             child.kill()
         child.close()
         if sweep:
-            self._nursery.sweep(each.pid for each in self._living)
+            self._forkserver.sweep(each.pid for each in self._living)
 
 
 def _stage(child: Child, running: Running) -> tuple[str, float]:

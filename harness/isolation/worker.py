@@ -132,7 +132,7 @@ def _zygote(settings: dict[str, Any]) -> None:
     while True:
         request, descriptors = _request(parent)
         if request is None:
-            # The parent is gone. Its guardian ends us all, and finds by us what our children have left behind.
+            # The parent is gone. Its reaper ends us all, and finds by us what our children have left behind.
             time.sleep(_LINGER)
             os._exit(0)
         if "reap" in request:

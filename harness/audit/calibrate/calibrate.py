@@ -167,7 +167,7 @@ class _Running:
             process.terminate()
 
     def kill(self) -> None:
-        """End what is still there: the guardian of its children takes them along."""
+        """End what is still there: the reaper of its children takes them along."""
         for connection in list(self.names):
             self._processes[connection].kill()
             self._end(connection)

@@ -13,7 +13,7 @@ from typing import Any
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.events import Found, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.isolation import reaper as guardian
+from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
@@ -150,7 +150,7 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
         described = executor.describe()
     finally:
         executor.close()
-    left = tuple(f"process {each.pid}" for each in guardian.marked(executor.run))
+    left = tuple(f"process {each.pid}" for each in reaper.marked(executor.run))
     leaks = replace(leaks, left=left)
     return Faults(rows, leaks, time.monotonic() - start, described)
 

@@ -22,7 +22,7 @@ def dead(folder: Path, code: str) -> None:
     """A process that journals, and dies."""
     program = f"""
 import os, signal, sys
-from attnfuzz.harness.journal import Journal
+from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 def case(n):

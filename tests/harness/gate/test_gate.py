@@ -432,8 +432,8 @@ def cycles_of_a_forward() -> float:
     """Of the shortest forward that the speed part times, in the device's own clock; asked of another process, as children are."""
     program = """
 import torch
-from attnfuzz.harness.gate.sample import speed_cases
-from attnfuzz.harness.inputs import materialise
+from attnfuzz.harness.gate.parts.sample import speed_cases
+from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 
 kernel = registry.get("triton.varlen")

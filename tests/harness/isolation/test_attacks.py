@@ -18,8 +18,8 @@ from support.paths import TESTS
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.isolation import reaper as guardian
-from attnfuzz.harness.isolation.forkserver import Nursery
+from attnfuzz.harness.isolation import reaper
+from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import Problem
@@ -53,7 +53,7 @@ def executor() -> Iterator[Isolated]:
     made = Isolated("cpu", backends=["torch"], deadline=4.0, memory=1 << 30)
     yield made
     made.close()
-    assert not guardian.family(made.run)
+    assert not reaper.family(made.run)
     assert (
         attacks.seconds_of(made.run)
         not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
@@ -114,13 +114,13 @@ def test_a_module_that_only_a_child_cannot_import_ends_its_own_turn(tmp_path: Pa
 
 
 def test_closing_waits_for_no_stranger() -> None:
-    nursery = Nursery(["json"])
+    forkserver = Forkserver(["json"])
     pid = os.fork()
     if pid == 0:
         time.sleep(60)
         os._exit(0)
     start = time.monotonic()
-    nursery.close()
+    forkserver.close()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert time.monotonic() - start < 10

@@ -21,7 +21,7 @@ from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event
 from attnfuzz.harness.campaign.journal import Journal, left_behind
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker, Sighting, tries
-from attnfuzz.harness.isolation import reaper as guardian
+from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Death, Error
 from attnfuzz.harness.isolation.supervisor import Supervisor
@@ -43,7 +43,7 @@ def executor() -> Iterator[Isolated]:
     made = Isolated("cpu", deadline=5.0)
     yield made
     made.close()
-    assert not list(guardian.marked(made.run))
+    assert not list(reaper.marked(made.run))
 
 
 def case_of(name: str, n_q: int = 1, n_k: int = 3, **changed: Any) -> Case:
@@ -374,15 +374,15 @@ def marks(parent: int) -> set[str]:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        found |= {value.decode().partition("=")[2] for value in variables if value.startswith(guardian.MARK.encode() + b"=")}
+        found |= {value.decode().partition("=")[2] for value in variables if value.startswith(reaper.MARK.encode() + b"=")}
     return found
 
 
 def wait_until_gone(runs: set[str]) -> None:
     end = time.monotonic() + 10
-    while time.monotonic() < end and any(list(guardian.marked(run)) for run in runs):
+    while time.monotonic() < end and any(list(reaper.marked(run)) for run in runs):
         time.sleep(0.05)
-    assert not [each for run in runs for each in guardian.marked(run)]
+    assert not [each for run in runs for each in reaper.marked(run)]
 
 
 def test_kill_9_of_a_run_leaves_its_case_and_no_process(tmp_path: Path) -> None:

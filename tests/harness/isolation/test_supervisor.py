@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from support.paths import TESTS
 
-from attnfuzz.harness.isolation import reaper as guardian
+from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.forkserver import Nursery
+from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.outcomes import Death, Error, Reply, Task
 from attnfuzz.harness.isolation.supervisor import Supervisor
 
@@ -27,18 +27,18 @@ HERE = str(TESTS)
 @pytest.fixture(params=["forked", "spawned"])
 def supervisor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     monkeypatch.syspath_prepend(HERE)
-    nursery = Nursery(["json"] if request.param == "forked" else None)
-    made = Supervisor(nursery, memory=1 << 29)
+    forkserver = Forkserver(["json"] if request.param == "forked" else None)
+    made = Supervisor(forkserver, memory=1 << 29)
     yield made
     made.close()
-    assert not list(guardian.marked(nursery.run))
-    assert not Path(nursery._folder).exists()
+    assert not list(reaper.marked(forkserver.run))
+    assert not Path(forkserver._folder).exists()
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     monkeypatch.syspath_prepend(HERE)
-    made = Supervisor(Nursery(["json"]), memory=1 << 29)
+    made = Supervisor(Forkserver(["json"]), memory=1 << 29)
     yield made
     made.close()
 
@@ -146,8 +146,8 @@ def test_a_broken_connection_is_the_childs_end(supervisor: Supervisor, how: str)
 def test_what_a_child_leaves_behind_goes_with_it(supervisor: Supervisor) -> None:
     found = died(supervisor, "daemon")
     assert (found.why, found.status) == ("exit", 4)
-    alive = {each.pid for each in guardian.marked(supervisor._nursery.run)}
-    zygote = supervisor._nursery._zygote
+    alive = {each.pid for each in reaper.marked(supervisor._forkserver.run)}
+    zygote = supervisor._forkserver._zygote
     assert alive == {child.pid for child in supervisor._living} | ({zygote.pid} if zygote else set())
 
 
@@ -202,18 +202,18 @@ def test_recovery_is_measured(forked: Supervisor) -> None:
 
 def test_a_child_that_cannot_be_made_ready_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
-    made = Supervisor(Nursery(["json"]), memory=1 << 30, warm=task("dies", how="raise"))
+    made = Supervisor(Forkserver(["json"]), memory=1 << 30, warm=task("dies", how="raise"))
     with pytest.raises(ChildError, match="ValueError: seven"):
         made.run(task("echo"))
     made.close()
 
 
 def test_an_interpreter_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    nursery = Nursery(["json"])
+    forkserver = Forkserver(["json"])
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ChildError, match="no process can be started: No such file"):
-        Supervisor(nursery, memory=1 << 30).run(task("echo"))
-    nursery.close()
+        Supervisor(forkserver, memory=1 << 30).run(task("echo"))
+    forkserver.close()
 
 
 def test_another_thread_may_start_children_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_another_thread_may_start_children_and_end(monkeypatch: pytest.MonkeyPat
     found: list[Supervisor] = []
 
     def start() -> None:
-        found.append(Supervisor(Nursery(["json"]), memory=1 << 30))
+        found.append(Supervisor(Forkserver(["json"]), memory=1 << 30))
         found[0].run(task("who"))
 
     thread = threading.Thread(target=start)
@@ -237,13 +237,13 @@ def test_another_thread_may_start_children_and_end(monkeypatch: pytest.MonkeyPat
 PARENT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from attnfuzz.harness.nursery import Nursery
-from attnfuzz.harness.outcomes import Task
-from attnfuzz.harness.supervisor import Supervisor
-nursery = Nursery(["json"] if sys.argv[2] == "forked" else None)
-supervisor = Supervisor(nursery, memory=1 << 30)
+from attnfuzz.harness.isolation.forkserver import Forkserver
+from attnfuzz.harness.isolation.outcomes import Task
+from attnfuzz.harness.isolation.supervisor import Supervisor
+forkserver = Forkserver(["json"] if sys.argv[2] == "forked" else None)
+supervisor = Supervisor(forkserver, memory=1 << 30)
 supervisor.run(Task("support.tasks:echo", {}, {}))
-print(nursery.run, nursery._folder, flush=True)
+print(forkserver.run, forkserver._folder, flush=True)
 supervisor.run(Task("support.tasks:dies", {"how": sys.argv[3]}, {"kernel": 600.0}))
 """
 
@@ -256,12 +256,12 @@ def test_nothing_outlives_the_parent(how: str, number: signal.Signals) -> None:
     assert parent.stdout is not None
     run, folder = parent.stdout.readline().split()
     time.sleep(0.3)
-    assert len(list(guardian.marked(run))) >= 2
+    assert len(list(reaper.marked(run))) >= 2
     assert Path(folder).is_dir()
     parent.send_signal(number)
     parent.wait(20)
     end = time.monotonic() + 5
-    while time.monotonic() < end and (list(guardian.marked(run)) or Path(folder).exists()):
+    while time.monotonic() < end and (list(reaper.marked(run)) or Path(folder).exists()):
         time.sleep(0.02)
-    assert not list(guardian.marked(run))
+    assert not list(reaper.marked(run))
     assert not Path(folder).exists()
