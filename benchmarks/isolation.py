@@ -2,7 +2,7 @@
 
     python benchmarks/isolation.py [--device cpu|cuda] [--cases N] [--rounds N] [--json FILE] [KERNEL]...
 
-Every round hunts the same drawn Cases with both executors, warm, drawing and the journal included; a kernel's cost is the
+Every round runs the same drawn Cases with both executors, warm, drawing and the journal included; a kernel's cost is the
 median of its rounds' costs (negative: isolated is faster, since the next Case is drawn while one runs). Exit code 1 where that
 is more than 5 % (CPU) or 10 % (CUDA).
 """
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import click
 
-from attnfuzz.harness.campaign.hunt import Hunt
+from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.journal import Journal
-from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.isolation.executors import Executor, InProcess
@@ -32,29 +33,21 @@ LIMITS = {"cpu": 0.05, "cuda": 0.10}
 
 
 def rate(kernel: Kernel, variants: tuple[Variant, ...], executor: Executor, device: Device, cases: int, seed: int) -> float:
-    """Cases per second of one hunt."""
+    """Cases per second of one run."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(folder)
-        hunt = Hunt(
-            kernel,
-            device,
-            limits=PROFILES["quick"].limits[device],
-            executor=executor,
-            listener=lambda _: None,
-            corpus=None,
-            journal=journal,
-            seed=seed,
-            seconds=None,
-            most=cases,
-            shrink_seconds=60.0,
-        )
+        settings = Settings(device=device, max_examples=cases, seed=seed, out=None)
+        run = KernelRun(kernel, CampaignContext(settings, executor, journal=journal))
+        run.variants = variants
         start = time.perf_counter()
-        hunt.run(variants)
+        run.try_cases()
         seconds = time.perf_counter() - start
         journal.close()
-    if hunt.found:
-        raise click.ClickException(f"{kernel.name} is wrong ({next(iter(hunt.found))}): only correct kernels can be timed")
-    return hunt.tally.cases / seconds
+    if run.findings.closed:
+        raise click.ClickException(
+            f"{kernel.name} is wrong ({next(iter(run.findings.closed))}): only correct kernels can be timed"
+        )
+    return run.tally.cases / seconds
 
 
 @click.command()

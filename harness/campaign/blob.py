@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from attnfuzz.harness.campaign.corpus import CaseFile, read_case
-from attnfuzz.harness.campaign.shrink import Rate
+from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding, read_case
+from attnfuzz.harness.campaign.events import Rate
 from attnfuzz.strategies.case import BadCase, Case, case_from_json
 
 __all__ = ["blob_of", "case_from_blob", "is_blob", "stored_case"]
@@ -65,11 +65,10 @@ def case_from_blob(text: str) -> CaseFile:
     if not whole:
         raise BadCase(f"case={shown!r}: the blob was cut or changed on its way; paste all of it, without blanks")
     try:
-        case, told = case_from_json(content), msgspec.json.decode(content)
+        case, data = case_from_json(content), msgspec.json.decode(content)
     except BadCase as error:
         raise BadCase(f"case={shown!r}: {error}") from None
-    more = told.get("found", {})
-    return CaseFile(case=case, found=more if isinstance(more, dict) else {}, path=Path(text))
+    return CaseFile(case, StoredFinding.read(data.get("found")), Path(text))
 
 
 def stored_case(text: str) -> CaseFile:

@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
+from attnfuzz.harness.campaign.events import Finding, Rate
 from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.harness.judge.failure import Identity
-from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.judge.diagnosis.model import Pattern
+from attnfuzz.harness.judge.failure import Identity, Place
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
@@ -25,6 +26,7 @@ from attnfuzz.strategies.case import BadCase, Case, case_from_object
 __all__ = [
     "CaseFile",
     "Corpus",
+    "StoredFinding",
     "again_line",
     "quoted",
     "read_case",
@@ -33,26 +35,81 @@ __all__ = [
 
 
 _MOST_RUNS = 1000
-"""Runs that a rate may tell of: what tells of more was not written here."""
+"""Largest number of runs in a rate: a file with more was not written here."""
 _LARGEST = 64 << 20
-"""Bytes of a case file: one of a batch of a million sequences has a few."""
+"""Bytes of a case file: a batch of a million sequences has a few."""
+
+
+class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What a case file says of its failure: all that is known of it where the kernel is not at hand.
+
+    `minimal`: no simpler Case fails alike; `seed`: of the run; `versions`: of Python and packages; `target`:
+    "package.module:OBJECT" where the kernel was found.
+    """
+
+    identity: Identity | None = None
+    message: str = ""
+    place: Place | None = None
+    pattern: Pattern | None = None
+    minimal: bool | None = None
+    seed: int = 0
+    device: str = ""
+    versions: dict[str, str] = {}
+    rate: Rate | None = None
+    target: str | None = None
+
+    @classmethod
+    def of(cls, finding: Finding, seed: int) -> StoredFinding:
+        """What the file of `finding` says; `seed`: of the run."""
+        failure, origin = finding.failure, registry.origin(finding.case.kernel)
+        return cls(
+            identity=finding.identity,
+            message=failure.message if failure else "",
+            place=failure.place if failure else None,
+            pattern=failure.pattern if failure else None,
+            minimal=finding.minimal,
+            seed=seed,
+            device=finding.verdict.device,
+            versions=finding.verdict.versions,
+            rate=finding.rate,
+            target=origin.target if origin else None,
+        )
+
+    @classmethod
+    def read(cls, data: Any) -> StoredFinding:
+        """The finding in a file's JSON. A field that is missing or wrong counts as not known: the Case can be run without it."""
+        fields = {}
+        for field in msgspec.structs.fields(cls) if isinstance(data, dict) else ():
+            if field.name in data:
+                # Infinities and NaN are strings in JSON.
+                strict = field.name not in ("place", "pattern")
+                with contextlib.suppress(msgspec.ValidationError):
+                    fields[field.name] = msgspec.convert(data[field.name], field.type, strict=strict)
+        finding = cls(**fields)
+        shown, runs = finding.rate or (1, 2)
+        return finding if 0 < shown < runs <= _MOST_RUNS else msgspec.structs.replace(finding, rate=None)
+
+    def to_object(self) -> dict[str, Any]:
+        """As JSON; empty where nothing is known."""
+        if self == StoredFinding():
+            return {}
+        optional = ("pattern", "rate", "target")
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return {name: value for name, value in data.items() if name not in optional or value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class CaseFile:
-    """A Case read from disk, and what was found with it (identity, message, device, versions), where that is told."""
+    """A Case read from a file or a blob, and its failure as far as that is known."""
 
     case: Case
-    found: dict[str, Any]
+    finding: StoredFinding
     path: Path
 
     @property
-    def rate(self) -> tuple[int, int] | None:
-        """It failed in so many of so many runs, where it did not fail every time."""
-        match self.found.get("rate"):
-            case [int(shown), int(runs)] if type(shown) is type(runs) is int and 0 < shown < runs <= _MOST_RUNS:
-                return shown, runs
-        return None
+    def rate(self) -> Rate | None:
+        """(runs that failed, all runs), where it did not fail every time."""
+        return self.finding.rate
 
 
 def read_case(path: Path | str) -> CaseFile:
@@ -74,19 +131,18 @@ def read_case(path: Path | str) -> CaseFile:
     except ValueError as error:  # a NUL in the path
         raise BadCase(f"case={str(path)!r}: it cannot be read ({error}); give the path of a case file") from None
     try:
-        found = msgspec.json.decode(content)
-        case = case_from_object(found)
+        data = msgspec.json.decode(content)
+        case = case_from_object(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadCase(f"case={str(path)!r}: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
     except RecursionError:
         raise BadCase(f"case={str(path)!r}: nested too deeply; give a file that `attnfuzz run` wrote") from None
     except BadCase as error:
         raise BadCase(f"case={str(path)!r}: {error}") from None
-    more = found.get("found", {})
-    return CaseFile(case=case, found=more if isinstance(more, dict) else {}, path=path)
+    return CaseFile(case, StoredFinding.read(data.get("found")), path)
 
 
-def repro_line(path: str, kernel: str, target: object = None) -> str:
+def repro_line(path: str, kernel: str, target: str | None = None) -> str:
     """The command that runs a case file of `kernel` again.
 
     It says where that kernel is found if its name alone does not tell: as it was asked for in this process, else at `target`.
@@ -94,10 +150,10 @@ def repro_line(path: str, kernel: str, target: object = None) -> str:
     return again_line(path, kernel, "attnfuzz repro", target)
 
 
-def again_line(path: str, kernel: str, command: str, target: object = None) -> str:
+def again_line(path: str, kernel: str, command: str, target: str | None = None) -> str:
     """`command`, which takes a case file and --kernel, for a case file of `kernel`."""
-    came = registry.origin(kernel)
-    where = came.target if came else target if isinstance(target, str) else None
+    origin = registry.origin(kernel)
+    where = origin.target if origin else target
     return f"{command} {quoted(path)}{f' --kernel {shlex.quote(where)}' if where else ''}"
 
 
@@ -126,34 +182,12 @@ class Corpus:
             reason = f"failing Cases could not be written there ({error.strerror})"
             raise reject("out", str(self.folder.parent), reason, "give a folder that can be written") from None
 
-    def write(
-        self,
-        case: Case,
-        verdict: Verdict,
-        identity: Identity,
-        *,
-        minimal: bool,
-        seed: int,
-        rate: tuple[int, int] | None = None,
-    ) -> Path:
-        """Write a failing Case with what was found; returns its path. A crash leaves the old file or the new one, never half."""
-        failure = next((each for each in verdict.failures if each.identity == identity), verdict.failure)
-        found = {
-            "identity": msgspec.to_builtins(identity),
-            "message": failure.message if failure else "",
-            "place": msgspec.to_builtins(failure.place) if failure else None,
-            **({"pattern": msgspec.to_builtins(failure.pattern)} if failure and failure.pattern else {}),
-            "minimal": minimal,
-            "seed": seed,
-            "device": verdict.device,
-            "versions": verdict.versions,
-            **({"rate": list(rate)} if rate else {}),
-            **({"target": came.target} if (came := registry.origin(case.kernel)) else {}),
-        }
-        path = (
-            self.folder / f"{_slug(case.kernel)}-{_slug(identity.output or identity.check)}-{_slug(identity.kind)}-{case.id}.json"
-        )
-        text = dumps({**case.to_object(), "found": found})
+    def write(self, finding: Finding, seed: int) -> Path:
+        """Write the case file of a finding; returns its path. A crash leaves the old file or the new one, never half."""
+        case, identity = finding.case, finding.identity
+        parts = (case.kernel, identity.output or identity.check, identity.kind)
+        path = self.folder / f"{'-'.join(map(_slug, parts))}-{case.id}.json"
+        text = dumps({**case.to_object(), "found": StoredFinding.of(finding, seed).to_object()})
         write_whole(path, text + "\n")
         return path
 

@@ -1,4 +1,4 @@
-"""Counts over the Cases of one kernel: what was judged, how close to its budget, which features were reached."""
+"""Counts over the Cases of one kernel: what was judged, how close to its budget, what was drawn, which features were reached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from attnfuzz.harness.campaign.events import Worst
+from attnfuzz.harness.campaign.events import Phase, Worst
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.problem import LAYOUTS, Layout, OutputName
@@ -17,18 +17,38 @@ from attnfuzz.strategies.case import Case
 __all__ = ["Tally", "drawn_values", "features"]
 
 
+_MOST_VALUES = 40
+_OTHERS = "others"
+
+
 @dataclass(slots=True)
 class Tally:
-    """Counts over the Cases tried; Cases of shrinking are counted apart."""
+    """Counts over the trials of one kernel. Cases of shrinking and reruns are counted, but not what they show."""
 
     cases: int = 0
     shrink_cases: int = 0
+    reruns: int = 0
     outputs: dict[OutputName, Worst] = field(default_factory=dict)
     features: dict[str, int] = field(default_factory=dict)
+    drawn: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Cases by what was drawn and its value; rare values beyond the first 40 are counted together."""
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in each stage of all trials."""
 
-    def add(self, case: Case, verdict: Verdict) -> None:
-        """Count one Case."""
-        self.cases += 1
+    def add(self, phase: Phase, case: Case, verdict: Verdict) -> None:
+        """Count one trial."""
+        for stage, seconds in verdict.seconds.items():
+            self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+        if phase == "shrink":
+            self.shrink_cases += 1
+        elif phase == "rerun":
+            self.reruns += 1
+        else:
+            self.cases += 1
+            self._count_outputs(verdict)
+            self._count_values(case)
+
+    def _count_outputs(self, verdict: Verdict) -> None:
         for name, figures in verdict.figures.items():
             old = self.outputs.get(name, Worst())
             skipped = bool(figures.unjudged)
@@ -47,8 +67,14 @@ class Tally:
             if failure.output:
                 old = self.outputs.get(failure.output, Worst())
                 self.outputs[failure.output] = replace(old, failures=old.failures + 1)
+
+    def _count_values(self, case: Case) -> None:
         for feature in features(case):
             self.features[feature] = self.features.get(feature, 0) + 1
+        for name, value in drawn_values(case):
+            counts = self.drawn.setdefault(name, {})
+            key = value if value in counts or len(counts) < _MOST_VALUES else _OTHERS
+            counts[key] = counts.get(key, 0) + 1
 
 
 def features(case: Case) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a campaign says. Every output (terminal, JSON, files) listens to these; the run itself never prints."""
+"""Events of a campaign. Every output (terminal, JSON, files) listens to these; the run itself never prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attnfuzz.harness.judge.failure import Identity
+from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Case
@@ -21,20 +21,53 @@ __all__ = [
     "Event",
     "FailureFound",
     "FailureMapped",
-    "Found",
+    "Finding",
     "KernelBroke",
     "KernelFinished",
     "KernelSkipped",
     "KernelStarted",
     "KernelSummary",
     "Listener",
+    "Phase",
+    "Rate",
     "Shrunk",
     "TrialFinished",
     "Worst",
     "to_all",
 ]
 
-Phase = Literal["replay", "generate", "shrink"]
+Phase = Literal["replay", "generate", "shrink", "rerun"]
+"""Why a Case runs. rerun: it ran before, and runs again for its failure rate or against the oracle alone."""
+Rate = tuple[int, int]
+"""(runs that failed, all runs) of one Case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One failure and its Case: as first seen, later (`shrunk`) the minimal one. `path`: of its case file, where it has one."""
+
+    identity: Identity
+    case: Case
+    verdict: Verdict
+    path: str | None = None
+    cases_to_find: int = 0
+    seconds_to_find: float = 0.0
+    shrunk: bool = False
+    partly: bool = False
+    """Shrinking ended before all steps were tried."""
+    shrink_trials: int = 0
+    rate: Rate | None = None
+    """None: it fails every time."""
+
+    @property
+    def minimal(self) -> bool:
+        """Whether no simpler Case fails alike."""
+        return self.shrunk and not self.partly
+
+    @property
+    def failure(self) -> Failure | None:
+        """The Failure of this identity in the Verdict; else the first."""
+        return next((each for each in self.verdict.failures if each.identity == self.identity), self.verdict.failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +98,7 @@ class CaseSkipped:
 
 @dataclass(frozen=True, slots=True)
 class CaseNotKept:
-    """A Case that could not be written to disk, and why. `failing`: it shows a Failure; else it was only about to run."""
+    """A Case that could not be written to disk, and why. `failing`: it has failed; else it was about to run."""
 
     case: Case
     reason: str
@@ -74,7 +107,7 @@ class CaseNotKept:
 
 @dataclass(frozen=True, slots=True)
 class CaseResumed:
-    """A Case was in flight when `deaths` earlier runs died; it comes first."""
+    """A Case was in flight when `deaths` earlier runs died; it runs first."""
 
     case: Case
     deaths: int
@@ -82,7 +115,7 @@ class CaseResumed:
 
 @dataclass(frozen=True, slots=True)
 class KernelStarted:
-    """A kernel's turn begins: variants in its pool, how many of them need a compile first."""
+    """A kernel is about to be tried: variants in its pool, how many of them need a compile first."""
 
     kernel: str
     variants: int
@@ -111,30 +144,17 @@ class TrialFinished:
 
 @dataclass(frozen=True, slots=True)
 class FailureFound:
-    """A Failure of a new identity, not yet shrunk; the Case is on disk at `path`."""
+    """A failure of a new identity, not yet shrunk; its Case is on disk."""
 
-    identity: Identity
-    case: Case
-    verdict: Verdict
-    cases_before: int
-    seconds: float
-    path: str | None
+    finding: Finding
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The minimal Case of a Failure. `partly`: the budget for shrinking ran out first."""
+    """A failure with its minimal Case. `before`: its identity when it was found, which shrinking may have changed."""
 
-    identity: Identity
-    case: Case
-    verdict: Verdict
-    partly: bool
-    trials: int
-    path: str | None
-    rate: tuple[int, int] | None = None
-    """It showed in so many of so many runs; None: every time."""
-    sighted: Identity | None = None
-    """What it was called when it was found, where that was another name."""
+    finding: Finding
+    before: Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,24 +188,8 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One Failure of the run, with its minimal Case."""
-
-    identity: Identity
-    case: Case
-    verdict: Verdict
-    partly: bool
-    path: str | None
-    cases_to_find: int
-    seconds_to_find: float
-    shrink_trials: int
-    rate: tuple[int, int] | None = None
-    """It showed in so many of so many runs; None: every time."""
-
-
-@dataclass(frozen=True, slots=True)
 class KernelSummary:
-    """One kernel's row: distinct Cases tried (those of shrinking apart), rates, compiles, outputs, failures."""
+    """One kernel's row: distinct Cases tried, Cases of shrinking, reruns, times, compiles, outputs, findings."""
 
     kernel: str
     cases: int
@@ -194,12 +198,14 @@ class KernelSummary:
     compiles: int
     compile_seconds: float
     outputs: dict[OutputName, Worst]
-    found: tuple[Found, ...]
+    findings: tuple[Finding, ...]
     features: dict[str, int] = field(default_factory=dict)
+    reruns: int = 0
+    """Runs of Cases that had run before: for a failure rate, or against the oracle alone."""
     replaced: int = 0
-    """Child processes that died or were put down."""
+    """Child processes that died or were killed."""
     refused: int = 0
-    """Variants that the compiler refused, of which nothing was tried."""
+    """Variants that the compiler refused; no Case of them was tried."""
     recoveries: tuple[float, ...] = ()
     """Seconds from each death of a child to the next verdict."""
 
@@ -211,7 +217,7 @@ class KernelSummary:
 
 @dataclass(frozen=True, slots=True)
 class KernelBroke:
-    """A kernel's turn ended early, by an error that is no finding: a module that cannot be imported, or attnfuzz's own fault."""
+    """A kernel was not tried to the end, by an error that is not a finding: its module cannot be imported, or attnfuzz failed."""
 
     kernel: str
     error: str
@@ -219,30 +225,30 @@ class KernelBroke:
 
 @dataclass(frozen=True, slots=True)
 class KernelFinished:
-    """A kernel's turn is over."""
+    """A kernel has been tried."""
 
     summary: KernelSummary
 
 
 @dataclass(frozen=True, slots=True)
 class CampaignFinished:
-    """The run is over. `interrupted`: by the user; what was found until then is reported."""
+    """The run is over. `interrupted`: by the user; the findings until then are in the summaries."""
 
     summaries: tuple[KernelSummary, ...]
     skipped: tuple[KernelSkipped, ...]
     seconds: float
     interrupted: bool = False
     broken: tuple[KernelBroke, ...] = ()
-    """Kernels whose turn ended by an error."""
+    """Kernels that were not tried to the end, by an error."""
     lost: str | None = None
     """Why the run ended early, where a kernel broke the device for this process."""
     not_kept: str | None = None
-    """Why Cases could not be written to disk, where they could not: failures without a path are in `found` all the same."""
+    """Why Cases could not be written to disk, where they could not; such findings have no path."""
 
     @property
-    def found(self) -> tuple[Found, ...]:
-        """All failures of all kernels."""
-        return tuple(each for summary in self.summaries for each in summary.found)
+    def findings(self) -> tuple[Finding, ...]:
+        """Of all kernels."""
+        return tuple(each for summary in self.summaries for each in summary.findings)
 
 
 Event = (
@@ -265,10 +271,10 @@ Listener = Callable[[Event], None]
 
 
 def to_all(*listeners: Listener) -> Listener:
-    """One listener that tells each of `listeners`, in their order."""
+    """One listener that calls each of `listeners`, in their order."""
 
-    def tell(event: Event) -> None:
+    def call_all(event: Event) -> None:
         for each in listeners:
             each(event)
 
-    return tell
+    return call_all

@@ -6,175 +6,154 @@ simpler Case is then tried as often as that rate demands before it counts as a p
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from attnfuzz.harness.judge.failure import Failure, Identity
+from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.shrink_steps import simpler
 
-__all__ = ["Rate", "Shrinker", "Sighting", "tries"]
-
-Rate = tuple[int, int]
-"""A failure showed in so many of so many runs of one Case."""
+__all__ = ["Shrinker"]
 
 _CONFIRMATIONS = 2
 _RERUNS = 8
-_MOST_TRIES = 12
 _DEADLY = ("crash", "hang", "illegal-access")
 
 
-def tries(rate: Rate | None) -> int:
-    """Runs after which a failure of that rate has shown with a probability of 95 %."""
-    if rate is None or rate[0] >= rate[1]:
-        return 1
-    return min(_MOST_TRIES, math.ceil(math.log(0.05) / math.log(1 - rate[0] / rate[1])))
-
-
-@dataclass(slots=True)
-class Sighting:
-    """A Failure while it is being shrunk."""
-
-    case: Case
-    verdict: Verdict
-    cases_before: int
-    seconds: float
-    path: str | None
-    trials: int = 0
-    partly: bool = False
-    rate: Rate | None = None
-    """None: it shows every time."""
-
-    def failure(self, identity: Identity) -> Failure | None:
-        """The Failure of that identity, as last seen."""
-        return next((each for each in self.verdict.failures if each.identity == identity), None)
+class _TimeIsUp(Exception):
+    """Ends the trials of one step."""
 
 
 class Shrinker:
-    """Makes Cases of one kernel simpler while they fail alike.
+    """Makes the Case of a finding simpler while it fails alike.
+
+    `finding` is the simplest so far, at any time: also after an error or Ctrl-C in the middle.
 
     Args:
-        attempt: runs a Case; True asks for patience, deadlines of full length.
+        finding: what was found.
+        runner: runs the Cases; Verdicts in its memo are not asked for again.
         supported: whether the kernel takes a Case.
-        fresh: has the next attempt made in a process of its own.
-        memo: verdicts of Cases tried already.
         variants: to stay within, simplest first.
     """
 
     def __init__(
-        self,
-        attempt: Callable[[Case, bool], Verdict],
-        supported: Callable[[Case], bool],
-        fresh: Callable[[], None],
-        memo: dict[Case, Verdict],
-        variants: Sequence[Variant],
+        self, finding: Finding, runner: TrialRunner, supported: Callable[[Case], bool], variants: Sequence[Variant]
     ) -> None:
-        self._attempt, self._supported, self._fresh = attempt, supported, fresh
-        self._memo, self._variants = memo, variants
+        self.finding = dataclasses.replace(finding, shrunk=True, partly=True)
+        self._runner, self._supported, self._variants = runner, supported, variants
         self._needs_its_check = False
+        self._end = 0.0
 
-    def shrink(self, seen: Sighting, identity: Identity, seconds: float) -> None:
+    def shrink(self, seconds: float) -> Finding:
         """Take the first simpler Case that fails alike, again and again, until none does or `seconds` are spent."""
-        end = time.monotonic() + seconds
-        seen.partly, self._needs_its_check = True, False
-        self._confirm(seen, identity, end)
-        first, passed = (seen.case, seen.verdict), set[Case]()
-        while (step := self._step(seen, identity, passed, end)) is not None:
-            seen.case, seen.verdict = step
-        seen.partly = time.monotonic() >= end
-        if seen.case != first[0] and not self._stands(seen, identity):
-            # Shrunk along noise, or a slow Case taken for one that hangs.
-            (seen.case, seen.verdict), seen.partly = first, True
+        self._end = time.monotonic() + seconds
+        before = self._runner.trials
+        try:
+            self._confirm()
+            first, passed = (self.finding.case, self.finding.verdict), set[Case]()
+            while (step := self._step(passed)) is not None:
+                self._keep(*step)
+            partly = self._late()
+            if self.finding.case != first[0] and not self._stands():
+                # Shrunk along noise, or a slow Case taken for one that hangs.
+                self._keep(*first)
+                partly = True
+            self.finding = dataclasses.replace(self.finding, partly=partly)
+        finally:
+            trials = self.finding.shrink_trials + self._runner.trials - before
+            self.finding = dataclasses.replace(self.finding, shrink_trials=trials)
+        return self.finding
 
-    def _confirm(self, seen: Sighting, identity: Identity, end: float) -> None:
+    def _confirm(self) -> None:
         """Rerun what was seen once; measure its rate where it does not show every time."""
-        found = [True]
+        case, outcomes = self.finding.case, [True]
         for _ in range(_CONFIRMATIONS):
-            if time.monotonic() < end:
-                found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
-        if all(found):
+            if not self._late():
+                outcomes.append(self._shows(self._tried(case)))
+        if all(outcomes):
             # What ends its process has shown in new ones already.
-            known = identity.kind in _DEADLY or time.monotonic() >= end
-            if known or self._shows_afresh(seen, seen.case, identity) or self._told_by_calls(seen, identity, end):
+            known = self.finding.identity.kind in _DEADLY or self._late()
+            if known or self._shows(self._tried_afresh(case)) or self._is_left_by_calls():
                 return
-            found.append(False)
+            outcomes.append(False)
         else:
-            self._fresh()
+            self._runner.fresh()
         for _ in range(_RERUNS):
-            if time.monotonic() >= end:
+            if self._late():
                 break
-            found.append(_has(self._attempted(seen, seen.case, patient=False), identity))
-        seen.rate = (sum(found), len(found))
+            outcomes.append(self._shows(self._tried(case)))
+        self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)))
 
-    def _shows_afresh(self, seen: Sighting, case: Case, identity: Identity) -> bool:
-        """Whether it shows in a process that has made no calls yet."""
-        self._fresh()
-        return _has(self._attempted(seen, case, patient=False), identity)
-
-    def _told_by_calls(self, seen: Sighting, identity: Identity, end: float) -> bool:
+    def _is_left_by_calls(self) -> bool:
         """Take a Case with earlier calls of its own for one that failed by what earlier Cases had left in its process."""
-        for check in CALLS if seen.case.check == "oracle" else ():
-            case = replace(seen.case, check=check)
-            if time.monotonic() < end and self._supported(case) and self._shows_afresh(seen, case, identity):
-                self._fresh()
-                verdict = self._attempted(seen, case, patient=False)
-                if _has(verdict, identity):
-                    seen.case, seen.verdict, self._needs_its_check = case, verdict, True
+        case = self.finding.case
+        for check in CALLS if case.check == "oracle" else ():
+            with_calls = replace(case, check=check)
+            if not self._late() and self._supported(with_calls) and self._shows(self._tried_afresh(with_calls)):
+                verdict = self._tried_afresh(with_calls)
+                if self._shows(verdict):
+                    self._keep(with_calls, verdict)
+                    self._needs_its_check = True
                     return True
         return False
 
-    def _stands(self, seen: Sighting, identity: Identity) -> bool:
-        """Whether the minimal Case fails once more, patiently tried; that Verdict is the one to show."""
-        if seen.case.check in CALLS:
-            self._fresh()
-        for _ in range(tries(seen.rate)):
-            verdict = self._attempted(seen, seen.case, patient=True)
-            if _has(verdict, identity):
-                seen.verdict = verdict
-                return True
+    def _stands(self) -> bool:
+        """Whether the minimal Case fails once more with deadlines of full length; that Verdict is the one to show."""
+        if self.finding.case.check in CALLS:
+            self._runner.fresh()
+        case, rate = self.finding.case, self.finding.rate
+        verdict = self._runner.run(case, "shrink", rate=rate, shows=self._shows, patient=True)
+        if self._shows(verdict):
+            self._keep(case, verdict)
+            return True
         return False
 
-    def _step(self, seen: Sighting, identity: Identity, passed: set[Case], end: float) -> tuple[Case, Verdict] | None:
-        for case in simpler(seen.case, self._variants):
-            other_check = case.check != seen.case.check
+    def _step(self, passed: set[Case]) -> tuple[Case, Verdict] | None:
+        """The first simpler Case that fails alike; None: there is none, or time is up."""
+        now = self.finding
+        for case in simpler(now.case, self._variants):
+            other_check = case.check != now.case.check
             if case in passed or (other_check and self._needs_its_check) or not self._supported(case):
                 continue
-            verdict = None if other_check else self._memo.get(case)
-            if verdict is None or (seen.rate is not None and not _has(verdict, identity)):
-                verdict = self._tried(seen, case, identity, end)
-            if verdict is None:
-                return None
-            if _has(verdict, identity):
+            verdict = None if other_check else self._runner.memo.get(case)
+            if verdict is None or (now.rate is not None and not self._shows(verdict)):
+                if other_check:
+                    # What earlier Cases left in the process must not stand for the calls that this one makes no more.
+                    self._runner.fresh()
+                try:
+                    verdict = self._runner.run(case, "shrink", rate=now.rate, shows=self._shows, before=self._stop_if_late)
+                except _TimeIsUp:
+                    return None
+            if self._shows(verdict):
                 return case, verdict
             passed.add(case)
             # Asked once: every answer costs a new process.
             self._needs_its_check |= other_check
         return None
 
-    def _tried(self, seen: Sighting, case: Case, identity: Identity, end: float) -> Verdict | None:
-        """The first verdict with the failure, or the last without; None when time is up."""
-        verdict = None
-        if case.check != seen.case.check:
-            # What earlier Cases left in the process must not stand for the calls that this one makes no more.
-            self._fresh()
-        for _ in range(tries(seen.rate)):
-            if time.monotonic() >= end:
-                return None
-            verdict = self._attempted(seen, case, patient=False)
-            if _has(verdict, identity):
-                break
-        return verdict
+    def _tried(self, case: Case) -> Verdict:
+        return self._runner.run(case, "shrink")
 
-    def _attempted(self, seen: Sighting, case: Case, *, patient: bool) -> Verdict:
-        seen.trials += 1
-        return self._attempt(case, patient)
+    def _tried_afresh(self, case: Case) -> Verdict:
+        """Its Verdict in a process that has made no calls yet."""
+        self._runner.fresh()
+        return self._tried(case)
 
+    def _shows(self, verdict: Verdict) -> bool:
+        return any(failure.identity == self.finding.identity for failure in verdict.failures)
 
-def _has(verdict: Verdict | None, identity: Identity) -> bool:
-    return verdict is not None and any(failure.identity == identity for failure in verdict.failures)
+    def _keep(self, case: Case, verdict: Verdict) -> None:
+        self.finding = dataclasses.replace(self.finding, case=case, verdict=verdict)
+
+    def _late(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def _stop_if_late(self) -> None:
+        if self._late():
+            raise _TimeIsUp

@@ -131,13 +131,13 @@ def _one(
     if kernels:
         raise reject("case", path, "it names its own kernel", "leave the kernels out, or the case")
     stored = read_case(path)
-    check_owner(owner, path, stored.case.kernel, stored.found.get("target"))
+    check_owner(owner, path, stored.case.kernel, stored.finding.target)
     kernel = registry.get(stored.case.kernel)
     if (reason := why_left(kernel)) is not None:
         return (), (reason,)
     if problem := kernel.supports(stored.case.problem, stored.case.config, "cuda"):
         raise reject("case", path, f"{kernel.name} does not take it: {problem}", "find it again with the kernel as it is now")
-    told = str(stored.found.get("device", ""))
+    told = stored.finding.device
     wanted = asked or ((told,) if re.fullmatch(r"sm_\d+[a-z]?", told) else architectures_of(kernel))
     for each in wanted:
         capability(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.corpus import CaseFile
-    from attnfuzz.harness.repro.reproduce import Reproduction
+    from attnfuzz.harness.repro.reproduce import Reproduction, Where
 
 __all__ = ["Picture"]
 
@@ -39,12 +40,12 @@ class Picture:
         if not existed:
             path.unlink()
 
-    def drawn(self, done: Reproduction, *, deadline: float | None = None, in_process: bool = False) -> dict[str, Any]:
-        """Run the Case once more, where it ran, and draw it: {"plot": path}, or {"plot": None, "no_plot": why}."""
+    def draw(self, done: Reproduction, where: Where) -> dict[str, Any]:
+        """Run the Case once more, as it was run, and draw it: {"plot": path}, or {"plot": None, "no_plot": why}."""
         from attnfuzz.harness.report import plots
-        from attnfuzz.harness.repro.reproduce import mapped
+        from attnfuzz.harness.repro.reproduce import map_errors
 
-        maps = mapped(self._stored.case, done.device, rate=self._stored.rate, deadline=deadline, in_process=in_process)
+        maps = map_errors(self._stored.case, replace(where, device=done.device), rate=self._stored.rate)
         if isinstance(maps, str):
             return {"plot": None, "no_plot": maps}
         failure = done.verdict.failure
@@ -52,8 +53,8 @@ class Picture:
         plots.save(maps, self.path, title, plots.subtitle(maps))
         return {"plot": str(self.path)}
 
-    def show(self, console: Console, done: Reproduction, *, deadline: float | None = None, in_process: bool = False) -> None:
-        """Draw it, and say where it is or why it is not."""
-        made = self.drawn(done, deadline=deadline, in_process=in_process)
-        told = f"plot: {made['plot']}" if made["plot"] else f"no plot: {made['no_plot']}"
-        console.print(told, highlight=False, soft_wrap=True, markup=False)
+    def show(self, console: Console, done: Reproduction, where: Where) -> None:
+        """Draw it, and print its path or why there is none."""
+        result = self.draw(done, where)
+        line = f"plot: {result['plot']}" if result["plot"] else f"no plot: {result['no_plot']}"
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -80,16 +80,16 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
     stored = stored_case(case)
     deadline, budget = options["deadline"], options["budget"]
     where = Where(
-        asked=options["device"],
+        device=options["device"],
         in_process=options["in_process"],
         deadline=None if deadline is None else duration(deadline, "deadline"),
         memory_check=not options["no_memory_check"],
     )
     picture = None if options["plot"] is None else Picture(options["plot"], stored)
     if where.in_process or way == "pdb":
-        prepare(resolve_device(where.asked))
+        prepare(resolve_device(where.device))
     try:
-        check_owner(owner, case, stored.case.kernel, stored.found.get("target"))
+        check_owner(owner, case, stored.case.kernel, stored.finding.target)
         match way:
             case "sanitize":
                 code = _sanitized(stored, options["sanitize"], where, as_json=as_json)
@@ -141,42 +141,29 @@ def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: 
     from attnfuzz.harness.repro.report import show_reproduction
     from attnfuzz.harness.repro.reproduce import reproduce
 
-    done = reproduce(
-        stored.case,
-        where.asked,
-        rate=stored.rate,
-        in_process=where.in_process,
-        deadline=where.deadline,
-        memory_check=where.memory_check,
-        output=_output(stored),
-    )
+    identity = stored.finding.identity
+    done = reproduce(stored.case, where, rate=stored.rate, output=identity.output if identity else None)
     if as_json:
-        found = {
+        result = {
             "outcome": done.outcome,
             "device": done.device,
             "verdict": machine.verdict_object(done.verdict),
             "runs": done.runs,
+            "case": stored.case.to_object(),
         }
-        drawn = picture.drawn(done, deadline=where.deadline, in_process=where.in_process) if picture else {}
-        click.echo(dumps({**found, "case": stored.case.to_object(), **drawn}))
+        click.echo(dumps({**result, **(picture.draw(done, where) if picture else {})}))
     else:
         show_reproduction(console(), stored, done)
         if picture:
-            picture.show(console(), done, deadline=where.deadline, in_process=where.in_process)
+            picture.show(console(), done, where)
     return {"FIXED": CLEAN, "FAILED": FAILURES, "UNJUDGED": WRONG_USE}[done.outcome]
-
-
-def _output(stored: CaseFile) -> object:
-    """The output that was wrong, where one was."""
-    identity = stored.found.get("identity")
-    return identity.get("output") if isinstance(identity, dict) else None
 
 
 def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> int:
     from attnfuzz.harness.repro.sanitize.report import sanitized_object, show_sanitized
     from attnfuzz.harness.repro.sanitize.sanitize import sanitize
 
-    done = sanitize(stored.case, tool, where.asked, deadline=where.deadline)
+    done = sanitize(stored.case, tool, where.device, deadline=where.deadline)
     if as_json:
         click.echo(dumps(sanitized_object(stored, done)))
     else:
@@ -247,7 +234,7 @@ def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) ->
 
 
 def _debugged(stored: CaseFile, where: Where) -> int:
-    from attnfuzz.harness.campaign.shrink import tries
+    from attnfuzz.harness.campaign.runner import tries
     from attnfuzz.harness.repro.debug import enter, recorded
     from attnfuzz.harness.repro.report import show_reproduction
     from attnfuzz.harness.repro.reproduce import Reproduction

@@ -122,7 +122,7 @@ def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
     if finished.not_kept:
         # Told on the terminal alone: a machine must not take what is in the folder for all that was found.
         return WRONG_USE
-    if finished.found or finished.lost:
+    if finished.findings or finished.lost:
         return FAILURES
     if finished.broken:
         return WRONG_USE
@@ -152,7 +152,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
         terminal.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
     with _recorder(settings) as recorder:
         finished = campaign([registry.get("demo.varlen")], settings, to_all(Terminal(terminal), recorder))
-    planted = [each for each in finished.found if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
+    planted = [each for each in finished.findings if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)
     if as_json:

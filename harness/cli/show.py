@@ -23,6 +23,6 @@ def show_command(case: str, owner: str | None, as_json: bool) -> None:
     if owner is not None:
         check_owner(owner, case, stored.case.kernel, None)
     if as_json:
-        click.echo(dumps({"case": stored.case.to_object(), "found": stored.found, "path": str(stored.path)}))
+        click.echo(dumps({"case": stored.case.to_object(), "found": stored.finding.to_object(), "path": str(stored.path)}))
     else:
         show_stored(console(), stored)

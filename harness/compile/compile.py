@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.corpus import Corpus
+from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.compile.child import AT, Lowered
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.isolation.forkserver import Forkserver
@@ -264,4 +265,4 @@ def case_file(corpus: Corpus, job: Job, row: Row) -> str:
     kind: Kind = msgspec.convert(row.kind, Kind)
     failure = Failure(kernel=row.kernel, kind=kind, check=check, message=row.error)
     verdict = Verdict(status="fail", failures=(failure,), device=row.arch, versions=versions())
-    return str(corpus.write(job.case, verdict, failure.identity, minimal=False, seed=0))
+    return str(corpus.write(Finding(failure.identity, job.case, verdict), seed=0))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from attnfuzz.harness.campaign import events as campaign_events
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
 from attnfuzz.harness.gate.base.base import Base, Before
 from attnfuzz.harness.gate.ledger import Entry, part_through
@@ -161,8 +162,8 @@ class KernelTurn:
                 continue
             path: str | None = None
             try:
-                identity = each.failures[0].identity
-                path = str(Corpus(self.plan.out).write(each.case, verdict, identity, minimal=False, seed=self.plan.seed))
+                wrong_case = campaign_events.Finding(each.failures[0].identity, each.case, verdict)
+                path = str(Corpus(self.plan.out).write(wrong_case, self.plan.seed))
             except OSError as error:
                 not_kept = f"{error.strerror or error} ({self.plan.out})"
             findings += findings_of("accuracy", each.case, verdict, path, seen=seen)

@@ -13,7 +13,7 @@ from attnfuzz.harness.plugin.options import settings_of
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.corpus import CaseFile
-    from attnfuzz.harness.campaign.events import CampaignFinished, Found
+    from attnfuzz.harness.campaign.events import CampaignFinished, Finding
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.harness.isolation.executors import Executor
     from attnfuzz.harness.report.recorder import Recorder
@@ -43,7 +43,7 @@ def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request:
     if finished.interrupted:
         raise KeyboardInterrupt
     _record(request, finished, settings)
-    if finished.found or finished.lost:
+    if finished.findings or finished.lost:
         pytest.fail(_message(finished, subject, request), pytrace=False)
     if finished.not_kept:
         remedy = "make room, or choose another --attnfuzz-out"
@@ -140,18 +140,12 @@ def _run_asked(kernel: Kernel, given: Sequence[str], shard: int, settings: Setti
 
 def _run_again(stored: CaseFile, settings: Settings) -> None:
     from attnfuzz.harness.report.describe import describe_case, describe_verdict
-    from attnfuzz.harness.repro.reproduce import reproduce
+    from attnfuzz.harness.repro.reproduce import Where, reproduce
     from attnfuzz.kernels.problem import BadArgument
 
     try:
-        done = reproduce(
-            stored.case,
-            settings.device,
-            rate=stored.rate,
-            in_process=settings.in_process,
-            deadline=settings.deadline,
-            memory_check=settings.memory_check,
-        )
+        where = Where(settings.device, settings.in_process, settings.deadline, settings.memory_check)
+        done = reproduce(stored.case, where, rate=stored.rate)
     except BadArgument as error:
         pytest.fail(f"ERROR {stored.path}: {error}", pytrace=False)
     if done.verdict.failures:
@@ -168,16 +162,16 @@ def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings
         for name, each in row.outputs.items():
             properties += [(f"{name}.judged", each.cases), (f"{name}.worst_error_over_budget", f"{each.worst:.4g}")]
             properties.append((f"{name}.wrong", each.failures))
-    properties.append(("failures", len(finished.found)))
-    for found in finished.found:
-        properties += [("failure", str(found.identity)), ("failure.case", found.path or _blob(found))]
+    properties.append(("failures", len(finished.findings)))
+    for finding in finished.findings:
+        properties += [("failure", str(finding.identity)), ("failure.case", finding.path or _blob(finding))]
     request.node.user_properties.extend((f"attnfuzz.{name}", str(value)) for name, value in properties)
 
 
-def _blob(found: Found) -> str:
+def _blob(finding: Finding) -> str:
     from attnfuzz.harness.campaign.blob import blob_of
 
-    return blob_of(found.case, found.rate)
+    return blob_of(finding.case, finding.rate)
 
 
 def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.FixtureRequest) -> str:
@@ -186,16 +180,16 @@ def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.Fixture
 
     from rich.console import Console
 
-    from attnfuzz.harness.report.terminal import show_found
+    from attnfuzz.harness.report.terminal import show_finding
     from attnfuzz.kernels import registry
 
     again = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
     text = StringIO()
     console = Console(file=text, width=160)
-    for number, found in enumerate(finished.found, 1):
-        show_found(console, number, found, again if registry.is_local(kernel.name) else None)
+    for number, finding in enumerate(finished.findings, 1):
+        show_finding(console, number, finding, again if registry.is_local(kernel.name) else None)
         # Without the file, on another machine, or for good.
-        blob = _blob(found)
+        blob = _blob(finding)
         console.print(f"   without that file:   {again} {blob}", highlight=False, soft_wrap=True, markup=False)
         console.print(f'   to keep it:          fuzz(..., cases=["{blob}"])', highlight=False, soft_wrap=True, markup=False)
     return "\n".join(filter(None, (text.getvalue().strip(), finished.lost)))

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.campaign.corpus import repro_line
-from attnfuzz.harness.campaign.events import CampaignFinished, Found, KernelSummary
+from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelSummary
 from attnfuzz.harness.judge.verdict import Verdict
 
-__all__ = ["campaign_object", "found_object", "verdict_object"]
+__all__ = ["campaign_object", "finding_object", "verdict_object"]
 
 
 def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
     return {
         "kernels": [_summary_object(row) for row in finished.summaries],
         "skipped": [{"kernel": each.kernel, "reason": each.reason} for each in finished.skipped],
-        "failures": [found_object(each) for each in finished.found],
+        "failures": [finding_object(each) for each in finished.findings],
         "seconds": finished.seconds,
         "interrupted": finished.interrupted,
         "broken": [{"kernel": each.kernel, "error": each.error} for each in finished.broken],
@@ -27,19 +27,19 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
     }
 
 
-def found_object(found: Found) -> dict[str, Any]:
+def finding_object(finding: Finding) -> dict[str, Any]:
     """One failure with its minimal Case."""
     return {
-        "identity": msgspec.to_builtins(found.identity),
-        "case": found.case.to_object(),
-        "verdict": verdict_object(found.verdict),
-        "partly_shrunk": found.partly,
-        "path": found.path,
-        "repro": repro_line(found.path, found.case.kernel) if found.path else None,
-        "cases_to_find": found.cases_to_find,
-        "seconds_to_find": found.seconds_to_find,
-        "shrink_trials": found.shrink_trials,
-        "rate": list(found.rate) if found.rate else None,
+        "identity": msgspec.to_builtins(finding.identity),
+        "case": finding.case.to_object(),
+        "verdict": verdict_object(finding.verdict),
+        "partly_shrunk": finding.partly,
+        "path": finding.path,
+        "repro": repro_line(finding.path, finding.case.kernel) if finding.path else None,
+        "cases_to_find": finding.cases_to_find,
+        "seconds_to_find": finding.seconds_to_find,
+        "shrink_trials": finding.shrink_trials,
+        "rate": list(finding.rate) if finding.rate else None,
     }
 
 
@@ -54,13 +54,14 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "kernel": row.kernel,
         "cases": row.cases,
         "shrink_cases": row.shrink_cases,
+        "reruns": row.reruns,
         "seconds": row.seconds,
         "cases_per_second": row.rate,
         "compiles": row.compiles,
         "compile_seconds": row.compile_seconds,
         "refused": row.refused,
         "outputs": {name: msgspec.to_builtins(each) for name, each in row.outputs.items()},
-        "failures": len(row.found),
+        "failures": len(row.findings),
         "features": row.features,
         "processes_replaced": row.replaced,
         "seconds_to_recover": list(row.recoveries),

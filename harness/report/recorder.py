@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.corpus import repro_line
-from attnfuzz.harness.campaign.coverage import Tally, drawn_values
-from attnfuzz.harness.campaign.events import Event
+from attnfuzz.harness.campaign.coverage import Tally
+from attnfuzz.harness.campaign.events import Event, Finding
 from attnfuzz.harness.judge.failure import Identity
-from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.report.runfile import (
     FORMAT,
@@ -29,7 +28,6 @@ from attnfuzz.harness.report.runfile import (
     number,
     write_run,
 )
-from attnfuzz.strategies.case import Case
 
 __all__ = ["Recorder"]
 
@@ -37,11 +35,9 @@ _EVERY: Final = 5.0
 """Seconds between two writings while nothing but Trials happens."""
 _MOST_FAILURES: Final = 500
 _MOST_TOLD: Final = 200
-_MOST_VALUES: Final = 40
 _MOST_TEXT: Final = 2000
 _MOST_DETAIL: Final = 4000
 _MOST_CASE: Final = 1 << 14
-_OTHERS: Final = "others"
 _SESSION: Final = secrets.token_hex(8)
 
 
@@ -114,34 +110,19 @@ class Recorder:
         kernel.compile_seconds += event.seconds
 
     def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
-        kernel = self._kernel(event.kernel)
-        for stage, seconds in event.verdict.seconds.items():
-            kernel.stages[stage] = kernel.stages.get(stage, 0.0) + seconds
-        if event.phase == "shrink":
-            kernel.shrink_cases += 1
-            return
-        self._tallies.setdefault(event.kernel, Tally()).add(event.case, event.verdict)
-        for name, figures in event.verdict.figures.items():
-            if not figures.unjudged:
-                kernel.outputs.setdefault(name, OutputRecord()).histogram[bin_of(figures.worst)] += 1
-        for what, value in drawn_values(event.case):
-            counts = kernel.drawn.setdefault(what, {})
-            known = value if value in counts or len(counts) < _MOST_VALUES else _OTHERS
-            counts[known] = counts.get(known, 0) + 1
+        self._tallies.setdefault(event.kernel, Tally()).add(event.phase, event.case, event.verdict)
+        if event.phase not in ("shrink", "rerun"):
+            outputs = self._kernel(event.kernel).outputs
+            for name, figures in event.verdict.figures.items():
+                if not figures.unjudged:
+                    outputs.setdefault(name, OutputRecord()).histogram[bin_of(figures.worst)] += 1
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
-        record = self._told(event.identity, event.case, event.verdict, event.path)
-        record.cases_to_find, record.seconds_to_find = event.cases_before, event.seconds
-        self._keep(event.identity, record)
+        self._keep(event.finding)
 
     def _on_Shrunk(self, event: events.Shrunk) -> None:  # noqa: N802
-        # An output that differs from run to run has another name when that is known.
-        before = self._failures.pop(event.sighted or event.identity, None)
-        record = self._told(event.identity, event.case, event.verdict, event.path)
-        if before is not None:
-            record.cases_to_find, record.seconds_to_find = before.cases_to_find, before.seconds_to_find
-        record.shrunk, record.partly, record.shrink_trials, record.rate = True, event.partly, event.trials, event.rate
-        self._keep(event.identity, record)
+        self._failures.pop(event.before, None)
+        self._keep(event.finding)
 
     def _on_FailureMapped(self, event: events.FailureMapped) -> None:  # noqa: N802
         if (record := self._failures.get(event.identity)) is not None:
@@ -165,15 +146,14 @@ class Recorder:
             self._kernels[name] = KernelRecord(kernel=name)
         return self._kernels[name]
 
-    def _keep(self, identity: Identity, record: FailureRecord) -> None:
-        if identity in self._failures or len(self._failures) < _MOST_FAILURES:
-            self._failures[identity] = record
+    def _keep(self, finding: Finding) -> None:
+        if finding.identity in self._failures or len(self._failures) < _MOST_FAILURES:
+            self._failures[finding.identity] = self._record(finding)
         else:
-            self._run.more_failures += not record.shrunk
+            self._run.more_failures += not finding.shrunk
 
-    def _told(self, identity: Identity, case: Case, verdict: Verdict, path: str | None) -> FailureRecord:
-        own = next((each for each in verdict.failures if each.identity == identity), verdict.failure)
-        messages = [f"{each.kind}: {each.message}"[:_MOST_TEXT] for each in verdict.failures[:10]]
+    def _record(self, finding: Finding) -> FailureRecord:
+        identity, case, failure = finding.identity, finding.case, finding.failure
         small = len(case.canonical()) <= _MOST_CASE
         return FailureRecord(
             kernel=identity.kernel,
@@ -185,11 +165,17 @@ class Recorder:
             case_id=case.id,
             case=case.to_object() if small else {},
             told=[(name, value[:_MOST_TEXT]) for name, value in describe_case(case)],
-            messages=messages,
-            pattern=own.pattern.text[:_MOST_TEXT] if own and own.pattern else "",
-            detail=own.detail[-_MOST_DETAIL:] if own else "",
-            path=path,
-            repro=self._again(path, identity.kernel) if path else None,
+            messages=[f"{each.kind}: {each.message}"[:_MOST_TEXT] for each in finding.verdict.failures[:10]],
+            pattern=failure.pattern.text[:_MOST_TEXT] if failure and failure.pattern else "",
+            detail=failure.detail[-_MOST_DETAIL:] if failure else "",
+            path=finding.path,
+            repro=self._again(finding.path, identity.kernel) if finding.path else None,
+            shrunk=finding.shrunk,
+            partly=finding.partly,
+            rate=finding.rate,
+            cases_to_find=finding.cases_to_find,
+            seconds_to_find=finding.seconds_to_find,
+            shrink_trials=finding.shrink_trials,
         )
 
     def _write(self) -> None:
@@ -212,7 +198,8 @@ class Recorder:
 
 
 def _count(kernel: KernelRecord, tally: Tally) -> None:
-    kernel.cases, kernel.features = tally.cases, dict(tally.features)
+    kernel.cases, kernel.shrink_cases, kernel.reruns = tally.cases, tally.shrink_cases, tally.reruns
+    kernel.features, kernel.drawn, kernel.stages = tally.features, tally.drawn, tally.stages
     for name, worst in tally.outputs.items():
         output = kernel.outputs.setdefault(name, OutputRecord())
         output.cases, output.unjudged, output.failures = worst.cases, worst.unjudged, worst.failures

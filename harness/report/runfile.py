@@ -71,6 +71,7 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     kernel: str
     cases: int = 0
     shrink_cases: int = 0
+    reruns: int = 0
     seconds: float = 0.0
     """Of trials, shrinking left out; 0 until the turn is over."""
     compiles: int = 0
@@ -83,7 +84,7 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     features: dict[str, int] = {}
     drawn: dict[str, dict[str, int]] = {}
     stages: dict[str, float] = {}
-    """Seconds spent in each stage of the trials, shrinking included."""
+    """Seconds spent in each stage of all trials, shrinking included."""
 
 
 class FailureRecord(msgspec.Struct, kw_only=True, omit_defaults=True):

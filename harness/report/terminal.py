@@ -13,12 +13,12 @@ from rich.text import Text
 
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
-from attnfuzz.harness.campaign.events import Event, Found, KernelSummary, Worst
+from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
-__all__ = ["Terminal", "kernel_table", "show_found", "show_stored", "summary_table"]
+__all__ = ["Terminal", "kernel_table", "show_finding", "show_stored", "summary_table"]
 
 
 class Terminal:
@@ -47,11 +47,11 @@ class Terminal:
 
     def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
         described: dict[str, Any] = event.environment
-        found = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
+        versions = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
         if "unchecked" in described:
             self.console.print(f"[yellow]{escape(described['unchecked'])}[/]", highlight=False, soft_wrap=True)
         changed = " ".join(f"{name}={value}" for name, value in event.settings.items()) or "all default"
-        self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {found}", highlight=False)
+        self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {versions}", highlight=False)
         budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {len(event.kernels)} kernels"
         self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True, markup=False)
         self.progress.start()
@@ -89,12 +89,12 @@ class Terminal:
     def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
         self.cases += 1
         if self.task is not None:
-            step = "shrinking" if event.phase == "shrink" else "trying"
+            step = {"shrink": "shrinking", "replay": "running earlier cases"}.get(event.phase, "trying")
             self.progress.update(self.task, total=None, note=f"{step}: {self.cases} cases, {self.failures} failures")
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
         self.failures += 1
-        self._say(f"[red]found[/] {escape(str(event.identity))} after {event.cases_before} cases; shrinking ...")
+        self._say(f"[red]found[/] {escape(str(event.finding.identity))} after {event.finding.cases_to_find} cases; shrinking ...")
 
     def _on_KernelBroke(self, event: events.KernelBroke) -> None:  # noqa: N802
         self._say(f"[red]{escape(event.kernel)}: its turn ended by an error: {escape(event.error)}[/]")
@@ -109,23 +109,21 @@ class Terminal:
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self.progress.stop()
         self.console.print(summary_table(event.summaries))
-        for number, each in enumerate(event.found, 1):
-            show_found(self.console, number, each)
+        for number, each in enumerate(event.findings, 1):
+            show_finding(self.console, number, each)
         if event.interrupted:
-            self.console.print("[yellow]interrupted: what was found until then is above[/]")
+            self.console.print("[yellow]interrupted: the findings until then are above[/]")
         for broken in event.broken:
             self.console.print(
                 f"[red]{escape(broken.kernel)} was not tried to the end: {escape(broken.error.splitlines()[0])}[/]"
             )
         if event.not_kept:
-            told = (
-                f"not all could be kept on disk: {event.not_kept}; a case that is printed above is a case file once it is saved"
-            )
-            self.console.print(f"[red]{escape(told)}[/]", highlight=False, soft_wrap=True)
+            text = f"not all cases could be written to disk: {event.not_kept}; save a case that is printed above as a case file"
+            self.console.print(f"[red]{escape(text)}[/]", highlight=False, soft_wrap=True)
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
-        cases = sum(row.cases for row in event.summaries)
-        verdict = f"[red]{len(event.found)} failure{'s' * (len(event.found) > 1)}[/]" if event.found else "[green]no failures[/]"
+        cases, count = sum(row.cases for row in event.summaries), len(event.findings)
+        verdict = f"[red]{count} failure{'s' * (count > 1)}[/]" if count else "[green]no failures[/]"
         self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s", highlight=False)
 
     def _say(self, text: str) -> None:
@@ -150,26 +148,26 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
     return table
 
 
-def show_found(console: Console, number: int, found: Found, again: str | None = None) -> None:
+def show_finding(console: Console, number: int, finding: Finding, again: str | None = None) -> None:
     """One failure: identity, minimal Case, message, and how to run it again (`again` and the path, or `attnfuzz repro`)."""
-    partly = ", partly shrunk" if found.partly else ""
-    if found.rate:
-        partly += f"; shows in {found.rate[0]} of {found.rate[1]} runs"
+    partly = ", partly shrunk" if finding.partly else ""
+    if finding.rate:
+        partly += f"; shows in {finding.rate[0]} of {finding.rate[1]} runs"
     console.print(
-        f"\n[bold red]{number}. {escape(str(found.identity))}[/] (found after {found.cases_to_find} cases, "
-        f"shrunk in {found.shrink_trials} trials{partly})",
+        f"\n[bold red]{number}. {escape(str(finding.identity))}[/] (found after {finding.cases_to_find} cases, "
+        f"shrunk in {finding.shrink_trials} trials{partly})",
         highlight=False,
         soft_wrap=True,
     )
-    for name, value in describe_case(found.case)[1:]:
+    for name, value in describe_case(finding.case)[1:]:
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
-    for line in describe_verdict(found.verdict):
+    for line in describe_verdict(finding.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
-    if found.path:
-        line = f"{again} {quoted(found.path)}" if again else repro_line(found.path, found.case.kernel)
+    if finding.path:
+        line = f"{again} {quoted(finding.path)}" if again else repro_line(finding.path, finding.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
     else:
-        console.print(f"   its case, in no file: {found.case.canonical()}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"   its case, in no file: {finding.case.canonical()}", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_stored(console: Console, stored: CaseFile) -> None:
@@ -177,13 +175,13 @@ def show_stored(console: Console, stored: CaseFile) -> None:
     console.print(f"[bold]{escape(str(stored.path))}[/] (case {stored.case.id})", highlight=False, soft_wrap=True)
     for name, value in describe_case(stored.case):
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
-    if message := stored.found.get("message"):
-        console.print(f"   {'found':<20} {message}", highlight=False, soft_wrap=True, markup=False)
-    if device := stored.found.get("device"):
-        known = stored.found.get("versions")
-        versions = ", ".join(f"{name} {version}" for name, version in known.items()) if isinstance(known, dict) else "?"
-        console.print(f"   {'on':<20} {device}; {versions}", highlight=False, soft_wrap=True, markup=False)
-    line = repro_line(str(stored.path), stored.case.kernel, stored.found.get("target"))
+    finding = stored.finding
+    if finding.message:
+        console.print(f"   {'found':<20} {finding.message}", highlight=False, soft_wrap=True, markup=False)
+    if finding.device:
+        versions = ", ".join(f"{name} {version}" for name, version in finding.versions.items()) or "?"
+        console.print(f"   {'on':<20} {finding.device}; {versions}", highlight=False, soft_wrap=True, markup=False)
+    line = repro_line(str(stored.path), stored.case.kernel, finding.target)
     console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
 

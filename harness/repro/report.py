@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attnfuzz.harness.campaign.corpus import CaseFile, repro_line
+from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding, repro_line
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.machine import verdict_object
 from attnfuzz.harness.repro.reproduce import Repetition, Reproduction
@@ -28,7 +28,7 @@ def repetition_object(stored: CaseFile, done: Repetition) -> dict[str, Any]:
     """The result as plain values."""
     return {
         "device": done.device,
-        "asked": done.asked,
+        "asked": done.count,
         "runs": done.runs,
         "failed": done.failed,
         "rate": done.failed / done.runs if done.runs else None,
@@ -41,7 +41,7 @@ def repetition_object(stored: CaseFile, done: Repetition) -> dict[str, Any]:
                 "first": each.first,
                 "message": each.failure.message,
             }
-            for each in done.seen
+            for each in done.failures
         ],
         "case": stored.case.to_object(),
     }
@@ -55,9 +55,9 @@ def show_repetition(console: Console, stored: CaseFile, done: Repetition) -> Non
     _say(console, f"[{style}]{word}[/] {escape(str(stored.path))} on {done.device}")
     _say(console, f"   failed in {done.failed} of {done.runs} runs ({percent})")
     if done.interrupted:
-        _say(console, f"   [yellow]interrupted: {done.runs} of {done.asked} runs[/]")
+        _say(console, f"   [yellow]interrupted: {done.runs} of {done.count} runs[/]")
     _case(console, stored)
-    for each in done.seen:
+    for each in done.failures:
         failure = each.failure
         _say(
             console,
@@ -96,7 +96,7 @@ def show_reshrunk(console: Console, stored: CaseFile, done: Reshrunk) -> None:
         _say(console, "   [yellow]not to the end: a longer --budget may find a simpler one[/]")
     if done.identity:
         _say(console, f"   {done.identity}", markup=False)
-    _case(console, CaseFile(done.case, {}, stored.path))
+    _case(console, CaseFile(done.case, StoredFinding(), stored.path))
     for line in describe_verdict(done.verdict):
         _say(console, f"   {line}", markup=False)
     if done.rate:

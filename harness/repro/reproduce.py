@@ -1,4 +1,4 @@
-"""One Case again: FIXED (it passes now), FAILED (it still fails), or an error; and how often it fails."""
+"""One Case again: whether it still fails, how often, and maps of its errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from attnfuzz.harness.campaign.shrink import Rate, tries
+from attnfuzz.harness.campaign.events import Phase, Rate
+from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.statistics import interval
 from attnfuzz.harness.isolation.child import ChildError
@@ -18,112 +19,99 @@ from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.problem import BadArgument, OutputName, reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Repetition", "Reproduction", "Seen", "Where", "mapped", "repeat", "reproduce"]
+__all__ = ["FailureCount", "Repetition", "Reproduction", "Where", "map_errors", "repeat", "reproduce"]
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """How a Case is run again."""
+    """Where and how a Case is run again."""
 
-    asked: str = "auto"
+    device: str = "auto"
     """auto, cpu or cuda; auto: CUDA if this machine and the kernel have it, else the CPU."""
     in_process: bool = False
-    """In this process, for a debugger; else in a child, which may die of it."""
+    """Run in this process, for a debugger; by default in a child, which may die of it."""
     deadline: float | None = None
     """Seconds that a stage may take; None: 60."""
     memory_check: bool = True
     """Check every access to memory of an interpreted kernel."""
 
     def device_for(self, case: Case) -> tuple[Device, Kernel]:
-        """Where the Case runs, and its kernel.
+        """The device that the Case runs on, and its kernel.
 
         Raises:
             BadArgument: the kernel is absent or cannot run there.
         """
-        device = environment.resolve_device(self.asked)
+        device = environment.resolve_device(self.device)
         kernel = registry.get(case.kernel)
-        if self.asked == "auto" and device == "cuda" and "cuda" not in kernel.capabilities.devices:
+        if self.device == "auto" and device == "cuda" and "cuda" not in kernel.capabilities.devices:
             device = "cpu"
         if reason := kernel.unavailable(device):
             raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
         return device, kernel
 
     @contextmanager
-    def executor(self, device: Device, kernel: Kernel) -> Iterator[Executor]:
-        """Where Trials run, closed at the end."""
-        made: Executor
+    def runner(
+        self, device: Device, kernel: Kernel, finished: Callable[[Phase, Case, Verdict], None] = lambda *_: None
+    ) -> Iterator[TrialRunner]:
+        """Run Cases of `kernel`; its processes end with the block. `finished`: called after each trial."""
+        executor: Executor
         if self.in_process:
-            made = InProcess(device, memory_check=self.memory_check)
+            executor = InProcess(device, memory_check=self.memory_check)
         else:
-            made = Isolated(device, backends=[kernel.backend], deadline=self.deadline, memory_check=self.memory_check)
+            executor = Isolated(device, backends=[kernel.backend], deadline=self.deadline, memory_check=self.memory_check)
         try:
-            yield made
+            yield TrialRunner(executor, finished=finished)
         finally:
-            made.close()
+            executor.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """What came of running a Case again on `device`: the last Verdict of `runs`."""
+    """A Case run again on `device`: the last Verdict of `runs`."""
 
     outcome: Literal["FIXED", "FAILED", "UNJUDGED"]
-    """UNJUDGED: nothing failed, but what failed before (or, where that is not known, every output) could not be judged."""
+    """UNJUDGED: nothing failed, but the output that failed before (or, where that is not known, none) could be judged."""
     device: Device
     verdict: Verdict
     runs: int = 1
 
 
 def reproduce(
-    case: Case,
-    asked: str,
-    *,
-    rate: Rate | None = None,
-    in_process: bool = False,
-    deadline: float | None = None,
-    memory_check: bool = True,
-    output: object = None,
+    case: Case, where: Where | None = None, *, rate: Rate | None = None, output: OutputName | None = None
 ) -> Reproduction:
-    """Run `case` again on `asked` ("auto": CUDA if this machine and the kernel have it, else the CPU).
+    """Run `case` again, in a child process unless `where` says otherwise.
 
     Args:
         case: what to run.
-        asked: auto, cpu or cuda.
-        rate: how often it failed, where that was not every time: it is run until it fails, or as often as that rate demands.
-        in_process: in this process, for a debugger; else in a child, which may die of it.
-        deadline: seconds that a stage may take; None: 60.
-        memory_check: check every access to memory of an interpreted kernel.
-        output: the name of the one that was wrong, as the case file tells; None: not known, or not one output's.
+        where: device, deadline and checks; None: the defaults.
+        rate: (runs that failed, all runs), where it did not fail every time: it runs until it fails, or as often as that demands.
+        output: the one that was wrong before; None: not known, or not one output's failure.
 
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem.
     """
-    where = Where(asked, in_process, deadline, memory_check)
+    where = where or Where()
     device, kernel = where.device_for(case)
-    with where.executor(device, kernel) as executor:
-        most = tries(rate)
-        for runs in range(1, most + 1):
-            executor.begin(case, patient=True)
-            verdict = executor.finish()
-            if verdict.failure is not None or runs == most:
-                break
+    with where.runner(device, kernel) as runner:
+        verdict = runner.run(case, rate=rate, patient=True)
     outcome: Literal["FIXED", "FAILED", "UNJUDGED"] = "FAILED" if verdict.failure else "FIXED"
     if outcome == "FIXED" and _unjudged(verdict, output):
         outcome = "UNJUDGED"
-    return Reproduction(outcome, device, verdict, runs)
+    return Reproduction(outcome, device, verdict, runner.trials)
 
 
-def _unjudged(verdict: Verdict, output: object) -> bool:
+def _unjudged(verdict: Verdict, output: OutputName | None) -> bool:
     """Whether to pass says nothing of a failure of `output`, or of any."""
     concerned = [figures for name, figures in verdict.figures.items() if output in (None, name)]
     return bool(concerned) and all(figures.unjudged for figures in concerned)
 
 
 @dataclass(slots=True)
-class Seen:
-    """One failure among the runs of a Case: how many of them showed it, the first that did, and what it said there."""
+class FailureCount:
+    """One failure among the runs of a Case, as it was in the `first` run that had it; `runs` had it."""
 
     failure: Failure
     runs: int
@@ -132,75 +120,55 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What came of running a Case `runs` times on `device`; `failed` of them failed. `interrupted`: of `asked` runs."""
+    """A Case run `runs` times of `count` on `device`; `failed` of them failed. `interrupted`: by the user."""
 
     device: Device
-    asked: int
+    count: int
     runs: int
     failed: int
-    seen: tuple[Seen, ...]
+    failures: tuple[FailureCount, ...]
     interrupted: bool
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The rate's confidence interval of 95 %."""
+        """The failure rate's confidence interval of 95 %."""
         return interval(self.failed, self.runs)
 
 
 def repeat(case: Case, count: int, where: Where, each: Callable[[int, Verdict], None] = lambda *_: None) -> Repetition:
-    """Run `case` `count` times, one run after the other; Ctrl-C ends it with what was seen until then.
+    """Run `case` `count` times, one run after the other; Ctrl-C ends it with the result until then.
 
     Args:
         case: what to run.
         count: runs.
-        where: on what device, and how.
-        each: hears of every run, counted from 1, and its Verdict.
+        where: device, deadline and checks.
+        each: called after every run with its number, from 1, and its Verdict.
 
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem; or `count` is not positive.
     """
     if count < 1:
-        raise reject("repeat", count, "nothing would be run", "give 1 or more")
+        raise reject("repeat", count, "must be positive", "give 1 or more")
     device, kernel = where.device_for(case)
-    seen: dict[Identity, Seen] = {}
-    runs = failed = 0
-    interrupted = False
-    with where.executor(device, kernel) as executor:
+    failures: dict[Identity, FailureCount] = {}
+    failed, interrupted = 0, False
+    with where.runner(device, kernel) as runner:
         try:
-            while runs < count:
-                executor.begin(case, patient=True)
-                verdict = executor.finish()
-                runs += 1
+            while runner.trials < count:
+                verdict = runner.run(case, patient=True)
                 failed += verdict.failure is not None
                 for failure in {each.identity: each for each in verdict.failures}.values():
-                    seen.setdefault(failure.identity, Seen(failure, 0, runs)).runs += 1
-                each(runs, verdict)
+                    failures.setdefault(failure.identity, FailureCount(failure, 0, runner.trials)).runs += 1
+                each(runner.trials, verdict)
         except KeyboardInterrupt:
             interrupted = True
-    return Repetition(device, count, runs, failed, tuple(seen.values()), interrupted)
+    return Repetition(device, count, runner.trials, failed, tuple(failures.values()), interrupted)
 
 
-def mapped(
-    case: Case, device: Device, *, rate: Rate | None = None, deadline: float | None = None, in_process: bool = False
-) -> ErrorMaps | str:
-    """Run `case` once more on `device` and map its errors; or why there is nothing to map.
-
-    Args:
-        case: what to run; its kernel can run there.
-        device: where.
-        rate: how often it fails, where that is not every time: it is run until errors show, or as often as that demands.
-        deadline: seconds that a stage may take; None: 60.
-        in_process: in this process; else in a child, which may die of it.
-    """
-    backends = [registry.get(case.kernel).backend]
-    executor: Executor = InProcess(device) if in_process else Isolated(device, backends=backends, deadline=deadline)
+def map_errors(case: Case, where: Where, *, rate: Rate | None = None) -> ErrorMaps | str:
+    """Run `case` once more, or as often as its `rate` demands, and map its errors; or why there is nothing to map."""
     try:
-        for _ in range(tries(rate)):
-            maps = executor.mapped(case)
-            if isinstance(maps, str) or maps.over:
-                break
+        with where.runner(*where.device_for(case)) as runner:
+            return runner.map_errors(case, rate)
     except (BadArgument, ChildError, ExecutionError) as error:
         return str(error)
-    finally:
-        executor.close()
-    return maps

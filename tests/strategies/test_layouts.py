@@ -13,13 +13,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
 from support.emulated import Emulated
 from support.faults import TRITON
+from support.runs import try_variants
 
-from attnfuzz.harness.campaign.corpus import Corpus
-from attnfuzz.harness.campaign.events import Found
-from attnfuzz.harness.campaign.hunt import Hunt
-from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.trial import trial
@@ -111,38 +108,24 @@ def writes_after_the_first_row(inputs: Inputs) -> None:
 
 
 @pytest.fixture
-def hunted(tmp_path: Path) -> Callable[[Kernel], Found]:
-    def hunt(kernel: Kernel, most: int = 300) -> Found:
+def finding_of(tmp_path: Path) -> Callable[[Kernel], Finding]:
+    def find(kernel: Kernel, most: int = 300) -> Finding:
         registry.register(kernel)
-        hunt = Hunt(
-            kernel,
-            "cpu",
-            limits=PROFILES["quick"].limits["cpu"],
-            executor=InProcess("cpu"),
-            listener=lambda _: None,
-            corpus=Corpus(tmp_path),
-            seed=1,
-            seconds=None,
-            most=most,
-            most_failures=1,
-            shrink_seconds=60.0,
-            # Against the oracle alone: huge strides find such a kernel as well, without a layout.
-            plain=True,
-        )
         try:
-            hunt.run(all_variants(kernel, "cpu"))
+            # Against the oracle alone: huge strides find such a kernel as well, without a layout.
+            run = try_variants(kernel, all_variants(kernel, "cpu"), tmp_path, seed=1, most=most, plain=True)
         finally:
             registry.unregister(kernel.name)
-        assert hunt.found, f"not found in {hunt.tally.cases} cases"
-        return next(iter(hunt.found.values()))
+        assert run.findings.closed, f"not found in {run.tally.cases} cases"
+        return next(iter(run.findings.closed.values()))
 
-    return hunt
+    return find
 
 
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "d_o"])
-def test_a_kernel_that_ignores_strides_is_found(tensor: str, hunted: Callable[[Kernel], Found]) -> None:
+def test_a_kernel_that_ignores_strides_is_found(tensor: str, finding_of: Callable[[Kernel], Finding]) -> None:
     """For d_o: a backward that takes dO's strides for those of O."""
-    found = hunted(Misreading(name="test.misreading", misread=tensor))
+    found = finding_of(Misreading(name="test.misreading", misread=tensor))
     problem = found.case.problem
     own = f"layout_{tensor.replace('_', '')}"
     assert getattr(problem, own) != Layout()
@@ -151,8 +134,8 @@ def test_a_kernel_that_ignores_strides_is_found(tensor: str, hunted: Callable[[K
     assert (problem.total_q if tensor in ("q", "d_o") else problem.total_k) <= 2
 
 
-def test_a_write_between_rows_is_found(hunted: Callable[[Kernel], Found]) -> None:
-    found = hunted(Emulated(name="test.writing", before=writes_after_the_first_row))
+def test_a_write_between_rows_is_found(finding_of: Callable[[Kernel], Finding]) -> None:
+    found = finding_of(Emulated(name="test.writing", before=writes_after_the_first_row))
     assert (found.identity.kind, found.identity.check) == ("guard", "input k")
     assert found.verdict.failures[0].message == "the kernel wrote between the rows of its input k"
     assert found.case.problem.layout_k == Layout(pitch=1)

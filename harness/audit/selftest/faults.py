@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnfuzz.harness.campaign.campaign import campaign
-from attnfuzz.harness.campaign.events import Found, KernelSummary, Listener
+from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
@@ -165,7 +165,7 @@ def _four(names: Sequence[str]) -> list[str]:
 
 def _row(device: Device, summary: KernelSummary) -> FaultRow:
     title, expected, minimal, sometimes = _expectation(device, summary.kernel)
-    found, wrong = summary.found, []
+    found, wrong = summary.findings, []
     if summary.kernel == "fault.four":
         told = {(each.identity.kind, lengths(each.case)) for each in found}
         wrong += [f"{kind} with {case} is missing" for kind, case in sorted(_FOUR - told)]
@@ -191,7 +191,7 @@ def _row(device: Device, summary: KernelSummary) -> FaultRow:
     )
 
 
-def _wrong(found: Found, expected: str, minimal: str, *, sometimes: bool) -> list[str]:
+def _wrong(found: Finding, expected: str, minimal: str, *, sometimes: bool) -> list[str]:
     wrong = []
     if found.identity.kind != expected:
         wrong.append(f"it is no {found.identity.kind}")

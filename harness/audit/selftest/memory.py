@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnfuzz.harness.campaign.campaign import campaign
-from attnfuzz.harness.campaign.events import Found, KernelSummary, Listener
+from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
 from attnfuzz.harness.report.describe import lengths
@@ -105,7 +105,7 @@ def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASE
             summaries = run([f"fault.memory.{each.slug}" for each in chosen], _CASES, faulty=True)
             rows = tuple(_row(fault, summary) for fault, summary in zip(chosen, summaries, strict=True))
             good = tuple(
-                CleanRow(each.kernel, each.cases, tuple(_alarm(found) for found in each.found))
+                CleanRow(each.kernel, each.cases, tuple(_alarm(found) for found in each.findings))
                 for each in run(clean, cases, faulty=False)
             )
         described = executor.describe()
@@ -128,7 +128,7 @@ def _clean() -> list[str]:
 
 
 def _row(fault: PlantedFault, summary: KernelSummary) -> FaultRow:
-    found = summary.found[0] if summary.found else None
+    found = summary.findings[0] if summary.findings else None
     line, wrong = _line(fault), []
     message = _message(found) if found else ""
     if found is None:
@@ -158,10 +158,10 @@ def _line(fault: PlantedFault) -> str:
     return f"{file}:{number}: {fault.line}"
 
 
-def _message(found: Found) -> str:
+def _message(found: Finding) -> str:
     failures = found.verdict.failures
     return next((each.message for each in failures if each.identity == found.identity), "")
 
 
-def _alarm(found: Found) -> str:
+def _alarm(found: Finding) -> str:
     return re.sub(r"\s+", " ", f"{found.identity}: {_message(found)} ({found.case.canonical()})")

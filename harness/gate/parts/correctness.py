@@ -9,9 +9,9 @@ from pathlib import Path
 from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
-from attnfuzz.harness.campaign.events import CampaignFinished, Event, FailureFound, Found, KernelStarted, TrialFinished
+from attnfuzz.harness.campaign.events import CampaignFinished, Event, FailureFound, KernelStarted, Rate, TrialFinished
+from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.shrink import Rate, tries
 from attnfuzz.harness.gate.result import Finding, Part, PartName
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.failure import Identity
@@ -62,17 +62,14 @@ def replay(
     findings: list[Finding] = []
     skipped: list[str] = []
     cases = [each for each in stored if each.case.kernel == kernel.name]
+    runner = TrialRunner(executor)
     for number, each in enumerate(cases):
         progress(f"{number} of {len(cases)} cases")
         if reason := why_not_case(kernel, each.case, device):
             skipped.append(f"{each.path.name}: {reason}")
             continue
-        for _ in range(tries(each.rate)):
-            executor.begin(each.case, patient=True)
-            verdict = executor.finish()
-            if verdict.failures:
-                findings += findings_of("replay", each.case, verdict, str(each.path))
-                break
+        verdict = runner.run(each.case, "replay", rate=each.rate, patient=True)
+        findings += findings_of("replay", each.case, verdict, str(each.path))
     if not cases:
         return Part("replay", "pass", "no stored case of this kernel")
     wrong = len({each.case for each in findings})
@@ -88,9 +85,15 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
         InterruptedCampaignError: by the user.
     """
     done = campaign([kernel], settings, _Told(progress), executor)
-    findings = tuple(dict.fromkeys(finding for each in done.found for finding in _of_found(each)))
+    findings = tuple(
+        dict.fromkeys(
+            finding
+            for each in done.findings
+            for finding in findings_of("campaign", each.case, each.verdict, each.path, each.rate)
+        )
+    )
     summary = done.summaries[0]
-    text = f"{summary.cases} cases in {summary.seconds:.1f} s, {len(done.found)} failure{'s' * (len(done.found) != 1)}"
+    text = f"{summary.cases} cases in {summary.seconds:.1f} s, {len(done.findings)} failure{'s' * (len(done.findings) != 1)}"
     text += f"; stopped early: {done.lost}" if done.lost else ""
     text += f"; not all Cases could be kept on disk: {done.not_kept}" if done.not_kept else ""
     figures = {
@@ -110,10 +113,6 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
 def _to_the_end(done: CampaignFinished, settings: Settings) -> bool:
     """Whether the number of Cases ended it, which is the same on every machine, and not the time."""
     return not done.lost and settings.max_examples is not None and done.summaries[0].cases >= settings.max_examples
-
-
-def _of_found(found: Found) -> Iterator[Finding]:
-    yield from findings_of("campaign", found.case, found.verdict, found.path, found.rate)
 
 
 def findings_of(

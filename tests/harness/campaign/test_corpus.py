@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnfuzz.harness.campaign.corpus import Corpus, read_case
+from attnfuzz.harness.campaign.corpus import Corpus, StoredFinding, read_case
+from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.failure import Failure, Place
 from attnfuzz.harness.judge.verdict import Verdict
@@ -33,7 +35,8 @@ def failure(kernel: str = "acme.flash", **changed: Any) -> Failure:
 def write(corpus: Corpus, written: Case, seen: Failure | None = None, **changed: Any) -> Path:
     seen = seen or failure(written.kernel)
     verdict = Verdict(status="fail", failures=(seen,), device="cpu", versions={"torch": "2"})
-    return corpus.write(written, verdict, seen.identity, **{"minimal": True, "seed": 4, **changed})
+    finding = Finding(seen.identity, written, verdict, **{"shrunk": True, "partly": False, **changed})
+    return corpus.write(finding, seed=4)
 
 
 def strict(path: Path) -> Any:
@@ -49,7 +52,7 @@ def test_a_case_and_what_was_found_with_it(tmp_path: Path) -> None:
     stored = read_case(path)
     assert stored.case == case()
     assert stored.path == path
-    assert stored.found == {
+    assert strict(path)["found"] == {
         "identity": {"kernel": "acme.flash", "kind": "nonfinite", "output": "dk", "check": "element", "message": ""},
         "message": "dK: NaN",
         "place": {"sequence": 0, "position": 2, "head": 1, "dim": 5, "got": "nan", "expected": "-inf", "allowed": "inf"},
@@ -58,6 +61,18 @@ def test_a_case_and_what_was_found_with_it(tmp_path: Path) -> None:
         "device": "cpu",
         "versions": {"torch": "2"},
     }
+    finding = stored.finding
+    assert (finding.identity, finding.message, finding.seed, finding.device) == (failure().identity, "dK: NaN", 4, "cpu")
+    assert finding.place is not None
+    assert math.isnan(finding.place.got)
+    assert (finding.place.allowed, finding.versions, finding.rate, finding.target) == (math.inf, {"torch": "2"}, None, None)
+
+
+def test_what_a_file_says_wrongly_counts_as_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    found = {"identity": {"kind": "odd"}, "rate": [3, 2], "minimal": "yes", "seed": "x", "device": "cpu", "unknown": 1}
+    path.write_text(json.dumps({**case().to_object(), "found": found}))
+    assert read_case(path).finding == StoredFinding(device="cpu")
 
 
 def test_the_file_is_strict_json_for_people(tmp_path: Path) -> None:
@@ -85,9 +100,9 @@ def test_no_kernel_name_leads_out_of_the_folder(tmp_path: Path, kernel: str) -> 
 
 def test_writing_the_same_twice_leaves_one_file(tmp_path: Path) -> None:
     corpus = Corpus(tmp_path)
-    assert write(corpus, case(), minimal=False) == write(corpus, case(), minimal=True)
+    assert write(corpus, case(), shrunk=False) == write(corpus, case())
     [stored] = corpus.of("acme.flash")
-    assert stored.found["minimal"] is True
+    assert stored.finding.minimal is True
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
@@ -105,7 +120,7 @@ def test_a_failure_in_the_middle_leaves_nothing_half(tmp_path: Path, monkeypatch
 
 def test_a_failure_in_the_middle_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = Corpus(tmp_path)
-    path = write(corpus, case(), minimal=False)
+    path = write(corpus, case(), shrunk=False)
     before = path.read_bytes()
 
     def interrupted(*_: object) -> None:
@@ -113,7 +128,7 @@ def test_a_failure_in_the_middle_keeps_the_old_file(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write(corpus, case(), minimal=True)
+        write(corpus, case())
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -175,7 +190,7 @@ def test_reading_a_bare_case(tmp_path: Path) -> None:
     path.write_text(case().canonical())
     stored = read_case(str(path))
     assert stored.case == case()
-    assert stored.found == {}
+    assert stored.finding == StoredFinding()
     assert stored.path == path
 
 
@@ -183,7 +198,7 @@ def test_reading_a_bare_case(tmp_path: Path) -> None:
 def test_what_was_found_may_be_anything(tmp_path: Path, found: object) -> None:
     path = tmp_path / "case.json"
     path.write_text(json.dumps({**case().to_object(), "found": found}))
-    assert read_case(path).found == {}
+    assert read_case(path).finding == StoredFinding()
 
 
 @pytest.mark.parametrize(

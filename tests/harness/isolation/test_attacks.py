@@ -79,12 +79,12 @@ def test_the_campaign_goes_on_and_the_next_kernel_is_right(
     assert time.monotonic() - start < 120
     assert not done.broken
     bad, good = done.summaries
-    assert (good.cases, good.found) == (8, ())
+    assert (good.cases, good.findings) == (8, ())
     if kinds is not None:
-        assert {each.identity.kind for each in bad.found} <= kinds
-        assert bad.found or happens in (attacks.exits_later, attacks.crashes_later)
+        assert {each.identity.kind for each in bad.findings} <= kinds
+        assert bad.findings or happens in (attacks.exits_later, attacks.crashes_later)
     elif happens is not attacks.limits_memory:
-        assert not bad.found
+        assert not bad.findings
 
 
 def test_a_kernel_may_kill_what_its_process_was_forked_from(executor: Isolated) -> None:
@@ -108,7 +108,7 @@ def test_a_module_that_only_a_child_cannot_import_ends_its_own_turn(tmp_path: Pa
     [broken] = done.broken
     assert broken.kernel == "attack.raises_unheard"
     assert "a child process cannot import it: OSError: not here" in broken.error
-    assert (done.summaries[1].cases, done.found) == (5, ())
+    assert (done.summaries[1].cases, done.findings) == (5, ())
     [left] = left_behind(tmp_path / "out")
     assert (left.case.kernel, left.deaths) == ("attack.raises_unheard", 0), "its Case comes first in the next run"
 

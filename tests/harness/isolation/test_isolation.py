@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.runs import FunctionExecutor
 
 from attnfuzz.harness.audit.selftest import faults as selftest
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.corpus import Corpus, read_case
-from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event
+from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event, Finding
 from attnfuzz.harness.campaign.journal import Journal, left_behind
+from attnfuzz.harness.campaign.runner import TrialRunner, tries
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.shrink import Shrinker, Sighting, tries
+from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Death, Error
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.repro.reproduce import reproduce
+from attnfuzz.harness.repro.reproduce import Where, reproduce
 from attnfuzz.harness.trial.build import built
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
@@ -94,7 +96,7 @@ def test_a_row_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         wrong = selftest._row("cpu", _renamed(summary, fault))
         assert (told is None) == (not wrong.wrong)
         assert told is None or told in wrong.wrong
-    empty = selftest._row("cpu", _renamed(summary, "abort", found=()))
+    empty = selftest._row("cpu", _renamed(summary, "abort", findings=()))
     assert empty.wrong == (f"nothing found in {summary.cases} cases",)
     assert selftest._row("cpu", _renamed(summary, "noise")).wrong[0].startswith("found fault.abort: crash in kernel")
     assert len(selftest._row("cpu", _renamed(summary, "four")).wrong) == 5
@@ -213,13 +215,13 @@ def test_a_process_that_dies_twice_in_the_oracle_was_broken_by_the_kernel(
 # --- failures that show only sometimes
 
 
-def sometimes(rate: float | None, seed: int = 1) -> tuple[Shrinker, dict[str, int]]:
+def sometimes(rate: float | None, seed: int = 1, n_k: int = 40) -> tuple[Shrinker, dict[str, int]]:
     """A Shrinker on Cases that fail, if they have three keys, at `rate`."""
     import random
 
     rng, counts = random.Random(seed), {"runs": 0, "fresh": 0}
 
-    def attempt(case: Case, patient: bool) -> Verdict:
+    def verdict(case: Case) -> Verdict:
         counts["runs"] += 1
         shows = max(case.problem.seqlens_k) >= 3 and (rate is None or rng.random() < rate)
         return Verdict(status="fail", failures=(FAILED,)) if shows else Verdict(status="pass")
@@ -227,33 +229,32 @@ def sometimes(rate: float | None, seed: int = 1) -> tuple[Shrinker, dict[str, in
     def fresh() -> None:
         counts["fresh"] += 1
 
-    return Shrinker(attempt, lambda case: True, fresh, {}, ()), counts
+    return Shrinker(sighting(n_k), TrialRunner(FunctionExecutor(verdict, fresh)), lambda case: True, ()), counts
 
 
 FAILED = Failure(kernel="acme.flash", kind="mismatch", output="o", check="element", message="")
 
 
-def sighting(n_k: int = 40) -> Sighting:
+def sighting(n_k: int = 40) -> Finding:
     problem = Problem(seqlens_q=(7, 1), seqlens_k=(n_k, 3), dim_qk=8, dim_v=8)
-    return Sighting(Case(kernel="acme.flash", problem=problem), Verdict(status="fail", failures=(FAILED,)), 1, 0.0, None)
+    verdict = Verdict(status="fail", failures=(FAILED,))
+    return Finding(FAILED.identity, Case(kernel="acme.flash", problem=problem), verdict, cases_to_find=1)
 
 
 def test_what_shows_every_time_has_no_rate() -> None:
     shrinker, counts = sometimes(None)
-    seen = sighting()
-    shrinker.shrink(seen, FAILED.identity, 60.0)
+    seen = shrinker.shrink(60.0)
     # One new process: what only a used one shows is another failure.
     assert (seen.rate, seen.partly, counts["fresh"]) == (None, False, 1)
     assert (seen.case.problem.seqlens_q, seen.case.problem.seqlens_k) == ((1,), (3,))
-    assert seen.trials == counts["runs"] < 20
+    assert seen.shrink_trials == counts["runs"] < 20
 
 
 def test_what_shows_sometimes_is_measured_and_still_shrunk() -> None:
     measured = 0
     for seed in range(8):
         shrinker, counts = sometimes(0.4, seed)
-        seen = sighting()
-        shrinker.shrink(seen, FAILED.identity, 60.0)
+        seen = shrinker.shrink(60.0)
         # It may show three times running: then it passes for one that shows every time.
         measured += seen.rate is not None
         if seen.rate is not None:
@@ -266,16 +267,14 @@ def test_what_shows_sometimes_is_measured_and_still_shrunk() -> None:
 
 def test_what_shows_once_is_kept_as_it_is() -> None:
     shrinker, _ = sometimes(0.0)
-    seen = sighting()
-    shrinker.shrink(seen, FAILED.identity, 60.0)
+    seen = shrinker.shrink(60.0)
     assert (seen.rate, seen.case) == ((1, 11), sighting().case)
 
 
 def test_time_that_is_up_is_told() -> None:
     shrinker, _ = sometimes(None)
-    seen = sighting()
-    shrinker.shrink(seen, FAILED.identity, 0.0)
-    assert (seen.partly, seen.case, seen.trials) == (True, sighting().case, 0)
+    seen = shrinker.shrink(0.0)
+    assert (seen.partly, seen.case, seen.shrink_trials) == (True, sighting().case, 0)
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(None, 1), ((11, 11), 1), ((10, 11), 2), ((1, 2), 5), ((1, 11), 12)])
@@ -285,16 +284,16 @@ def test_tries(rate: Any, expected: int) -> None:
 
 def test_a_flaky_case_is_run_until_it_fails_again(tmp_path: Path) -> None:
     done, _ = finished("fault.third", tmp_path, plain=True)
-    [found] = done.found
+    [found] = done.findings
     assert found.identity.kind == "nondeterministic"
     assert found.verdict.failures[0].message.startswith("O differs from run to run, though declared deterministic: O: ")
     stored = read_case(found.path)
     assert stored.rate == found.rate
-    again = reproduce(stored.case, "cpu", rate=stored.rate)
+    again = reproduce(stored.case, Where("cpu"), rate=stored.rate)
     assert (again.outcome, again.runs) == ("FAILED", 3), "a fresh process fails at its third call"
-    assert reproduce(stored.case, "cpu").outcome == "FIXED"
+    assert reproduce(stored.case, Where("cpu")).outcome == "FIXED"
     back, _ = finished("fault.third", tmp_path, max_examples=1, plain=True)
-    assert back.found, "a replay runs it as often as its rate demands"
+    assert back.findings, "a replay runs it as often as its rate demands"
 
 
 @pytest.mark.parametrize("rate", [None, "often", [1], [1, 2, 3], [0, 3], [3, 3], [1.0, 2.0], [True, 2], {"a": 1}])
@@ -319,7 +318,7 @@ def test_the_case_in_flight_comes_first_in_the_next_run(tmp_path: Path) -> None:
     in_flight(tmp_path, case_of("torch.reference_cpu"))
     done, events = finished("fault.raises", tmp_path)
     assert [each for each in events if isinstance(each, CaseResumed)] == [CaseResumed(case_of("fault.raises", 5, 9), 1)]
-    [found] = done.found
+    [found] = done.findings
     assert found.cases_to_find == 1
     assert [each.name for each in (tmp_path / "cases").iterdir()] == [Path(found.path).name]
     assert len(list((tmp_path / "inflight").iterdir())) == 1, "the other kernel's waits for a run with that kernel"
@@ -394,7 +393,7 @@ def test_kill_9_of_a_run_leaves_its_case_and_no_process(tmp_path: Path) -> None:
     done, events = finished("fault.pyloop", tmp_path / "out", max_examples=1, deadline=1.0)
     [resumed] = [each for each in events if isinstance(each, CaseResumed)]
     assert max(resumed.case.problem.seqlens_k) >= 3
-    [found] = done.found
+    [found] = done.findings
     assert (found.identity.kind, found.cases_to_find) == ("hang", 1)
     assert found.case.problem.seqlens_k == (3,)
 

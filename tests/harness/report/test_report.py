@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -20,6 +21,7 @@ from attnfuzz.harness.campaign import maps as gallery
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.coverage import drawn_values
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.core import files
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.judge.errormap import write_maps
 from attnfuzz.harness.judge.failure import Failure, Identity
@@ -84,7 +86,7 @@ def test_the_record_is_what_the_campaign_said() -> None:
 
 def test_a_failure_is_recorded_with_its_case_its_line_and_its_maps() -> None:
     finished, _ = run()
-    [told], [found] = the_run().failures, finished.found
+    [told], [found] = the_run().failures, finished.findings
     assert (told.title, told.kind, told.output) == ("test.spoilt: mismatch in dK", "mismatch", "dk")
     assert told.case == json.loads(json.dumps(found.case.to_object()))
     assert (told.path, told.repro) == (found.path, f"attnfuzz repro {found.path}")
@@ -109,7 +111,7 @@ def test_maps_can_be_left_out_and_never_end_a_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gallery, "write_maps", full)
     finished, _ = run(seed=2, replay=False)
     told = [each for each in runs_of(Path("found")) if isinstance(each, RunRecord)][-1].failures[0]
-    assert finished.found
+    assert finished.findings
     assert (told.maps, told.no_maps) == (None, "OSError: [Errno 28] No space left on device")
 
 
@@ -118,7 +120,7 @@ def test_where_the_record_cannot_be_written_the_cases_are_kept() -> None:
     Path("found/runs").write_text("in the way")
     finished, said = run()
     assert said == ["found/runs: the record for reports cannot be written (File exists)"]
-    assert Path(str(finished.found[0].path)).exists()
+    assert Path(str(finished.findings[0].path)).exists()
 
 
 def identity(number: int) -> Identity:
@@ -137,7 +139,7 @@ def test_a_run_that_is_killed_has_left_what_it_had_come_to() -> None:
     passed = Verdict(status="pass", figures={"o": Figures(elements=3, worst=0.5)})
     recorder(events.TrialFinished("test.spoilt", "generate", case, passed))
     wrong = Verdict(status="fail", failures=(Failure(kernel="test.spoilt", kind="exception", check="forward", message="x"),))
-    recorder(events.FailureFound(wrong.failures[0].identity, case, wrong, 1, 0.5, "found/cases/a.json"))
+    recorder(events.FailureFound(events.Finding(wrong.failures[0].identity, case, wrong, "found/cases/a.json", 1, 0.5)))
     # Nothing more is heard of it.
     found = the_run()
     assert found.state == "running"
@@ -173,7 +175,9 @@ def test_a_record_is_bounded() -> None:
     started(recorder)
     for number in range(600):
         long = Failure(kernel="test.spoilt", kind=kind, check="forward", message="m" * 9000, detail="d" * 9000)
-        recorder(events.FailureFound(identity(number), huge, Verdict(status="fail", failures=(long,)), 1, 0.5, None))
+        recorder(
+            events.FailureFound(events.Finding(identity(number), huge, Verdict(status="fail", failures=(long,)), None, 1, 0.5))
+        )
     del recorder._write
     recorder(events.CampaignFinished((), (), 1.0))
     found = the_run()
@@ -194,8 +198,10 @@ def test_a_shrunk_failure_takes_the_place_of_what_was_found() -> None:
     started(recorder)
     wrong = Verdict(status="fail", failures=(Failure(kernel="test.spoilt", kind="mismatch", check="element", message="x"),))
     first, last = identity(1), identity(2)
-    recorder(events.FailureFound(first, case, wrong, 7, 0.5, None))
-    recorder(events.Shrunk(last, case, wrong, False, 4, None, (1, 3), first))
+    finding = events.Finding(first, case, wrong, None, 7, 0.5)
+    recorder(events.FailureFound(finding))
+    shrunk = dataclasses.replace(finding, identity=last, shrunk=True, shrink_trials=4, rate=(1, 3))
+    recorder(events.Shrunk(shrunk, first))
     [told] = the_run().failures
     assert (told.fingerprint, told.cases_to_find, told.shrink_trials, told.rate) == (last.fingerprint, 7, 4, (1, 3))
 
@@ -268,7 +274,7 @@ def test_a_real_run_becomes_a_page_of_its_own() -> None:
     assert done.stdout == f"found/report.html: 1 failure in {finished.summaries[0].cases} cases of 1 kernels, 1 pictures\n"
     text = Path("found/report.html").read_text()
     assert "1 failure in 1 of 1 kernel" in text
-    assert f"attnfuzz repro {finished.found[0].path}" in text
+    assert f"attnfuzz repro {finished.findings[0].path}" in text
     assert text.count("data:image/png;base64,") == 2, "the minimal Case, and the Case as it was found"
     seen = Seen(text)
     assert all(each.startswith(("#", "data:")) for each in seen.addresses)
@@ -425,7 +431,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     written(Path("found"), record())
-    monkeypatch.setattr(corpus, "write_whole", full)
+    monkeypatch.setattr(files, "write_whole", full)
     Path("old.html").write_text("old")
     for name in ("old.html", "new.html"):
         done = attnfuzz("report", "found", "--output", name)

@@ -62,7 +62,7 @@ def repro(*arguments: str, stdin: str = "") -> Result:
         (["--script", "x.py", "--deadline", "5s"], "a script is written without running the kernel; leave --deadline out"),
         (["--script", "-", "--json"], "the script itself would be between the JSON; give --script a file, or leave --json out"),
         (["--sanitize", "memcheck", "--in-process"], "compute-sanitizer watches a process of its own; leave --in-process out"),
-        (["--repeat", "0"], "repeat=0: nothing would be run; give 1 or more"),
+        (["--repeat", "0"], "repeat=0: must be positive; give 1 or more"),
         (["--shrink", "--budget", "soon"], "budget='soon': it is no duration"),
         (["--script", "."], "script='.': it is a folder; give a file"),
         (["--script", "case.json/x.py"], "script='case.json/x.py': it cannot be written"),
@@ -158,7 +158,7 @@ def test_a_smaller_case_is_written_beside_the_first() -> None:
     assert f"run it again:        attnfuzz repro {smaller}\n" in result.stdout
     found = read_case(smaller)
     assert (found.case.problem.seqlens_q, found.case.problem.seqlens_k, found.case.problem.heads) == ((1,), (1,), 1)
-    assert (found.found["minimal"], found.found["seed"]) == (True, 3)
+    assert (found.finding.minimal, found.finding.seed) == (True, 3)
     assert repro(str(smaller)).exit_code == 1
 
     again = repro(str(smaller), "--shrink", "--json")
@@ -191,7 +191,7 @@ def test_a_smaller_case_is_kept_whatever_ends_shrinking(error: Any, monkeypatch:
     assert "Traceback" not in result.output
     [smaller] = [each for each in Path().iterdir() if each.name != "case.json"]
     assert len(read_case(smaller).case.problem.seqlens_q) == 1
-    assert read_case(smaller).found["minimal"] is False
+    assert read_case(smaller).finding.minimal is False
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_to_pass_unjudged_is_not_to_be_fixed(
 ) -> None:
     figures = {"o": Figures(elements=3), "dq": Figures(elements=0, unjudged="the oracle needs too much memory")}
     monkeypatch.setattr(InProcess, "finish", lambda _: Verdict(status="pass", figures=figures))
-    path = stored("acme.right", identity={"output": output})
+    path = stored("acme.right", identity={"kernel": "acme.right", "kind": "mismatch", "check": "element", "output": output})
     result = repro(path, "--json")
     assert (json.loads(result.stdout)["outcome"], result.exit_code) == (outcome, code)
     assert repro(path).stdout.startswith(outcome)

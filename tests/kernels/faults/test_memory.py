@@ -10,11 +10,10 @@ import torch
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.memory import FAULTS, RACING, MemoryFault, planted
+from support.runs import try_variants
 
-from attnfuzz.harness.campaign import hunt as hunting
-from attnfuzz.harness.campaign.corpus import Corpus
-from attnfuzz.harness.campaign.hunt import Hunt
-from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.campaign import kernel_run
+from attnfuzz.harness.campaign.kernel_run import KernelRun
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.executors import Executor, InProcess
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -43,7 +42,7 @@ def with_calls(only: Check | None = None):
     return mixed
 
 
-def hunted(
+def run_of(
     kernel: Kernel,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -53,37 +52,24 @@ def hunted(
     most: int,
     isolated: bool = False,
     memory_check: bool = True,
-) -> Hunt:
-    """A hunt among the simplest variants of `dtype`: each costs TileLang a compile."""
+) -> KernelRun:
+    """A run of the simplest variants of `dtype`: each costs TileLang a compile."""
     device: Device = "cuda" if environment.has_cuda() else "cpu"
     environment.prepare(device)
     if reason := kernel.unavailable(device):
         pytest.skip(reason)
     if check != "oracle":
-        monkeypatch.setattr(hunting, "trial_cases", with_calls(check))
+        monkeypatch.setattr(kernel_run, "trial_cases", with_calls(check))
     registry.register(kernel)
     variants = all_variants(kernel, device)
     first = next(each for each in variants if each.dtype == dtype)
     executor: Executor = Isolated(device, backends=[kernel.backend]) if isolated else InProcess(device, memory_check=memory_check)
-    hunt = Hunt(
-        kernel,
-        device,
-        limits=PROFILES["quick"].limits["cpu"],
-        executor=executor,
-        listener=lambda _: None,
-        corpus=Corpus(folder),
-        seed=3,
-        seconds=None,
-        most=most,
-        most_failures=1,
-        shrink_seconds=30.0,
-    )
+    variants = tuple(each for each in variants if (each.dtype, each.dims, each.config) == (dtype, first.dims, first.config))[:1]
     try:
-        hunt.run([each for each in variants if (each.dtype, each.dims, each.config) == (dtype, first.dims, first.config)][:1])
+        return try_variants(kernel, variants, folder, seed=3, most=most, device=device, executor=executor)
     finally:
         executor.close()
         registry.unregister(kernel.name)
-    return hunt
 
 
 ALLOCATIONS = {
@@ -129,9 +115,9 @@ def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, mo
         pytest.skip("its code is the CPU's")
     kernel, dtype = planted(fault), fault.dtype
     # The memory checker, which a GPU has not, would be first.
-    hunt = hunted(kernel, tmp_path, monkeypatch, check=fault.check, dtype=dtype, most=CASES, memory_check=False)
-    assert hunt.found, f"not found in {hunt.tally.cases} cases"
-    found = next(iter(hunt.found.values()))
+    run = run_of(kernel, tmp_path, monkeypatch, check=fault.check, dtype=dtype, most=CASES, memory_check=False)
+    assert run.findings.closed, f"not found in {run.tally.cases} cases"
+    found = next(iter(run.findings.closed.values()))
     failure = next(each for each in found.verdict.failures if each.identity == found.identity)
     assert failure.kind in fault.kinds, failure.message
     assert fault.says in failure.message
@@ -141,16 +127,16 @@ def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, mo
 @pytest.mark.skipif(environment.has_cuda(), reason="kernels are compiled")
 @pytest.mark.parametrize("fault", [each for each in FAULTS if each.checked], ids=lambda fault: fault.name)
 def test_the_memory_checker_finds_it_first(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hunt = hunted(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
-    assert next(iter(hunt.found)).kind == fault.checked
+    run = run_of(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
+    assert next(iter(run.findings.closed)).kind == fault.checked
 
 
 def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the oracle in a process that earlier Cases have used: shrunk to calls that show it in any process."""
     fault = next(each for each in FAULTS if each.check == "other_scale")
     kernel = planted(fault)
-    hunt = hunted(kernel, tmp_path, monkeypatch, check="oracle", dtype="float16", most=CASES, isolated=True)
-    found = next(iter(hunt.found.values()))
+    run = run_of(kernel, tmp_path, monkeypatch, check="oracle", dtype="float16", most=CASES, isolated=True)
+    found = next(iter(run.findings.closed.values()))
     assert found.case.check in ("other_scale", "other_shape")
     assert found.rate is None
     assert not found.partly
@@ -170,9 +156,9 @@ def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Pa
 @pytest.mark.parametrize("backend", ["triton", "tilelang"])
 def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = planted(MemoryFault("nothing", backend, ()))
-    hunt = hunted(kernel, tmp_path, monkeypatch, check=None, dtype="float16", most=40)
-    assert not hunt.found
-    assert hunt.tally.cases == 40
+    run = run_of(kernel, tmp_path, monkeypatch, check=None, dtype="float16", most=40)
+    assert not run.findings.closed
+    assert run.tally.cases == 40
 
 
 @pytest.mark.skipif(environment.has_cuda(), reason="its code is the CPU's")
@@ -180,5 +166,5 @@ def test_another_order_of_additions_is_right_where_nothing_else_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = planted(MemoryFault("order", "triton", (), device=RACING), deterministic=("o", "lse", "dk", "dv"))
-    hunt = hunted(kernel, tmp_path, monkeypatch, check="twice", dtype="float32", most=40)
-    assert not hunt.found
+    run = run_of(kernel, tmp_path, monkeypatch, check="twice", dtype="float32", most=40)
+    assert not run.findings.closed

@@ -9,12 +9,9 @@ import pytest
 pytest.importorskip("tilelang")
 
 from msgspec.structs import replace
+from support.runs import try_variants
 
-from attnfuzz.harness.campaign.corpus import Corpus
-from attnfuzz.harness.campaign.hunt import Hunt
-from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.tiles import CONFIGS, fits
@@ -67,13 +64,12 @@ def test_each_measured_config_passes_the_fuzzer(name: str, tmp_path: Path) -> No
     environment.prepare("cuda")
     measured = [each for each in all_variants(kernel, "cuda") if is_measured(kernel, each)]
     assert measured
-    hunt = Hunt(
-        kernel, "cuda", limits=PROFILES["quick"].limits["cuda"], executor=InProcess("cuda"), listener=lambda _: None,
-        corpus=Corpus(tmp_path), seed=7, seconds=None, most=30 * len(measured), most_failures=2, shrink_seconds=20.0,
-    )  # fmt: skip
-    hunt.run(measured)
-    assert not hunt.found, [failure.message for each in hunt.found.values() for failure in each.verdict.failures]
-    assert hunt.tally.cases >= 25 * len(measured)
+    most = 30 * len(measured)
+    run = try_variants(kernel, measured, tmp_path, seed=7, most=most, device="cuda", max_failures=2, limits="cuda")
+    assert not run.findings.closed, [
+        failure.message for each in run.findings.closed.values() for failure in each.verdict.failures
+    ]
+    assert run.tally.cases >= 25 * len(measured)
 
 
 def is_measured(kernel, variant: Variant) -> bool:

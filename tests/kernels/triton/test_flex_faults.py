@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.flex import LSE_TOLERANCE, TOLERANCE, assert_right, errors, inputs_of
 from support.flex_faults import DEVICE, FAULTS, MASKS, FlexFault, faulty
+from support.runs import row_of
 
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.flex import KERNEL
@@ -64,6 +65,4 @@ def test_the_fault_can_still_be_planted(fault: FlexFault) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [each for each in FAULTS if not each.rare], ids=lambda fault: fault.name)
 def test_the_harness_finds_it(fault: FlexFault, tmp_path: Path) -> None:
-    from test_faults import hunted
-
-    assert hunted(faulty(fault), "triton.flex", fault.name, tmp_path, causal=False)
+    assert row_of(faulty(fault), "triton.flex", fault.name, tmp_path, causal=False)

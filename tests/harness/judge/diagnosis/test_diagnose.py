@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.emulated import Emulated
 
 from attnfuzz.harness.campaign.corpus import Corpus, read_case
+from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.judge.diagnosis.diagnose import pattern
 from attnfuzz.harness.judge.diagnosis.model import Pattern, Span, span_words, spans
 from attnfuzz.harness.judge.failure import Failure
@@ -477,6 +478,6 @@ def test_the_pattern_is_no_part_of_the_identity_and_is_kept(tmp_path: Path) -> N
     assert msgspec.json.decode(msgspec.json.encode(failure), type=Failure) == failure
     assert "times 1.4427 (1/ln 2)" in describe_verdict(verdict)[0]
     assert verdict_object(verdict)["failures"][0]["pattern"]["looks"][0]["kind"] == "scaled"
-    stored = read_case(Corpus(tmp_path).write(case, verdict, failure.identity, minimal=True, seed=1))
-    assert stored.found["pattern"]["looks"][0]["name"] == "1/ln 2"
-    assert stored.found["pattern"]["text"] in stored.found["message"].lower()
+    stored = read_case(Corpus(tmp_path).write(Finding(failure.identity, case, verdict), seed=1))
+    assert stored.finding.pattern.looks[0].name == "1/ln 2"
+    assert stored.finding.pattern.text in stored.finding.message.lower()

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.calls import PROBLEM, WIDE, Spoil, Subject
 from support.memory import KEPT_WORKSPACE, planted
+from support.runs import FunctionExecutor
 
-from attnfuzz.harness.campaign.shrink import Shrinker, Sighting
+from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.supports import why_not_case
@@ -285,12 +288,12 @@ def test_what_goes_wrong_in_an_earlier_call_says_so() -> None:
 # --- shrinking
 
 
-def sighting(fails: Callable[[Case, int], bool], check: Check = "oracle") -> tuple[Case, Sighting]:
+def sighting(fails: Callable[[Case, int], bool], check: Check = "oracle") -> tuple[Case, Finding]:
     """What a Shrinker makes of a Case that fails where `fails(case, calls made in its process)` says."""
     subject = Subject()
     made = 0
 
-    def attempt(case: Case, patient: bool) -> Verdict:
+    def verdict(case: Case) -> Verdict:
         nonlocal made
         wrong = fails(case, made)
         made += 1 + len(earlier_problems(subject, case, "cpu") if case.check != "oracle" else ())
@@ -306,10 +309,9 @@ def sighting(fails: Callable[[Case, int], bool], check: Check = "oracle") -> tup
     identity = failing.failures[0].identity
     case = Case(kernel=subject.name, problem=PROBLEM, check=check)
     made = 5
-    seen = Sighting(case, failing, 1, 0.0, None)
+    runner = TrialRunner(FunctionExecutor(verdict, fresh))
     supported = lambda each: why_not_case(subject, each, "cpu") is None  # noqa: E731
-    Shrinker(attempt, supported, fresh, {}, ()).shrink(seen, identity, 60.0)
-    return case, seen
+    return case, Shrinker(Finding(identity, case, failing), runner, supported, ()).shrink(60.0)
 
 
 def test_a_failure_of_calls_is_not_shrunk_to_one_call_in_a_used_process() -> None:

@@ -15,8 +15,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
 from support.emulated import WIDE, Emulated
 from support.long import CAN, FAR, Long
+from support.runs import FunctionExecutor
 
-from attnfuzz.harness.campaign.shrink import Shrinker, Sighting
+from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial import trial
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
@@ -420,15 +423,9 @@ def test_a_relation_s_case_shrinks_and_never_leaves_its_relation() -> None:
         for each in simpler(case, all_variants(kernel, "cpu")):
             if why_not_case(kernel, each, "cpu") is None:
                 trial.run_trial(each, "cpu")
-        seen = Sighting(case, verdict, 1, 0.0, None)
-        shrinker = Shrinker(
-            lambda each, patient: trial.run_trial(each, "cpu"),
-            lambda each: why_not_case(kernel, each, "cpu") is None,
-            lambda: None,
-            {},
-            all_variants(kernel, "cpu"),
-        )
-        shrinker.shrink(seen, identity, 20.0)
+        runner = TrialRunner(FunctionExecutor(lambda each: trial.run_trial(each, "cpu")))
+        supported = lambda each: why_not_case(kernel, each, "cpu") is None  # noqa: E731
+        seen = Shrinker(Finding(identity, case, verdict), runner, supported, all_variants(kernel, "cpu")).shrink(20.0)
     finally:
         registry.unregister(kernel.name)
     assert seen.case.check == "split_keys"

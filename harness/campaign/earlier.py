@@ -1,0 +1,64 @@
+"""Cases that earlier runs left: in flight when a run died, then those of the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.corpus import CaseFile
+from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Finding, Rate
+from attnfuzz.harness.campaign.findings import Findings
+from attnfuzz.harness.campaign.journal import LeftBehind
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.strategies.case import Case
+
+__all__ = ["DEADLY", "Earlier", "earlier_cases"]
+
+DEADLY = "run"
+"""The check of a Case that ended whole runs; no campaign tries it again."""
+_MOST_DEATHS = 2
+"""Runs that a Case may end before it counts as deadly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A Case to run first, and the file that holds it: `left` in a journal or `stored` in the corpus."""
+
+    case: Case
+    rate: Rate | None = None
+    left: LeftBehind | None = None
+    stored: CaseFile | None = None
+
+
+def earlier_cases(
+    kernel: Kernel, context: CampaignContext, findings: Findings, left_behind: Sequence[LeftBehind], stored: Sequence[CaseFile]
+) -> Iterator[Earlier]:
+    """The Cases to run first. What cannot run here is announced and left out, what has ended several runs as well."""
+    device, listener = context.settings.device, context.listener
+    for left in left_behind:
+        listener(CaseResumed(left.case, left.deaths))
+        if reason := why_not_case(kernel, left.case, device):
+            listener(CaseSkipped(str(left.path), reason))
+        elif left.deaths >= _MOST_DEATHS and context.corpus:
+            message = f"{left.deaths} runs died while this Case was in flight"
+            failure = Failure(kernel=kernel.name, kind="crash", check=DEADLY, message=message)
+            path = findings.write(Finding(failure.identity, left.case, Verdict(status="fail", failures=(failure,))))
+            if path is None:
+                continue
+            listener(CaseSkipped(path, message))
+        else:
+            yield Earlier(left.case, left=left)
+            continue
+        left.path.unlink(missing_ok=True)
+    for each in stored:
+        identity = each.finding.identity
+        if identity is not None and identity.check == DEADLY:
+            listener(CaseSkipped(str(each.path), f"{each.finding.message}; only `attnfuzz repro` tries it again"))
+        elif reason := why_not_case(kernel, each.case, device):
+            listener(CaseSkipped(str(each.path), reason))
+        else:
+            yield Earlier(each.case, each.rate, stored=each)

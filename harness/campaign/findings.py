@@ -1,0 +1,113 @@
+"""The failures of one kernel in one run: told apart by identity, kept as case files, announced as events."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from attnfuzz.harness.campaign.corpus import Corpus
+from attnfuzz.harness.campaign.events import CaseNotKept, FailureFound, Finding, Listener, Shrunk
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.strategies.case import Case
+
+__all__ = ["Findings"]
+
+
+class Findings:
+    """Keeps each failure once.
+
+    A finding is open while its Case is shrunk; its case file is written before that, and replaced when it is closed.
+
+    Args:
+        kernel: the one that fails.
+        corpus: where case files go; None: nowhere.
+        listener: hears of each finding.
+        seed: of the run, for the case files.
+    """
+
+    def __init__(self, kernel: Kernel, corpus: Corpus | None, listener: Listener, seed: int) -> None:
+        self._kernel, self._corpus, self._listener, self._seed = kernel, corpus, listener, seed
+        self.closed: dict[Identity, Finding] = {}
+        self._open: dict[Identity, Finding] = {}
+        self._known: set[Identity] = set()
+        self.not_kept: str | None = None
+        """Why Cases could not be written to disk; None where they could. The run goes on, and events carry the Cases."""
+
+    def new_in(self, verdict: Verdict) -> Identity | None:
+        """The first failure of a Verdict that is not known yet: a known one must not hide another."""
+        return next((each.identity for each in verdict.failures if each.identity not in self._known), None)
+
+    def ignore(self, identities: set[Identity]) -> None:
+        """Count failures as known without keeping them."""
+        self._known |= identities
+
+    def open(self, finding: Finding) -> Finding:
+        """Write a new finding to disk at once, so that nothing that happens later can lose it; returns it with its path."""
+        finding = dataclasses.replace(finding, path=self.write(finding))
+        self._open[finding.identity] = finding
+        self._listener(FailureFound(finding))
+        return finding
+
+    def update(self, finding: Finding) -> None:
+        """Replace an open finding by what shrinking has made of it."""
+        self._open[finding.identity] = finding
+
+    def close(self) -> dict[Identity, Finding]:
+        """Replace the case files of all open findings by those of the minimal Cases; returns findings by their first identity."""
+        closing, self._open = self._open, {}
+        closed = {}
+        for before, shrunk in closing.items():
+            whole = shrunk if shrunk.shrunk else dataclasses.replace(shrunk, shrunk=True, partly=True)
+            finding = self._labelled(whole)
+            finding = dataclasses.replace(finding, path=self.write(finding))
+            if finding.path is not None and shrunk.path is not None and shrunk.path != finding.path:
+                self.remove(Path(shrunk.path))
+            closed[before] = self.closed[finding.identity] = finding
+            # What the minimal Case shows besides is the same bug.
+            self._known |= {finding.identity, before, *(each.identity for each in shrunk.verdict.failures)}
+            self._listener(Shrunk(finding, before))
+        return closed
+
+    def keep(self, finding: Finding, *, minimal: bool = False) -> None:
+        """Open and close a finding that is not to be shrunk."""
+        self.update(dataclasses.replace(self.open(finding), shrunk=True, partly=not minimal))
+        self.close()
+
+    def remove(self, path: Path) -> None:
+        """Remove a case file that a smaller one replaces."""
+        if self._corpus:
+            self._corpus.remove(path)
+
+    def cannot_keep(self, case: Case, error: OSError, *, failing: bool = False) -> None:
+        """Announce that a Case could not be written; the run goes on."""
+        where = f" ({error.filename})" if error.filename else ""
+        self.not_kept = self.not_kept or f"{error.strerror or error}{where}"
+        self._listener(CaseNotKept(case, self.not_kept, failing))
+
+    def write(self, finding: Finding) -> str | None:
+        """Write a case file without an event; returns its path, None where it could not be written."""
+        if self._corpus is None:
+            return None
+        try:
+            return str(self._corpus.write(finding, self._seed))
+        except OSError as error:
+            self.cannot_keep(finding.case, error, failing=True)
+            return None
+
+    def _labelled(self, finding: Finding) -> Finding:
+        """The finding; where an output declared deterministic is wrong only sometimes, under an identity that says so."""
+        failure, identity = finding.failure, finding.identity
+        deterministic = identity.output in self._kernel.capabilities.deterministic
+        numeric = failure is not None and failure.identity == identity and identity.kind in ("mismatch", "nonfinite")
+        if finding.rate is None or failure is None or not deterministic or not numeric:
+            return finding
+        title = OUTPUT_TITLES[identity.output] if identity.output else ""
+        message = f"{title} differs from run to run, though declared deterministic: {failure.message}"
+        first = replace(failure, kind="nondeterministic", message=message)
+        others = (each for each in finding.verdict.failures if each is not failure)
+        verdict = replace(finding.verdict, failures=(first, *others))
+        return dataclasses.replace(finding, identity=first.identity, verdict=verdict)

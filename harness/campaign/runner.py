@@ -1,0 +1,132 @@
+"""Trials one at a time: a Case is in the journal before its trial, and its Verdict is remembered after it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+from attnfuzz.harness.campaign.events import Phase, Rate
+from attnfuzz.harness.campaign.journal import Journal, LeftBehind
+from attnfuzz.harness.isolation.executors import Executor
+from attnfuzz.harness.judge.errormap import ErrorMaps
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.strategies.case import Case
+
+__all__ = ["TrialRunner", "tries"]
+
+_MOST_TRIES = 12
+
+
+def tries(rate: Rate | None) -> int:
+    """Number of runs after which a failure of that rate has shown with a probability of 95 %; 1 where it shows every time."""
+    if rate is None or rate[0] >= rate[1]:
+        return 1
+    return min(_MOST_TRIES, math.ceil(math.log(0.05) / math.log(1 - rate[0] / rate[1])))
+
+
+def _fails(verdict: Verdict) -> bool:
+    return verdict.failure is not None
+
+
+class TrialRunner:
+    """Runs Cases through an executor, one after the other.
+
+    Args:
+        executor: where trials run.
+        journal: of the run; None: Cases are not written before their trials.
+        finished: called after each trial with its phase, Case and Verdict.
+        not_written: called once if the journal cannot be written; the run goes on without one.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        journal: Journal | None = None,
+        finished: Callable[[Phase, Case, Verdict], None] = lambda *_: None,
+        not_written: Callable[[Case, OSError], None] = lambda *_: None,
+    ) -> None:
+        self.executor, self._journal = executor, journal
+        self._finished, self._not_written = finished, not_written
+        self.memo: dict[Case, Verdict] = {}
+        self.in_flight: Case | None = None
+        self.trials = 0
+
+    def begin(self, case: Case, *, patient: bool = False, left: LeftBehind | None = None) -> None:
+        """Write the Case to this run's journal, remove it from the journal that `left` it behind, then start its trial.
+
+        `patient`: deadlines of full length.
+        """
+        self._launch(case, left.deaths if left else 0)
+        if left and self._journal:
+            left.path.unlink(missing_ok=True)
+        self.executor.begin(case, patient=patient)
+        self.in_flight = case
+
+    def finish(self, phase: Phase) -> Verdict:
+        """Wait for the Verdict of the Case in flight."""
+        assert self.in_flight is not None
+        case, self.in_flight = self.in_flight, None
+        verdict = self.memo[case] = self.executor.finish()
+        self._land()
+        self.trials += 1
+        self._finished(phase, case, verdict)
+        return verdict
+
+    def run(
+        self,
+        case: Case,
+        phase: Phase = "rerun",
+        *,
+        rate: Rate | None = None,
+        shows: Callable[[Verdict], bool] = _fails,
+        patient: bool = False,
+        left: LeftBehind | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> Verdict:
+        """Run a Case until a Verdict `shows` the failure, at most as often as its `rate` demands; returns the last Verdict.
+
+        Args:
+            case: what to run.
+            phase: of the first run; of a replay the others are reruns.
+            rate: how often the Case fails; None: every time, so one run decides.
+            shows: whether a Verdict has the failure in question; by default any failure.
+            patient: deadlines of full length.
+            left: the journal entry of a run that died with the Case in flight.
+            before: called before each run; what it raises ends them.
+        """
+        for number in range(tries(rate)):
+            before()
+            self.begin(case, patient=patient, left=None if number else left)
+            verdict = self.finish("rerun" if number and phase == "replay" else phase)
+            if shows(verdict):
+                break
+        return verdict
+
+    def map_errors(self, case: Case, rate: Rate | None = None) -> ErrorMaps | str:
+        """Run a Case for maps of its errors until they show, at most as often as `rate` demands; or why there are none."""
+        for _ in range(tries(rate)):
+            self._launch(case)
+            maps = self.executor.mapped(case)
+            self._land()
+            if isinstance(maps, str) or maps.over:
+                break
+        return maps
+
+    def fresh(self) -> None:
+        """Start a new process for the next trial: what earlier trials left behind must not show in it."""
+        self.executor.fresh()
+
+    def _launch(self, case: Case, deaths: int = 0) -> None:
+        if self._journal:
+            try:
+                self._journal.launch(case, deaths)
+            except OSError as error:
+                self._not_written(case, error)
+                self._journal.forsake()
+                self._journal = None
+
+    def _land(self) -> None:
+        if self._journal:
+            with contextlib.suppress(OSError):  # at worst a Case that passed is tried once more
+                self._journal.landed()

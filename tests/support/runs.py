@@ -1,0 +1,125 @@
+"""Runs of one kernel on variants of a test's choice, and executors that a function stands for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.corpus import Corpus
+from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.isolation.executors import Compiled, Executor, InProcess
+from attnfuzz.harness.isolation.supervisor import Statistics
+from attnfuzz.harness.judge.errormap import ErrorMaps
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.report.describe import lengths
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Config, Device, Kernel
+from attnfuzz.kernels.support.memory import MemoryKind
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.shapes import Variant, all_variants
+
+
+def try_variants(
+    kernel: Kernel,
+    variants: Sequence[Variant],
+    folder: Path | None,
+    *,
+    seed: int,
+    most: int,
+    device: Device = "cpu",
+    executor: Executor | None = None,
+    max_failures: int = 1,
+    plain: bool = False,
+    limits: Device = "cpu",
+) -> KernelRun:
+    """Try `most` Cases of `variants`, already compiled or compiled by their trials; returns the run with its findings."""
+    settings = Settings(device=device, max_examples=most, max_failures=max_failures, plain=plain, out=None)
+    corpus = Corpus(folder) if folder else None
+    run = KernelRun(kernel, CampaignContext(settings, executor or InProcess(device), corpus=corpus))
+    run.seed, run.variants, run.limits = seed, variants, PROFILES["quick"].limits[limits]
+    run.try_cases()
+    return run
+
+
+class FunctionExecutor:
+    """An executor whose Verdicts a function makes; `fresh` counts new processes."""
+
+    def __init__(self, verdict: Callable[[Case], Verdict], fresh: Callable[[], None] = lambda: None) -> None:
+        self.statistics = Statistics()
+        self._verdict, self._fresh = verdict, fresh
+        self.cases: list[Case] = []
+
+    def begin(self, case: Case, *, patient: bool = False) -> None:
+        self.cases.append(case)
+
+    def finish(self) -> Verdict:
+        return self._verdict(self.cases[-1])
+
+    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
+        yield from (Compiled(case, 0.0) for case in cases)
+
+    def mapped(self, case: Case) -> ErrorMaps | str:
+        return "nothing ran"
+
+    def fresh(self) -> None:
+        self._fresh()
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+CASES = 200
+
+
+def few_variants(variants: tuple[Variant, ...], config: Config, causal: bool) -> tuple[Variant, ...]:
+    """fp16, 64/64, one Config: causal alone where only that shows the fault (each variant costs TileLang a compile)."""
+    plain = [each for each in variants if each.dtype == "float16" and each.dims == variants[0].dims and each.config == config]
+    return tuple(each for each in plain if bool(each.causal) == causal)
+
+
+def row_of(kernel: Kernel, backend: str, fault: str, folder: Path, *, causal: bool, ahead: bool = False) -> dict[str, object]:
+    """The row that tells how `fault` was found in `kernel`, which must be so."""
+    device: Device = "cuda" if environment.has_cuda() and "cuda" in kernel.capabilities.devices else "cpu"
+    environment.prepare(device)
+    if reason := kernel.unavailable(device):
+        pytest.skip(reason)
+    registry.register(kernel)
+    variants = all_variants(kernel, device)
+    if device in kernel.capabilities.compiles_on:
+        # Small tiles cost a CPU the least.
+        configs = dict.fromkeys(each.config for each in variants if not ahead or each.config.integer("threads") >= 128)
+        smallest = min(configs, key=lambda each: each.tile("tile_m", 1) * each.tile("tile_n", 1))
+        own = "back_tile_m" in smallest
+        variants = few_variants(variants, smallest if own else variants[0].config, causal)
+    start = time.monotonic()
+    try:
+        run = try_variants(kernel, variants, folder, seed=1, most=CASES, device=device)
+    finally:
+        registry.unregister(kernel.name)
+    assert run.findings.closed, f"not found in {run.tally.cases} cases"
+    found = next(iter(run.findings.closed.values()))
+    assert found.verdict.failure is not None
+    kinds = ("mismatch", "aggregate", "nonfinite", "unwritten", *get_args(MemoryKind))
+    assert found.identity.kind in kinds, found.verdict.failure.message
+    assert found.case.problem.batch <= 2, found.case.canonical()
+    assert not found.partly
+    problem = found.case.problem
+    return {
+        "kernel": backend,
+        "fault": fault,
+        "shows in": str(found.identity.output or found.identity.kind),
+        "cases": found.cases_to_find,
+        "seconds": round(time.monotonic() - start, 1),
+        "minimal": f"{lengths(found.case)} heads {problem.heads}/{problem.kv_heads} {problem.dtype} "
+        f"{problem.causal or 'full'} {found.case.recipe.pattern}",
+    }
