@@ -15,9 +15,9 @@ from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.compile.child import AT, Lowered
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.isolated import ExecutionError, memory_cap
+from attnfuzz.harness.isolation.isolated import memory_cap
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Task, death_failure
+from attnfuzz.harness.isolation.outcomes import ChildOSError, Death, Error, Outcome, Task, death_failure, exception_of
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.failure import Failure, Kind
@@ -25,7 +25,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.lowering import ARCHITECTURES, Lowers, capability, shared_limit
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem, reject
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem, reject
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.shapes import MODIFIED, all_variants, covering, modified, pool
 
@@ -222,16 +222,15 @@ def default_width() -> int:
 
 def _rows(job: Job, outcome: Outcome) -> list[Row]:
     if isinstance(outcome, Error):
-        if outcome.type in ("BadArgument", "UnknownKernel", "BadCase"):
-            raise BadArgument(outcome.message)
-        if outcome.type in ("OSError", "PermissionError", "FileNotFoundError"):
+        error = exception_of(outcome)
+        if isinstance(error, ChildOSError):
             raise reject("cache", "compile", outcome.message, "see that the cache and the temporary folder can be written")
-        raise ExecutionError(f"{outcome.type}: {outcome.message}\n{outcome.trace}")
+        raise error
     if isinstance(outcome, Death):
         failure = death_failure(job.case.kernel, outcome)
         function = re.findall(rf"^{AT}(.+)$", outcome.output, re.MULTILINE)
-        error = f"the compiler: {failure.message}"
-        return [_row(job, Lowered(function=function[-1] if function else "", seconds=outcome.seconds, error=error), failure.kind)]
+        text = f"the compiler: {failure.message}"
+        return [_row(job, Lowered(function=function[-1] if function else "", seconds=outcome.seconds, error=text), failure.kind)]
     return [_row(job, msgspec.convert(each, Lowered)) for each in outcome.result]
 
 

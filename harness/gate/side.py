@@ -16,9 +16,8 @@ from typing import Any
 
 from attnfuzz.harness.gate.base import finder
 from attnfuzz.harness.gate.base.checkout import Changes, Checkout
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
-from attnfuzz.harness.isolation.outcomes import Death, Error, death_failure
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import Death, Error, death_failure, exception_of
 
 __all__ = ["BrokenSideError", "Side", "base_environment"]
 
@@ -86,9 +85,7 @@ class Side:
         if isinstance(outcome, Death):
             raise BrokenSideError(death_failure(self._name, outcome).message)
         if isinstance(outcome, Error):
-            if outcome.type in ("BadArgument", "UnknownKernel", "BadCase"):
-                raise BadArgument(outcome.message)
-            raise ExecutionError(f"{outcome.type}: {outcome.message}\n{outcome.trace}")
+            raise exception_of(outcome)
         found: dict[str, Any] = outcome.result
         if broken := found.get("broken"):
             raise BrokenSideError(broken)

@@ -13,7 +13,18 @@ from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Compiled, compile_error
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.outcomes import THE_KERNELS_OWN, Death, Error, Outcome, Reply, Task, death_failure
+from attnfuzz.harness.isolation.outcomes import (
+    KERNEL_STAGES,
+    ChildMemoryError,
+    Death,
+    Error,
+    ExecutionError,
+    Outcome,
+    Reply,
+    Task,
+    death_failure,
+    exception_of,
+)
 from attnfuzz.harness.isolation.supervisor import Running, Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.errormap import ErrorMaps
@@ -22,7 +33,6 @@ from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["DEADLINE", "ExecutionError", "Isolated", "memory_cap"]
@@ -42,11 +52,6 @@ _VARIABLES: dict[Device, dict[str, str]] = {
 }
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _GIB = 1 << 30
-_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-
-
-class ExecutionError(RuntimeError):
-    """An error of attnfuzz itself, raised in a child process."""
 
 
 class Isolated:
@@ -185,7 +190,7 @@ class Isolated:
             if isinstance(outcome, Death):
                 yield Compiled(case, outcome.seconds, death_failure(case.kernel, outcome))
             elif isinstance(outcome, Error):
-                raise _raised(outcome)
+                raise exception_of(outcome)
             else:
                 yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
         self._supervisor.trim()
@@ -242,7 +247,7 @@ class Isolated:
 
     def _doubtful(self, kernel: str, outcome: Outcome) -> bool:
         if isinstance(outcome, Death):
-            if outcome.stage not in THE_KERNELS_OWN:
+            if outcome.stage not in KERNEL_STAGES:
                 return True
             hasty = outcome.why == "hang" and outcome.limit < self._full[outcome.stage]
             return hasty and (kernel, outcome.stage) not in self._hangs
@@ -264,15 +269,15 @@ class Isolated:
         described = self.describe()
         failures: tuple[Failure, ...] = ()
         figures = {}
-        if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in THE_KERNELS_OWN):
+        if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in KERNEL_STAGES):
             failures = (death_failure(case.kernel, outcome),)
-        elif isinstance(outcome, Death) or outcome.type in _OUT_OF_MEMORY:
+        elif isinstance(outcome, Death) or isinstance(error := exception_of(outcome), ChildMemoryError):
             # The oracle needs more time or memory than there is: nothing is known of the kernel.
             late = isinstance(outcome, Death) and outcome.why == "hang"
             unjudged = "the oracle takes too long" if late else "the oracle needs too much memory"
             figures = {name: Figures(elements=0, unjudged=unjudged) for name in case.problem.needs.outputs}
         else:
-            raise _raised(outcome)
+            raise error
         return Verdict(
             status="fail" if failures else "pass",
             failures=failures,
@@ -280,12 +285,6 @@ class Isolated:
             device=described["device"],
             versions=described["versions"],
         )
-
-
-def _raised(error: Error) -> Exception:
-    if error.type in ("BadArgument", "UnknownKernel", "BadCase"):
-        return BadArgument(error.message)
-    return ExecutionError(f"{error.type}: {error.message}\n{error.trace}")
 
 
 def memory_cap() -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from attnfuzz.harness.isolation.child import Child, ChildError
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.outcomes import THE_KERNELS_OWN, Death, Error, Outcome, Reply, Task
+from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Outcome, Reply, Task
 from attnfuzz.harness.isolation.wire import wait
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 
@@ -283,7 +283,7 @@ class Supervisor:
         elif why == "pipe" and wait([child.descriptor], _TICK * 4):
             why = "exit"
         printed, status = child.noise(), child.kill()
-        if (why == "pipe" or status == LOST_CONNECTION) and stage not in THE_KERNELS_OWN:
+        if (why == "pipe" or status == LOST_CONNECTION) and stage not in KERNEL_STAGES:
             # Only a kernel closes the connection, and the child has gone on since: how far is chance.
             stage = "kernel"
         output = child.tail()
