@@ -115,7 +115,7 @@ def _ledger(plan: Plan, today: date) -> Ledger | None:
 
 
 def _check_names(ledger: Ledger, chosen: set[str]) -> None:
-    """Reject entries of unknown kernels: they let nothing through, and would never expire."""
+    """Reject entries of unknown kernels: they let nothing through, and no run would show that they are stale."""
     for entry in ledger.entries:
         if entry.kernel in chosen or entry.kernel in registry.names():
             continue

@@ -102,11 +102,11 @@ class ExecutionError(RuntimeError):
 
 
 class ChildMemoryError(ExecutionError):
-    """The harness ran out of memory in a child process, the host's or the device's."""
+    """Lack of host or device memory for the harness in a child process."""
 
 
 class ChildOSError(ExecutionError):
-    """A file or folder could not be used in a child process."""
+    """An error of the file system in a child process."""
 
 
 _EXCEPTIONS: dict[str, type[Exception]] = {

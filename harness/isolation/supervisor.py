@@ -307,7 +307,7 @@ class Supervisor:
 
 
 def _stage(child: Child, running: Running) -> tuple[str, float]:
-    """Return (stage, start time). The child may have overwritten the time; an impossible one must not extend the deadline."""
+    """Return (stage, start time). A kernel may have overwritten the time; an impossible one must not extend the deadline."""
     stage, since = child.stage(running.number) or ("start", running.started)
     return stage, since if running.started <= since <= time.monotonic() else running.started
 

@@ -1,4 +1,4 @@
-"""What parent and child share: messages over a socket, and a page of memory where the child writes its stage.
+"""Shared by parent and child: messages over a socket, and a page of memory where the child writes its stage.
 
 Standard library only: a child imports this before anything else.
 """

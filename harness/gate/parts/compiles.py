@@ -22,11 +22,11 @@ Row = dict[str, Any]
 
 
 class NoSuchTableError(Exception):
-    """This attnfuzz lacks the command, or this machine a compiler; the text says which."""
+    """Lack of the command in this attnfuzz, or of a compiler on this machine; the text says which."""
 
 
 class CompileTableError(Exception):
-    """The command ran without giving a table; the text is the command's own."""
+    """Lack of a table after the command ran; the text is the command's own."""
 
 
 def compile_table(

@@ -39,8 +39,6 @@ def timed_alternately(
 ) -> tuple[list[Timed], list[str]]:
     """Time every Case in both directions; return the times, and why some Cases are left out.
 
-    The order within a round is drawn, since clocks may drop in the course of it.
-
     Raises:
         BrokenSideError: one side's kernel raised, or ended its process.
     """
@@ -48,7 +46,7 @@ def timed_alternately(
     left_out: list[str] = []
     for number, case in enumerate(cases):
         by_direction: dict[str, Timed] = {}
-        order = random.Random(number)
+        order = random.Random(number)  # a clock may drop within a round: neither side always begins
         for index in range(-1, rounds):
             progress(number * (rounds + 1) + index + 1)
             answers = {}
