@@ -148,7 +148,7 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
     else:
         report.show_gate(console(), done)
     if annotate or github.on_github():
-        for line in github.told(done):
+        for line in github.annotation_lines(done):
             # Not among the JSON.
             click.echo(line, err=as_json)
     text = report.markdown(done)

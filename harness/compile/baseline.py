@@ -1,4 +1,4 @@
-"""The table of an earlier compile, and what has become worse since."""
+"""A baseline: the table of an earlier compile, and the comparison with a new one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Key = tuple[str, str, str, str]
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """What a baseline file holds."""
+    """The content of a baseline file."""
 
     format: int
     versions: dict[str, str]
@@ -29,7 +29,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One function that is worse, or failed and does no more."""
+    """One function that is worse than in the baseline, or fixed."""
 
     kernel: str
     key: str
@@ -40,7 +40,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """A table against its baseline. The first three make it fail."""
+    """A table compared with its baseline. The first three lists of changes fail the comparison."""
 
     baseline: str
     new_failures: list[Change]
@@ -49,23 +49,23 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     new_races: list[Change]
     fixed: list[Change]
     added: int
-    """Functions that the baseline does not know; one that fails, or spills, is in the lists as well."""
+    """Number of functions that the baseline lacks; those that fail or spill are in the lists as well."""
     missing: int
-    """Functions of the baseline that were to be compiled, and are no more."""
+    """Number of functions of the baseline that should have been compiled and were not."""
     versions: dict[str, tuple[str, str]]
     """Compilers of another version than the baseline's: (the baseline's, ours)."""
 
     @property
     def worse(self) -> bool:
-        """Whether the gate is to fail."""
+        """Whether the comparison fails."""
         return bool(self.new_failures or self.new_spills or self.lost_tensor_core)
 
 
 def read(path: str) -> Baseline:
-    """The baseline in a file.
+    """Read the baseline in a file.
 
     Raises:
-        BadArgument: it cannot be read, or is none.
+        BadArgument: it cannot be read, or is not a baseline.
     """
     remedy = "write one with `attnfuzz compile --write FILE`"
     try:
@@ -73,32 +73,32 @@ def read(path: str) -> Baseline:
     except OSError as error:
         raise reject("baseline", path, f"it cannot be read ({error.strerror})", remedy) from None
     try:
-        found = msgspec.json.decode(content, type=Baseline)
+        baseline = msgspec.json.decode(content, type=Baseline)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise reject("baseline", path, f"it is broken ({error})", remedy) from None
-    if found.format != FORMAT:
-        raise reject("baseline", path, f"it is of format {found.format}, and this attnfuzz reads {FORMAT}", remedy)
-    return found
+    if baseline.format != FORMAT:
+        raise reject("baseline", path, f"its format is {baseline.format}, and this attnfuzz reads {FORMAT}", remedy)
+    return baseline
 
 
 def write(path: Path, rows: Sequence[Row], versions: dict[str, str]) -> None:
-    """Write the table as a baseline, whole or not at all: what differs from run to run (time, cache, case files) left out."""
+    """Write the table as a baseline, whole or not at all, without what differs from run to run (time, cache, case files)."""
     kept = [msgspec.structs.replace(each, seconds=0.0, cached=False, case=None) for each in sorted(rows, key=_key)]
-    found = Baseline(format=FORMAT, versions=versions, rows=kept)
-    write_whole(path, dumps(msgspec.to_builtins(found)) + "\n")
+    baseline = Baseline(format=FORMAT, versions=versions, rows=kept)
+    write_whole(path, dumps(msgspec.to_builtins(baseline)) + "\n")
 
 
 def compare(
     rows: Sequence[Row], baseline: Baseline, path: str, versions: dict[str, str], chosen: Collection[tuple[str, str]]
 ) -> Compared:
-    """What is worse than in the baseline.
+    """Compare a table with a baseline.
 
     Args:
-        rows: what was compiled now.
-        baseline: what to compare with.
+        rows: the new table.
+        baseline: the baseline.
         path: its file, for the report.
-        versions: of our compilers.
-        chosen: (kernel, architecture) of all that was to be compiled: of others, nothing is missing.
+        versions: versions of the compilers here.
+        chosen: (kernel, architecture) of everything that should be compiled; nothing else counts as missing.
     """
     before, now = {_key(each): each for each in baseline.rows}, {_key(each): each for each in rows}
     failures: list[Change] = []
@@ -143,6 +143,6 @@ def _change(row: Row, before: str, now: str) -> Change:
     return Change(kernel=row.kernel, key=row.key, arch=row.arch, function=row.function, before=before, now=now)
 
 
-def as_object(found: Compared) -> dict[str, Any]:
-    """For `--json`."""
-    return {**msgspec.to_builtins(found), "worse": found.worse}
+def as_object(compared: Compared) -> dict[str, Any]:
+    """Return the comparison as `--json` has it."""
+    return {**msgspec.to_builtins(compared), "worse": compared.worse}

@@ -1,4 +1,4 @@
-"""In the child process: one variant of a kernel compiled for one architecture, function by function, each content once."""
+"""In the child process: compile one variant of a kernel for one architecture, function by function, each content once."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from attnfuzz.kernels.support import cache
 __all__ = ["AT", "Lowered", "cut", "lower"]
 
 AT = "attnfuzz compiles "
-"""Before the name of the function that is being compiled, in what the child prints: should it die, that is known."""
+"""Printed by the child before the name of the function that it compiles, so that a crash names it."""
 _FORMAT = 3
-"""Of what is kept in the cache."""
+"""Format of the entries in the cache."""
 
 
 class Lowered(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one function."""
+    """The result of compiling one function."""
 
     function: str
     seconds: float
-    """That the compile took, when it was done."""
+    """Duration of the compile, also if the result comes from the cache."""
     figures: Figures | None = None
     races: tuple[str, ...] | None = None
     error: str | None = None
@@ -45,7 +45,7 @@ class Lowered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lower(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
-    """A child's task. `payload`: kernel (as shipped), problem, config, arch. The result is a list of Lowered."""
+    """Compile in a child. `payload`: kernel (as shipped), problem, config, arch. The result is a list of Lowered."""
     this_is_a_child()
     enter("compile")
     kernel = unpacked(payload["kernel"])
@@ -78,17 +78,17 @@ def _lowered(unit: Unit, arch: str) -> Lowered:
         return Lowered(function=unit.function, seconds=time.perf_counter() - start, error=cut(text))
 
 
-def _judged(found: Lowered, arch: str) -> Lowered:
-    """What compiles, and no block can have so much shared memory, is wrong as well."""
+def _judged(lowered: Lowered, arch: str) -> Lowered:
+    """Add an error to code that compiles, but needs more shared memory than a block can have."""
     limit = shared_limit(arch)
-    if found.error is None and found.figures is not None and found.figures.shared > limit:
-        error = f"a block asks for {found.figures.shared} bytes of shared memory, and {arch} has {limit}: no launch is possible"
-        return msgspec.structs.replace(found, error=error)
-    return found
+    if lowered.error is None and lowered.figures is not None and lowered.figures.shared > limit:
+        error = f"a block needs {lowered.figures.shared} bytes of shared memory, and {arch} has {limit}: no launch is possible"
+        return msgspec.structs.replace(lowered, error=error)
+    return lowered
 
 
 def _known(unit: Unit, arch: str) -> Lowered:
-    """From the cache, where the same content was compiled before; else compiled now, and kept."""
+    """Return the cached result of the same content, or compile it and cache the result."""
     identity = unit.identity()
     if identity is not None:
         with _entry(identity) as file:
@@ -96,7 +96,7 @@ def _known(unit: Unit, arch: str) -> Lowered:
     start = time.perf_counter()
     code = unit.compile()
     seconds = time.perf_counter() - start
-    # The backend has a cache of its own. What is left is to read the machine code, which is cached by its bytes.
+    # The backend caches its compiles itself. Reading the machine code is cached here by its bytes.
     with _entry(hashlib.sha256(code.cubin).hexdigest() + arch) as file:
         return _read(file, unit) or _keep(file, _compiled(unit, (code, seconds)))
 
@@ -112,7 +112,7 @@ def _compiled(unit: Unit, done: tuple[Any, float] | None) -> Lowered:
 
 @contextmanager
 def _entry(content: str) -> Iterator[Path]:
-    """The file for `content` in the cache, held against other processes that would compile the same."""
+    """Yield the file for `content` in the cache, locked against other processes that compile the same."""
     key = hashlib.sha256(f"{_FORMAT}\n{content}".encode()).hexdigest()
     folder = cache.folder("compile") / key[:2]
     folder.mkdir(exist_ok=True)
@@ -123,18 +123,18 @@ def _entry(content: str) -> Iterator[Path]:
 
 def _read(file: Path, unit: Unit) -> Lowered | None:
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Lowered)
+        lowered = msgspec.json.decode(file.read_bytes(), type=Lowered)
     except (FileNotFoundError, msgspec.DecodeError):
-        # Not there, or broken: what is in a cache can be had again.
+        # Missing or broken: it is compiled again.
         return None
-    return msgspec.structs.replace(found, function=unit.function, cached=True)
+    return msgspec.structs.replace(lowered, function=unit.function, cached=True)
 
 
-def _keep(file: Path, found: Lowered) -> Lowered:
+def _keep(file: Path, lowered: Lowered) -> Lowered:
     temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(msgspec.json.encode(found))
+    temporary.write_bytes(msgspec.json.encode(lowered))
     temporary.replace(file)
-    return found
+    return lowered
 
 
 _LINES, _WIDTH = 12, 200
@@ -150,15 +150,15 @@ _SOURCE = re.compile(r"^(source=|\s*// |.*#include|func\.func|module \{|// -----
 
 
 def cut(text: str) -> str:
-    """At most a dozen lines of `text`: the first, which the harness or the exception wrote, then those that name an error.
+    """Cut `text` to a dozen lines: the first, from the harness or the exception, then those that name an error.
 
-    Where no line names one, the first lines. Folders are left out of file names: they are this machine's own.
+    If no line names an error, keep the first lines. Folders are removed from file names: they differ between machines.
     """
     lines = [line.rstrip() for line in printable(text).splitlines()]
     quoted = next((i for i, line in enumerate(lines) if _SOURCE.match(line)), len(lines))
-    said = [line for line in lines[:quoted] if not _NOISE.search(line)]
+    message = [line for line in lines[:quoted] if not _NOISE.search(line)]
     rest = [line for line in lines[quoted:] if _WRONG.search(line)]
-    if any(_WRONG.search(line) for line in said[1:]) and len(said) > _LINES:
-        said = said[:1] + [line for line in said[1:] if _WRONG.search(line)]
-    kept = list(dict.fromkeys((*said, *rest)))[:_LINES]
-    return "\n".join(_FOLDER.sub("", line)[:_WIDTH] for line in kept) or "it does not say why"
+    if any(_WRONG.search(line) for line in message[1:]) and len(message) > _LINES:
+        message = message[:1] + [line for line in message[1:] if _WRONG.search(line)]
+    kept = list(dict.fromkeys((*message, *rest)))[:_LINES]
+    return "\n".join(_FOLDER.sub("", line)[:_WIDTH] for line in kept) or "it gives no reason"

@@ -1,4 +1,4 @@
-"""Every kernel, variant and Config to machine code, without a GPU: what is compiled, in child processes, and what came of it."""
+"""Compile kernels, variants and Configs to machine code without a GPU, in child processes: jobs and their results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.compile.child import AT, Lowered
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.isolated import ExecutionError, memory_cap
+from attnfuzz.harness.isolation.isolated import memory_cap
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.outcomes import Death, Error, Outcome, Task, death_failure
+from attnfuzz.harness.isolation.outcomes import ChildOSError, Death, Error, Outcome, Task, death_failure, exception_of
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.failure import Failure, Kind
@@ -26,18 +26,18 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.lowering import ARCHITECTURES, Lowers, capability, shared_limit
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem, reject
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem, reject
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.shapes import MODIFIED, all_variants, covering, modified, pool
 
 __all__ = ["DEADLINE", "Job", "Left", "Row", "architectures_of", "case_file", "compiled", "default_width", "jobs_of", "planned"]
 
 DEADLINE = 600.0
-"""Seconds that all functions of one variant may take together, unless told otherwise."""
+"""Seconds that all functions of one variant may take together by default."""
 _FEW = 3
-"""Variants in other forms that are compiled to cover a kernel."""
+"""Variants that `--cover` compiles again in other forms."""
 _BLOCK = 128
-"""Whole blocks of every mask."""
+"""Length that is a whole number of blocks of every mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A kernel that is not compiled, and why. `missing`: a compiler is not on this machine, else there is nothing to compile."""
+    """A kernel that is not compiled, and why. `missing`: its compiler is not installed; else there is nothing to compile."""
 
     kernel: str
     reason: str
@@ -59,7 +59,7 @@ class Left:
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One function of one variant on one architecture: what `--json` and baselines hold."""
+    """One function of one variant on one architecture, as in `--json` and baselines."""
 
     kernel: str
     key: str
@@ -67,52 +67,52 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     arch: str
     function: str
-    """Empty where all of them failed at once."""
+    """Empty if all functions failed at once."""
     ok: bool
     seconds: float
     registers: int | None = None
     spills: int | None = None
-    """Bytes stored and loaded by a thread for want of registers."""
+    """Bytes that a thread stores and loads because it lacks registers."""
     shared: int | None = None
     """Bytes of a block, static and dynamic."""
     shared_limit: int
     tensor_core: str | None = None
     races: list[str] | None = None
-    """Races that the compiler reports, or that its output shows; None: not looked for."""
+    """Races that the compiler reports, or that its output shows; None: not checked."""
     error: str | None = None
     dtype: str = ""
     dims: tuple[int, int] = (0, 0)
     causal: bool = False
     cached: bool = False
     kind: str | None = None
-    """Of the failure, where there is one: "compile-error"; "hang", "crash" or "out-of-memory" of the compiler."""
+    """Kind of the failure, if there is one: "compile-error"; "hang", "crash" or "out-of-memory" of the compiler."""
     case: str | None = None
     """The case file of a failure."""
 
 
 def architectures_of(kernel: Kernel) -> tuple[str, ...]:
-    """What it is compiled for."""
+    """Return the architectures that the kernel is compiled for."""
     return kernel.capabilities.architectures or ARCHITECTURES
 
 
 def planned(
-    kernels: Sequence[Kernel], asked: Sequence[str] | None, *, most: int | None = None, cover: bool = False
+    kernels: Sequence[Kernel], architectures: Sequence[str] | None, *, most: int | None = None, cover: bool = False
 ) -> tuple[tuple[Job, ...], tuple[Left, ...]]:
-    """What is compiled, kernel by kernel, and which kernels are not.
+    """List what is compiled, kernel by kernel, and which kernels are not.
 
     Args:
-        kernels: in this order.
-        asked: architectures; None: all that a kernel declares.
+        kernels: the kernels, in this order.
+        architectures: the architectures; None: all that a kernel declares.
         most: variants of a kernel for an architecture; None: all.
-        cover: as few variants as show every Config, dtype, mask and dims of a kernel.
+        cover: as few variants as cover every Config, dtype, mask and dims of a kernel.
 
     Raises:
-        BadArgument: an architecture is unknown; both `most` and `cover`.
+        BadArgument: an architecture is unknown, or both `most` and `cover` are set.
     """
-    for arch in asked or ():
+    for arch in architectures or ():
         capability(arch)
     if cover and most is not None:
-        raise reject("cover", True, f"{most} variants are not as many as show everything", "leave --cover out, or --max")
+        raise reject("cover", True, f"cannot be combined with --max {most}", "leave one of them out")
     jobs: list[Job] = []
     left: list[Left] = []
     for kernel in kernels:
@@ -121,17 +121,17 @@ def planned(
             left.append(reason)
             continue
         declared = kernel.capabilities.architectures
-        wanted = [arch for arch in asked or architectures_of(kernel) if declared is None or arch in declared]
+        wanted = [arch for arch in architectures or architectures_of(kernel) if declared is None or arch in declared]
         if not wanted:
             left.append(Left(kernel.name, f"it declares {', '.join(declared or ())} only"))
             continue
-        found = jobs_of(kernel, most, cover=cover)
-        jobs += [Job(case, arch, key) for arch in wanted for key, case in found.items()]
+        by_key = jobs_of(kernel, most, cover=cover)
+        jobs += [Job(case, arch, key) for arch in wanted for key, case in by_key.items()]
     return tuple(jobs), tuple(left)
 
 
 def why_left(kernel: Kernel) -> Left | None:
-    """Why it cannot be compiled here, or None."""
+    """Say why the kernel cannot be compiled here; None: it can."""
     if "cuda" not in kernel.capabilities.devices:
         return Left(kernel.name, "it does not run on CUDA")
     if not isinstance(kernel, Lowers):
@@ -141,10 +141,10 @@ def why_left(kernel: Kernel) -> Left | None:
 
 
 def jobs_of(kernel: Kernel, most: int | None = None, *, cover: bool = False) -> dict[str, Case]:
-    """Cases by compile key: each variant and Config; then some again in other forms that change the code.
+    """Return Cases by compile key: each variant and Config, then some again in other forms that change the code.
 
-    These are score and mask functions as a campaign of seed 0 would draw them, tensors that are not contiguous, and lengths
-    that are whole blocks, 40 of each, or a few to cover.
+    The other forms are score and mask functions as a campaign of seed 0 draws them, tensors that are not contiguous, and
+    lengths of whole blocks: 40 of each, or a few to cover.
     """
     can = kernel.capabilities
     variants = all_variants(kernel, "cuda")
@@ -161,12 +161,12 @@ def jobs_of(kernel: Kernel, most: int | None = None, *, cover: bool = False) -> 
         problems += [(each, _whole(each.problem(can))) for each in some]
         if can.layouts:
             problems += [(each, _strided(each.problem(can))) for each in some]
-    found: dict[str, Case] = {}
+    by_key: dict[str, Case] = {}
     for variant, problem in problems:
         if kernel.supports(problem, variant.config, "cuda") is None:
             key = kernel.compile_key(problem, variant.config)
-            found.setdefault(key, Case(kernel=kernel.name, problem=problem, config=variant.config))
-    return found
+            by_key.setdefault(key, Case(kernel=kernel.name, problem=problem, config=variant.config))
+    return by_key
 
 
 def _whole(problem: Problem) -> Problem:
@@ -178,7 +178,7 @@ def _strided(problem: Problem) -> Problem:
 
 
 def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> Iterator[tuple[Job, list[Row]]]:
-    """Compile, `width` variants at once, each in a child process; yields each with its rows as it is done.
+    """Compile `width` variants at once, each in a child process; yield each with its rows as it is done.
 
     Raises:
         BadArgument: a child cannot find a kernel, or a tool is missing.
@@ -187,7 +187,7 @@ def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> 
     if not jobs:
         return
     backends = {registry.get(each.case.kernel).backend for each in jobs}
-    # Triton is compiled here, whatever this process has it for; no fork survives a pool of threads.
+    # The children compile Triton even if this process interprets it; no fork survives a pool of threads.
     variables = {"TRITON_INTERPRET": "0"} | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     forkserver = Forkserver(_preloads(backends), variables)
     supervisor = Supervisor(forkserver, memory=memory_cap(), spares=0)
@@ -212,54 +212,53 @@ def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> 
 
 
 def _preloads(backends: Collection[str]) -> list[str]:
-    """What a Trial needs besides is not needed here."""
+    """Return what children import before the fork: less than Trials need."""
     return ["torch", "attnfuzz.harness.compile.child", *preloads("cuda", backends)[1:]]
 
 
 def default_width() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def _rows(job: Job, outcome: Outcome) -> list[Row]:
     if isinstance(outcome, Error):
-        if outcome.type in ("BadArgument", "UnknownKernel", "BadCase"):
-            raise BadArgument(outcome.message)
-        if outcome.type in ("OSError", "PermissionError", "FileNotFoundError"):
+        error = exception_of(outcome)
+        if isinstance(error, ChildOSError):
             raise reject("cache", "compile", outcome.message, "see that the cache and the temporary folder can be written")
-        raise ExecutionError(f"{outcome.type}: {outcome.message}\n{outcome.trace}")
+        raise error
     if isinstance(outcome, Death):
         failure = death_failure(job.case.kernel, outcome)
         function = re.findall(rf"^{AT}(.+)$", outcome.output, re.MULTILINE)
-        error = f"the compiler: {failure.message}"
-        return [_row(job, Lowered(function=function[-1] if function else "", seconds=outcome.seconds, error=error), failure.kind)]
+        text = f"the compiler: {failure.message}"
+        return [_row(job, Lowered(function=function[-1] if function else "", seconds=outcome.seconds, error=text), failure.kind)]
     return [_row(job, msgspec.convert(each, Lowered)) for each in outcome.result]
 
 
-def _row(job: Job, found: Lowered, kind: Kind = "compile-error") -> Row:
-    problem, figures = job.case.problem, found.figures
+def _row(job: Job, lowered: Lowered, kind: Kind = "compile-error") -> Row:
+    problem, figures = job.case.problem, lowered.figures
     return Row(
         kernel=job.case.kernel,
         key=job.key,
         config=dict(job.case.config),
         arch=job.arch,
-        function=found.function,
-        ok=found.error is None,
-        seconds=round(found.seconds, 2),
+        function=lowered.function,
+        ok=lowered.error is None,
+        seconds=round(lowered.seconds, 2),
         **({} if figures is None else msgspec.structs.asdict(figures)),
         shared_limit=shared_limit(job.arch),
-        races=None if found.races is None else list(found.races),
-        error=found.error,
+        races=None if lowered.races is None else list(lowered.races),
+        error=lowered.error,
         dtype=problem.dtype,
         dims=(problem.dim_qk, problem.dim_v),
         causal=problem.causal is not None,
-        cached=found.cached,
-        kind=None if found.error is None else kind,
+        cached=lowered.cached,
+        kind=None if lowered.error is None else kind,
     )
 
 
 def case_file(corpus: Corpus, job: Job, row: Row) -> str:
-    """Keep a failure as a case file: `attnfuzz compile --case` compiles it again."""
+    """Write a failure as a case file, which `attnfuzz compile --case` compiles again; return its path."""
     assert row.error is not None
     check = f"{row.function or 'all functions'} for {row.arch}"
     kind: Kind = msgspec.convert(row.kind, Kind)

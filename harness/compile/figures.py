@@ -1,4 +1,4 @@
-"""What machine code shows of itself: registers, spills, shared memory, and whether it uses the tensor cores."""
+"""Figures of machine code: registers, spills, shared memory, and the path to the tensor cores."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from attnfuzz.kernels.problem import BadArgument
 __all__ = ["PATHS", "Figures", "disassembled", "disassembler", "figures_of", "rank"]
 
 PATHS = ("mma", "wgmma", "tcgen05")
-"""How a product can reach the tensor cores, the slowest first."""
+"""Paths of a product to the tensor cores, the slowest first."""
 _INSTRUCTIONS = {
     "tcgen05": re.compile(r"\bUTC[A-Z]*MMA\b"),
     "wgmma": re.compile(r"\b[HIQB]GMMA\b"),
     "mma": re.compile(r"\b[HIDBQO]MMA\b"),
 }
-"""In SASS."""
+"""The instructions in SASS."""
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _STATIC = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
@@ -33,12 +33,12 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one function of a kernel; the largest of its entry functions' where it has several."""
+    """Figures of one function of a kernel; of several entry functions, the largest."""
 
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spills: int
-    """Bytes that a thread stores for want of registers, and bytes that it loads again: ptxas' two figures, added."""
+    """Bytes that a thread stores because it lacks registers, plus bytes that it loads again: ptxas' two figures."""
     shared: int
     """Bytes of shared memory of a block, static and dynamic."""
     tensor_core: str | None
@@ -46,15 +46,15 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(code: MachineCode, sass: str) -> Figures:
-    """Read them off the machine code, `sass` as `disassembled` gives it, and off what ptxas says.
+    """Read figures from machine code, from its `sass` (see `disassembled`) and from the output of ptxas.
 
     Raises:
-        BadArgument: ptxas says nothing of what is needed.
+        BadArgument: the output of ptxas lacks the figures.
     """
     log = code.log()
     entries = tuple(_entries(log))
     if not entries:
-        raise BadArgument(f"ptxas: it says nothing of registers ({log[:200]!r}); report it, with the compilers' versions")
+        raise BadArgument(f"ptxas: its output has no registers ({log[:200]!r}); report this with the compilers' versions")
     return Figures(
         registers=max(registers for _, registers, _ in entries),
         spills=sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(log)),
@@ -64,10 +64,10 @@ def figures_of(code: MachineCode, sass: str) -> Figures:
 
 
 def disassembled(cubin: bytes) -> str:
-    """The machine code as text, with lines of the source where the compiler kept them.
+    """Disassemble machine code, with lines of the source if the compiler kept them.
 
     Raises:
-        BadArgument: there is no disassembler, or it cannot read this.
+        BadArgument: there is no disassembler, or it cannot read the code.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "code.cubin"
@@ -76,17 +76,17 @@ def disassembled(cubin: bytes) -> str:
             [disassembler(), "-c", "-g", str(file)], capture_output=True, text=True, errors="replace", check=False
         )
     if done.returncode:
-        raise BadArgument(f"nvdisasm: it cannot read the compiler's output ({done.stderr.strip()[:300]}); give it one as new")
+        raise BadArgument(f"nvdisasm: it cannot read the compiler's output ({done.stderr.strip()[:300]}); install a newer one")
     return done.stdout
 
 
 def rank(tensor_core: str | None) -> int:
-    """How good the best path of a function is: 0 for none."""
+    """Return the rank of a function's best path: 0 for none, higher is faster."""
     return max((PATHS.index(each) + 1 for each in (tensor_core or "").split("+") if each in PATHS), default=0)
 
 
 def _entries(log: str) -> Iterator[tuple[str, int, int]]:
-    """(entry function, registers, static shared memory) of each."""
+    """Yield (name, registers, static shared memory) of each entry function."""
     name = None
     for line in log.splitlines():
         if entry := _ENTRY.search(line):
@@ -103,19 +103,19 @@ def _path(sass: str) -> str | None:
 
 @functools.cache
 def disassembler() -> str:
-    """nvdisasm: Triton brings one along, and so does a CUDA toolkit.
+    """Return the path of nvdisasm, which Triton and CUDA toolkits include.
 
     Raises:
-        BadArgument: there is none.
+        BadArgument: it is not installed.
     """
     spec = importlib.util.find_spec("triton")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         bundled = Path(folder) / "backends" / "nvidia" / "bin" / "nvdisasm"
         if bundled.is_file():
             return str(bundled)
-    found = shutil.which("nvdisasm")
-    if found is None:
+    path = shutil.which("nvdisasm")
+    if path is None:
         raise BadArgument(
             "nvdisasm: it is not on this machine; pip install triton, which has it, or put a CUDA toolkit's on PATH"
         )
-    return found
+    return path

@@ -1,4 +1,4 @@
-"""What was compiled, as tables: for a terminal, and as Markdown for docs/."""
+"""Tables of compiled functions: for a terminal, and as Markdown for docs/."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from attnfuzz.harness.compile.compile import Job, Left, Row
 __all__ = ["Progressing", "markdown", "placed", "show", "show_compared"]
 
 _EVERY = 20.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 _BEGIN, _END = "<!-- attnfuzz compile -->", "<!-- end of attnfuzz compile -->"
-_SHOWN = 20
-"""Failures told in full."""
+_MOST_FAILURES = 20
+"""Failures that are printed in full."""
 _SPILLING = 12
-"""Functions that spill, in a page of docs."""
+"""Functions that spill, listed in a page of docs."""
 _FEW_DIMS = 2
 """Pairs of dims that a line of the table names."""
 
 
 class Progressing:
-    """Shows how far it has come: a bar on a terminal, a line now and then elsewhere; each failure at once."""
+    """Shows progress: a bar on a terminal, a line now and then elsewhere; each failure at once."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self._total, self._failed, self._done = console, total, 0, 0
@@ -47,7 +47,7 @@ class Progressing:
         self._bar.stop()
 
     def __call__(self, job: Job, rows: Sequence[Row]) -> None:
-        """One variant is done."""
+        """Count one compiled variant, and print its failures."""
         self._done += 1
         self._failed += sum(not each.ok for each in rows)
         self._bar.update(self._task, advance=1)
@@ -68,7 +68,7 @@ class Progressing:
 
 @dataclass(frozen=True, slots=True)
 class _Worst:
-    """Several functions in one line."""
+    """The worst of several functions, for one line of a table."""
 
     of: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -86,13 +86,13 @@ class _Worst:
 
     @property
     def paths(self) -> str:
-        found = sorted({each.tensor_core or "none" for each in self.rows if each.registers is not None})
-        return ", ".join(found) or "-"
+        names = sorted({each.tensor_core or "none" for each in self.rows if each.registers is not None})
+        return ", ".join(names) or "-"
 
     @property
     def races(self) -> str:
-        asked = [each.races for each in self.rows if each.races is not None]
-        return str(sum(map(len, asked))) if asked else "-"
+        races = [each.races for each in self.rows if each.races is not None]
+        return str(sum(map(len, races))) if races else "-"
 
     @property
     def seconds(self) -> float:
@@ -100,10 +100,10 @@ class _Worst:
 
 
 def _grouped(rows: Iterable[Row], of: Callable[[Row], tuple[str, ...]]) -> list[_Worst]:
-    found: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(of(row), []).append(row)
-    return [_Worst(key, tuple(group)) for key, group in sorted(found.items())]
+        groups.setdefault(of(row), []).append(row)
+    return [_Worst(key, tuple(group)) for key, group in sorted(groups.items())]
 
 
 def _bytes(value: int | None, limit: int) -> str:
@@ -122,7 +122,7 @@ _FIGURES = ("ok", "failed", "regs", "spills, B", "shared, KiB", "tensor", "races
 
 
 def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:
-    """The table by kernel, architecture and function, the worst of each; failures below it; what was left out."""
+    """Print the table by kernel, architecture and function, the worst of each; then failures, and kernels left out."""
     if rows:
         table = Table()
         for title in ("kernel", "arch", "function", *_FIGURES, "s"):
@@ -131,11 +131,11 @@ def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:
             style = "red" if each.failed else "yellow" if each.spilling else ""
             table.add_row(*each.of, *_cells(each), f"{each.seconds:.0f}", style=style)
         console.print(table)
-    for row in [each for each in rows if not each.ok][:_SHOWN]:
+    for row in [each for each in rows if not each.ok][:_MOST_FAILURES]:
         _show_failure(console, row)
     failed, cached = sum(not each.ok for each in rows), sum(each.cached for each in rows)
-    if failed > _SHOWN:
-        console.print(f"... and {failed - _SHOWN} more, each in its case file", highlight=False)
+    if failed > _MOST_FAILURES:
+        console.print(f"... and {failed - _MOST_FAILURES} more, each in its case file", highlight=False)
     for race in dict.fromkeys((each.kernel, race) for each in rows for race in each.races or ()):
         console.print(f"[yellow]race[/] {race[0]}: {escape(race[1])}", highlight=False, soft_wrap=True)
     for kernel in left:
@@ -159,28 +159,28 @@ def _show_failure(console: Console, row: Row) -> None:
         )
 
 
-def show_compared(console: Console, found: Compared) -> None:
-    """What is worse than the baseline."""
+def show_compared(console: Console, compared: Compared) -> None:
+    """Print what is worse than the baseline, and what is fixed."""
     lists: tuple[tuple[str, list[Any], str], ...] = (
-        ("new failure", found.new_failures, "red"),
-        ("new spills", found.new_spills, "red"),
-        ("lost tensor-core path", found.lost_tensor_core, "red"),
-        ("new race", found.new_races, "yellow"),
-        ("fixed", found.fixed, "green"),
+        ("new failure", compared.new_failures, "red"),
+        ("new spills", compared.new_spills, "red"),
+        ("lost tensor-core path", compared.lost_tensor_core, "red"),
+        ("new race", compared.new_races, "yellow"),
+        ("fixed", compared.fixed, "green"),
     )
     for title, changes, colour in lists:
         for each in changes:
             what = f"{each.kernel} {each.function} for {each.arch}: {each.before} -> {each.now}"
             console.print(f"[{colour}]{title}[/] {escape(what)}\n   {escape(each.key)}", highlight=False, soft_wrap=True)
-    for name, (was, now) in found.versions.items():
-        console.print(f"[yellow]{name} {now}, the baseline has {was}[/]: registers and spills are the compiler's as well")
-    verdict = "[red]worse than[/]" if found.worse else "no worse than"
-    more = f"{found.added} functions added, {found.missing} missing"
-    console.print(f"{verdict} {escape(found.baseline)}; {more}", highlight=False, soft_wrap=True)
+    for name, (was, now) in compared.versions.items():
+        console.print(f"[yellow]{name} {now}, the baseline has {was}[/]: registers and spills depend on it")
+    verdict = "[red]worse than[/]" if compared.worse else "no worse than"
+    more = f"{compared.added} functions added, {compared.missing} missing"
+    console.print(f"{verdict} {escape(compared.baseline)}; {more}", highlight=False, soft_wrap=True)
 
 
 def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str], command: str) -> str:
-    """The table by kernel, architecture and dtype, the worst of each; what spills most; and the failures."""
+    """Return the table by kernel, architecture and dtype, the worst of each; the largest spills; the failures."""
     lines = [
         f"`{command}`, with {', '.join(f'{name} {version}' for name, version in versions.items())}:",
         "",
@@ -189,9 +189,9 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
     ]
     for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.dtype)):
         dims = list(dict.fromkeys(row.dims for row in each.rows))
-        told = "; ".join(f"{qk}, {v}" for qk, v in dims) if len(dims) <= _FEW_DIMS else f"{len(dims)} pairs"
+        text = "; ".join(f"{qk}, {v}" for qk, v in dims) if len(dims) <= _FEW_DIMS else f"{len(dims)} pairs"
         configs = {tuple(row.config.items()) for row in each.rows}
-        lines.append(_line(*each.of, told, str(len(configs)), *_cells(each)))
+        lines.append(_line(*each.of, text, str(len(configs)), *_cells(each)))
     spilling = sorted((each for each in rows if each.spills), key=lambda row: -(row.spills or 0))
     if spilling:
         lines += ["", f"Of {len(spilling)} functions that spill, the worst:", ""]
@@ -215,17 +215,17 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
 
 
 def placed(text: str, table: str) -> str:
-    """`text`, a page of docs, with `table` between its marks; `table` alone where it has none."""
+    """Return `text`, a page of docs, with `table` between its marks; `table` alone if it has none."""
     before, begun, rest = text.partition(_BEGIN)
     _, ended, after = rest.partition(_END)
     return f"{before}{_BEGIN}\n\n{table}\n{_END}{after}" if begun and ended else table
 
 
 def _by_error(failed: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for each in failed:
-        found.setdefault(each.error or "", []).append(each)
-    return found
+        groups.setdefault(each.error or "", []).append(each)
+    return groups
 
 
 def _line(*cells: str) -> str:

@@ -1,1 +1,1 @@
-"""`attnfuzz gate`: a change of kernels against what was there before it."""
+"""`attnfuzz gate`: compare changed kernels with their base."""

@@ -1,4 +1,4 @@
-"""The gate: which kernels changed, each through its parts, against what it was before; and one verdict."""
+"""The gate: find the kernels that changed, run each one's parts against its base, and give one verdict."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from attnfuzz.harness.gate.base.base import Base
 from attnfuzz.harness.gate.base.baseline import FromFile
 from attnfuzz.harness.gate.base.commit import Commit
 from attnfuzz.harness.gate.base.write import written
-from attnfuzz.harness.gate.kernel import KernelTurn, why_not_here
+from attnfuzz.harness.gate.kernel import KernelGateRun, why_not_here
 from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, read_ledger, spent
 from attnfuzz.harness.gate.parts.correctness import stored_cases
 from attnfuzz.harness.gate.plan import Plan
-from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, Tell
+from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Listener, Part
 from attnfuzz.harness.gate.subjects import Subject, importing_from, named, why_absent, within
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.trial.errors import told
@@ -27,22 +27,22 @@ from attnfuzz.kernels.problem import BadArgument, reject
 __all__ = ["gate"]
 
 
-def gate(plan: Plan, tell: Tell, today: date | None = None) -> Gate:
-    """Gate the kernels of `plan`; `tell` hears how far it is. Ctrl-C ends it with what was found until then.
+def gate(plan: Plan, listener: Listener, today: date | None = None) -> Gate:
+    """Gate the kernels of `plan`. Ctrl-C ends it with the findings so far.
 
     Args:
-        plan: what to do.
-        tell: hears of every part.
-        today: by which the ledger's entries expire; None: the day that it is.
+        plan: the settings.
+        listener: receives every event.
+        today: date by which the ledger's entries expire; None: the current date.
 
     Raises:
-        BadArgument: no checkout, an unknown ref, a broken ledger or baseline, a kernel that is none.
+        BadArgument: no checkout, an unknown ref, a broken ledger or baseline, something that is not a kernel.
     """
     start = time.monotonic()
     Corpus(plan.out).check()
     if plan.write is not None:
         with importing_from(plan.folder, plan.kernels):
-            return written(plan, plan.write, tell)
+            return written(plan, plan.write, listener)
     today = today or date.today()
     ledger = _ledger(plan, today)
     base: Base
@@ -51,13 +51,15 @@ def gate(plan: Plan, tell: Tell, today: date | None = None) -> Gate:
     else:
         assert plan.base is not None
         base = Commit(plan.folder, plan.base, plan.device)
-    asked = tuple(plan.kernels) or (base.kernels if isinstance(base, FromFile) else ())
-    with importing_from(plan.folder, asked), base:
-        return _gated(plan, asked, base, ledger, tell, today, start)
+    targets = tuple(plan.kernels) or (base.kernels if isinstance(base, FromFile) else ())
+    with importing_from(plan.folder, targets), base:
+        return _gated(plan, targets, base, ledger, listener, today, start)
 
 
-def _gated(plan: Plan, asked: tuple[str, ...], base: Base, ledger: Ledger | None, tell: Tell, today: date, start: float) -> Gate:
-    chosen, broken = named(asked, base.root)
+def _gated(
+    plan: Plan, targets: tuple[str, ...], base: Base, ledger: Ledger | None, listener: Listener, today: date, start: float
+) -> Gate:
+    chosen, broken = named(targets, base.root)
     done = list(_without_head(broken, base, explicit=bool(plan.kernels)))
     _check_places(chosen, base, explicit=bool(plan.kernels))
     if ledger is not None and not broken:
@@ -65,23 +67,23 @@ def _gated(plan: Plan, asked: tuple[str, ...], base: Base, ledger: Ledger | None
     why = {each.name: _why(each, plan, base) for each in chosen}
     gated = [each for each in chosen if why[each.name] is not None]
     entries = ledger.entries if ledger else ()
-    pleas = [each for each in entries if not each.expired(today)]
+    in_force = [each for each in entries if not each.expired(today)]
     stored = _stored(plan, entries)
     interrupted, described = False, {}
     if any(why_not_here(each.kernel, plan.device) is None for each in gated):
         backends = sorted({each.kernel.backend for each in gated})
-        base.will_run(backends)
+        base.preload(backends)
         executor = Isolated(plan.device, backends=backends, deadline=plan.deadline, memory_check=plan.memory_check)
         try:
             described = executor.describe()
             for each in gated:
-                turn = KernelTurn(each, plan, base, executor, stored, pleas, tell)
+                run = KernelGateRun(each, plan, base, executor, stored, in_force, listener)
                 try:
-                    turn.run()
+                    run.run()
                 except KeyboardInterrupt:
                     interrupted = True
-                    turn.leave_the_rest()
-                done.append(KernelGate(each.name, why[each.name] or "", tuple(turn.parts), *base.place(each)))
+                    run.skip_the_rest()
+                done.append(KernelGate(each.name, why[each.name] or "", tuple(run.parts), *base.place(each)))
                 if interrupted:
                     rest = gated[gated.index(each) + 1 :]
                     part = Part("load", "skipped", "not run: interrupted")
@@ -93,7 +95,7 @@ def _gated(plan: Plan, asked: tuple[str, ...], base: Base, ledger: Ledger | None
         done += [_not_here(each, why[each.name] or "", plan, base) for each in gated]
     wrong, notes = spent(ledger, done, today) if ledger else ((), ())
     return Gate(
-        against=base.told,
+        against=base.label,
         kernels=tuple(done),
         untouched=len(chosen) - len(gated),
         notes=notes,
@@ -108,12 +110,12 @@ def _gated(plan: Plan, asked: tuple[str, ...], base: Base, ledger: Ledger | None
 def _ledger(plan: Plan, today: date) -> Ledger | None:
     if plan.ledger is not None:
         return read_ledger(plan.ledger, today)
-    usual = plan.folder / DEFAULT
-    return read_ledger(usual, today) if usual.exists() else None
+    default = plan.folder / DEFAULT
+    return read_ledger(default, today) if default.exists() else None
 
 
 def _check_names(ledger: Ledger, chosen: set[str]) -> None:
-    """An entry of a kernel that nobody knows lets nothing through, and would stay for ever."""
+    """Reject entries of unknown kernels: they let nothing through, and no run would show that they are stale."""
     for entry in ledger.entries:
         if entry.kernel in chosen or entry.kernel in registry.names():
             continue
@@ -121,10 +123,8 @@ def _check_names(ledger: Ledger, chosen: set[str]) -> None:
             registry.get(entry.kernel)
         except BadArgument as error:
             where = f"line {entry.line}: " if entry.line else ""
-            remedy = "take the entry out, or name the kernel by --kernel as well"
-            raise reject(
-                "ledger", str(ledger.path), f"{where}{entry} is of no kernel that is known here ({error})", remedy
-            ) from None
+            remedy = "remove the entry, or name the kernel by --kernel as well"
+            raise reject("ledger", str(ledger.path), f"{where}{entry}: its kernel is not known here ({error})", remedy) from None
 
 
 def _check_places(chosen: Sequence[Subject], base: Base, *, explicit: bool) -> None:
@@ -135,15 +135,13 @@ def _check_places(chosen: Sequence[Subject], base: Base, *, explicit: bool) -> N
         if not within(each.kernel, base.root):
             files = ", ".join(each.kernel.files) or "it declares none"
             reason = f"none of its files is in the checkout {base.root} ({files})"
-            raise reject("kernel", each.asked, reason, remedy)
+            raise reject("kernel", each.target, reason, remedy)
     if not chosen and not explicit:
-        raise reject(
-            "kernel", "", f"no kernel that is known has a file in the checkout {base.root}", f"name it by --kernel; or {remedy}"
-        )
+        raise reject("kernel", "", f"no known kernel has a file in the checkout {base.root}", f"name it by --kernel; or {remedy}")
 
 
 def _why(subject: Subject, plan: Plan, base: Base) -> str | None:
-    """Why the kernel is gated, or None."""
+    """Say why the kernel is gated; None: it is not."""
     if changed := base.why_changed(subject):
         return changed
     if plan.kernels:
@@ -152,33 +150,33 @@ def _why(subject: Subject, plan: Plan, base: Base) -> str | None:
 
 
 def _without_head(broken: dict[str, Exception], base: Base, *, explicit: bool) -> Iterator[KernelGate]:
-    """Kernels that cannot be loaded: deleted, which is no failure, or broken, which is one.
+    """Report kernels that cannot be loaded: deleted ones are skipped, broken ones fail.
 
     Raises:
-        BadArgument: there is no such kernel, and was none.
+        BadArgument: there is no such kernel in the checkout or in base.
     """
-    for asked, error in broken.items():
-        if absent := why_absent(asked, error):
-            # Names come from what is installed, which is the same for both sides.
-            if isinstance(error, registry.UnknownKernel) and ":" not in asked and isinstance(base, Commit):
+    for target, error in broken.items():
+        if absent := why_absent(target, error):
+            # Names come from installed packages, which are the same for both sides.
+            if isinstance(error, registry.UnknownKernel) and ":" not in target and isinstance(base, Commit):
                 raise error
-            if not base.had(asked):
+            if not base.has(target):
                 if not explicit:
                     continue
                 if isinstance(error, BadArgument):
                     raise error
                 remedy = "give its name, or package.module:OBJECT; its package must be installed, or on PYTHONPATH"
-                raise reject("kernel", asked, absent, remedy) from None
-            yield KernelGate(asked, "deleted", (Part("load", "skipped", f"it is deleted: {absent}, and {base.told} has it"),))
+                raise reject("kernel", target, absent, remedy) from None
+            yield KernelGate(target, "deleted", (Part("load", "skipped", f"it is deleted: {absent}, and {base.label} has it"),))
             continue
         file, line = _raised_at(error, base.root)
-        finding = Finding("load", asked, f"it cannot be loaded: {told(error)}", detail=_trace(error))
+        finding = Finding("load", target, f"it cannot be loaded: {told(error)}", detail=_trace(error))
         part = Part("load", "fail", told(error).splitlines()[0], (finding,))
-        yield KernelGate(asked, "it cannot be loaded", (part,), file, line)
+        yield KernelGate(target, "it cannot be loaded", (part,), file, line)
 
 
 def _raised_at(error: BaseException, root: Path | None) -> tuple[str, int]:
-    """Where in the checkout an import failed: the file that does not parse, or the innermost frame."""
+    """Return where in the checkout an import failed: the file that does not parse, or the innermost frame."""
     cause = error.__cause__ or error
     places = [(each.filename, each.lineno or 1) for each in reversed(traceback.extract_tb(cause.__traceback__))]
     if isinstance(cause, SyntaxError) and cause.filename:
@@ -201,12 +199,12 @@ def _not_here(subject: Subject, why: str, plan: Plan, base: Base) -> KernelGate:
 
 
 def _stored(plan: Plan, entries: Sequence[Entry]) -> tuple[CaseFile, ...]:
-    found = {each.case: each for each in stored_cases(plan.out, plan.corpora)}
+    stored = {each.case: each for each in stored_cases(plan.out, plan.corpora)}
     for entry in entries:
         if entry.case is not None:
-            stored = read_case(entry.case)
-            if stored.case.kernel != entry.kernel:
-                reason = f"it is of {stored.case.kernel}, and named by the ledger's {entry}"
+            file = read_case(entry.case)
+            if file.case.kernel != entry.kernel:
+                reason = f"its kernel is {file.case.kernel}, but the ledger's {entry} names it"
                 raise reject("case", str(entry.case), reason, "give a case of the entry's kernel")
-            found.setdefault(stored.case, stored)
-    return tuple(found.values())
+            stored.setdefault(file.case, file)
+    return tuple(stored.values())

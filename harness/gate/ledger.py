@@ -14,7 +14,7 @@ from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from attnfuzz.harness.gate.result import Finding, KernelGate, Outcome, Part, PartName, Plea
+from attnfuzz.harness.gate.result import Finding, KernelGate, Outcome, Part, PartName, Waiver
 from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, OutputName, reject
 
@@ -66,9 +66,9 @@ class Entry:
         return today > self.expires
 
     @property
-    def plea(self) -> Plea:
+    def plea(self) -> Waiver:
         """What reports tell of it."""
-        return Plea(self.number, self.issue, self.expires.isoformat())
+        return Waiver(self.number, self.issue, self.expires.isoformat())
 
     def __str__(self) -> str:
         what = self.kind or self.part

@@ -38,20 +38,20 @@ class Measurement:
 def measurements(
     side: Side, cases: Sequence[Case], *, memory_check: bool, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[Measurement, ...]:
-    """Every Case on `side`; `progress` hears how many are done. A Case that ends its process is a failure of kind crash."""
-    found = []
+    """Measure every Case on `side`; `progress` gets the number done. A Case that ends its process is a failure of kind crash."""
+    results = []
     for number, case in enumerate(cases):
         progress(number)
         try:
             answer = side.ask("measure", case=case.canonical(), memory_check=memory_check)
         except BrokenSideError as error:
             failure = Failure(kernel=case.kernel, kind="crash", check="kernel", message=str(error))
-            found.append(Measurement(case, failures=(failure,)))
+            results.append(Measurement(case, failures=(failure,)))
             continue
         if "unsupported" in answer:
-            found.append(Measurement(case, left_out=answer["unsupported"]))
+            results.append(Measurement(case, left_out=answer["unsupported"]))
             continue
-        found.append(
+        results.append(
             Measurement(
                 case,
                 errors=msgspec.convert(answer["figures"], dict[OutputName, Errors]),
@@ -59,4 +59,4 @@ def measurements(
                 failures=msgspec.convert(tuple(answer["failures"]), tuple[Failure, ...]),
             )
         )
-    return tuple(found)
+    return tuple(results)

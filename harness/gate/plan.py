@@ -1,4 +1,4 @@
-"""What a gate is asked to do."""
+"""The settings of a gate."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _SAMPLE: dict[Device, int] = {"cpu": 24, "cuda": 64}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One gate's settings. Exactly one of `base` (a git ref), `baseline` and `write` (files) says what to compare with."""
+    """Settings of one gate. Exactly one of `base` (a git ref), `baseline` and `write` (files) must be set."""
 
     device: Device
     base: str | None = None
     baseline: Path | None = None
     write: Path | None = None
     kernels: tuple[str, ...] = ()
-    """Names, or package.module:OBJECT; these are gated whether or not they changed."""
+    """Names, or package.module:OBJECT: gated whether or not they changed."""
     everything: bool = False
     """All kernels of the checkout, or of the baseline, whether or not they changed."""
     folder: Path = Path()
-    """Where the checkout is."""
+    """A folder of the checkout."""
     out: str = ".attnfuzz"
     corpora: tuple[str, ...] = ()
-    """More folders of case files, which are read only."""
+    """Further folders of case files, only read."""
     ledger: Path | None = None
-    """None: attnfuzz-ledger.toml in `folder`, if it is there."""
+    """None: attnfuzz-ledger.toml in `folder`, if it exists."""
     budget: float | None = None
     max_examples: int | None = None
     seed: int = 0
@@ -50,26 +50,24 @@ class Plan:
     """auto: on CUDA only; an interpreted kernel's time says nothing."""
     rounds: int = ROUNDS
     compile: Choice = "auto"
-    """auto: where there is the command and a compiler."""
+    """auto: where the command and a compiler are installed."""
     architectures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(each is not None for each in (self.base, self.baseline, self.write)) != 1:
-            reason = (
-                "nothing says what to compare with" if self.base is None and self.baseline is None else "only one can be meant"
-            )
+            reason = "nothing to compare with is set" if self.base is None and self.baseline is None else "only one can be set"
             raise reject("base, baseline, write", "", reason, "give --base REF, --baseline FILE or --write FILE")
         if self.cases is not None and self.cases < FEWEST:
-            raise reject("cases", self.cases, f"fewer than {FEWEST} say nothing of accuracy", f"give {FEWEST} or more")
+            raise reject("cases", self.cases, f"must be {FEWEST} or more to compare errors", f"give {FEWEST} or more")
         for name in ("accuracy_threshold", "speed_threshold"):
             if not 1 <= getattr(self, name) < float("inf"):
-                raise reject(name, getattr(self, name), "what did not change would fail, or nothing could", "give 1 or more")
+                raise reject(name, getattr(self, name), "must be finite and at least 1", "give 1 or more")
         if self.rounds < 5:
-            raise reject("rounds", self.rounds, "fewer than 5 leave no interval", "give 5 or more")
+            raise reject("rounds", self.rounds, "must be 5 or more for an interval", "give 5 or more")
         self.settings()
 
     def settings(self) -> Settings:
-        """Of each kernel's campaign."""
+        """Return the settings of each kernel's campaign."""
         return Settings(
             device=self.device,
             profile="gate",
@@ -84,7 +82,7 @@ class Plan:
 
     @property
     def sample(self) -> int:
-        """Cases on which errors are compared."""
+        """Number of Cases on which errors are compared."""
         return _SAMPLE[self.device] if self.cases is None else self.cases
 
     @property

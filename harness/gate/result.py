@@ -1,4 +1,4 @@
-"""What a gate finds, as data: parts of a kernel's gate, findings, what it says while it works."""
+"""The result of a gate as data: findings, parts, kernels; and the events while it runs."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from attnfuzz.kernels.problem import OutputName
 
 __all__ = [
     "PARTS",
-    "Doing",
     "Finding",
     "Gate",
+    "GateEvent",
     "KernelGate",
+    "Listener",
     "Outcome",
     "Part",
     "PartFinished",
     "PartName",
-    "Plea",
-    "Said",
-    "Tell",
+    "PartProgress",
+    "Waiver",
 ]
 
 PartName = Literal["load", "replay", "campaign", "accuracy", "determinism", "compile", "speed"]
 PARTS: tuple[PartName, ...] = get_args(PartName)
-"""In the order in which they are run."""
+"""In the order in which they run."""
 Outcome = Literal["pass", "fail", "known", "skipped", "error"]
-""" "known": it fails, and the ledger lets all of it through. "error": the gate itself could not tell."""
+""" "known": it fails, and the ledger lets all its findings through. "error": the gate itself failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plea:
-    """What a ledger's entry asks to let through, as far as reports tell of it: number in the file, issue, last day."""
+class Waiver:
+    """The ledger's entry that lets a finding through: its number in the file, its issue and its last day."""
 
     number: int
     issue: str
@@ -43,7 +43,7 @@ class Plea:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: in which part, what, and where it is told from."""
+    """One failure: in which part, what is wrong, and its Case."""
 
     part: PartName
     kernel: str
@@ -56,21 +56,21 @@ class Finding:
     case: str | None = None
     """The file of its Case."""
     blob: str | None = None
-    """The Case as one word (harness/campaign/blob.py), for where that file is not."""
+    """The Case as one word (harness/campaign/blob.py), for machines without that file."""
     described: tuple[tuple[str, str], ...] = ()
     """The Case in words: (name, value)."""
-    plea: Plea | None = None
+    plea: Waiver | None = None
     """The ledger's entry that lets it through."""
 
     @property
     def again(self) -> tuple[tuple[str, str], ...]:
-        """(name, command line) of each way to run its Case again."""
+        """Command lines that run its Case again, as (name, command)."""
         ways = (("run it again", self.case), ("without that file", self.blob))
         return tuple((name, repro_line(value, self.kernel)) for name, value in ways if value)
 
     @staticmethod
     def of(part: PartName, identity: Identity, message: str, detail: str = "", **more: Any) -> Finding:
-        """A failure of a Trial."""
+        """Make the finding of a Trial's failure."""
         return Finding(
             part=part,
             kernel=identity.kernel,
@@ -85,7 +85,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a kernel's gate: how it ended, in one line why, findings and figures."""
+    """One part of a kernel's gate: its outcome, the reason in one line, findings and figures."""
 
     name: PartName
     outcome: Outcome
@@ -94,14 +94,14 @@ class Part:
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     not_kept: str = ""
-    """Why a Case that it found is in no file."""
+    """Why a failing Case could not be kept in a file."""
     complete: bool = True
-    """Whether not to find something here again is evidence: the same was tried as whenever it is run."""
+    """Whether a failure that does not show here is gone: every run of the part tries the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelGate:
-    """One kernel's gate: why it was gated, its parts in order, and where on its files an annotation belongs."""
+    """One kernel's gate: why it was gated, its parts in order, and the file and line for annotations."""
 
     kernel: str
     why: str
@@ -112,12 +112,12 @@ class KernelGate:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of all parts."""
+        """Findings of all parts."""
         return tuple(each for part in self.parts for each in part.findings)
 
     @property
     def outcome(self) -> Outcome:
-        """The worst of its parts; "skipped" where nothing was run."""
+        """The worst outcome of its parts; "skipped" if none was run."""
         outcomes = {part.outcome for part in self.parts}
         return next((each for each in _WORST_FIRST if each in outcomes), "skipped")
 
@@ -127,7 +127,7 @@ _WORST_FIRST: tuple[Outcome, ...] = ("error", "fail", "known", "pass")
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A whole gate: what was compared, one result per kernel, and what is wrong with the ledger."""
+    """A whole gate: what was compared, one result per kernel, and errors of the ledger."""
 
     against: str
     """ "3f2a91c4d0 (main)", or the baseline's file."""
@@ -137,7 +137,7 @@ class Gate:
     notes: tuple[str, ...] = ()
     ledger: str | None = None
     stale: tuple[tuple[str, int], ...] = ()
-    """Entries of the ledger that may not stand: why, and the line in its file. Each fails the gate."""
+    """Entries of the ledger that must be removed or renewed, as (reason, line in its file). Each fails the gate."""
     seconds: float = 0.0
     environment: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
@@ -145,7 +145,7 @@ class Gate:
 
     @property
     def outcome(self) -> Outcome | Literal["interrupted"]:
-        """ "fail", "error", "interrupted" where nothing of that was found until then, or "pass"."""
+        """ "fail", "error", "interrupted" if neither occurred before, or "pass"."""
         outcomes = {each.outcome for each in self.kernels}
         if "fail" in outcomes or self.stale:
             return "fail"
@@ -153,13 +153,13 @@ class Gate:
 
     @property
     def not_kept(self) -> str:
-        """Why a Case that was found is in no file; empty where all are."""
+        """Why a failing Case could not be kept in a file; empty if all were."""
         return next((part.not_kept for each in self.kernels for part in each.parts if part.not_kept), "")
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
-    """A part goes on: how far it is."""
+class PartProgress:
+    """Progress of a running part."""
 
     kernel: str
     part: PartName
@@ -168,11 +168,11 @@ class Doing:
 
 @dataclass(frozen=True, slots=True)
 class PartFinished:
-    """A part is over; `outcome` before the ledger has had its say."""
+    """The end of a part."""
 
     kernel: str
     part: Part
 
 
-Said = Doing | PartFinished
-Tell = Callable[[Said], None]
+GateEvent = PartProgress | PartFinished
+Listener = Callable[[GateEvent], None]

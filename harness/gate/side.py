@@ -1,7 +1,7 @@
-"""The two sides of a comparison: child processes with the checkout's files, and others with those of the commit before.
+"""The two sides of a comparison: child processes with the checkout's files, and others with those of the base commit.
 
-Both run the same attnfuzz, the same Python and the same packages; only what the checkout itself holds differs. attnfuzz' own
-contract stays the checkout's where attnfuzz is what is gated.
+Both run the same attnfuzz, Python and packages; only modules of the checkout differ. If attnfuzz itself is gated, its contract
+stays the checkout's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import Any
 
 from attnfuzz.harness.gate.base import finder
 from attnfuzz.harness.gate.base.checkout import Changes, Checkout
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
-from attnfuzz.harness.isolation.outcomes import Death, Error, death_failure
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import Death, Error, death_failure, exception_of
 
 __all__ = ["BrokenSideError", "Side", "base_environment"]
 
 _SITE = '''
 
 def _begin():
-    """Install the finder, then give way to whatever other sitecustomize there is."""
+    """Install the finder, then run any other sitecustomize."""
     import importlib.util as util
 
     here = os.path.dirname(os.path.abspath(__file__))
@@ -41,12 +40,12 @@ _begin()
 
 
 class BrokenSideError(Exception):
-    """The kernel's own code ended a task, or raised where nothing but it ran: the text says how."""
+    """An exception from a kernel's own code, or the end of its process; the text says which."""
 
 
 @contextmanager
 def base_environment(checkout: Checkout, changes: Changes, files: Path) -> Iterator[dict[str, str]]:
-    """Variables with which every Python process imports the checkout's modules from `files`, the other commit's."""
+    """Yield variables with which Python imports the checkout's modules from `files`, those of the base commit."""
     with tempfile.TemporaryDirectory(prefix="attnfuzz-gate-site-") as folder:
         source = Path(finder.__file__).read_text(encoding="utf-8") + _SITE
         Path(folder, "sitecustomize.py").write_text(source, encoding="utf-8")
@@ -56,40 +55,38 @@ def base_environment(checkout: Checkout, changes: Changes, files: Path) -> Itera
             "renamed": dict(changes.renamed),
             "new": sorted(changes.new),
         }
-        before = os.environ.get("PYTHONPATH")
+        path = os.environ.get("PYTHONPATH")
         yield {
-            "PYTHONPATH": os.pathsep.join([folder, *([before] if before else [])]),
+            "PYTHONPATH": os.pathsep.join([folder, *([path] if path else [])]),
             finder.VARIABLE: json.dumps(trees),
         }
 
 
 class Side:
-    """Asks children of one side about a kernel. `asked`: as harness/gate/subjects.py loads it."""
+    """Runs tasks for a kernel in children of one side. `target`: a name or package.module:OBJECT."""
 
-    def __init__(self, executor: Isolated, asked: str, name: str) -> None:
-        self._executor, self._payload = executor, {"asked": asked, "device": executor.device}
+    def __init__(self, executor: Isolated, target: str, name: str) -> None:
+        self._executor, self._payload = executor, {"target": target, "device": executor.device}
         self._name = name
 
     def fresh(self) -> None:
-        """The next task has a process of its own."""
+        """Run the next task in a new process."""
         self._executor.fresh()
 
-    def ask(self, what: str, **payload: Any) -> dict[str, Any]:
-        """The result of the task `what` of harness/gate/tasks.py.
+    def ask(self, task: str, **payload: Any) -> dict[str, Any]:
+        """Run a task of harness/gate/tasks.py and return its result.
 
         Raises:
             BrokenSideError: the kernel's code ended the process, or raised.
             BadArgument: there is no such kernel.
             ExecutionError: the harness itself failed.
         """
-        outcome = self._executor.ask(f"attnfuzz.harness.gate.tasks:{what}", {**self._payload, **payload})
+        outcome = self._executor.ask(f"attnfuzz.harness.gate.tasks:{task}", {**self._payload, **payload})
         if isinstance(outcome, Death):
             raise BrokenSideError(death_failure(self._name, outcome).message)
         if isinstance(outcome, Error):
-            if outcome.type in ("BadArgument", "UnknownKernel", "BadCase"):
-                raise BadArgument(outcome.message)
-            raise ExecutionError(f"{outcome.type}: {outcome.message}\n{outcome.trace}")
-        found: dict[str, Any] = outcome.result
-        if broken := found.get("broken"):
+            raise exception_of(outcome)
+        result: dict[str, Any] = outcome.result
+        if broken := result.get("broken"):
             raise BrokenSideError(broken)
-        return found
+        return result

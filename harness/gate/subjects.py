@@ -1,4 +1,4 @@
-"""The kernels that a gate is asked for, the files that each is made of, and whether any of those changed."""
+"""The kernels that are gated, and the files that each consists of."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["Subject", "files_of", "fingerprint", "importing_from", "load_kernel"
 
 
 @contextmanager
-def importing_from(folder: Path, asked: Iterable[str]) -> Iterator[None]:
-    """Where `asked` has a "package.module:OBJECT": modules of `folder` can be imported as by `python -m`, in child processes too.
+def importing_from(folder: Path, targets: Iterable[str]) -> Iterator[None]:
+    """Make modules of `folder` importable if a target is "package.module:OBJECT", as `python -m` does, also in child processes.
 
-    Not where Python was told not to do so (`-P`, PYTHONSAFEPATH).
+    Python's safe path (`-P`, PYTHONSAFEPATH) turns this off.
     """
-    if sys.flags.safe_path or not any(map(is_target, asked)):
+    if sys.flags.safe_path or not any(map(is_target, targets)):
         yield
         return
     places, before = list(sys.path), os.environ.get("PYTHONPATH")
@@ -47,9 +47,9 @@ def importing_from(folder: Path, asked: Iterable[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A kernel as it was asked for ("triton.varlen", "package.module:OBJECT"), and what that is here."""
+    """A kernel and how it was named: "triton.varlen" or "package.module:OBJECT"."""
 
-    asked: str
+    target: str
     kernel: Kernel
 
     @property
@@ -58,31 +58,29 @@ class Subject:
         return self.kernel.name
 
 
-def load_kernel(asked: str) -> Kernel:
-    """The kernel of a name, or of "package.module:OBJECT", known under its name from then on.
+def load_kernel(target: str) -> Kernel:
+    """Load the kernel of a name or of "package.module:OBJECT", and register it under its name.
 
     Raises:
-        BadArgument: there is none, or it is no kernel.
-        Exception: whatever importing its module raises.
+        BadArgument: there is no such kernel, or the object is not a kernel.
+        Exception: importing its module may raise anything.
     """
-    if ":" not in asked:
-        return registry.get(asked)
-    module, _, name = asked.partition(":")
+    if ":" not in target:
+        return registry.get(target)
+    module, _, name = target.partition(":")
     if not module or not name:
-        raise reject("kernel", asked, "it names no object of a module", "write package.module:OBJECT")
-    found: Any = operator.attrgetter(name)(importlib.import_module(module))
-    made = found
-    if inspect.isclass(found) or inspect.isfunction(found):
-        made = found()
-    return registry.register(made, asked)
+        raise reject("kernel", target, "it does not name an object of a module", "write package.module:OBJECT")
+    value: Any = operator.attrgetter(name)(importlib.import_module(module))
+    kernel: Any = value() if inspect.isclass(value) or inspect.isfunction(value) else value
+    return registry.register(kernel, target)
 
 
-def why_absent(asked: str, error: BaseException) -> str | None:
-    """Why there is no such kernel, where `error`, of loading it, says just that; None where it is there and broken."""
+def why_absent(target: str, error: BaseException) -> str | None:
+    """Say why there is no such kernel, from the `error` of loading it; None: the kernel is there, but broken."""
     if isinstance(error, registry.UnknownKernel):
         return "no kernel of that name is known"
     cause = error.__cause__ if isinstance(error, BadArgument) and error.__cause__ is not None else error
-    module = asked.partition(":")[0] if ":" in asked else _module_of(asked)
+    module = target.partition(":")[0] if ":" in target else _module_of(target)
     if isinstance(cause, ModuleNotFoundError) and cause.name and module is not None:
         missing = cause.name
         return f"there is no module {missing}" if f"{module}.".startswith(f"{missing}.") else None
@@ -97,25 +95,25 @@ def _module_of(name: str) -> str | None:
     return target.partition(":")[0] if target else None
 
 
-def named(asked: Iterable[str], root: Path | None) -> tuple[list[Subject], dict[str, Exception]]:
-    """The kernels of `asked` (none: all whose files lie in `root`), and those that cannot be loaded, with the reason."""
-    chosen = list(dict.fromkeys(asked))
-    found: list[Subject] = []
+def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dict[str, Exception]]:
+    """Load the kernels of `targets` (none: all with a file in `root`); return them, and the errors of those that do not load."""
+    chosen = list(dict.fromkeys(targets))
+    subjects: list[Subject] = []
     broken: dict[str, Exception] = {}
     for each in chosen or registry.names():
         try:
             subject = Subject(each, load_kernel(each))
-        except Exception as error:  # somebody else's module: its error is the reason
+        except Exception as error:  # a third party's module: its error is the reason
             if chosen or (root is not None and _lies_in(each, root)):
                 broken[each] = error
             continue
-        if subject.name not in {other.name for other in found} and (chosen or root is None or within(subject.kernel, root)):
-            found.append(subject)
-    return found, broken
+        if subject.name not in {other.name for other in subjects} and (chosen or root is None or within(subject.kernel, root)):
+            subjects.append(subject)
+    return subjects, broken
 
 
-def _lies_in(asked: str, root: Path) -> bool:
-    module = _module_of(asked)
+def _lies_in(target: str, root: Path) -> bool:
+    module = _module_of(target)
     origin = None if module is None else _origin(module)
     return origin is not None and origin.is_relative_to(root)
 
@@ -126,23 +124,23 @@ def within(kernel: Kernel, root: Path) -> bool:
 
 
 def files_of(kernel: Kernel, root: Path | None) -> tuple[Path, ...]:
-    """The files that the kernel declares, in order, then those that they import of their own package, and so on.
+    """Return the files that the kernel declares, in order, then those that they import of their own package, and so on.
 
-    "Of their own package": below `root`; without one, below the topmost package of a declared file.
+    Their own package is everything below `root`; without a root, below the topmost package of a declared file.
     """
     declared = [Path(each).resolve() for each in kernel.files]
     roots = [root] if root is not None else sorted({_topmost(each) for each in declared})
-    found, queue = dict.fromkeys(declared), list(declared)
+    files, queue = dict.fromkeys(declared), list(declared)
     while queue:
         for each in _imported(queue.pop(), roots):
-            if each not in found and any(each.is_relative_to(top) for top in roots):
-                found[each] = None
+            if each not in files and any(each.is_relative_to(top) for top in roots):
+                files[each] = None
                 queue.append(each)
-    return tuple(found)
+    return tuple(files)
 
 
 def fingerprint(kernel: Kernel) -> str:
-    """SHA-256 of the contents of all files that the kernel is made of, wherever they lie.
+    """SHA-256 of the contents of all files that the kernel consists of, in any folder.
 
     Raises:
         OSError: one cannot be read.
@@ -159,13 +157,13 @@ def _topmost(file: Path) -> Path:
 
 
 def _imported(file: Path, roots: list[Path]) -> Iterator[Path]:
-    """Files that a Python source imports, at its top or anywhere in it, of packages that may have some in `roots`."""
+    """Return the files that a Python source imports, anywhere in it, from packages that may lie in `roots`."""
     if file.suffix != ".py":
         return
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        # It is looked at when it is imported: here it is just a file without imports.
+        # Importing it will report the error; here it is a file without imports.
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -182,7 +180,7 @@ def _imported(file: Path, roots: list[Path]) -> Iterator[Path]:
 
 
 def _may_lie_in(module: str, roots: list[Path]) -> bool:
-    """By its topmost package alone: to look further would import it, and that may be torch."""
+    """Decide by the topmost package alone: to look further would import it, and that may be torch."""
     try:
         spec = importlib.util.find_spec(module.partition(".")[0])
     except Exception:  # a module without a spec, such as __main__
@@ -193,7 +191,7 @@ def _may_lie_in(module: str, roots: list[Path]) -> bool:
 
 
 def _files_on_the_way(module: str) -> Iterator[Path]:
-    """The module's file, and those of the packages that it lies in: importing it runs them all."""
+    """Return the files of the module and of its packages: importing it runs them all."""
     parts = module.split(".")
     for length in range(1, len(parts) + 1):
         yield from _file_of(".".join(parts[:length]))
@@ -208,7 +206,7 @@ def _file_of(module: str) -> Iterator[Path]:
 def _origin(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
-    except Exception:  # a package on the way that cannot be imported, or is none
+    except Exception:  # a parent that cannot be imported, or is not a package
         return None
     return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
 

@@ -1,7 +1,8 @@
-"""What a child of either side is asked to do: describe a kernel, measure its errors, time it.
+"""Tasks of children of either side: describe a kernel, measure its errors, time it.
 
-Each takes a payload of JSON values with "asked" (the kernel) and "device", and a way to say its stage; (result, replace me).
-A result {"broken": text} says that the kernel's own code raised.
+Each takes a payload of JSON values with "target" (the kernel) and "device", and a function to announce its stage; returns
+(result, replace).
+A result {"broken": text} means that the kernel's own code raised.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["describe", "error_figures", "measure", "timed"]
 _Done = tuple[dict[str, Any], bool]
 _Enter = Callable[[str], None]
 _LEAST_SECONDS: dict[Device, float] = {"cpu": 0.02, "cuda": 0.01}
-"""A measurement of time takes at least so long: calls are repeated until it does."""
+"""Least duration of a measurement: calls are repeated until it is reached."""
 _MOST_CALLS = 200
 _WARM_UPS = 3
 
@@ -45,17 +46,17 @@ _ready: dict[tuple[str, str], tuple[Built, Inputs, int]] = {}
 
 
 def describe(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """{"absent": why} or {"broken": why}, or what the kernel declares and whether it can run here.
+    """Return what the kernel declares and whether it can run here, or {"absent": why} or {"broken": why}.
 
-    "extensions" are compiled modules of the checkout that no commit holds: both sides would share them.
+    "extensions" are compiled modules of the checkout that are not under version control: both sides would share them.
     """
     enter("compile")
     _begin(payload)
     try:
-        kernel = load_kernel(payload["asked"])
+        kernel = load_kernel(payload["target"])
         unavailable = kernel.unavailable(payload["device"])
-    except BaseException as error:  # somebody else's module: its error is the reason
-        absent = why_absent(payload["asked"], error)
+    except BaseException as error:  # a third party's module: its error is the reason
+        absent = why_absent(payload["target"], error)
         return ({"absent": absent} if absent else {"broken": told(error)}), True
     can = kernel.capabilities
     finders = [each for each in sys.meta_path if type(each).__name__ == "TreeFinder"]
@@ -68,16 +69,16 @@ def describe(payload: dict[str, Any], enter: _Enter) -> _Done:
 
 
 def measure(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """Two runs of a Case ("case"), the first judged: errors over budgets, and a digest of every output of both runs.
+    """Run a Case ("case") twice and judge the first run: errors over budgets, and a digest of every output of both runs.
 
-    {"unsupported": why} where the kernel does not take the Case.
+    {"unsupported": why} if the kernel does not take the Case.
     """
     _begin(payload)
     memory.check(payload["memory_check"])
     case, device = case_from_json(payload["case"]), payload["device"]
     enter("compile")
     try:
-        kernel = load_kernel(payload["asked"])
+        kernel = load_kernel(payload["target"])
         if reason := why_not_case(kernel, case, device):
             return {"unsupported": reason}, False
     except Exception as error:  # the kernel's own module
@@ -100,36 +101,36 @@ def measure(payload: dict[str, Any], enter: _Enter) -> _Done:
 
 
 def error_figures(problem: Problem, outputs: Outputs, truths: dict[OutputName, Truth]) -> dict[OutputName, dict[str, float]]:
-    """Of each output: elements, the mean square of |got - expected| / (budget + half a unit in got's last place), the largest.
+    """Return of each output: elements, mean square and maximum of |got - expected| / (budget + half a unit in got's last place).
 
-    What has no finite expected value, or a budget of zero or without end, says nothing of accuracy and is left out.
+    Elements whose expected value is not finite, or whose budget is zero or infinite, are left out.
     """
-    found: dict[OutputName, dict[str, float]] = {}
+    figures: dict[OutputName, dict[str, float]] = {}
     for name, true in truths.items():
         output: torch.Tensor | None = getattr(outputs, name)
         if output is None:
             continue
         got = heads_first(problem, name, output.to(true.expected.device)).to(torch.float64)
         room = true.allowed if name == "lse" else true.allowed + half_ulp(got.nan_to_num(), Format.of(problem.dtype))
-        told_of = torch.isfinite(true.expected) & torch.isfinite(got) & torch.isfinite(room) & (room > 0)
-        ratio = ((got - true.expected).abs() / room)[told_of]
+        counted = torch.isfinite(true.expected) & torch.isfinite(got) & torch.isfinite(room) & (room > 0)
+        ratio = ((got - true.expected).abs() / room)[counted]
         if ratio.numel():
             square, worst = ratio.square().mean(), ratio.max()
-            found[name] = {"elements": ratio.numel(), "square": float(square), "worst": float(worst)}
-    return found
+            figures[name] = {"elements": ratio.numel(), "square": float(square), "worst": float(worst)}
+    return figures
 
 
 def timed(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """Seconds that a call of forward and of backward takes on a Case ("case"): the mean of as many as are worth a measurement.
+    """Measure the mean seconds of a call of forward and of backward on a Case ("case").
 
-    What is compiled and made for it stays in this process for the next time.
+    The compiled kernel and the inputs stay in this process for the next call.
     """
     _begin(payload)
     memory.check(False)
     case, device = case_from_json(payload["case"]), payload["device"]
     enter("compile")
     try:
-        kernel = load_kernel(payload["asked"])
+        kernel = load_kernel(payload["target"])
         if reason := why_not_case(kernel, case, device):
             return {"unsupported": reason}, False
         with torch.no_grad():
@@ -156,7 +157,7 @@ def _timed(kernel: Kernel, case: Case, device: Device, enter: _Enter) -> dict[st
 
 
 def _seconds(ready: Built, inputs: Inputs, device: Device, calls: int) -> dict[str, float]:
-    found = {}
+    seconds = {}
     kept = ready.forward(inputs)
     backward = bool({"dq", "dk", "dv"} & set(inputs.problem.needs.outputs))
     for name, call in (
@@ -172,23 +173,23 @@ def _seconds(ready: Built, inputs: Inputs, device: Device, calls: int) -> dict[s
                 call()
             end.record()
             end.synchronize()
-            found[name] = begin.elapsed_time(end) / 1000 / calls
+            seconds[name] = begin.elapsed_time(end) / 1000 / calls
             continue
         for _ in range(calls):
             call()
-        found[name] = (time.perf_counter() - start) / calls
-    return found
+        seconds[name] = (time.perf_counter() - start) / calls
+    return seconds
 
 
 def _digests(problem: Problem, outputs: Outputs) -> dict[str, str]:
     """SHA-256 of the bits of each output, slack rows apart."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name in problem.needs.outputs:
         output: torch.Tensor | None = getattr(outputs, name)
         if output is not None:
             values = heads_first(problem, name, output).cpu().contiguous()
-            found[name] = hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()
-    return found
+            digests[name] = hashlib.sha256(ctypes.string_at(values.data_ptr(), values.nbytes)).hexdigest()
+    return digests
 
 
 def _begin(payload: dict[str, Any]) -> None:

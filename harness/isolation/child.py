@@ -1,4 +1,4 @@
-"""The parent's handle on a child process: how it is spoken to, watched and killed."""
+"""The parent's handle on a child process: send tasks, receive replies, watch, kill."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from attnfuzz.harness.isolation.wire import Board, connect, receive, send, wait
 
 __all__ = ["TAIL", "Child", "ChildError"]
 
-_NOISE_LIMIT = 16 << 20
-"""Bytes of output that are kept in memory; what goes beyond is dropped."""
+_OUTPUT_LIMIT = 16 << 20
+"""Bytes of output that are kept in memory; the rest is dropped."""
 TAIL = 6000
-"""Bytes of a process's last words that are kept."""
+"""Bytes of a process's last output that are kept."""
 _STACK_SECONDS = 0.5
 
 
@@ -27,13 +27,13 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """One child process: a connection, the page where it says what it does, its output, and its end."""
+    """One child process: its connection, the page that shows its stage, its output and its exit status."""
 
     def __init__(self, pid: int, connection: socket.socket, board: int, log: int, ended: Callable[[], int | None]) -> None:
         self.pid, self._log, self._wait = pid, log, ended
         self.descriptor = os.pidfd_open(pid)
         self._statm = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
-        # A child that breaks off in the middle of a message must not keep its parent waiting.
+        # A child that stops in the middle of a message must not keep its parent waiting.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 5, 0))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
         self.connection = connect(connection.detach())
@@ -43,7 +43,7 @@ class Child:
         self._dropped = 0
 
     def send(self, message: dict[str, Any]) -> None:
-        """Give it a task. A child that is gone shows at the next look."""
+        """Send a task. If the child has ended, the next check of it says so."""
         self._dropped = 0
         if os.fstat(self._log).st_size:
             os.ftruncate(self._log, 0)
@@ -52,7 +52,7 @@ class Child:
         self.tasks += 1
 
     def receive(self) -> dict[str, Any] | None:
-        """Its message; None where it has closed the connection or sent what is no message."""
+        """Return its message; None if it closed the connection or sent something else."""
         try:
             return receive(self.connection)
         except (EOFError, OSError, ValueError, TypeError, RecursionError):
@@ -67,20 +67,20 @@ class Child:
         return bool(wait([self.connection.fileno()], 0.0))
 
     def stage(self, task: int) -> tuple[str, float] | None:
-        """(stage, since when) that the child has last announced for `task`; None: it has not taken it up."""
+        """Return (stage, start time) that the child last announced for `task`; None if it has not started it."""
         return self._board.read(task)
 
     def memory(self) -> int:
-        """Bytes of memory that the process holds."""
+        """Return the bytes of memory that the process holds."""
         try:
             return int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, IndexError):
             return 0
 
-    def noise(self) -> int:
-        """Bytes that it has printed during its task; a flood is cut, its tail kept."""
+    def output_size(self) -> int:
+        """Return the bytes printed during its task. Beyond the limit, only the tail of the output is kept."""
         size = os.fstat(self._log).st_size
-        if size > _NOISE_LIMIT:
+        if size > _OUTPUT_LIMIT:
             tail = os.pread(self._log, TAIL, size - TAIL)
             os.ftruncate(self._log, 0)
             os.write(self._log, tail)
@@ -88,12 +88,12 @@ class Child:
         return self._dropped + size
 
     def tail(self) -> str:
-        """The last that it has printed during its task."""
+        """Return the last output of its task."""
         size = os.fstat(self._log).st_size
         return os.pread(self._log, TAIL, max(0, size - TAIL)).decode("utf-8", "replace")
 
     def ask_for_stack(self) -> None:
-        """Have faulthandler print where every thread is; it does so even while a C call holds the GIL."""
+        """Have faulthandler print every thread's stack; this works even while a C call holds the GIL."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.descriptor, signal.SIGUSR1)
         end = time.monotonic() + _STACK_SECONDS
@@ -102,7 +102,7 @@ class Child:
         time.sleep(0.01)
 
     def kill(self) -> int | None:
-        """Kill it with all of its session; returns its exit status as subprocess has it. None: nobody can tell."""
+        """Kill it and its session; return its exit status as subprocess has it, None if unknown."""
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Child:
         return self._wait()
 
     def close(self) -> None:
-        """Give back what the parent holds of it."""
+        """Close the parent's descriptors."""
         self.connection.close()
         self._board.close()
         for descriptor in (self.descriptor, self._statm, self._log):

@@ -1,4 +1,4 @@
-"""Where Trials and compiles happen: in child processes (isolated.py, the rule), or in this one (for a debugger)."""
+"""Executors of Trials and compiles: in child processes (isolated.py, the default), or in this one (for a debugger)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Compiled", "Executor", "InProcess", "compile_error"]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One variant of a kernel was compiled: its Case, seconds it took, and what went wrong."""
+    """One compiled variant of a kernel: its Case, the seconds it took, and the Failure if there is one."""
 
     case: Case
     seconds: float
@@ -28,34 +28,34 @@ class Compiled:
 
 
 class Executor(Protocol):
-    """Runs what a campaign wants to know."""
+    """Runs Trials and compiles."""
 
     statistics: Statistics
 
     def begin(self, case: Case, *, patient: bool = False) -> None:
-        """Begin a Trial, one at a time. `patient`: what takes long is given its full time."""
+        """Begin a Trial, one at a time. `patient`: every stage has its full deadline."""
 
     def finish(self) -> Verdict:
-        """The Verdict of the Trial that was begun."""
+        """Return the Verdict of the Trial that was begun."""
 
     def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
-        """Compile the kernel of each Case, `jobs` at once (default: the cores). `starting` hears of each before it begins."""
+        """Compile the kernel of each Case, `jobs` at once (default: the cores). `starting` gets each before it begins."""
 
     def mapped(self, case: Case) -> ErrorMaps | str:
-        """Run `case` once more for maps of its errors; or why there are none. Never while a Trial is begun."""
+        """Run `case` once more for maps of its errors, or say why there are none. Not allowed while a Trial is in flight."""
 
     def fresh(self) -> None:
-        """The next Trial shall not meet what earlier ones left behind in the process."""
+        """Keep the next Trial apart from what earlier ones left behind in the process."""
 
     def describe(self) -> dict[str, Any]:
-        """What the Trials run on."""
+        """Return the device and the versions that Trials run on."""
 
     def close(self) -> None:
-        """Give back processes and files."""
+        """End processes and remove files."""
 
 
 class InProcess:
-    """Everything in this process: a kernel that dies takes the run along, and one that hangs keeps it."""
+    """Runs everything in this process: a kernel that crashes ends the run, and one that hangs blocks it."""
 
     def __init__(self, device: Device, *, memory_check: bool = True) -> None:
         self.device = device
@@ -65,11 +65,11 @@ class InProcess:
         environment.prepare(device)
 
     def begin(self, case: Case, *, patient: bool = False) -> None:  # noqa: ARG002 - without deadlines
-        """Note the Case."""
+        """Keep the Case for `finish`."""
         self._begun = case
 
     def finish(self) -> Verdict:
-        """The Trial itself."""
+        """Run the Trial."""
         from attnfuzz.harness.trial.trial import run_trial
         from attnfuzz.kernels.support import memory
 
@@ -89,7 +89,7 @@ class InProcess:
         jobs: int | None,  # noqa: ARG002 - one after the other
         starting: Callable[[Case], None],
     ) -> Iterator[Compiled]:
-        """Compile, one after the other."""
+        """Compile one after the other."""
         from attnfuzz.harness.trial.build import compile_here
         from attnfuzz.kernels import registry
 
@@ -99,24 +99,24 @@ class InProcess:
             yield Compiled(case, seconds, compile_error(case, error))
 
     def mapped(self, case: Case) -> ErrorMaps | str:
-        """Run it here."""
+        """Run it in this process."""
         from attnfuzz.harness.trial.errormaps import error_maps
 
         return error_maps(case, self.device)
 
     def fresh(self) -> None:
-        """There is but one process."""
+        """Do nothing: there is only one process."""
 
     def describe(self) -> dict[str, Any]:
-        """What this process runs on."""
+        """Return the device and the versions of this process."""
         return environment.describe(self.device)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to close."""
 
 
 def compile_error(case: Case, error: str | None) -> Failure | None:
-    """A compiler's refusal, if there is one, as a Failure."""
+    """Return a compiler's error, if there is one, as a Failure."""
     if error is None:
         return None
     return Failure(kernel=case.kernel, kind="compile-error", check="build", message=printable(error[:2000]))

@@ -1,4 +1,4 @@
-"""How children are started, forked or spawned, and how nothing of a run is left behind."""
+"""Start child processes, forked or spawned, and clean up all that a run started."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Forkserver:
     """Starts the children of one run, keeps their temporary files in one folder, and leaves nothing behind.
 
     Args:
-        preload: what a zygote imports, as "module" or "module:function" to call; None: children are spawned, not forked.
-        environment: variables of the children, on top of this process's own.
+        preload: imports of the template process: "module", or "module:function" to call; None: children are spawned, not forked.
+        environment: variables of the children, added to this process's own.
     """
 
     def __init__(self, preload: Sequence[str] | None, environment: dict[str, str] | None = None) -> None:
@@ -43,14 +43,14 @@ class Forkserver:
         self._preload = preload
         self._folder = tempfile.mkdtemp(prefix="attnfuzz-")
         self._environment = {**os.environ, **(environment or {}), reaper.MARK: self.run, "TMPDIR": self._folder}
-        self._zygote: _Zygote | None = None
-        self._guard, self._leash = self._guarded()
+        self._template: _Template | None = None
+        self._reaper, self._reaper_pipe = self._start_reaper()
         self._owner = os.getpid()
 
-    def _guarded(self) -> tuple[subprocess.Popen[bytes], int]:
+    def _start_reaper(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
         command = [sys.executable, "-I", "-S", str(_REAPER), str(read), self.run, self._folder]
-        guard = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             pass_fds=[read],
             start_new_session=True,
@@ -59,26 +59,26 @@ class Forkserver:
             stderr=subprocess.DEVNULL,
         )
         os.close(read)
-        return guard, write
+        return process, write
 
     def start(self) -> Child:
-        """A new child.
+        """Start a child.
 
         Raises:
-            ChildError: none can be started.
+            ChildError: the process cannot be started.
         """
         here, there = socket.socketpair()
         board, log = Board.create(), os.memfd_create("attnfuzz-log", os.MFD_CLOEXEC)
-        # Whoever writes appends, so that the log can be cut while a child floods it.
+        # In append mode the log can be truncated while a child writes to it.
         _append(log)
         try:
             with there:
                 if self._preload is None:
                     process = self._spawn("spawn", there.fileno(), board, log)
                     return Child(process.pid, here, board, log, lambda: _waited(process))
-                zygote = self._ready_zygote()
-                pid = zygote.fork([there.fileno(), board, log])
-                return Child(pid, here, board, log, lambda: zygote.reap(pid))
+                template = self._ready_template()
+                pid = template.fork([there.fileno(), board, log])
+                return Child(pid, here, board, log, lambda: template.reap(pid))
         except BaseException:
             here.close()
             for descriptor in (board, log):
@@ -86,25 +86,25 @@ class Forkserver:
                     os.close(descriptor)
             raise
 
-    def _ready_zygote(self) -> _Zygote:
-        if self._zygote is not None and not self._zygote.alive():
-            self._zygote.close()
-            self._zygote = None
-        if self._zygote is None:
+    def _ready_template(self) -> _Template:
+        if self._template is not None and not self._template.alive():
+            self._template.close()
+            self._template = None
+        if self._template is None:
             assert self._preload is not None
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            log = os.memfd_create("attnfuzz-zygote", os.MFD_CLOEXEC)
+            log = os.memfd_create("attnfuzz-template", os.MFD_CLOEXEC)
             with there:
-                process = self._spawn("zygote", there.fileno(), None, log)
-            self._zygote = _Zygote(process, here, log)
-        return self._zygote
+                process = self._spawn("template", there.fileno(), None, log)
+            self._template = _Template(process, here, log)
+        return self._template
 
     def _spawn(self, how: str, connection: int, board: int | None, log: int) -> subprocess.Popen[bytes]:
         settings = {
             "socket": connection,
             "board": board,
             "parent": os.getpid(),
-            # A zygote waits for the reaper: what it has adopted must not lose its parent before that has looked.
+            # The template process lives until the reaper has looked: orphans that it adopted are found as its descendants.
             "bound": how == "spawn" and threading.current_thread() is threading.main_thread(),
             "path": [str(Path(each).absolute()) if Path(each).exists() else each for each in sys.path],
             "preload": list(self._preload or ()),
@@ -122,23 +122,23 @@ class Forkserver:
         except OSError as error:
             raise ChildError(f"no process can be started: {error.strerror}") from None
 
-    def fork_no_more(self) -> None:
+    def stop_forking(self) -> None:
         """Spawn every child from now on."""
-        if self._zygote is not None:
-            self._zygote.close()
-        self._zygote = self._preload = None
+        if self._template is not None:
+            self._template.close()
+        self._template = self._preload = None
 
-    def family(self, child: Child) -> int:
-        """Bytes of memory that a child and what it started (compilers) hold."""
-        everyone = reaper.family(self.run)
-        ours = {pid for pid, each in everyone.items() if child.pid in (pid, each.session)}
-        return sum(each.memory for pid, each in everyone.items() if reaper.descends(pid, everyone, ours))
+    def memory_of(self, child: Child) -> int:
+        """Return the bytes of memory that a child and the processes that it started (compilers) hold."""
+        processes = reaper.processes(self.run)
+        session = {pid for pid, each in processes.items() if child.pid in (pid, each.session)}
+        return sum(each.memory for pid, each in processes.items() if reaper.descends(pid, processes, session))
 
     def sweep(self, living: Iterable[int]) -> int:
-        """Kill what ended children have left behind; returns how many. What descends from one of `living` stays."""
-        found, at_work, killed = reaper.family(self.run), set(living), 0
-        for pid in found:
-            if (self._zygote and pid == self._zygote.pid) or reaper.descends(pid, found, at_work):
+        """Kill what ended children left behind, and return how many processes. Descendants of `living` stay."""
+        processes, at_work, killed = reaper.processes(self.run), set(living), 0
+        for pid in processes:
+            if (self._template and pid == self._template.pid) or reaper.descends(pid, processes, at_work):
                 continue
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -146,28 +146,28 @@ class Forkserver:
         return killed
 
     def close(self) -> None:
-        """Kill every process of the run, remove its temporary files, and wait until that is done."""
-        if self._owner != os.getpid() or self._leash < 0:
+        """Kill every process of the run, remove its temporary files, and wait until both are done."""
+        if self._owner != os.getpid() or self._reaper_pipe < 0:
             # A fork of this process must not end its parent's run.
             return
         self.sweep(())
-        if self._zygote is not None:
-            self._zygote.close()
-            self._zygote = None
+        if self._template is not None:
+            self._template.close()
+            self._template = None
         with contextlib.suppress(OSError):
-            # A fork of this process may hold the pipe open for as long as it likes.
-            os.write(self._leash, b".")
-        os.close(self._leash)
-        self._leash = -1
+            # A fork of this process may hold the pipe open, so that its end never comes.
+            os.write(self._reaper_pipe, b".")
+        os.close(self._reaper_pipe)
+        self._reaper_pipe = -1
         try:
-            self._guard.wait(_CLOSE_SECONDS)
+            self._reaper.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
+            self._reaper.kill()
+            self._reaper.wait()
 
 
-class _Zygote:
-    """The process that forks children. It imports while its first child is being waited for."""
+class _Template:
+    """The template process, which forks children. It imports while the parent waits for the first child."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, log: int) -> None:
         self._process, self._connection, self._log = process, connection, log
@@ -189,7 +189,7 @@ class _Zygote:
         try:
             status = self._ask({"reap": pid}, _DEATH_SECONDS * 2)["status"]
         except ChildError:
-            # The zygote itself was killed, and its children with it: nobody is left to tell how.
+            # The template process was killed, and its children with it: their exit statuses are lost.
             return None
         return None if status is None else int(status)
 
@@ -204,14 +204,14 @@ class _Zygote:
             raise self._broken(type(error).__name__) from None
         if not answer:
             raise self._broken("it has ended")
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
 
     def _broken(self, why: str) -> ChildError:
         self._kill()
         size = os.fstat(self._log).st_size
-        said = os.pread(self._log, TAIL, max(0, size - TAIL)).decode("utf-8", "replace").strip()
-        return ChildError(f"the process that forks children does not answer ({why}){': ' if said else ''}{said}")
+        output = os.pread(self._log, TAIL, max(0, size - TAIL)).decode("utf-8", "replace").strip()
+        return ChildError(f"the process that forks children does not answer ({why}){': ' if output else ''}{output}")
 
     def _kill(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Trials and compiles in child processes: whatever a kernel does becomes a Verdict, and the run goes on."""
+"""Trials and compiles in child processes: a crash or a hang of a kernel becomes a Verdict, and the run goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Compiled, compile_error
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.outcomes import THE_KERNELS_OWN, Death, Error, Outcome, Reply, Task, death_failure
+from attnfuzz.harness.isolation.outcomes import (
+    KERNEL_STAGES,
+    ChildMemoryError,
+    Death,
+    Error,
+    ExecutionError,
+    Outcome,
+    Reply,
+    Task,
+    death_failure,
+    exception_of,
+)
 from attnfuzz.harness.isolation.supervisor import Running, Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.errormap import ErrorMaps
@@ -22,16 +33,15 @@ from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["DEADLINE", "ExecutionError", "Isolated", "memory_cap"]
 
 DEADLINE = 60.0
-"""Seconds that a stage of a Trial may take, unless told otherwise."""
+"""Seconds that a stage of a Trial may take by default."""
 _COMPILE_TIMES = 10.0
 _FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
-"""A stage that takes 20 times its usual time, and half a second at least, is suspected to hang."""
+"""A stage is suspected to hang after 20 times its usual time, and half a second at least."""
 # No fork survives a CUDA context, so whether there is a GPU must be asked without one; nor a pool of threads.
 _FOR_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
@@ -42,24 +52,19 @@ _VARIABLES: dict[Device, dict[str, str]] = {
 }
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _GIB = 1 << 30
-_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-
-
-class ExecutionError(RuntimeError):
-    """An error of attnfuzz itself, raised in a child process."""
 
 
 class Isolated:
-    """Everything in child processes: whatever a kernel does becomes a Verdict, and the run goes on.
+    """Runs everything in child processes: a crash or a hang of a kernel becomes a Verdict, and the run goes on.
 
     Args:
         device: where the kernels run.
-        backends: of the kernels to come: children are forked from a process that has imported them.
-        deadline: seconds that a stage may take, 60 unless told.
-        compile_deadline: seconds that a compile may take, ten times the deadline unless told.
+        backends: backends of the kernels to run: children are forked from a process that has imported them.
+        deadline: seconds that a stage may take, by default 60.
+        compile_deadline: seconds that a compile may take, by default ten times the deadline.
         memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
-        memory_check: check every access to memory of interpreted kernels.
-        variables: environment variables of the children, besides those that every child gets.
+        memory_check: check every memory access of interpreted kernels.
+        variables: additional environment variables of the children.
     """
 
     def __init__(
@@ -79,10 +84,10 @@ class Isolated:
         self._full = {"start": 180.0, "compile": compile_deadline or _COMPILE_TIMES * deadline, "end": 30.0}
         self._full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        self._seen: set[tuple[str, str]] = set()
+        self._finished: set[tuple[str, str]] = set()
         self._hangs: set[tuple[str, str]] = set()
-        self._last: str | None = None
-        self._hinted: tuple[str, str] | None = None
+        self._last_kernel: str | None = None
+        self._warm_key: tuple[str, str] | None = None
         self._forkserver = Forkserver(preloads(device, backends), {**_VARIABLES[device], **(variables or {})})
         self.run = self._forkserver.run
         self._supervisor = Supervisor(
@@ -96,18 +101,18 @@ class Isolated:
         self._begun: tuple[Case, tuple[str, str], Running] | None = None
 
     def begin(self, case: Case, *, patient: bool = False) -> None:
-        """Give the Case to a child.
+        """Send the Case to a child.
 
         Raises:
             BadArgument: a child cannot find the kernel.
         """
         kernel = registry.get(case.kernel)
-        # What the kernel does not support has no key: the child says why.
+        # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
         self._begun = case, key, self._supervisor.begin(self._task(case, self._full if patient else self._deadlines(*key)))
 
     def finish(self) -> Verdict:
-        """Its Verdict, also when it ended its process.
+        """Return the Verdict of the Case, also if it ended its process.
 
         Raises:
             BadArgument: the Case cannot run here.
@@ -117,7 +122,7 @@ class Isolated:
         (case, key, running), self._begun = self._begun, None
         outcome = self._supervisor.finish(running)
         if self._doubtful(case.kernel, outcome):
-            # Late may be slow, and what fails outside the kernel may be what earlier Cases left behind: once more, without haste.
+            # A hang may be slowness, and an error outside the kernel may come from earlier Cases: run again with full deadlines.
             self.fresh()
             outcome = self._supervisor.run(self._task(case, self._full))
         if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
@@ -125,27 +130,27 @@ class Isolated:
         verdict = self._with_late_death(case, self._verdict(case, outcome))
         for stage, seconds in verdict.seconds.items():
             self._usual[case.kernel, stage].append(seconds)
-        self._seen.add(key)
-        if key != self._hinted and not any(each.check in ("build", "compile") for each in verdict.failures):
-            # The next spare loads this code ahead: it is known to load.
-            self._hinted = key
+        self._finished.add(key)
+        if key != self._warm_key and not any(each.check in ("build", "compile") for each in verdict.failures):
+            # The next spare loads this code in advance: it is known to load.
+            self._warm_key = key
             self._supervisor.hint(Task("attnfuzz.harness.isolation.tasks:warm", self._task(case, {}).payload, {}))
         return verdict
 
     def ask(self, target: str, payload: Mapping[str, Any]) -> Outcome:
-        """What becomes of a task that is no Trial: `target` ("module:function") with `payload`, JSON values, at full deadlines.
+        """Run `target` ("module:function") with `payload`, JSON values, at full deadlines; return the outcome.
 
-        Tasks that follow each other are done by the same child for as long as none ends it.
+        Consecutive tasks run in the same child until one ends it.
         """
         return self._supervisor.run(Task(target, dict(payload), self._full))
 
     def trial(self, case: Case) -> Verdict:
-        """Begin and finish, patiently."""
+        """Begin and finish a Trial at full deadlines."""
         self.begin(case, patient=True)
         return self.finish()
 
     def mapped(self, case: Case) -> ErrorMaps | str:
-        """Run `case` once more, in a child, for maps of its errors; or why there are none.
+        """Run `case` once more, in a child, for maps of its errors, or say why there are none.
 
         Raises:
             BadArgument: a child cannot find the kernel.
@@ -156,8 +161,8 @@ class Isolated:
             return death_failure(case.kernel, outcome).message
         if isinstance(outcome, Error):
             return f"{outcome.type}: {outcome.message}"
-        found = outcome.result
-        return str(found["reason"]) if "reason" in found else msgspec.convert(found["maps"], ErrorMaps)
+        result = outcome.result
+        return str(result["reason"]) if "reason" in result else msgspec.convert(result["maps"], ErrorMaps)
 
     def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
         """Compile in several children at once.
@@ -185,28 +190,28 @@ class Isolated:
             if isinstance(outcome, Death):
                 yield Compiled(case, outcome.seconds, death_failure(case.kernel, outcome))
             elif isinstance(outcome, Error):
-                raise _raised(outcome)
+                raise exception_of(outcome)
             else:
                 yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
         self._supervisor.trim()
 
     def settle(self) -> None:
-        """Wait until the spare children stand ready."""
+        """Wait until the spare children are ready."""
         self._supervisor.settle()
 
     def fresh(self) -> None:
-        """The next Trial has a process of its own."""
+        """Run the next Trial in a new process."""
         self._supervisor.replace()
 
     def describe(self) -> dict[str, Any]:
-        """What the children run on."""
+        """Return the device and the versions of the children."""
         if self._described is None:
             task = Task("attnfuzz.harness.isolation.tasks:warm", {"device": self.device}, {})
             try:
                 outcome = self._supervisor.run(task)
             except ChildError:
-                # Something that was preloaded has opened the CUDA driver: slower, but it works without a fork.
-                self._forkserver.fork_no_more()
+                # A preloaded module has opened the CUDA driver, which does not survive a fork: spawning is slower, but works.
+                self._forkserver.stop_forking()
                 outcome = self._supervisor.run(task)
             if not isinstance(outcome, Reply):
                 raise ExecutionError(outcome.trace if isinstance(outcome, Error) else outcome.output)
@@ -214,7 +219,7 @@ class Isolated:
         return self._described
 
     def close(self) -> None:
-        """End the children and all that they have started; remove their temporary files."""
+        """End the children and all that they started; remove their temporary files."""
         self._supervisor.close()
 
     def _task(self, case: Case, deadlines: Mapping[str, float]) -> Task:
@@ -228,32 +233,32 @@ class Isolated:
         return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines)
 
     def _deadlines(self, kernel: str, compile_key: str) -> dict[str, float]:
-        """A multiple of each stage's usual time; the full time for code that has not run yet."""
-        found = dict(self._full)
+        """Return a multiple of each stage's usual time; the full deadline for code that has not run yet."""
+        deadlines = dict(self._full)
         for stage, full in self._full.items():
             usual = self._usual[kernel, stage]
-            # Where a hang is known, haste costs nothing but a smaller Case: the last one is tried with patience.
+            # Where a hang is known, a short deadline can only cost a smaller Case: the final one runs with full deadlines.
             known = (kernel, stage) in self._hangs and usual
-            # A compile is quick where its code is loaded already, and takes its time again in every new child.
-            steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._seen
+            # A compile is quick where its code is loaded already, and slow again in every new child.
+            steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._finished
             if known or steady:
-                found[stage] = min(full, max(_FLOOR, _TIMES_USUAL * max(usual)))
-        return found
+                deadlines[stage] = min(full, max(_FLOOR, _TIMES_USUAL * max(usual)))
+        return deadlines
 
     def _doubtful(self, kernel: str, outcome: Outcome) -> bool:
         if isinstance(outcome, Death):
-            if outcome.stage not in THE_KERNELS_OWN:
+            if outcome.stage not in KERNEL_STAGES:
                 return True
-            hasty = outcome.why == "hang" and outcome.limit < self._full[outcome.stage]
-            return hasty and (kernel, outcome.stage) not in self._hangs
-        # What is wrong may have been left in the process by an earlier Case.
+            early = outcome.why == "hang" and outcome.limit < self._full[outcome.stage]
+            return early and (kernel, outcome.stage) not in self._hangs
+        # An earlier Case may have left the process broken.
         return isinstance(outcome, Error)
 
     def _with_late_death(self, case: Case, verdict: Verdict) -> Verdict:
-        """A child that died between two Cases died of the kernel, if of none of its Cases alone."""
+        """Add a child's death between two Cases of one kernel as a failure of that kernel."""
         late, self._supervisor.late = self._supervisor.late, None
-        before, self._last = self._last, case.kernel
-        if late is None or before != case.kernel:
+        previous, self._last_kernel = self._last_kernel, case.kernel
+        if late is None or previous != case.kernel:
             return verdict
         failure = msgspec.structs.replace(death_failure(case.kernel, late), check="afterwards")
         return msgspec.structs.replace(verdict, status="fail", failures=(*verdict.failures, failure))
@@ -264,15 +269,15 @@ class Isolated:
         described = self.describe()
         failures: tuple[Failure, ...] = ()
         figures = {}
-        if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in THE_KERNELS_OWN):
+        if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in KERNEL_STAGES):
             failures = (death_failure(case.kernel, outcome),)
-        elif isinstance(outcome, Death) or outcome.type in _OUT_OF_MEMORY:
-            # The oracle needs more time or memory than there is: nothing is known of the kernel.
+        elif isinstance(outcome, Death) or isinstance(error := exception_of(outcome), ChildMemoryError):
+            # The oracle needs more time or memory than there is: the kernel is not judged.
             late = isinstance(outcome, Death) and outcome.why == "hang"
             unjudged = "the oracle takes too long" if late else "the oracle needs too much memory"
             figures = {name: Figures(elements=0, unjudged=unjudged) for name in case.problem.needs.outputs}
         else:
-            raise _raised(outcome)
+            raise error
         return Verdict(
             status="fail" if failures else "pass",
             failures=failures,
@@ -282,13 +287,7 @@ class Isolated:
         )
 
 
-def _raised(error: Error) -> Exception:
-    if error.type in ("BadArgument", "UnknownKernel", "BadCase"):
-        return BadArgument(error.message)
-    return ExecutionError(f"{error.type}: {error.message}\n{error.trace}")
-
-
 def memory_cap() -> int:
-    """Half of the machine's memory, shared by xdist's workers; at least 2 GiB."""
+    """Return half of the machine's memory in bytes, divided among xdist's workers; at least 2 GiB."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(2 * _GIB, total // 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -1,6 +1,6 @@
-"""How a child process finds a kernel: by its name, by "package.module:OBJECT", or, where only this process knows it, by a pickle.
+"""References to kernels for child processes: a name, "package.module:OBJECT", or a pickle if only this process knows the kernel.
 
-A pickle travels with the files that it needs.
+A pickle comes with the files of the modules that it needs.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _unpacked: dict[str, Kernel] = {}
 
 
 def shipped(name: str) -> dict[str, Any]:
-    """What a child needs to find the kernel called `name`, as JSON values.
+    """Return what a child needs to find the kernel called `name`, as JSON values.
 
     Raises:
-        BadArgument: a child could not find it; the text says why and what to do.
+        BadArgument: a child could not find it; the text gives the reason and the remedy.
     """
     kernel = registry.get(name)
     if not registry.is_local(name):
-        came = registry.origin(name)
-        return {"name": name} if came is None else {"name": name, "target": came.target, "folder": came.folder}
+        origin = registry.origin(name)
+        return {"name": name} if origin is None else {"name": name, "target": origin.target, "folder": origin.folder}
     try:
         content = pickle.dumps(kernel)
-    except Exception as error:  # pickle raises whatever the object's own methods raise
+    except Exception as error:  # the object's own methods may raise anything
         if (place := global_of(kernel)) is None:
             raise BadArgument(
                 f"kernel={name!r}: a child process cannot be given it ({type(error).__name__}: {error}); make it a global of "
@@ -59,7 +59,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 
 def unpacked(parcel: dict[str, Any]) -> Kernel:
-    """The kernel of what `shipped` gave, made known in this process under its name."""
+    """Register the kernel that `shipped` describes in this process, and return it."""
     if "target" in parcel:
         return registry.get(parcel["target"], parcel["folder"])
     if "pickle" not in parcel:
@@ -68,13 +68,13 @@ def unpacked(parcel: dict[str, Any]) -> Kernel:
     if key not in _unpacked:
         for name, file in parcel["modules"].items():
             _imported(name, file)
-        found = pickle.loads(base64.b64decode(parcel["pickle"]))
-        _unpacked[key] = getattr(sys.modules[found[0]], found[1]) if isinstance(found, tuple) else found
+        content = pickle.loads(base64.b64decode(parcel["pickle"]))
+        _unpacked[key] = getattr(sys.modules[content[0]], content[1]) if isinstance(content, tuple) else content
     return registry.register(_unpacked[key])
 
 
 def global_of(kernel: Kernel) -> tuple[str, str] | None:
-    """(module, name) of a global that is the kernel."""
+    """Return (module, name) of a global that is the kernel, if there is one."""
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is kernel and getattr(module, "__name__", None) in sys.modules:
@@ -83,18 +83,18 @@ def global_of(kernel: Kernel) -> tuple[str, str] | None:
 
 
 def _modules(content: bytes) -> set[str]:
-    """Modules that a pickle names: every string in it that is one."""
+    """Return the modules that a pickle names: every string in it that is one."""
     strings = {argument for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)}
     return {each for each in strings if each in sys.modules}
 
 
 def _file(module: str) -> Path | None:
-    found = getattr(sys.modules[module], "__file__", None)
-    return Path(found).absolute() if found else None
+    file = getattr(sys.modules[module], "__file__", None)
+    return Path(file).absolute() if file else None
 
 
 def _imported(name: str, file: str) -> None:
-    """Import `name` as any process would, or from the parent's own file: a test module may have no place on sys.path."""
+    """Import `name` as usual, or from the parent's own file: a test module may not be on sys.path."""
     if name in sys.modules:
         return
     try:
@@ -109,7 +109,7 @@ def _imported(name: str, file: str) -> None:
         raise ImportError(f"{file} cannot be imported as {name}")
     module = importlib.util.module_from_spec(spec)
     for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
-        # pickle imports the packages of a module first; those of a test module may have no place on sys.path either.
+        # pickle imports the packages of a module first; those of a test module may not be on sys.path either.
         sys.modules.setdefault(parent, ModuleType(parent))
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""What a child is asked to do, and what may become of it."""
+"""A child's task and its outcome: a Reply, an Error or a Death, and what each means to the caller."""
 
 from __future__ import annotations
 
@@ -12,13 +12,32 @@ from typing import Any, Literal
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.registry import UnknownKernel
+from attnfuzz.strategies.case import BadCase
 
-__all__ = ["THE_KERNELS_OWN", "Death", "Error", "Outcome", "Reply", "Task", "death_failure"]
+__all__ = [
+    "KERNEL_STAGES",
+    "ChildMemoryError",
+    "ChildOSError",
+    "Death",
+    "Error",
+    "ExecutionError",
+    "Outcome",
+    "Reply",
+    "Task",
+    "death_failure",
+    "exception_of",
+]
+
+KERNEL_STAGES = ("start", "compile", "kernel", "end")
+"""Stages in which the kernel's code runs; the others are the harness's."""
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a child shall do: `target` ("module:function") with `payload`; seconds that each stage may take."""
+    """A call of `target` ("module:function") with `payload`; `deadlines` are the seconds that each stage may take."""
 
     target: str
     payload: dict[str, Any]
@@ -34,7 +53,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """A task raised: an error of attnfuzz or of its use, since a kernel's own errors are results."""
+    """An exception from a task: an error of attnfuzz or of its use, since a kernel's own errors are results."""
 
     type: str
     message: str
@@ -43,20 +62,20 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A task ended its process, or was killed for what it did."""
+    """The end of a task's process, by itself or because it exceeded a limit."""
 
     why: Literal["exit", "hang", "memory", "pipe"]
     stage: str
     seconds: float
     """Time spent in that stage."""
     limit: float
-    """What was exceeded: seconds (hang) or bytes (memory)."""
+    """The limit that was exceeded: seconds (hang) or bytes (memory)."""
     status: int | None
     """Exit status as subprocess has it: negative for a signal."""
     output: str
-    """The last that the process printed, faulthandler's stacks included."""
+    """End of what the process printed, faulthandler's stacks included."""
     printed: int
-    """Bytes that it printed."""
+    """Total bytes printed."""
 
     @property
     def signal(self) -> str | None:
@@ -71,23 +90,43 @@ class Death:
     @property
     def site(self) -> str | None:
         """ "file.py:function" of the innermost Python frame, where faulthandler printed a stack."""
-        found = re.search(r"most recent call first\):\n\s+File \"([^\"]+)\", line \d+ in (\S+)", self.output)
-        return f"{os.path.basename(found[1])}:{found[2]}" if found else None  # noqa: PTH119 - a name from another process
+        frame = re.search(r"most recent call first\):\n\s+File \"([^\"]+)\", line \d+ in (\S+)", self.output)
+        return f"{os.path.basename(frame[1])}:{frame[2]}" if frame else None  # noqa: PTH119 - a name from another process
 
 
 Outcome = Reply | Error | Death
 
 
-THE_KERNELS_OWN = ("start", "compile", "kernel", "end")
-"""Stages in which the kernel's code runs; the others are the harness's."""
-_GIB = 1 << 30
+class ExecutionError(RuntimeError):
+    """An error of attnfuzz itself, raised in a child process."""
+
+
+class ChildMemoryError(ExecutionError):
+    """Lack of host or device memory for the harness in a child process."""
+
+
+class ChildOSError(ExecutionError):
+    """An error of the file system in a child process."""
+
+
+_EXCEPTIONS: dict[str, type[Exception]] = {
+    **{each.__name__: each for each in (BadArgument, BadCase, UnknownKernel)},
+    **dict.fromkeys((MemoryError.__name__, "OutOfMemoryError"), ChildMemoryError),
+    **{each.__name__: ChildOSError for each in (OSError, PermissionError, FileNotFoundError)},
+}
+
+
+def exception_of(error: Error) -> Exception:
+    """Return the exception that an Error stands for: a BadArgument as its own class, or else an ExecutionError with the trace."""
+    kind = _EXCEPTIONS.get(error.type, ExecutionError)
+    return kind(error.message if issubclass(kind, BadArgument) else f"{error.type}: {error.message}\n{error.trace}")
 
 
 def death_failure(kernel: str, death: Death) -> Failure:
-    """The Failure of `kernel` that a death shows."""
+    """Turn a child's exit into a Failure of `kernel`."""
     stage = "kernel" if death.stage in ("end", "start") else death.stage
-    said = f"in stage {death.stage}, after {death.seconds:.2f} s; {death.printed} bytes printed\n{death.output}"
-    detail = printable(said.strip())
+    where = f"in stage {death.stage}, after {death.seconds:.2f} s; {death.printed} bytes printed"
+    detail = printable(f"{where}\n{death.output}".strip())
     if death.why == "hang":
         message = f"{stage} did not end within {death.limit:.3g} s"
         return Failure(kernel=kernel, kind="hang", check=stage, message=message, detail=detail)

@@ -1,8 +1,8 @@
-"""Nothing outlives a run: a process that waits for the end of its parent, however that comes, and then clears up after it.
+"""The reaper: a process that waits for the end of its parent, killed or not, and then cleans up after it.
 
 Started by path, with `python -I -S reaper.py DESCRIPTOR RUN FOLDER`: when DESCRIPTOR, a pipe that only the parent can write
-to, comes to its end, every process that carries the mark RUN in its environment is killed, and FOLDER, its temporary files,
-is removed. Standard library only.
+to, is closed, every process with the mark RUN in its environment is killed, and FOLDER, its temporary files, is removed.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MARK", "Process", "descends", "family", "marked"]
+__all__ = ["MARK", "Process", "descends", "marked", "processes"]
 
 MARK = "ATTNFUZZ_RUN"
-"""Environment variable that every process of a run inherits, whatever session or parent it has."""
+"""Environment variable that every process of a run inherits, in any session and with any parent."""
 _PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
 class Process:
-    """A living process: its number, its parent's, its session's, the bytes of memory it holds, whether it bears the mark."""
+    """A living process: its pid, its parent's, its session, the bytes of memory it holds, whether it has the mark."""
 
     pid: int
     parent: int
@@ -35,25 +35,25 @@ class Process:
 
 
 def marked(run: str) -> Iterator[Process]:
-    """The living processes of `run`, in no order."""
+    """Return the living processes with the mark of `run`, in no order."""
     return (each for each in _living(run) if each.marked)
 
 
-def family(run: str) -> dict[int, Process]:
-    """The living processes of `run` and all that descend from them: one may have been started with an environment of its own."""
-    everyone = {each.pid: each for each in _living(run)}
-    roots = {each.pid for each in everyone.values() if each.marked}
-    return {pid: each for pid, each in everyone.items() if descends(pid, everyone, roots)}
+def processes(run: str) -> dict[int, Process]:
+    """Return the living processes of `run` and their descendants, which may have been started with another environment."""
+    everything = {each.pid: each for each in _living(run)}
+    roots = {each.pid for each in everything.values() if each.marked}
+    return {pid: each for pid, each in everything.items() if descends(pid, everything, roots)}
 
 
-def descends(pid: int, everyone: dict[int, Process], roots: set[int]) -> bool:
+def descends(pid: int, by_pid: dict[int, Process], roots: set[int]) -> bool:
     """Whether `pid` is one of `roots`, or descends from one."""
-    seen = set[int]()
-    while pid in everyone and pid not in seen:
+    visited = set[int]()
+    while pid in by_pid and pid not in visited:
         if pid in roots:
             return True
-        seen.add(pid)
-        pid = everyone[pid].parent
+        visited.add(pid)
+        pid = by_pid[pid].parent
     return False
 
 
@@ -77,10 +77,10 @@ def _living(run: str) -> Iterator[Process]:
 
 
 def _clear(run: str, folder: str) -> None:
-    """Kill until none is left: a process may fork between look and kill."""
+    """Kill until none is left: a process may fork between listing and killing."""
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
-        left = family(run)
+        left = processes(run)
         if not left:
             break
         for pid in left:
@@ -95,7 +95,7 @@ def _clear(run: str, folder: str) -> None:
 def _main(descriptor: int, run: str, folder: str) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
-    # One byte is the parent's own word; the end of the pipe comes when every holder of its other end is gone.
+    # The parent sends one byte to end the run; the pipe is at its end when every holder of its other end is gone.
     os.read(descriptor, 1)
     _clear(run, folder)
 

@@ -1,4 +1,4 @@
-"""What a child is asked to do. Each takes a payload of JSON values and a way to say its stage; returns (result, replace me)."""
+"""Child processes' tasks. Each takes a payload of JSON values and a function to announce its stage; returns (result, replace)."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _Enter = Callable[[str], None]
 
 
 def preloads(device: Device, backends: Collection[str]) -> list[str]:
-    """What a process imports before it is forked for kernels of `backends`. None of it may open a CUDA context."""
-    found = [f"{__name__}:load_torch_for_{device}"]
+    """Return what a process imports before it is forked for kernels of `backends`. None of it may open a CUDA context."""
+    targets = [f"{__name__}:load_torch_for_{device}"]
     if "triton" in backends:
-        found.append(f"{__name__}:load_triton_for_{device}")
+        targets.append(f"{__name__}:load_triton_for_{device}")
     if "tilelang" in backends:
         # After Triton's mode is settled: TileLang imports Triton.
-        found.append("tilelang")
-    return found
+        targets.append("tilelang")
+    return targets
 
 
 def load_torch_for_cpu() -> None:
-    """Everything that a Trial needs but a backend."""
+    """Import everything that a Trial needs except a backend."""
     environment.prepare("cpu")
     _load_torch()
 
 
 def load_torch_for_cuda() -> None:
-    """Everything that a Trial needs but a backend."""
+    """Import everything that a Trial needs except a backend."""
     _load_torch()
 
 
@@ -47,25 +47,25 @@ def _load_torch() -> None:
     poison = importlib.import_module("attnfuzz.harness.trial.poison")
     torch = importlib.import_module("torch")
     importlib.import_module("attnfuzz.harness.trial.trial")
-    # The first tensor in such a mode imports a thousand modules. Not one step more: a backward pass would open the CUDA driver.
+    # The first tensor in such a mode imports a thousand modules. A backward pass here would open the CUDA driver.
     with torch.no_grad(), poison.PoisonEmpty(poison.Bands()):
         torch.empty(1)
 
 
 def load_triton_for_cpu() -> None:
-    """Triton, interpreted."""
+    """Load Triton, interpreted."""
     importlib.import_module("attnfuzz.kernels.triton.runtime").load("cpu")
 
 
 def load_triton_for_cuda() -> None:
-    """Triton, compiled."""
+    """Load Triton, compiled."""
     importlib.import_module("attnfuzz.kernels.triton.runtime").load("cuda")
 
 
 def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature
-    """Make this process ready for its first Trial; the result says what it runs on.
+    """Prepare this process for its first Trial; the result describes the device and the versions.
 
-    `payload`: device; perhaps kernel and case, whose compiled code is loaded.
+    `payload`: device; optionally kernel and case, whose compiled code is loaded.
     """
     device = payload["device"]
     environment.prepare(device)
@@ -77,7 +77,7 @@ def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - eve
 
 
 def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """One Trial. `payload`: kernel (as shipped), case (canonical JSON), device, memory_check. The result is a Verdict."""
+    """Run one Trial. `payload`: kernel (as shipped), case (canonical JSON), device, memory_check. The result is a Verdict."""
     from attnfuzz.harness.judge.verdict import Verdict
     from attnfuzz.harness.trial.errors import DeviceLost
     from attnfuzz.harness.trial.trial import is_out_of_memory, run_trial
@@ -100,7 +100,7 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
 
 
 def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """One compile, left in the backend's cache. `payload`: kernel (as shipped), problem, config, device."""
+    """Compile one variant into the backend's cache. `payload`: kernel (as shipped), problem, config, device."""
     from attnfuzz.harness.trial.build import compile_here
 
     kernel = kernel_of(payload)
@@ -111,7 +111,7 @@ def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
 
 
 def kernel_of(payload: dict[str, Any]) -> Kernel:
-    """The kernel that a payload ships, known in this child from now on.
+    """Register the kernel that a payload ships in this child, and return it.
 
     Raises:
         BadArgument: it cannot be imported here.
@@ -122,17 +122,17 @@ def kernel_of(payload: dict[str, Any]) -> Kernel:
         return unpacked(payload["kernel"])
     except BadArgument:
         raise
-    except BaseException as error:  # somebody else's module: its error is the reason
+    except BaseException as error:  # a third party's module: its error is the reason
         name = payload["kernel"]["name"]
         raise BadArgument(f"kernel={name!r}: a child process cannot import it: {told(error)}") from error
 
 
 def map_case(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """Error maps of one Case, with the payload of a Trial: {"maps": ErrorMaps} or {"reason": text}."""
+    """Make error maps of one Case, with the payload of a Trial: {"maps": ErrorMaps} or {"reason": text}."""
     from attnfuzz.harness.trial.errormaps import error_maps
     from attnfuzz.kernels.support import memory
 
     kernel_of(payload)
     memory.check(payload["memory_check"])
-    found = error_maps(case_from_json(payload["case"]), payload["device"], enter)
-    return ({"reason": found} if isinstance(found, str) else {"maps": msgspec.to_builtins(found)}), False
+    maps = error_maps(case_from_json(payload["case"]), payload["device"], enter)
+    return ({"reason": maps} if isinstance(maps, str) else {"maps": msgspec.to_builtins(maps)}), False

@@ -1,6 +1,6 @@
-"""What parent and child share: messages over a socket, and a page of memory where the child writes what it is doing.
+"""Shared by parent and child: messages over a socket, and a page of memory where the child writes its stage.
 
-Standard library only: a child reads this before anything else is imported.
+Standard library only: a child imports this before anything else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 64 << 20
 
 
 class Board:
-    """One page that outlives its writer: which task, in which stage, since when (CLOCK_MONOTONIC, one for all processes).
+    """A page of memory that outlives its writer: task, stage and its start time (CLOCK_MONOTONIC, the same in all processes).
 
     The time of a stage is written before the stage itself, so that a reader never sees a stage with the time of another.
     """
@@ -37,26 +37,26 @@ class Board:
 
     @staticmethod
     def create() -> int:
-        """The descriptor of a new page."""
+        """Create a page and return its descriptor."""
         descriptor = os.memfd_create("attnfuzz-board", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _SIZE)
         return descriptor
 
     def begin(self, task: int) -> None:
-        """The child has taken up `task`."""
+        """Write that `task` has started."""
         _TIME.pack_into(self._page, _TIMES_AT, time.monotonic())
         _HEAD.pack_into(self._page, 0, task, 0)
 
     def enter(self, stage: str) -> None:
-        """The child enters `stage` of its task."""
+        """Write that the task enters `stage`."""
         index = STAGES.index(stage)
         _TIME.pack_into(self._page, _TIMES_AT + 8 * index, time.monotonic())
         self._page[8] = index
 
     def read(self, task: int) -> tuple[str, float] | None:
-        """(stage, since when) of `task`; None where it is not taken up yet.
+        """Return (stage, start time) of `task`; None if it has not started yet.
 
-        The child may have written over the page: then it is in stage "kernel", and NaN or a time to come is no time.
+        A kernel may have overwritten the page: then the stage is "kernel", and the time may be NaN or in the future.
         """
         current, index = _HEAD.unpack_from(self._page, 0)
         if not 0 <= current <= task or index >= len(STAGES):
@@ -66,12 +66,12 @@ class Board:
         return STAGES[index], _TIME.unpack_from(self._page, _TIMES_AT + 8 * index)[0]
 
     def close(self) -> None:
-        """Give the page back."""
+        """Unmap the page."""
         self._page.close()
 
 
 def wait(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Those of `descriptors` that can be read, or are at their end, within `seconds`."""
+    """Wait up to `seconds` and return those of `descriptors` that can be read or are at their end."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -79,12 +79,12 @@ def wait(descriptors: Iterable[int], seconds: float) -> set[int]:
 
 
 def connect(descriptor: int) -> Connection:
-    """A connection over the end of a socket pair."""
+    """Return a connection over one end of a socket pair."""
     return Connection(descriptor)
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
-    """One message.
+    """Send one message.
 
     Raises:
         OSError: the other side is gone.
@@ -93,11 +93,10 @@ def send(connection: Connection, message: dict[str, Any]) -> None:
 
 
 def receive(connection: Connection) -> dict[str, Any]:
-    """The next message.
+    """Receive the next message.
 
     Raises:
         EOFError, OSError: the other side is gone.
-        ValueError, TypeError: what came is no message.
+        ValueError, TypeError: the content is not a message.
     """
-    found = json.loads(connection.recv_bytes(_LONGEST))
-    return dict(found)
+    return dict(json.loads(connection.recv_bytes(_LONGEST)))

@@ -1,7 +1,7 @@
-"""The child: does one task after the other, says in which stage it is, and may die of any of them.
+"""The child: runs one task after the other and announces its stage; a task may crash it.
 
-Started by path, with `python -P worker.py {spawn|zygote} SETTINGS`; standard library only until its first task. A zygote imports
-what tasks need, runs nothing itself, and forks a child whenever it is asked to: 20 ms instead of the seconds that importing
+Started by path, with `python -P worker.py {spawn|template} SETTINGS`; standard library only until its first task. The template
+process imports what tasks need, runs none itself, and forks children on request: 20 ms instead of the seconds that importing
 torch takes. It must not have a CUDA context, which no fork survives.
 """
 
@@ -28,22 +28,22 @@ from typing import Any
 __all__ = ["LOST_CONNECTION", "main"]
 
 LOST_CONNECTION = 77
-"""Exit code of a child that cannot answer any more: its task closed the connection."""
+"""Exit code of a child that cannot reply: its task closed the connection."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HIGH = 200
-"""Descriptors of our own begin here, out of the way of numbers that a wild write might hit."""
+"""The child's own descriptors start here, away from small numbers that a kernel may close by mistake."""
 _LINGER = 20.0
 _PATIENCE = 5.0
-"""Seconds a zygote waits for a child that was killed."""
+"""Seconds that the template process waits for a child that was killed."""
 
 
 def main(arguments: list[str]) -> None:
-    """Become a child, or the zygote of children."""
+    """Run as a child, or as the template process of children."""
     how, settings = arguments[0], json.loads(arguments[1])
     _bind_to(settings["parent"], bound=settings["bound"])
     sys.path[:] = settings["path"]
-    if how == "zygote":
-        _zygote(settings)
+    if how == "template":
+        _template(settings)
     else:
         os.set_inheritable(settings["socket"], False)
         _child(settings["socket"], settings["board"])
@@ -54,7 +54,7 @@ def _wire() -> ModuleType:
 
 
 def _bind_to(parent: int, *, bound: bool) -> None:
-    """Die with `parent`. The kernel of the system ties that to the parent's thread, so only its main thread may ask for it."""
+    """Die with `parent`. Linux ties that to the thread that started us, so it is bound only if that was the main thread."""
     if bound:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -64,7 +64,7 @@ def _bind_to(parent: int, *, bound: bool) -> None:
 def _child(connection_fd: int, board_fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
-        # Where memory runs out on the machine, this process goes before its parent.
+        # If the machine runs out of memory, Linux kills this process before its parent.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(file=2, all_threads=True)
@@ -84,7 +84,7 @@ def _child(connection_fd: int, board_fd: int) -> None:
         board.begin(task["task"])
         reply = _done(task, board.enter)
         if os.getpid() != me:
-            # A fork that its task has made and let return: there is one that answers already.
+            # A fork that the task made and let return: the original process replies.
             os._exit(0)
         board.enter("end")
         try:
@@ -94,16 +94,16 @@ def _child(connection_fd: int, board_fd: int) -> None:
 
 
 def _done(task: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
-    """The task's result. `replace`: this process must not be used again."""
+    """Run the task and return its result. `replace`: this process must not be used again."""
     try:
         module, _, name = task["target"].partition(":")
         result, replace = getattr(importlib.import_module(module), name)(task["payload"], enter)
-    except BaseException as error:  # whatever it is, the parent must hear of it
-        return {"error": _told(error), "replace": True}
+    except BaseException as error:  # the parent reports it
+        return {"error": _formatted(error), "replace": True}
     return {"result": result, "replace": replace}
 
 
-def _told(error: BaseException) -> dict[str, str]:
+def _formatted(error: BaseException) -> dict[str, str]:
     try:
         text = "".join(traceback.format_exception(error))[-8000:]
         return {"type": type(error).__name__, "message": str(error)[:8000], "trace": text}
@@ -111,8 +111,8 @@ def _told(error: BaseException) -> dict[str, str]:
         return {"type": type(error).__name__, "message": "its message cannot be made", "trace": ""}
 
 
-def _zygote(settings: dict[str, Any]) -> None:
-    """Import, then fork on request until the parent is gone. What a child leaves behind becomes a child of this process."""
+def _template(settings: dict[str, Any]) -> None:
+    """Import, then fork on request until the parent is gone. Orphans of children become children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=settings["socket"])
@@ -122,23 +122,23 @@ def _zygote(settings: dict[str, Any]) -> None:
     try:
         for target in settings["preload"]:
             module, _, name = target.partition(":")
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
             if name:
-                getattr(found, name)()
-    except BaseException as raised:  # the child's own import will fail alike and be reported there
+                getattr(imported, name)()
+    except BaseException as raised:  # the child's own import fails in the same way, and is reported
         error = f"{type(raised).__name__}: {raised}"
     _answer(parent, {"ready": True, "error": error})
     here, children = os.getpid(), set[int]()
     while True:
         request, descriptors = _request(parent)
         if request is None:
-            # The parent is gone. Its reaper ends us all, and finds by us what our children have left behind.
+            # The parent is gone. Its reaper kills this process, and finds through it what children left behind.
             time.sleep(_LINGER)
             os._exit(0)
         if "reap" in request:
             _answer(parent, {"status": _reaped(request["reap"])})
             children.discard(request["reap"])
-            _reap_strangers(children)
+            _reap_orphans(children)
             continue
         pid = os.fork()
         if pid == 0:
@@ -150,12 +150,12 @@ def _zygote(settings: dict[str, Any]) -> None:
         _answer(parent, {"pid": pid})
 
 
-def _forked(descriptors: list[int], zygote: int) -> None:
-    """The child of a zygote: a session of its own, output to the log, and never back into the zygote's loop."""
+def _forked(descriptors: list[int], template: int) -> None:
+    """Run as a forked child: in its own session, with output to the log; never return to the template process's loop."""
     try:
         connection, board, log = descriptors
         os.setsid()
-        _bind_to(zygote, bound=True)
+        _bind_to(template, bound=True)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -164,8 +164,8 @@ def _forked(descriptors: list[int], zygote: int) -> None:
         os._exit(1)
 
 
-def _reap_strangers(children: set[int]) -> None:
-    """Processes that came here when a child of ours left them behind, and have been killed since."""
+def _reap_orphans(children: set[int]) -> None:
+    """Reap orphans of our children that have been killed since."""
     try:
         adopted = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
     except OSError:
@@ -176,17 +176,17 @@ def _reap_strangers(children: set[int]) -> None:
 
 
 def _request(parent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    found = array.array("i")
+    descriptors = array.array("i")
     try:
-        content, ancillary, _, _ = parent.recvmsg(65536, socket.CMSG_SPACE(3 * found.itemsize))
+        content, ancillary, _, _ = parent.recvmsg(65536, socket.CMSG_SPACE(3 * descriptors.itemsize))
     except OSError:
         return None, []
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    for descriptor in found:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    return (json.loads(content) if content else None), list(found)
+    return (json.loads(content) if content else None), list(descriptors)
 
 
 def _answer(parent: socket.socket, message: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ def _answer(parent: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _reaped(pid: int) -> int | None:
-    """The wait status of a child that is dead or dying, as subprocess tells it; None if it does not die."""
+    """Return the exit status of a child that is dead or dying, as subprocess has it; None if it does not die."""
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         try:

@@ -18,9 +18,9 @@ from attnfuzz.harness.audit.conformance import features as conformance_features
 from attnfuzz.harness.audit.conformance.row import Row, failing, shortened
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.executors import InProcess
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.outcomes import Death, Reply
+from attnfuzz.harness.isolation.outcomes import Death, Reply, exception_of
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
@@ -222,9 +222,10 @@ class _Children:
         if isinstance(outcome, Death):
             how = f"{outcome.signal or outcome.why} after {outcome.seconds:.1f} s"
             return f"it ended its process: {how} {shortened(outcome.output)}".strip()
-        if outcome.type in ("BadArgument", "UnknownKernel"):
-            return outcome.message
-        raise ExecutionError(f"{outcome.type}: {outcome.message}\n{outcome.trace}")
+        reason = exception_of(outcome)
+        if isinstance(reason, BadArgument):
+            return str(reason)
+        raise reason
 
     def close(self) -> None:
         self._executor.close()

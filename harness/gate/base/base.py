@@ -1,4 +1,4 @@
-"""What a kernel is compared with, whatever that is: a commit (commit.py) or a baseline's figures (from_file.py)."""
+"""What a kernel is compared with: a commit (commit.py) or the figures of a file (baseline.py)."""
 
 from __future__ import annotations
 
@@ -14,57 +14,58 @@ from attnfuzz.harness.gate.subjects import Subject
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Base", "Before", "Progress"]
+__all__ = ["Base", "BaseKernel", "Progress"]
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
-    """One kernel as it was: what it declared deterministic, or why nothing can be compared with it."""
+class BaseKernel:
+    """One kernel in base: the outputs that it declares deterministic, or why nothing can be compared with it."""
 
     deterministic: tuple[OutputName, ...] | None = None
     missing: str = ""
     new: bool = False
-    """There was no such kernel."""
+    """Base has no such kernel."""
 
 
 class Base(Protocol):
-    """The other side. A context: what it needs of processes and folders is given back at its end."""
+    """The other side of a comparison. A context: its processes and folders are removed at its end."""
 
-    told: str
+    label: str
+    """Name for reports: "3f2a91c4d0 (main)", or the file."""
     root: Path | None
-    """The checkout, where there is one."""
+    """The checkout, if there is one."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
-    def will_run(self, backends: Sequence[str]) -> None:
-        """Backends of the kernels to come."""
+    def preload(self, backends: Sequence[str]) -> None:
+        """Name the backends of the kernels to run."""
 
     def why_changed(self, subject: Subject) -> str | None:
-        """Which file of the kernel changed; None: none."""
+        """Say which file of the kernel changed; None: none."""
 
     def place(self, subject: Subject) -> tuple[str, int]:
-        """File (relative to the checkout) and line that an annotation of the kernel belongs to."""
+        """Return the file (relative to the checkout) and the line for annotations of the kernel."""
 
-    def had(self, asked: str) -> bool:
-        """Whether there was a kernel that could be asked for so."""
+    def has(self, target: str) -> bool:
+        """Whether base has the kernel of a name or package.module:OBJECT."""
 
-    def before(self, subject: Subject) -> Before:
-        """The kernel as it was."""
+    def kernel(self, subject: Subject) -> BaseKernel:
+        """Return what base says of the kernel."""
 
     def errors(
         self, subject: Subject, cases: Sequence[Case], *, memory_check: bool, progress: Progress
     ) -> Mapping[Case, Mapping[OutputName, Errors]]:
-        """Errors over budgets of the kernel as it was, on those of `cases` that it took and got right."""
+        """Return errors over budgets of base's kernel, on those of `cases` that it takes and computes correctly."""
 
     def sample(self, subject: Subject) -> tuple[Case, ...] | None:
-        """The Cases that there are figures of; None: any."""
+        """Return the Cases that have figures; None: any can be measured."""
 
     def table(self, subject: Subject, architectures: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Its compile table; None: it is not known."""
+        """Return base's compile table; None: unknown."""
 
     def side(self, subject: Subject) -> Side | None:
-        """What can be timed; None: nothing can."""
+        """Return the side that can be timed; None: there is none."""

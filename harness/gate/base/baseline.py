@@ -1,4 +1,4 @@
-"""A baseline: what `attnfuzz gate --write FILE` measured of kernels, to compare with where there is no git history."""
+"""A baseline: figures of kernels that `attnfuzz gate --write FILE` measured, for comparison without git history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.harness.gate.base.base import Before, Progress
+from attnfuzz.harness.gate.base.base import BaseKernel, Progress
 from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.side import Side
 from attnfuzz.harness.gate.subjects import Subject, fingerprint
@@ -30,7 +30,7 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kernel: SHA-256 of the files that it is made of, what it declares deterministic, its errors, its compile table."""
+    """One kernel: SHA-256 of its files, the outputs that it declares deterministic, its errors, its compile table."""
 
     fingerprint: str
     deterministic: tuple[OutputName, ...]
@@ -39,12 +39,12 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def errors(self) -> dict[Case, Mapping[OutputName, Errors]]:
-        """By Case."""
+        """Errors by Case."""
         return {case_from_object(each.case): each.errors for each in self.measured}
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All kernels of one file, and what they were measured on."""
+    """All kernels of one file, and the device and environment that they were measured on."""
 
     format: int
     device: Device
@@ -53,13 +53,13 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def recorded(
-    fingerprint: str, deterministic: Sequence[OutputName], found: Sequence[Measurement], table: list[dict[str, Any]] | None
+    fingerprint: str, deterministic: Sequence[OutputName], results: Sequence[Measurement], table: list[dict[str, Any]] | None
 ) -> Recorded:
-    """One kernel's part of a baseline."""
+    """Make one kernel's part of a baseline."""
     return Recorded(
         fingerprint=fingerprint,
         deterministic=tuple(deterministic),
-        measured=tuple(_Measured(case=each.case.to_object(), errors=each.errors) for each in found if each.errors),
+        measured=tuple(_Measured(case=each.case.to_object(), errors=each.errors) for each in results if each.errors),
         compile=table,
     )
 
@@ -70,15 +70,15 @@ def write_baseline(path: Path, device: Device, environment: Mapping[str, Any], k
     Raises:
         OSError: it cannot be written.
     """
-    made = Baseline(format=FORMAT, device=device, environment=dict(environment), kernels=dict(kernels))
-    write_whole(path, dumps(msgspec.to_builtins(made)) + "\n")
+    baseline = Baseline(format=FORMAT, device=device, environment=dict(environment), kernels=dict(kernels))
+    write_whole(path, dumps(msgspec.to_builtins(baseline)) + "\n")
 
 
 def read_baseline(path: Path) -> Baseline:
-    """The baseline in `path`.
+    """Read the baseline in `path`.
 
     Raises:
-        BadArgument: it cannot be read, or is none of this format.
+        BadArgument: it cannot be read, or is not a baseline of this format.
     """
     remedy = "give a file that `attnfuzz gate --write FILE` wrote"
     try:
@@ -86,69 +86,69 @@ def read_baseline(path: Path) -> Baseline:
     except OSError as error:
         raise reject("baseline", str(path), f"it cannot be read ({error.strerror})", remedy) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise reject("baseline", str(path), f"it is no JSON ({error})", remedy) from None
+        raise reject("baseline", str(path), f"it is not JSON ({error})", remedy) from None
     if isinstance(content, dict) and "format" in content and content["format"] != FORMAT:
         reason = f"its format is {content['format']!r}, and this attnfuzz reads {FORMAT}"
-        raise reject("baseline", str(path), reason, "write it anew with `attnfuzz gate --write FILE`")
+        raise reject("baseline", str(path), reason, "write it again with `attnfuzz gate --write FILE`")
     try:
-        found = msgspec.convert(content, Baseline)
-        for each in found.kernels.values():
+        baseline = msgspec.convert(content, Baseline)
+        for each in baseline.kernels.values():
             _ = each.errors
     except (msgspec.ValidationError, BadCase) as error:
         raise reject("baseline", str(path), str(error), remedy) from None
-    return found
+    return baseline
 
 
 class FromFile:
-    """A baseline's figures: no code of then is run, so that nothing can be timed."""
+    """A base of figures from a file: none of its code runs, so that nothing can be timed."""
 
     def __init__(self, path: Path, device: Device) -> None:
-        self._found = read_baseline(path)
-        if self._found.device != device:
-            reason = f"it was written on {self._found.device}, and this runs on {device}"
-            raise reject("baseline", str(path), reason, f"use --device {self._found.device}, or write one on {device}")
-        self.told = str(path)
+        self._baseline = read_baseline(path)
+        if self._baseline.device != device:
+            reason = f"it was written on {self._baseline.device}, and this runs on {device}"
+            raise reject("baseline", str(path), reason, f"use --device {self._baseline.device}, or write one on {device}")
+        self.label = str(path)
         self.root: Path | None = None
 
     def __enter__(self) -> FromFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to close."""
 
-    def will_run(self, backends: Sequence[str]) -> None:
-        """Nothing runs."""
+    def preload(self, backends: Sequence[str]) -> None:
+        """Do nothing: no code runs."""
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """The kernels that it has figures of."""
-        return tuple(self._found.kernels)
+        return tuple(self._baseline.kernels)
 
     def why_changed(self, subject: Subject) -> str | None:
-        """Whether its files are others than then; a kernel without figures counts as changed."""
-        found = self._of(subject)
-        if found is None:
+        """Say whether its files differ from the baseline's; a kernel without figures counts as changed."""
+        kernel = self._of(subject)
+        if kernel is None:
             return "the baseline does not have it"
-        return None if found.fingerprint == fingerprint(subject.kernel) else "its files are others than the baseline's"
+        return None if kernel.fingerprint == fingerprint(subject.kernel) else "its files differ from the baseline's"
 
     def place(self, subject: Subject) -> tuple[str, int]:
-        """Its first file, by the current folder if it lies there."""
+        """Return its first file, relative to the current folder if it lies there."""
         first = next((Path(each).resolve() for each in subject.kernel.files), None)
         if first is None:
             return "", 1
         here = Path.cwd().resolve()
         return (first.relative_to(here).as_posix() if first.is_relative_to(here) else str(first)), 1
 
-    def had(self, asked: str) -> bool:
+    def has(self, target: str) -> bool:
         """Whether it has figures of a kernel of that name."""
-        return asked in self._found.kernels
+        return target in self._baseline.kernels
 
-    def before(self, subject: Subject) -> Before:
-        """As it was written."""
-        found = self._of(subject)
-        if found is None:
-            return Before(missing=f"it is new: {self.told} does not have it", new=True)
-        return Before(deterministic=found.deterministic)
+    def kernel(self, subject: Subject) -> BaseKernel:
+        """Return what the file says of the kernel."""
+        kernel = self._of(subject)
+        if kernel is None:
+            return BaseKernel(missing=f"it is new: {self.label} does not have it", new=True)
+        return BaseKernel(deterministic=kernel.deterministic)
 
     def errors(
         self,
@@ -158,25 +158,25 @@ class FromFile:
         memory_check: bool,  # noqa: ARG002
         progress: Progress,  # noqa: ARG002
     ) -> Mapping[Case, Mapping[OutputName, Errors]]:
-        """As they were written."""
-        found = self._of(subject)
-        return found.errors if found else {}
+        """Return the errors in the file."""
+        kernel = self._of(subject)
+        return kernel.errors if kernel else {}
 
     def sample(self, subject: Subject) -> tuple[Case, ...] | None:
-        """The Cases that were measured."""
-        found = self._of(subject)
-        return tuple(found.errors) if found else None
+        """Return the Cases that were measured."""
+        kernel = self._of(subject)
+        return tuple(kernel.errors) if kernel else None
 
     def table(self, subject: Subject, architectures: Sequence[str]) -> list[dict[str, Any]] | None:
-        """As it was written, for `architectures` (none: all)."""
-        found = self._of(subject)
-        if found is None or found.compile is None:
+        """Return the table in the file, for `architectures` (none: all)."""
+        kernel = self._of(subject)
+        if kernel is None or kernel.compile is None:
             return None
-        return [row for row in found.compile if not architectures or row.get("arch") in architectures]
+        return [row for row in kernel.compile if not architectures or row.get("arch") in architectures]
 
     def side(self, subject: Subject) -> Side | None:  # noqa: ARG002 - the protocol's signature
-        """None: times of two runs do not compare."""
+        """Return None: times of two runs cannot be compared."""
         return None
 
     def _of(self, subject: Subject) -> Recorded | None:
-        return self._found.kernels.get(subject.name)
+        return self._baseline.kernels.get(subject.name)

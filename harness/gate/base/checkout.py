@@ -1,4 +1,4 @@
-"""A git checkout: what changed since another commit, and that commit's files in a folder for a while."""
+"""A git checkout: what changed since another commit, and that commit's files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ __all__ = ["Changes", "Checkout", "changes_since", "checkout_at", "first_changed
 
 _PREFIX = "attnfuzz-gate-"
 _OWN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR")
-"""What git sets for its hooks, and what would make our calls mean another folder than the one that they are run in."""
+"""Variables that git sets for its hooks; with them, our calls would apply to another folder than the one they run in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """The working tree of a git repository: its top folder and the commit checked out, "" where there is none yet."""
+    """The working tree of a git repository: its top folder and the commit checked out, "" if there is none yet."""
 
     root: Path
     head: str
 
     def git(self, *arguments: str) -> str:
-        """What `git ARGUMENTS` prints in the checkout.
+        """Run `git ARGUMENTS` in the checkout and return its output.
 
         Raises:
-            BadArgument: git refused; the text is git's own.
+            BadArgument: git failed; the text is git's own.
         """
         return _git(self.root, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What the checkout's files, uncommitted ones included, are beside those of commit `base`. Paths are relative to its root."""
+    """Changes of the checkout's files since commit `base`, uncommitted ones included. Paths are relative to its root."""
 
     base: str
-    told: str
-    """The commit for people: "3f2a91c4d0 (main)"."""
+    label: str
+    """The commit for reports: "3f2a91c4d0 (main)"."""
     changed: frozenset[str]
-    """Modified, renamed or new, and here now."""
+    """Files that were modified, renamed or added."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """New name -> the one in `base`."""
+    """New name -> name in `base`."""
     new: frozenset[str] = frozenset()
     deleted: frozenset[str] = frozenset()
 
 
 def checkout_at(folder: Path) -> Checkout:
-    """The checkout that `folder` lies in.
+    """Return the checkout that `folder` lies in.
 
     Raises:
-        BadArgument: it lies in none, or there is no git.
+        BadArgument: `folder` is not in a checkout, or git is not installed.
     """
     try:
         root = _git(folder, "rev-parse", "--show-toplevel").strip()
@@ -74,10 +74,10 @@ def checkout_at(folder: Path) -> Checkout:
 
 
 def changes_since(checkout: Checkout, ref: str) -> Changes:
-    """What changed since the commit where the checkout left `ref`: their merge base.
+    """Return what changed since the merge base of the checkout and `ref`.
 
     Raises:
-        BadArgument: `ref` names no commit here, or has none in common with the checkout.
+        BadArgument: `ref` is not a commit here, or has no commit in common with the checkout.
     """
     if not checkout.head:
         raise reject("base", ref, "the checkout has no commit yet", "commit something first")
@@ -100,12 +100,12 @@ def changes_since(checkout: Checkout, ref: str) -> Changes:
         else:
             changed.add(name)
     listed = checkout.git("ls-files", "--others", "--exclude-standard", "-z").split("\0")
-    # An environment in the checkout that nobody has told git to ignore.
+    # An environment in the checkout that git does not ignore.
     environment = Path(sys.prefix).resolve()
     untracked = {each for each in listed if each and not (checkout.root / each).is_relative_to(environment)}
     return Changes(
         base=base,
-        told=f"{base[:10]} ({ref})" if not base.startswith(ref) else base[:10],
+        label=f"{base[:10]} ({ref})" if not base.startswith(ref) else base[:10],
         changed=frozenset(changed | untracked),
         renamed=renamed,
         new=frozenset(new | untracked),
@@ -114,55 +114,55 @@ def changes_since(checkout: Checkout, ref: str) -> Changes:
 
 
 def first_changed_line(checkout: Checkout, changes: Changes, file: str) -> int:
-    """The first line of `file`, as it is now, that `changes.base` had not; 1 where nothing tells."""
+    """Return the first line of `file` that differs from `changes.base`; 1 if unknown."""
     former = changes.renamed.get(file, file)
     try:
-        told = checkout.git(
+        diff = checkout.git(
             "diff", "--unified=0", "--no-color", "--no-ext-diff", "--find-renames", changes.base, "--", former, file
         )
     except BadArgument:
         return 1
-    found = re.search(r"^@@ -\S+ \+(\d+)", told, re.MULTILINE)
-    return max(1, int(found[1])) if found else 1
+    hunk = re.search(r"^@@ -\S+ \+(\d+)", diff, re.MULTILINE)
+    return max(1, int(hunk[1])) if hunk else 1
 
 
 @contextlib.contextmanager
 def worktree(checkout: Checkout, commit: str) -> Iterator[Path]:
-    """The files of `commit` in a temporary folder: a worktree of the repository, taken away again however this ends.
+    """Yield a temporary worktree with the files of `commit`, removed at the end in any case.
 
     Raises:
-        BadArgument: git could not make it (a full disk, a read-only repository).
+        BadArgument: git could not create it (a full disk, a read-only repository).
     """
     _clear_left_behind(checkout)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")).resolve()
     files = folder / "base"
     try:
         try:
-            # No hook of the repository's shall run for this.
+            # The repository's hooks must not run for this.
             checkout.git("-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "--force", str(files), commit)
         except BadArgument as error:
             raise BadArgument(f"base: its files cannot be checked out into {folder}: {error}") from None
         yield files
     finally:
-        _taken_away(checkout, folder)
+        _remove(checkout, folder)
 
 
-def _taken_away(checkout: Checkout, folder: Path) -> None:
+def _remove(checkout: Checkout, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(BadArgument):
         checkout.git("worktree", "prune")
 
 
 def _clear_left_behind(checkout: Checkout) -> None:
-    """Worktrees of gates that were killed before they could take theirs away."""
+    """Remove worktrees of gates that were killed before they could."""
     for line in checkout.git("worktree", "list", "--porcelain").splitlines():
         folder = Path(line.removeprefix("worktree ")).parent
         if (
             line.startswith("worktree ")
-            and (found := re.fullmatch(rf"{_PREFIX}(\d+)-\w+", folder.name))
-            and not _lives(int(found[1]))
+            and (name := re.fullmatch(rf"{_PREFIX}(\d+)-\w+", folder.name))
+            and not _lives(int(name[1]))
         ):
-            _taken_away(checkout, folder)
+            _remove(checkout, folder)
 
 
 def _lives(process: int) -> bool:
@@ -187,7 +187,7 @@ def _merge_base(checkout: Checkout, commit: str) -> str:
     except BadArgument:
         if _is_shallow(checkout):
             remedy = "fetch the rest of it (git fetch --unshallow origin; for actions/checkout: fetch-depth: 0)"
-            raise reject("base", commit[:10], "this clone is too shallow to tell where the checkout left it", remedy) from None
+            raise reject("base", commit[:10], "this clone is too shallow to find their merge base", remedy) from None
         remedy = "name a commit of the same history"
         raise reject("base", commit[:10], "it has no commit in common with the checkout", remedy) from None
 

@@ -1,4 +1,4 @@
-"""Base as a commit of the same checkout: its files in a temporary worktree, run by processes of their own beside head's."""
+"""Base as a commit of the same checkout: its files in a temporary worktree, run by separate processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from attnfuzz.harness.gate.base.base import Before, Progress
+from attnfuzz.harness.gate.base.base import BaseKernel, Progress
 from attnfuzz.harness.gate.base.checkout import Changes, changes_since, checkout_at, first_changed_line, worktree
 from attnfuzz.harness.gate.measured import Errors, measurements
 from attnfuzz.harness.gate.parts.compiles import compile_table
@@ -23,7 +23,7 @@ __all__ = ["Commit"]
 
 
 class Commit:
-    """The commit where a git checkout left `ref`: its files in a temporary worktree, run by processes of their own."""
+    """The merge base of a git checkout and `ref`: its files in a temporary worktree, run by separate processes."""
 
     def __init__(self, folder: Path, ref: str, device: Device, backends: Sequence[str] = (), memory: int | None = None) -> None:
         self._checkout = checkout_at(folder)
@@ -34,7 +34,7 @@ class Commit:
         self._executor: Isolated | None = None
         self._described: dict[str, dict[str, Any]] = {}
         self.root: Path | None = self._checkout.root
-        self.told = self._changes.told
+        self.label = self._changes.label
         self._folder = folder
 
     def __enter__(self) -> Commit:
@@ -43,12 +43,12 @@ class Commit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
-    def will_run(self, backends: Sequence[str]) -> None:
-        """Backends of the kernels to come, which children are forked with."""
+    def preload(self, backends: Sequence[str]) -> None:
+        """Fork children from a process that has imported `backends`."""
         self._backends = list(backends)
 
     def why_changed(self, subject: Subject) -> str | None:
-        """Which file of the kernel changed; None: none."""
+        """Say which file of the kernel changed; None: none."""
         files = self._relative(subject)
         changed = [each for each in files if each in self._changes.changed]
         if not changed:
@@ -60,63 +60,63 @@ class Commit:
         return f"{changed[0]}{by} is {how}{more}"
 
     def place(self, subject: Subject) -> tuple[str, int]:
-        """The first of its files that changed, and the first line there that did."""
+        """Return the first of its files that changed, and the first line that did."""
         files = self._relative(subject)
         changed = next((each for each in files if each in self._changes.changed), None)
         if changed is None:
             return (files[0] if files else "", 1)
         return changed, first_changed_line(self._checkout, self._changes, changed)
 
-    def had(self, asked: str) -> bool:
+    def has(self, target: str) -> bool:
         """Whether base can load it."""
-        return "name" in self._describe(asked, asked)
+        return "name" in self._describe(target, target)
 
-    def before(self, subject: Subject) -> Before:
-        """As base's process describes the kernel."""
-        found = self._describe(subject.asked, subject.name)
-        if absent := found.get("absent"):
-            return Before(missing=f"it is new: in {self.told}, {absent}", new=True)
-        if broken := found.get("broken"):
-            return Before(missing=f"in {self.told} it cannot be loaded: {broken}")
-        if found["name"] != subject.name:
-            return Before(missing=f"in {self.told} it calls itself {found['name']}")
-        if found["unavailable"]:
-            return Before(missing=f"in {self.told} it cannot run here: {found['unavailable']}")
-        if found["extensions"]:
-            reason = "is compiled in place and of no commit, so that both sides would run the same"
-            return Before(missing=f"{found['extensions'][0]} {reason}")
-        return Before(deterministic=tuple(found["deterministic"]))
+    def kernel(self, subject: Subject) -> BaseKernel:
+        """Describe the kernel in a process of base."""
+        kernel = self._describe(subject.target, subject.name)
+        if absent := kernel.get("absent"):
+            return BaseKernel(missing=f"it is new: in {self.label}, {absent}", new=True)
+        if broken := kernel.get("broken"):
+            return BaseKernel(missing=f"in {self.label} it cannot be loaded: {broken}")
+        if kernel["name"] != subject.name:
+            return BaseKernel(missing=f"in {self.label} its name is {kernel['name']}")
+        if kernel["unavailable"]:
+            return BaseKernel(missing=f"in {self.label} it cannot run here: {kernel['unavailable']}")
+        if kernel["extensions"]:
+            reason = "is compiled in place and in no commit, so that both sides would run the same"
+            return BaseKernel(missing=f"{kernel['extensions'][0]} {reason}")
+        return BaseKernel(deterministic=tuple(kernel["deterministic"]))
 
     def errors(
         self, subject: Subject, cases: Sequence[Case], *, memory_check: bool, progress: Progress
     ) -> Mapping[Case, Mapping[OutputName, Errors]]:
-        """Measured now."""
+        """Measure the errors in processes of base."""
         side = self.side(subject)
         side.fresh()
-        found = measurements(side, cases, memory_check=memory_check, progress=progress)
-        return {each.case: each.errors for each in found if each.errors and not each.failures}
+        results = measurements(side, cases, memory_check=memory_check, progress=progress)
+        return {each.case: each.errors for each in results if each.errors and not each.failures}
 
     def sample(self, subject: Subject) -> tuple[Case, ...] | None:  # noqa: ARG002 - the protocol's signature
-        """Any."""
+        """Return None: any Case can be measured."""
         return None
 
     def table(self, subject: Subject, architectures: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Compiled now."""
-        return compile_table(subject.asked, architectures, self._folder, self._environment())
+        """Compile base's kernel."""
+        return compile_table(subject.target, architectures, self._folder, self._environment())
 
     def side(self, subject: Subject) -> Side:
-        """Base's processes."""
-        return Side(self._started(), subject.asked, subject.name)
+        """Return the processes of base."""
+        return Side(self._started(), subject.target, subject.name)
 
-    def _describe(self, asked: str, name: str) -> dict[str, Any]:
-        if asked not in self._described:
+    def _describe(self, target: str, name: str) -> dict[str, Any]:
+        if target not in self._described:
             try:
-                side = Side(self._started(), asked, name)
+                side = Side(self._started(), target, name)
                 side.fresh()
-                self._described[asked] = side.ask("describe")
+                self._described[target] = side.ask("describe")
             except BrokenSideError as error:
-                self._described[asked] = {"broken": str(error)}
-        return self._described[asked]
+                self._described[target] = {"broken": str(error)}
+        return self._described[target]
 
     def _started(self) -> Isolated:
         if self._executor is None:
@@ -131,8 +131,8 @@ class Commit:
         return self._variables
 
     def _relative(self, subject: Subject) -> list[str]:
-        found = (self._inside(each) for each in files_of(subject.kernel, self._checkout.root))
-        return [each for each in found if each is not None]
+        files = (self._inside(each) for each in files_of(subject.kernel, self._checkout.root))
+        return [each for each in files if each is not None]
 
     def _inside(self, file: Path) -> str | None:
         root = self._checkout.root

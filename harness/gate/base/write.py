@@ -1,4 +1,4 @@
-"""`attnfuzz gate --write FILE`: the kernels as they are, measured, for later gates to compare with."""
+"""`attnfuzz gate --write FILE`: measure the kernels for later gates to compare with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnfuzz.harness.gate.measured import measurements
 from attnfuzz.harness.gate.parts.compiles import NoSuchTableError, compile_table
 from attnfuzz.harness.gate.parts.sample import accuracy_cases
 from attnfuzz.harness.gate.plan import Plan
-from attnfuzz.harness.gate.result import Doing, Finding, Gate, KernelGate, Part, PartFinished, Tell
+from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Listener, Part, PartFinished, PartProgress
 from attnfuzz.harness.gate.side import Side
 from attnfuzz.harness.gate.subjects import Subject, fingerprint, named
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -23,43 +23,43 @@ from attnfuzz.kernels.problem import BadArgument, reject
 __all__ = ["written"]
 
 
-def written(plan: Plan, path: Path, tell: Tell) -> Gate:
+def written(plan: Plan, path: Path, listener: Listener) -> Gate:
     """Measure the kernels of `plan` (none: those of the checkout that can run here) and write `path`, unless one is wrong.
 
     Raises:
-        BadArgument: none can run here, or one cannot be loaded.
+        BadArgument: no kernel can run here, or one cannot be loaded.
     """
     start = time.monotonic()
     chosen, broken = named(plan.kernels, None if plan.kernels else _root(plan.folder))
-    for asked, error in broken.items():
-        raise error if isinstance(error, BadArgument) else reject("kernel", asked, told(error), "mend it, or name others")
+    for target, error in broken.items():
+        raise error if isinstance(error, BadArgument) else reject("kernel", target, told(error), "fix it, or name others")
     if not chosen:
         remedy = "name it by --kernel, or install its package from there (pip install -e .)"
-        raise reject("write", str(path), f"no kernel that is known has a file in {_root(plan.folder)}", remedy)
+        raise reject("write", str(path), f"no known kernel has a file in {_root(plan.folder)}", remedy)
     able = [each for each in chosen if why_not_here(each.kernel, plan.device) is None]
     if not able:
         reasons = "; ".join(f"{each.name}: {why_not_here(each.kernel, plan.device)}" for each in chosen) or "none is known"
         raise reject(
             "kernel", ", ".join(plan.kernels), f"none can run on {plan.device} here ({reasons})", "choose another device"
         )
-    made: dict[str, Recorded] = {}
+    kernels: dict[str, Recorded] = {}
     done: list[KernelGate] = []
     backends = sorted({each.kernel.backend for each in able})
     executor = Isolated(plan.device, backends=backends, deadline=plan.deadline, memory_check=plan.memory_check)
     try:
         described = executor.describe()
         for each in able:
-            part, found = _measured(each, plan, executor, tell)
-            tell(PartFinished(each.name, part))
+            part, kernel = _measured(each, plan, executor, listener)
+            listener(PartFinished(each.name, part))
             done.append(KernelGate(each.name, "measured", (part,)))
-            if found is not None:
-                made[each.name] = found
+            if kernel is not None:
+                kernels[each.name] = kernel
     finally:
         executor.close()
-    whole = len(made) == len(able)
+    whole = len(kernels) == len(able)
     if whole:
         try:
-            write_baseline(path, plan.device, described, made)
+            write_baseline(path, plan.device, described, kernels)
         except OSError as error:
             raise reject("write", str(path), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
     return Gate(
@@ -72,40 +72,40 @@ def written(plan: Plan, path: Path, tell: Tell) -> Gate:
 
 
 def _root(folder: Path) -> Path:
-    """Kernels are gated whose files lie there: the checkout, or, outside of one, the folder itself."""
+    """Return the folder whose kernels are measured: the checkout, or `folder` itself outside of one."""
     try:
         return checkout_at(folder).root
     except BadArgument:
         return folder.resolve()
 
 
-def _measured(subject: Subject, plan: Plan, executor: Isolated, tell: Tell) -> tuple[Part, Recorded | None]:
-    """Its figures, or the first Case on which it is wrong: then there is nothing to hold later versions to."""
+def _measured(subject: Subject, plan: Plan, executor: Isolated, listener: Listener) -> tuple[Part, Recorded | None]:
+    """Measure a kernel. A wrong one has no figures: the part names the first Case on which it is wrong."""
     start = time.monotonic()
-    tell(Doing(subject.name, "accuracy", "drawing the sample"))
+    listener(PartProgress(subject.name, "accuracy", "drawing the sample"))
     cases = accuracy_cases(subject.kernel, plan.device, plan.sample, plan.seed)
-    side = Side(executor, subject.asked, subject.name)
+    side = Side(executor, subject.target, subject.name)
     side.fresh()
-    found = measurements(
+    results = measurements(
         side,
         cases,
         memory_check=plan.memory_check,
-        progress=lambda n: tell(Doing(subject.name, "accuracy", f"{n} of {len(cases)} Cases")),
+        progress=lambda n: listener(PartProgress(subject.name, "accuracy", f"{n} of {len(cases)} Cases")),
     )
     seconds = time.monotonic() - start
-    wrong = next((each for each in found if each.failures), None)
+    wrong = next((each for each in results if each.failures), None)
     if wrong is not None:
         failure = wrong.failures[0]
         described = tuple(describe_case(wrong.case))
         finding = Finding.of("accuracy", failure.identity, failure.message, failure.detail, described=described)
-        return Part("accuracy", "fail", "it is wrong, and so no baseline", (finding,), seconds=seconds), None
+        return Part("accuracy", "fail", "it is wrong, so that no baseline is written", (finding,), seconds=seconds), None
     table = None
     if plan.compile != "off" and subject.kernel.capabilities.compiles_on:
         try:
-            table = compile_table(subject.asked, plan.architectures, plan.folder)
+            table = compile_table(subject.target, plan.architectures, plan.folder)
         except NoSuchTableError as error:
             if plan.compile == "on":
                 raise reject("compile", plan.compile, str(error), "use --compile auto") from None
-    kept = recorded(fingerprint(subject.kernel), subject.kernel.capabilities.deterministic, found, table)
+    kept = recorded(fingerprint(subject.kernel), subject.kernel.capabilities.deterministic, results, table)
     summary = f"{len(kept.measured)} Cases measured" + (f", {len(table)} compiles" if table else "")
     return Part("accuracy", "pass", summary, seconds=seconds), kept

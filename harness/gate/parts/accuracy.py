@@ -1,4 +1,4 @@
-"""Accuracy and determinism: errors over budget, head against base on the same Cases; whether two runs are equal to the bit."""
+"""Accuracy and determinism: errors over budget, head against base on the same Cases; whether two runs agree bit for bit."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from attnfuzz.strategies.case import Case, Recipe
 
 __all__ = ["FEWEST", "VALUES", "Compared", "Values", "accuracy", "compared", "determinism"]
 
-_SAID = {
+_MESSAGES = {
     "rms": "the rms error over budget is {ours:.3g}, {ratio} x what it was ({theirs:.3g})",
-    # Each Case's worst has the same weight; the largest of all may be the same as before.
+    # Each Case's worst has the same weight, so that the largest of all may be unchanged.
     "worst": "the worst error over budget of a Case is {ratio} x what it was (the largest {ours:.3g}, before {theirs:.3g})",
 }
 Values = Literal["all", "normal"]
 VALUES: tuple[Values, ...] = get_args(Values)
 FEWEST = 6
-"""Cases below which a ratio of errors says nothing."""
+"""Least number of Cases for a ratio of errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One output, head against base over the same Cases, all or those of plain normal values.
+    """One output, head against base over the same Cases: all, or those of plain normal values.
 
-    Ratio of rms errors and of worst errors, each with its interval, and the errors themselves.
+    Ratios of rms errors and of worst errors with their intervals, and the errors themselves.
     """
 
     output: OutputName
@@ -50,20 +50,20 @@ class Compared:
 def compared(
     head: Mapping[Case, Mapping[OutputName, Errors]], base: Mapping[Case, Mapping[OutputName, Errors]]
 ) -> tuple[Compared, ...]:
-    """Every output that enough Cases tell of on both sides: over all of them, and over those of plain normal values alone.
+    """Compare every output that enough Cases have on both sides: over all Cases, and over those of plain normal values alone.
 
-    Where values are extreme, one error may be so much larger than all others that a change of those does not show beside it.
+    With extreme values, one error may be so much larger than all others that it hides a change of those.
     """
-    found = []
+    rows = []
     for name, values in itertools.product(OUTPUT_NAMES, VALUES):
         cases = [case for case in head if values == "all" or _is_plain(case)]
         pairs = [(head[case][name], base[case][name]) for case in cases if name in head[case] and name in base.get(case, {})]
         if len(pairs) < FEWEST:
             continue
         squares = [(ours.square, theirs.square) for ours, theirs in pairs]
-        # Each Case's worst has the same weight as the others': their own sizes differ by what their values are.
+        # Each Case's worst has the same weight: their sizes depend on the Cases' values.
         worst = [_of_one_size(ours.worst, theirs.worst) for ours, theirs in pairs]
-        found.append(
+        rows.append(
             Compared(
                 output=name,
                 values=values,
@@ -76,7 +76,7 @@ def compared(
                 worst_base=max(theirs.worst for _, theirs in pairs),
             )
         )
-    return tuple(found)
+    return tuple(rows)
 
 
 def _is_plain(case: Case) -> bool:
@@ -91,7 +91,7 @@ def _of_one_size(ours: float, theirs: float) -> tuple[float, float]:
 def accuracy(
     kernel: str, head: Sequence[Measurement], base: Mapping[Case, Mapping[OutputName, Errors]], threshold: float
 ) -> Part:
-    """Fails where the rms or the worst error over budget of an output has grown by more than `threshold`, noise considered."""
+    """Fail if the rms or the worst error over budget of an output has grown by more than `threshold`, noise considered."""
     rows = compared({each.case: each.errors for each in head if not each.failures}, base)
     if not rows:
         few = f"fewer than {FEWEST} Cases can be compared"
@@ -104,8 +104,8 @@ def accuracy(
             ("worst", row.worst, row.worst_head, row.worst_base),
         ):
             if ratio.above(threshold) and (row.output, what) not in findings:
-                message = f"{title}: {_SAID[what].format(ours=ours, theirs=theirs, ratio=ratio)}, over the same {row.cases} "
-                message += f"Cases{of}; more than {threshold:g} x is too much"
+                message = f"{title}: {_MESSAGES[what].format(ours=ours, theirs=theirs, ratio=ratio)}, over the same {row.cases} "
+                message += f"Cases{of}; the limit is {threshold:g} x"
                 findings[row.output, what] = Finding("accuracy", kernel, message, output=row.output, check=what)
     figures = {
         "threshold": threshold,
@@ -140,13 +140,13 @@ def _why_few(head: Sequence[Measurement], base: Mapping[Case, Mapping[OutputName
 
 
 def determinism(
-    kernel: str, head: Sequence[Measurement], declared: Sequence[OutputName], before: Sequence[OutputName] | None
+    kernel: str, head: Sequence[Measurement], declared: Sequence[OutputName], in_base: Sequence[OutputName] | None
 ) -> Part:
-    """Outputs declared deterministic are equal to the bit in two runs, and what base (`before`) declared is declared still."""
+    """Fail if an output declared deterministic differs between two runs, or is declared in base and no longer in head."""
     findings = []
-    for name in before or ():
+    for name in in_base or ():
         if name not in declared:
-            message = f"{OUTPUT_TITLES[name]} was declared deterministic in base, and is so no longer"
+            message = f"{OUTPUT_TITLES[name]} was declared deterministic in base, and is no longer"
             findings.append(Finding("determinism", kernel, message, output=name, check="declared"))
     runs = [each for each in head if len(each.digests) == 2]
     for name in declared:
@@ -156,11 +156,11 @@ def determinism(
             message += f"{len(runs)} Cases"
             described = tuple(describe_case(differ[0]))
             findings.append(Finding("determinism", kernel, message, "nondeterministic", name, "twice", described=described))
-    if not declared and not before:
+    if not declared and not in_base:
         return Part("determinism", "skipped", "no output is declared deterministic")
     titles = ", ".join(OUTPUT_TITLES[name] for name in declared) or "nothing"
     if not runs and not findings:
         return Part("determinism", "skipped", "no Case of the sample could be run twice")
-    figures = {"declared": list(declared), "declared_in_base": None if before is None else list(before), "cases": len(runs)}
+    figures = {"declared": list(declared), "declared_in_base": None if in_base is None else list(in_base), "cases": len(runs)}
     summary = f"{titles} declared deterministic; {len(runs)} Cases run twice"
     return Part("determinism", "fail" if findings else "pass", summary, tuple(findings), figures)

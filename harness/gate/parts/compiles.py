@@ -1,4 +1,4 @@
-"""The compile table, head against base: `attnfuzz compile` on both sides, where there is that command."""
+"""The compile table, head against base: run `attnfuzz compile` on both sides, if there is that command."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from attnfuzz.harness.gate.result import Finding, Part
 __all__ = ["CompileTableError", "NoSuchTableError", "compare_tables", "compile_table"]
 
 _MOST = "6"
-"""Variants of a kernel; of all that one may have, hundreds, `attnfuzz compile --baseline` tells."""
+"""Variants of a kernel; `attnfuzz compile --baseline` compares all, which may be hundreds."""
 _KEY = ("config", "arch", "function", "key")
 Row = dict[str, Any]
 
 
 class NoSuchTableError(Exception):
-    """This attnfuzz has no such command, or this machine no compiler: the text says which."""
+    """Lack of the command in this attnfuzz, or of a compiler on this machine; the text says which."""
 
 
 class CompileTableError(Exception):
-    """The command was run and gave no table: the text is its own."""
+    """Lack of a table after the command ran; the text is the command's own."""
 
 
 def compile_table(
-    asked: str, architectures: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+    target: str, architectures: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
 ) -> list[Row]:
-    """The rows of `attnfuzz compile KERNEL --json` in a process with `variables`.
+    """Return the rows of `attnfuzz compile KERNEL --json`, run with `variables`.
 
     Raises:
-        NoSuchTableError: there is no such command here.
-        CompileTableError: it ended without a table.
+        NoSuchTableError: there is no such command or no compiler here.
+        CompileTableError: the command gave no table.
     """
-    command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", "compile", asked, "--json", "--max", _MOST]
+    command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", "compile", target, "--json", "--max", _MOST]
     command += ["--arch", ",".join(architectures)] if architectures else []
     done = subprocess.run(
         command,
@@ -52,25 +52,25 @@ def compile_table(
     if "No such command" in done.stderr:
         raise NoSuchTableError("this attnfuzz has no command `compile`")
     try:
-        found = json.loads(done.stdout)
+        output = json.loads(done.stdout)
     except ValueError:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise CompileTableError(said[-1] if said else f"it ended with exit code {done.returncode}") from None
-    if isinstance(found, dict) and "error" in found and "rows" not in found:
-        raise NoSuchTableError(str(found["error"]).splitlines()[0])
-    rows = found.get("rows") if isinstance(found, dict) else found
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise CompileTableError(lines[-1] if lines else f"it ended with exit code {done.returncode}") from None
+    if isinstance(output, dict) and "error" in output and "rows" not in output:
+        raise NoSuchTableError(str(output["error"]).splitlines()[0])
+    rows = output.get("rows") if isinstance(output, dict) else output
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "ok" in row for row in rows):
-        raise CompileTableError("its table has no rows that can be read")
+        raise CompileTableError("its table has no readable rows")
     return rows
 
 
 def compare_tables(kernel: str, head: Sequence[Row], base: Sequence[Row] | None) -> Part:
-    """Fails on a new failure, more spills, a lost tensor-core path or a new race; without a base, on any failure or race."""
+    """Fail on a new failure, more spills, a lost tensor-core path or a new race; without a base, on any failure or race."""
     before = {_key(row): row for row in base or ()}
     findings = []
     for row in head:
         for check, message in _worse(row, before.get(_key(row))):
-            text = f"{_told(row)}: {message}"
+            text = f"{_label(row)}: {message}"
             findings.append(Finding("compile", kernel, text, check=check, detail=_detail(row, check)))
     wrong = sum(1 for row in head if not row["ok"])
     summary = f"{len(head)} compiled, {wrong} refused" + ("" if base is not None else "; nothing to compare with")
@@ -78,16 +78,16 @@ def compare_tables(kernel: str, head: Sequence[Row], base: Sequence[Row] | None)
 
 
 def _worse(row: Row, before: Row | None) -> list[tuple[str, str]]:
-    found = []
+    changes = []
     if not row["ok"] and (before is None or before["ok"]):
-        found.append(("failed", f"no longer compiles: {_first(row)}" if before else f"does not compile: {_first(row)}"))
+        changes.append(("failed", f"no longer compiles: {_first(row)}" if before else f"does not compile: {_first(row)}"))
     for name, what in (("spills", "spills"), ("races", "races")):
         now, then = _count(row.get(name)), _count(before.get(name)) if before else 0
         if row["ok"] and now > then and (before is not None or name == "races"):
-            found.append((name, f"{now} {what}, {then} before"))
+            changes.append((name, f"{now} {what}, {then} before"))
     if row["ok"] and before and rank(row.get("tensor_core")) < rank(before.get("tensor_core")):
-        found.append(("tensor_core", f"tensor cores by {row.get('tensor_core') or 'nothing'}, {before['tensor_core']} before"))
-    return found
+        changes.append(("tensor_core", f"tensor cores by {row.get('tensor_core') or 'nothing'}, {before['tensor_core']} before"))
+    return changes
 
 
 def _detail(row: Row, check: str) -> str:
@@ -99,7 +99,7 @@ def _key(row: Row) -> tuple[str, ...]:
     return tuple(json.dumps(row.get(name), sort_keys=True) for name in _KEY)
 
 
-def _told(row: Row) -> str:
+def _label(row: Row) -> str:
     config = row.get("config")
     text = " ".join(f"{name}={value}" for name, value in config.items()) if isinstance(config, dict) else str(config or "")
     return " ".join(each for each in (str(row.get("function") or ""), str(row.get("arch") or ""), text) if each) or "a compile"

@@ -1,4 +1,4 @@
-"""The corpus first, then a campaign whose Cases are the same for the same seed."""
+"""The parts replay and campaign: the corpus, then a campaign whose Cases are the same for the same seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[str], None]
 
 
 class InterruptedCampaignError(KeyboardInterrupt):
-    """Ctrl-C during the campaign: `part` is what was found until then."""
+    """Ctrl-C during the campaign: `part` has the findings so far."""
 
     def __init__(self, part: Part) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class InterruptedCampaignError(KeyboardInterrupt):
 
 
 def stored_cases(out: str, corpora: Sequence[str]) -> tuple[CaseFile, ...]:
-    """Every case file of `out` and of the folders `corpora` (case files, or a folder `cases` with them), each Case once.
+    """Return every case file of `out` and of the folders `corpora` (case files, or a folder `cases` with them), each Case once.
 
     Raises:
-        BadArgument: a folder of `corpora` is none; a file cannot be read.
+        BadArgument: a folder does not exist, or a file cannot be read.
     """
-    found: dict[Case, CaseFile] = {}
+    files: dict[Case, CaseFile] = {}
     folders = [Corpus(out).folder]
     for each in corpora:
         if not Path(each).is_dir():
@@ -51,14 +51,14 @@ def stored_cases(out: str, corpora: Sequence[str]) -> tuple[CaseFile, ...]:
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
             stored = read_case(path)
-            found.setdefault(stored.case, stored)
-    return tuple(found.values())
+            files.setdefault(stored.case, stored)
+    return tuple(files.values())
 
 
 def replay(
     kernel: Kernel, device: Device, stored: Iterable[CaseFile], executor: Executor, progress: Progress = lambda _: None
 ) -> Part:
-    """Every stored Case of `kernel` again, as often as the rate at which it failed demands."""
+    """Run every stored Case of `kernel` again, as often as its failure rate demands."""
     findings: list[Finding] = []
     skipped: list[str] = []
     cases = [each for each in stored if each.case.kernel == kernel.name]
@@ -79,12 +79,12 @@ def replay(
 
 
 def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progress: Progress = lambda _: None) -> Part:
-    """The campaign of `settings`; every failure that its minimal Cases show is a finding.
+    """Run the campaign of `settings`; every failure of its minimal Cases is a finding.
 
     Raises:
-        InterruptedCampaignError: by the user.
+        InterruptedCampaignError: the user pressed Ctrl-C.
     """
-    done = campaign([kernel], settings, _Told(progress), executor)
+    done = campaign([kernel], settings, _CampaignProgress(progress), executor)
     findings = tuple(
         dict.fromkeys(
             finding
@@ -111,7 +111,7 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
 
 
 def _to_the_end(done: CampaignFinished, settings: Settings) -> bool:
-    """Whether the number of Cases ended it, which is the same on every machine, and not the time."""
+    """Whether the number of Cases ended it, the same on every machine, and not the time."""
     return not done.lost and settings.max_examples is not None and done.summaries[0].cases >= settings.max_examples
 
 
@@ -122,14 +122,14 @@ def findings_of(
     path: str | None,
     rate: Rate | None = None,
     *,
-    seen: set[Identity] | None = None,
+    reported: set[Identity] | None = None,
 ) -> Iterator[Finding]:
-    """One for each identity not yet in `seen`: a ledger that knows one of them must not hide the others."""
-    seen = set() if seen is None else seen
+    """Yield a finding for each identity not in `reported`: a ledger that knows one of them must not hide the others."""
+    reported = set() if reported is None else reported
     for failure in verdict.failures:
-        if failure.identity in seen:
+        if failure.identity in reported:
             continue
-        seen.add(failure.identity)
+        reported.add(failure.identity)
         yield Finding.of(
             part,
             failure.identity,
@@ -141,8 +141,8 @@ def findings_of(
         )
 
 
-class _Told:
-    """How far the campaign is."""
+class _CampaignProgress:
+    """Reports a campaign's progress as text."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._cases, self._failures = progress, 0, 0

@@ -18,21 +18,21 @@ _LIMITS: dict[Device, Limits] = {
     "cuda": Limits(batch=4, heads=8, length=1024, tiles=512),
 }
 _VARIANTS: dict[Device, int] = {"cpu": 3, "cuda": 12}
-"""Variants that are compiled for the sample, where that takes long."""
+"""Variants that are compiled for the sample, on devices where compiling takes long."""
 _LEAST = 512
-"""Elements of an output below which its errors are too few to measure."""
+"""Least number of elements of an output for its errors to be measured."""
 _DRAWS = 20
 _SPEED: dict[Device, tuple[tuple[int, int, int], ...]] = {
     "cpu": ((1, 4, 128), (1, 2, 64)),
     "cuda": ((4, 32, 4096), (2, 16, 2048), (1, 8, 1024)),
 }
-"""(batch, heads, length), the first that the kernel takes."""
+"""(batch, heads, length): the first that the kernel takes is timed."""
 
 
 def accuracy_cases(kernel: Kernel, device: Device, count: int, seed: int) -> tuple[Case, ...]:
-    """`count` Cases of `kernel`, or as many as are drawn: the same for the same kernel, device and seed.
+    """Draw up to `count` Cases of `kernel`, the same for the same kernel, device and seed.
 
-    Every other has plain normal values, whose errors are all of one size.
+    Every second Case has plain normal values, whose errors are all of one size.
     """
     variants = all_variants(kernel, device)
     if device in kernel.capabilities.compiles_on:
@@ -53,16 +53,16 @@ def accuracy_cases(kernel: Kernel, device: Device, count: int, seed: int) -> tup
 
 
 def speed_cases(kernel: Kernel, device: Device) -> tuple[Case, ...]:
-    """The largest usual problem that the kernel takes, in its first dtype, dims and Config: without a mask and with one."""
+    """Return the largest usual problem that the kernel takes, in its first dtype, dims and Config: without and with a mask."""
     can = kernel.capabilities
     masks: list[Causal | None] = [each for each in (None, "bottom_right", "top_left") if each in can.causal]
-    found = []
+    timed = []
     for causal in masks[:2]:
         for batch, heads, length in _SPEED[device]:
             if (case := _speed_case(kernel, device, causal, batch, heads, min(length, can.length_max or length))) is not None:
-                found.append(case)
+                timed.append(case)
                 break
-    return tuple(found)
+    return tuple(timed)
 
 
 def _speed_case(kernel: Kernel, device: Device, causal: Causal | None, batch: int, heads: int, length: int) -> Case | None:

@@ -1,4 +1,4 @@
-"""Speed: head and base take turns in one run, and only what noise does not explain counts."""
+"""Speed: time head and base alternately in one run; a difference counts only beyond the noise."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ from attnfuzz.harness.gate.side import BrokenSideError, Side
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.strategies.case import Case
 
-__all__ = ["ROUNDS", "Timed", "speed", "timed_by_turns"]
+__all__ = ["ROUNDS", "Timed", "speed", "timed_alternately"]
 
 ROUNDS = 25
 
 
 @dataclass(slots=True)
 class Timed:
-    """One Case in one direction: seconds of a call in each round, head and base."""
+    """One Case in one direction: seconds of a call in each round, as (head, base)."""
 
     case: Case
     direction: str
     rounds: list[tuple[float, float]] = field(default_factory=list)
     confirmed: bool = False
-    """It was too slow in two series of rounds."""
+    """Whether it was too slow in two series of rounds."""
 
     @property
     def ratio(self) -> Ratio:
-        """Head over base: more than 1 is slower."""
+        """Head over base: above 1, head is slower."""
         return paired_ratio_of_medians(self.rounds)
 
 
-def timed_by_turns(
+def timed_alternately(
     head: Side, base: Side, cases: Sequence[Case], rounds: int = ROUNDS, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Timed], list[str]]:
-    """Every Case in both directions, and why some are left out. Who begins a round is drawn: a clock may sag within it.
+    """Time every Case in both directions; return the times, and why some Cases are left out.
 
     Raises:
         BrokenSideError: one side's kernel raised, or ended its process.
     """
-    found: list[Timed] = []
+    times: list[Timed] = []
     left_out: list[str] = []
     for number, case in enumerate(cases):
         by_direction: dict[str, Timed] = {}
-        drawn = random.Random(number)
-        for turn in range(-1, rounds):
-            progress(number * (rounds + 1) + turn + 1)
+        order = random.Random(number)  # a clock may drop within a round: neither side always begins
+        for index in range(-1, rounds):
+            progress(number * (rounds + 1) + index + 1)
             answers = {}
-            for side in drawn.sample(("head", "base"), 2):
+            for side in order.sample(("head", "base"), 2):
                 answers[side] = (head if side == "head" else base).ask("timed", case=case.canonical())
             if reason := next((each["unsupported"] for each in answers.values() if "unsupported" in each), None):
                 left_out.append(reason)
                 break
-            # The first turn warms both up.
-            for direction in answers["head"] if turn >= 0 else ():
+            # The first round warms both up.
+            for direction in answers["head"] if index >= 0 else ():
                 each = by_direction.setdefault(direction, Timed(case, direction))
                 each.rounds.append((answers["head"][direction], answers["base"][direction]))
-        found += by_direction.values()
-    return found, left_out
+        times += by_direction.values()
+    return times, left_out
 
 
 def speed(
@@ -73,30 +73,30 @@ def speed(
     rounds: int = ROUNDS,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Part:
-    """Fails where the ratio's interval lies above `threshold`, twice."""
+    """Fail if the ratio's interval lies above `threshold`, twice."""
     try:
-        found, left_out = timed_by_turns(head, base, cases, rounds, progress)
+        times, left_out = timed_alternately(head, base, cases, rounds, progress)
     except BrokenSideError as error:
         return Part("speed", "error", f"a run could not be timed: {error}")
-    doubtful = list(dict.fromkeys(each.case for each in found if each.ratio.above(threshold)))
+    doubtful = list(dict.fromkeys(each.case for each in times if each.ratio.above(threshold)))
     if doubtful:
-        # What else the machine does comes in bursts, which no interval of one run knows of: it must show twice.
-        again, _ = timed_by_turns(head, base, doubtful, rounds, progress)
-        first = {(each.case, each.direction): each for each in found}
+        # Other load on the machine comes in bursts, which the interval of one run does not cover: it must show twice.
+        again, _ = timed_alternately(head, base, doubtful, rounds, progress)
+        first = {(each.case, each.direction): each for each in times}
         for each in again:
             each.confirmed = first[each.case, each.direction].ratio.above(threshold) and each.ratio.above(threshold)
             first[each.case, each.direction] = each
-        found = list(first.values())
-    if not found:
+        times = list(first.values())
+    if not times:
         return Part("speed", "skipped", f"no Case to time: {'; '.join(left_out) or 'the kernel takes none of the usual ones'}")
     findings, rows = [], []
-    for each in found:
+    for each in times:
         ratio = each.ratio
         ours, theirs = (statistics.median(side) for side in zip(*each.rounds, strict=True))
         what = f"{each.direction} of {_label(each.case)}"
         if each.confirmed:
-            message = f"{what} takes {_time(ours)}, {ratio} x what it took ({_time(theirs)}), over {len(each.rounds)} rounds by "
-            message += f"turns; more than {threshold:g} x is too much"
+            message = f"{what} takes {_time(ours)}, {ratio} x what it took ({_time(theirs)}), over {len(each.rounds)} "
+            message += f"alternating rounds; the limit is {threshold:g} x"
             findings.append(Finding("speed", kernel, message, check=each.direction, described=tuple(describe_case(each.case))))
         rows.append(
             {
@@ -110,9 +110,9 @@ def speed(
                 "rounds": len(each.rounds),
             }
         )
-    slowest = max(found, key=lambda each: each.ratio.value)
+    slowest = max(times, key=lambda each: each.ratio.value)
     summary = f"at most {slowest.ratio} x base's time ({slowest.direction} of {_label(slowest.case)})"
-    clear = all(each.ratio.clearly_below(threshold) for each in found)
+    clear = all(each.ratio.clearly_below(threshold) for each in times)
     return Part(
         "speed", "fail" if findings else "pass", summary, tuple(findings), {"threshold": threshold, "rows": rows}, complete=clear
     )

@@ -10,7 +10,7 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate
 from attnfuzz.kernels.problem import reject
 
-__all__ = ["annotation", "append_summary", "on_github", "summary_file", "told"]
+__all__ = ["annotation", "annotation_lines", "append_summary", "on_github", "summary_file"]
 
 
 def on_github() -> bool:
@@ -19,13 +19,13 @@ def on_github() -> bool:
 
 
 def summary_file() -> Path | None:
-    """The file whose Markdown GitHub shows on the job's page."""
+    """Return the file whose Markdown GitHub shows on the job's page, if there is one."""
     name = os.environ.get("GITHUB_STEP_SUMMARY")
     return Path(name) if name else None
 
 
 def append_summary(file: Path, text: str) -> None:
-    """Add `text` to what earlier steps wrote.
+    """Append `text` to the summary of earlier steps.
 
     Raises:
         BadArgument: it cannot be written.
@@ -38,14 +38,14 @@ def append_summary(file: Path, text: str) -> None:
 
 
 def annotation(level: str, message: str, *, file: str = "", line: int = 1, title: str = "") -> str:
-    """One workflow command: `::error file=...,line=...,title=...::message`, escaped as GitHub's own toolkit does."""
-    given = {"file": file, "line": str(line) if file else "", "title": title}
-    properties = ",".join(f"{name}={_property(value)}" for name, value in given.items() if value)
+    """Format one workflow command: `::error file=...,line=...,title=...::message`, escaped as GitHub's own toolkit does."""
+    values = {"file": file, "line": str(line) if file else "", "title": title}
+    properties = ",".join(f"{name}={_property(value)}" for name, value in values.items() if value)
     return f"::{level}{' ' if properties else ''}{properties}::{_data(message)}"
 
 
-def told(done: Gate) -> Iterator[str]:
-    """Every finding on its kernel's file, what the ledger lets through as a notice, and the ledger's own errors."""
+def annotation_lines(done: Gate) -> Iterator[str]:
+    """Yield every finding on its kernel's file (a notice if the ledger lets it through), and the ledger's own errors."""
     for gated in done.kernels:
         for finding in gated.findings:
             yield _of_finding(gated, finding)
@@ -69,9 +69,9 @@ def _of_finding(gated: KernelGate, finding: Finding) -> str:
 
 
 def _from_here(path: str | None) -> str:
-    """As GitHub names files: relative to the checkout, which a job runs in."""
-    found = Path(path or "")
-    return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found) if path else ""
+    """Return `path` relative to the checkout, which a job runs in, as GitHub expects."""
+    file = Path(path or "")
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file) if path else ""
 
 
 def _data(text: str) -> str:

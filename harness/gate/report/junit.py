@@ -15,7 +15,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def junit(done: Gate) -> str:
-    """The report as XML text. What the ledger lets through counts as skipped, as an expected failure does in pytest's."""
+    """Return the report as XML text. Findings that the ledger lets through count as skipped, as pytest's expected failures do."""
     root = Xml.Element("testsuites", name="attnfuzz gate", time=f"{done.seconds:.3f}")
     for gated in done.kernels:
         suite = _suite(root, f"attnfuzz.{gated.kernel}", [_outcome(part) for part in gated.parts])
@@ -45,23 +45,23 @@ def _outcome(part: Part) -> str:
 
 
 def _case(suite: Xml.Element, gated: KernelGate, part: Part) -> None:
-    given = {"classname": _clean(f"attnfuzz.{gated.kernel}"), "name": part.name, "time": f"{part.seconds:.3f}"}
+    attributes = {"classname": _clean(f"attnfuzz.{gated.kernel}"), "name": part.name, "time": f"{part.seconds:.3f}"}
     if gated.file:
-        given |= {"file": _clean(gated.file), "line": str(gated.line)}
-    case = Xml.SubElement(suite, "testcase", given)
+        attributes |= {"file": _clean(gated.file), "line": str(gated.line)}
+    case = Xml.SubElement(suite, "testcase", attributes)
     kind = _outcome(part)
     if kind == "pass":
         return
-    found = Xml.SubElement(case, kind, message=_clean(part.summary))
+    element = Xml.SubElement(case, kind, message=_clean(part.summary))
     lines = []
     for each in part.findings:
         lines.append(each.message + (f" (known: {each.plea.issue}, until {each.plea.expires})" if each.plea else ""))
         lines += [f"  {name}: {value}" for name, value in each.described]
         lines += [f"  {name}: {line}" for name, line in each.again]
         lines += [each.detail] if each.detail else []
-    found.text = _clean("\n".join(lines)) or None
+    element.text = _clean("\n".join(lines)) or None
 
 
 def _clean(text: str) -> str:
-    """Without what XML 1.0 cannot hold: a kernel may print anything."""
+    """Replace characters that XML 1.0 cannot hold: a kernel may print anything."""
     return _FORBIDDEN.sub("?", printable(text))

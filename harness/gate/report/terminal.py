@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Outcome, Part, PartFinished, Said
+from attnfuzz.harness.gate.result import Finding, Gate, GateEvent, KernelGate, Outcome, Part, PartFinished
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 
 __all__ = ["GateProgress", "gate_object", "markdown", "show_gate"]
@@ -22,7 +22,7 @@ _MOST_DETAIL = 3000
 
 
 class GateProgress:
-    """Shows what is at work, and a line for each part that is over; a context, so that the terminal is left as it was."""
+    """Shows the running part, and a line for each part that has ended; a context that restores the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -38,25 +38,25 @@ class GateProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bars.stop()
 
-    def __call__(self, said: Said) -> None:
-        """Show one thing."""
-        if isinstance(said, PartFinished):
-            part = said.part
+    def __call__(self, event: GateEvent) -> None:
+        """Show one event."""
+        if isinstance(event, PartFinished):
+            part = event.part
             style, seconds = _STYLES[part.outcome], f" ({part.seconds:.1f} s)" if part.seconds >= 0.05 else ""
-            text = f"{escape(said.kernel)} {part.name}: [{style}]{part.outcome}[/] {escape(part.summary)}{seconds}"
+            text = f"{escape(event.kernel)} {part.name}: [{style}]{part.outcome}[/] {escape(part.summary)}{seconds}"
             self._bars.console.print(text, highlight=False, soft_wrap=True)
             return
-        if self._doing != (said.kernel, said.part):
-            self._doing = (said.kernel, said.part)
+        if self._doing != (event.kernel, event.part):
+            self._doing = (event.kernel, event.part)
             if self._task is not None:
                 self._bars.remove_task(self._task)
-            self._task = self._bars.add_task(escape(f"{said.kernel} {said.part}"), total=None, note="")
+            self._task = self._bars.add_task(escape(f"{event.kernel} {event.part}"), total=None, note="")
         if self._task is not None:
-            self._bars.update(self._task, note=escape(said.note))
+            self._bars.update(self._task, note=escape(event.note))
 
 
 def show_gate(console: Console, done: Gate) -> None:
-    """The table of kernels and parts, every finding with its Case, what is wrong with the ledger, and one line of verdict."""
+    """Print the table of kernels and parts, every finding with its Case, the ledger's errors, and one line of verdict."""
     if done.kernels:
         table = Table()
         table.add_column("kernel", no_wrap=True)
@@ -80,7 +80,7 @@ def show_gate(console: Console, done: Gate) -> None:
     for note in done.notes:
         console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
     if done.interrupted:
-        console.print("[yellow]interrupted: what was found until then is above[/]")
+        console.print("[yellow]interrupted: the findings so far are above[/]")
     style = "yellow" if done.outcome == "interrupted" else _STYLES[done.outcome]
     console.print(f"[{style}]{escape(_verdict(done))}[/]", highlight=False, soft_wrap=True)
 
@@ -114,15 +114,15 @@ def _verdict(done: Gate) -> str:
     counts = {
         name: sum(1 for each in done.kernels if each.outcome == name) for name in ("pass", "fail", "known", "error", "skipped")
     }
-    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no kernel changed"
-    told += f", {done.untouched} unchanged" if done.untouched else ""
-    told += f", {len(done.stale)} ledger error{'s' * (len(done.stale) > 1)}" if done.stale else ""
-    told += ", interrupted" if done.interrupted and done.outcome != "interrupted" else ""
-    return f"gate {done.outcome.upper()}{against}: {told}; {seconds}"
+    text = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no kernel changed"
+    text += f", {done.untouched} unchanged" if done.untouched else ""
+    text += f", {len(done.stale)} ledger error{'s' * (len(done.stale) > 1)}" if done.stale else ""
+    text += ", interrupted" if done.interrupted and done.outcome != "interrupted" else ""
+    return f"gate {done.outcome.upper()}{against}: {text}; {seconds}"
 
 
 def gate_object(done: Gate) -> dict[str, Any]:
-    """The gate's result as plain values."""
+    """Return the gate's result as plain values."""
     return {
         "outcome": done.outcome,
         "against": done.against,
@@ -158,7 +158,7 @@ def _part_object(part: Part) -> dict[str, Any]:
 
 
 def markdown(done: Gate) -> str:
-    """A summary for a job's page: one row per kernel and part, and the findings below."""
+    """Return a summary for a job's page: one row per kernel and part, and the findings below."""
     lines = [f"## attnfuzz gate: {done.outcome.upper() if done.outcome != 'pass' else 'pass'}", "", _cell(_verdict(done)), ""]
     if done.kernels:
         lines += ["| kernel | part | verdict | why |", "|---|---|---|---|"]
@@ -187,10 +187,10 @@ def _finding_markdown(gated: KernelGate, finding: Finding) -> list[str]:
     if gated.file:
         rows.append(("file", f"{gated.file}:{gated.line}"))
     rows += finding.again
-    told = "\n".join(f"{name:<20} {value}" for name, value in rows)
+    text = "\n".join(f"{name:<20} {value}" for name, value in rows)
     # A fence longer than any run of backticks that a kernel's own text may hold.
-    fence = "`" * max(3, 1 + max((len(each) for each in _ticks(told)), default=0))
-    return [f"### {_cell(_title(finding) + known)}", "", fence, told, fence, ""]
+    fence = "`" * max(3, 1 + max((len(each) for each in _ticks(text)), default=0))
+    return [f"### {_cell(_title(finding) + known)}", "", fence, text, fence, ""]
 
 
 def _ticks(text: str) -> list[str]:
@@ -198,7 +198,7 @@ def _ticks(text: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """`text` as one line of Markdown that cannot open a tag, a cell or a link."""
+    """Return `text` as one line of Markdown that cannot open a tag, a cell or a link."""
     flat = " ".join(text.split())
     for sign in "\\`|[]*_":
         flat = flat.replace(sign, f"\\{sign}")

@@ -400,6 +400,15 @@ def test_what_no_child_finds_is_told() -> None:
     assert not done.complete
 
 
+def test_a_case_that_no_child_can_read_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Case, "canonical", lambda self: "{}")
+    result = attnfuzz("check-adapter", "torch.reference_cpu", "--device", "cpu", "--json")
+    assert result.exit_code == 1, result.stderr
+    [identity] = [each for each in json.loads(result.stdout)["checks"] if each["check"] == "found by a child process"]
+    assert identity["status"] == "wrong"
+    assert "case.format=None" in identity["found"]
+
+
 def test_a_kernel_that_ends_its_process_is_a_row() -> None:
     done = check_adapter("fault.abort", "cpu")
     found = row(done, "runs")

@@ -72,7 +72,7 @@ def test_planted_tilelang_configs_fail_with_the_compilers_own_words(tmp_path: Pa
     assert result.exit_code == 1, result.output
     rows = {plant: row for (_, plant, _), row in rows_of(result).items()}
     assert rows["shared"]["error"] == (
-        "a block asks for 524288 bytes of shared memory, and sm_90a has 232448: no launch is possible"
+        "a block needs 524288 bytes of shared memory, and sm_90a has 232448: no launch is possible"
     )
     assert rows["api"]["error"] == "TypeError: tcgen05_gemm() missing 1 required keyword-only argument: 'mbar'"
     assert 'error: identifier "no_such_function" is undefined' in rows["extern"]["error"]
@@ -155,7 +155,7 @@ def test_a_missing_compiler_is_said_and_the_rest_compiled(tmp_path: Path) -> Non
         (("--arch", "hopper"), "arch='hopper'"),
         (("--baseline", "missing.json"), "baseline='missing.json': it cannot be read"),
         (("--baseline", "{tmp}/broken.json"), "it is broken"),
-        (("--baseline", "{tmp}/other.json"), "it is of format 7, and this attnfuzz reads 1"),
+        (("--baseline", "{tmp}/other.json"), "its format is 7, and this attnfuzz reads 1"),
         (("--write", "{tmp}"), "it is a folder"),
         (("--write", "/proc/no/where.json"), "it cannot be written"),
         (("--out", "/proc/no"), "failing Cases could not be written there"),

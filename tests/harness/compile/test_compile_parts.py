@@ -70,7 +70,7 @@ def test_a_cover_shows_every_dtype_with_each_mask_dims_and_config(name: str) -> 
         name == "triton.flex"
     )
     assert len(planned([kernel], ["sm_90a"], cover=True)[0]) == len(found)
-    with pytest.raises(BadArgument, match="3 variants are not as many as show everything; leave --cover out, or --max"):
+    with pytest.raises(BadArgument, match="cannot be combined with --max 3; leave one of them out"):
         planned([kernel], None, most=3, cover=True)
 
 
@@ -96,7 +96,7 @@ def test_figures_are_the_worst_of_all_entry_functions() -> None:
     found = figures("UTCHMMA gdesc[UR4]", first=5000)
     assert (found.shared, found.tensor_core) == (6024, "tcgen05")
     assert figures("FFMA R1; FADD;").tensor_core is None
-    with pytest.raises(BadArgument, match="nothing of registers"):
+    with pytest.raises(BadArgument, match="its output has no registers"):
         figures("", "silence")
 
 
@@ -173,4 +173,4 @@ def test_errors_are_cut_to_what_matters() -> None:
         "kernel.py:3:1: error: operation scheduled before its operands",
     ]
     assert len(cut("\n".join(map(str, range(1000)))).splitlines()) == 12
-    assert cut("") == "it does not say why"
+    assert cut("") == "it gives no reason"

@@ -275,7 +275,7 @@ def test_a_baseline_in_place_of_git(tmp_path: Path) -> None:
     ran = repository.gate("--baseline", "base.json", *few, "--json")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     (found,) = json.loads(ran.stdout)["kernels"]
-    assert found["why"] == "its files are others than the baseline's"
+    assert found["why"] == "its files differ from the baseline's"
     assert {each["output"] for each in parts_of(found)["accuracy"]["findings"]} == {"dq"}
 
 
@@ -313,7 +313,7 @@ def test_a_kernel_that_is_wrong_gets_no_baseline(tmp_path: Path) -> None:
     repository.edit("broken", "# forward", "o = o * 1.5")
     ran = repository.gate("--write", "base.json", "--cases", "6", *kernels("broken"))
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "it is wrong, and so no baseline" in ran.stdout
+    assert "it is wrong, so that no baseline is written" in ran.stdout
     assert not (tmp_path / "base.json").exists()
 
 
@@ -327,13 +327,13 @@ def attnfuzz(*arguments: str) -> Any:
         ((), "give --base REF, --baseline FILE or --write FILE"),
         (("--base", "mian"), "git knows no such commit here"),
         (("--base", "HEAD", "--kernel", "torch.reference_cpu"), "none of its files is in the checkout"),
-        (("--base", "HEAD"), "no kernel that is known has a file in the checkout"),
+        (("--base", "HEAD"), "no known kernel has a file in the checkout"),
         (("--base", "HEAD", "--kernel", "no.such"), "no kernel of that name is installed"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--corpus", "nowhere"), "corpus='nowhere': there is no such folder"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--ledger", "none.toml"), "ledger='"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--junit", "."), "it is a folder"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--budget", "soon"), "it is no duration"),
-        (("--write", "new.json"), "write='new.json': no kernel that is known has a file in "),
+        (("--write", "new.json"), "write='new.json': no known kernel has a file in "),
         (("--baseline", "none.json"), "baseline='none.json': it cannot be read"),
     ],
 )
@@ -349,7 +349,7 @@ def test_an_entry_of_an_unknown_kernel_and_a_broken_case_end_with_2(local: Repos
     local.write("attnfuzz-ledger.toml", entry)
     ran = attnfuzz("--base", "HEAD", "--kernel", "acme.rough:KERNEL")
     assert ran.exit_code == 2
-    assert "line 1: entry 1 (acme.gone: mismatch, #1) is of no kernel that is known here" in ran.output
+    assert "line 1: entry 1 (acme.gone: mismatch, #1): its kernel is not known here" in ran.output
     (local.root / "attnfuzz-ledger.toml").unlink()
     local.write("cases/broken.json", "{")
     ran = attnfuzz("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--corpus", "cases", "--json")

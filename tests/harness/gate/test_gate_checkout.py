@@ -66,7 +66,7 @@ def test_what_base_did_meanwhile_is_no_change_of_ours(repository: Repository) ->
     git(repository.root, "checkout", "-q", "work")
     found = since(repository, "main")
     assert found.changed == {"src/acme/one.py"}
-    assert found.told.endswith("(main)")
+    assert found.label.endswith("(main)")
 
 
 def test_renamed_and_deleted(repository: Repository) -> None:
@@ -120,7 +120,7 @@ def test_a_shallow_clone_says_what_to_fetch(repository: Repository, tmp_path_fac
     with pytest.raises(BadArgument, match="this clone is shallow: fetch the rest"):
         changes_since(checkout_at(shallow), "origin/main")
     git(shallow, "fetch", "-q", "--depth", "1", "origin", "main:refs/remotes/origin/main")
-    with pytest.raises(BadArgument, match="too shallow to tell where the checkout left it; fetch the rest"):
+    with pytest.raises(BadArgument, match="too shallow to find their merge base; fetch the rest"):
         changes_since(checkout_at(shallow), "origin/main")
     git(shallow, "fetch", "-q", "--unshallow", "origin")
     assert changes_since(checkout_at(shallow), "origin/main").changed == {"src/acme/one.py"}

@@ -14,11 +14,11 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.gate.report import github
 from attnfuzz.harness.gate.report.junit import junit
 from attnfuzz.harness.gate.report.terminal import GateProgress, gate_object, markdown, show_gate
-from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, PartFinished, Plea
+from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, PartFinished, Waiver
 from attnfuzz.kernels.problem import BadArgument
 
 NASTY = 'dK: 100 % wrong,\nat "a:b" <script> ``` | [x](y) \x1b[31m \x00 \udc80 ::error::'
-PLEA = Plea(2, "#12", "2026-06-30")
+WAIVER = Waiver(2, "#12", "2026-06-30")
 
 
 def result(*findings: Finding, outcome: str = "fail", **changed: object) -> Gate:
@@ -28,7 +28,7 @@ def result(*findings: Finding, outcome: str = "fail", **changed: object) -> Gate
     return Gate(against="3f2a91c4d0 (main)", kernels=(gated,), seconds=2.0, **changed)  # type: ignore[arg-type]
 
 
-def finding(message: str = NASTY, plea: Plea | None = None) -> Finding:
+def finding(message: str = NASTY, plea: Waiver | None = None) -> Finding:
     described = (("kernel", "acme.flash"), ("heads", "3 query, 1 key/value (groups of 3)"))
     return Finding(
         "campaign",
@@ -45,7 +45,7 @@ def finding(message: str = NASTY, plea: Plea | None = None) -> Finding:
 
 
 def test_an_annotation_is_one_line_and_its_parts_cannot_break_out() -> None:
-    (line,) = github.told(result(finding()))
+    (line,) = github.annotation_lines(result(finding()))
     assert "\n" not in line
     assert line.startswith("::error file=src/a%2Cb.py,line=14,title=acme.flash%3A mismatch::dK: 100 %25 wrong,%0Aat ")
     assert "%0Aheads: 3 query, 1 key/value (groups of 3)%0Arun it again: attnfuzz repro found/c.json" in line
@@ -54,12 +54,12 @@ def test_an_annotation_is_one_line_and_its_parts_cannot_break_out() -> None:
 
 
 def test_what_the_ledger_lets_through_is_a_notice_and_its_own_errors_are_on_its_file() -> None:
-    gate = result(finding("dK", PLEA), outcome="known", ledger="l.toml", stale=(("entry 1: it expired", 3),), notes=("entry 2",))
-    lines = list(github.told(gate))
+    gate = result(finding("dK", WAIVER), outcome="known", ledger="l.toml", stale=(("entry 1: expired", 3),), notes=("entry 2",))
+    lines = list(github.annotation_lines(gate))
     assert lines[0].startswith("::notice file=")
     assert "known: #12, until 2026-06-30" in lines[0]
     assert lines[1:] == [
-        "::error file=l.toml,line=3,title=attnfuzz ledger::entry 1: it expired",
+        "::error file=l.toml,line=3,title=attnfuzz ledger::entry 1: expired",
         "::warning file=l.toml,line=1,title=attnfuzz ledger::entry 2",
     ]
 
@@ -105,7 +105,7 @@ def test_junit_is_xml_with_a_case_for_each_part_and_right_counts() -> None:
 
 
 def test_what_is_known_counts_as_skipped_in_junit() -> None:
-    root = Xml.fromstring(junit(result(finding("dK", PLEA), outcome="known")).encode())
+    root = Xml.fromstring(junit(result(finding("dK", WAIVER), outcome="known")).encode())
     assert (root.get("failures"), root.get("skipped")) == ("0", "2")
 
 

@@ -53,7 +53,7 @@ def executor() -> Iterator[Isolated]:
     made = Isolated("cpu", backends=["torch"], deadline=4.0, memory=1 << 30)
     yield made
     made.close()
-    assert not reaper.family(made.run)
+    assert not reaper.processes(made.run)
     assert (
         attacks.seconds_of(made.run)
         not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

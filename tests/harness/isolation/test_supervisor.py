@@ -147,11 +147,11 @@ def test_what_a_child_leaves_behind_goes_with_it(supervisor: Supervisor) -> None
     found = died(supervisor, "daemon")
     assert (found.why, found.status) == ("exit", 4)
     alive = {each.pid for each in reaper.marked(supervisor._forkserver.run)}
-    zygote = supervisor._forkserver._zygote
-    assert alive == {child.pid for child in supervisor._living} | ({zygote.pid} if zygote else set())
+    template = supervisor._forkserver._template
+    assert alive == {child.pid for child in supervisor._living} | ({template.pid} if template else set())
 
 
-def test_a_zygote_that_was_killed_is_replaced(forked: Supervisor) -> None:
+def test_a_template_process_that_was_killed_is_replaced(forked: Supervisor) -> None:
     found = forked.run(task("dies", how="parent"))
     assert isinstance(found, Death)
     assert forked.run(task("echo")) == Reply({})

@@ -16,13 +16,13 @@ import torch
 from click.testing import CliRunner, Result
 from support.report import Spoilt, failure, kernel_record, record, right, spoilt_case, written
 
-from attnfuzz.harness.campaign import corpus, events
+from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign import maps as gallery
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.coverage import drawn_values
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.core import files
 from attnfuzz.harness.cli import main as cli
+from attnfuzz.harness.core import files
 from attnfuzz.harness.judge.errormap import write_maps
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Figures, Verdict
