@@ -276,7 +276,7 @@ def test_correct_kernels_pass_what_is_drawn(subject: Kernel) -> None:
 
 
 HALF, BFLOAT = "float16", "bfloat16"
-ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
+FALSE_ALARMS: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
     # Kernels on a GPU were told to be wrong there, and so was an emulated one with the same numbers. Equal P are rounded alike,
     ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (249,), "dim_qk": 192, "dim_v": 128, "dtype": BFLOAT,
                                 "softmax_scale": 0.0}, Recipe(), {}),
@@ -303,8 +303,8 @@ ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], .
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "check", "values", "recipe", "choices"), ONCE_ACCUSED)
-def test_what_a_correct_kernel_was_accused_of(name: str, check: Check, values, recipe: Recipe, choices) -> None:
+@pytest.mark.parametrize(("name", "check", "values", "recipe", "choices"), FALSE_ALARMS)
+def test_a_false_alarm_of_before_passes(name: str, check: Check, values, recipe: Recipe, choices) -> None:
     kernel, problem = registry.get(name), Problem(**values)
     tried = [each for each in kernel.configs(problem) if each["mma"] == "f32" and dict(each) | choices == dict(each)]
     assert tried
