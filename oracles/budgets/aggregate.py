@@ -61,12 +61,12 @@ def statistics(
     # One copy from the device for all of it.
     rows = torch.cat([generic.expand(len(outputs), -1), sums], 1).tolist()
     of = dict(zip(outputs, rows, strict=True))
-    found = {name: pair for name, row in of.items() if (pair := _of_limits(name, row))}
-    known = looked.figures() if any(max(pair) > 1 for pair in found.values()) and (looked := independence()) else {}
+    ratios = {name: pair for name, row in of.items() if (pair := _of_limits(name, row))}
+    known = dependence.figures() if any(max(pair) > 1 for pair in ratios.values()) and (dependence := independence()) else {}
     for name, (known_z, correlated) in known.items():
-        if name in found and (pair := _of_limits(name, of[name], correlated)):
-            found[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
-    return found
+        if name in ratios and (pair := _of_limits(name, of[name], correlated)):
+            ratios[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
+    return ratios
 
 
 def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> bool:
@@ -74,8 +74,8 @@ def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Bu
     if not outputs:
         return False
     rows = _sums(list(outputs.values()), form).tolist()
-    found = (_of_limits(name, (1.0, math.inf, 1.0, *row)) for name, row in zip(outputs, rows, strict=True))
-    return any(max(each) > 1 for each in found if each)
+    ratios = (_of_limits(name, (1.0, math.inf, 1.0, *row)) for name, row in zip(outputs, rows, strict=True))
+    return any(max(each) > 1 for each in ratios if each)
 
 
 def _of_limits(name: OutputName, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
@@ -125,8 +125,8 @@ def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format
             torch.addcmul(error, stays, res, value=-1).mul_(w).mul_(expected),
         ]
     ).nan_to_num_(nan=0.0)
-    found = []
+    totals = []
     for part, dim in zip(columns.split(sizes, 1), dims, strict=True):
         noise_, y, slope, t, other = part.unflatten(1, (-1, dim)).sum(-1)
-        found.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]).sum(-1))
-    return torch.stack(found)
+        totals.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]).sum(-1))
+    return torch.stack(totals)

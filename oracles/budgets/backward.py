@@ -324,7 +324,7 @@ def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, 
     unit = 2 * half_ulp(f.o, t.form)
     of_rounded = d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
     scale = abs(t.scale)
-    found_q, found_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
+    largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
     for delta in (d, of_rounded):
         exact = t.p * (d_p - delta)
@@ -333,9 +333,9 @@ def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, 
         for factor in {1.0, scale} - {0.0}:
             steps = 2 * half_ulp(exact * factor, t.form) / factor
             error = torch.round(exact / steps).mul_(steps).sub_(exact)
-            found_q = torch.maximum(found_q, (error @ t.k).abs_().mul_(scale))
-            found_k = torch.maximum(found_k, (error.mT @ t.q).abs_().mul_(scale))
-    return found_q, found_k
+            largest_q = torch.maximum(largest_q, (error @ t.k).abs_().mul_(scale))
+            largest_k = torch.maximum(largest_k, (error.mT @ t.q).abs_().mul_(scale))
+    return largest_q, largest_k
 
 
 def _beyond(known: torch.Tensor, sigma2: torch.Tensor) -> torch.Tensor:
@@ -388,14 +388,14 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     dk.b.addcmul_(t.touched, lost(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.q.shape[1]), value=1 + scale)
     dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
     share = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
-    found = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
+    gradients = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
     if not lean:
         p2, q2 = (x.weight * x.weight).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
         # A flushed P moves D, and all of its row: no random error either.
-        found.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
-        found.d_s, found.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
-        found.share = share
-    return found
+        gradients.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
+        gradients.d_s, gradients.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
+        gradients.share = share
+    return gradients
 
 
 @dataclass(slots=True, eq=False)

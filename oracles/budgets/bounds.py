@@ -98,24 +98,24 @@ def budgets(
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)
-        made = _Made(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
+        totals = _Totals(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
             t = scores(placed, tokens, deviations, device, ties=ties)
             f, of_p = forward(t, ties=ties, lean=lean)
             delta = delta_error(t, f, of_p)
             if independent and frame.whole:
-                made.independence.add(t, f, delta, placed)
+                totals.independence.add(t, f, delta, placed)
             # Here and below: a frame's tensors are large, and not wanted beside those of what follows.
             del of_p
-            with made.sums(placed) as (dk, dv):
-                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean, captured=made.captured)
-            made.add(placed, t, f, g)
+            with totals.sums(placed) as (dk, dv):
+                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean, captured=totals.captured)
+            totals.add(placed, t, f, g)
             del placed, t, f, delta, g, dk, dv
-        return made.finished()
+        return totals.finished()
 
 
-class _Made:
+class _Totals:
     """Collects the frames' results."""
 
     def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool, generic: bool) -> None:
@@ -173,14 +173,14 @@ class _Made:
     def finished(self) -> Budgets:
         """Everything over the whole batch; what it is made of is given up."""
         steps = _row_steps(self._tokens.problem, self._lse.device)
-        found: dict[OutputName, Budget] = {
+        outputs: dict[OutputName, Budget] = {
             "o": Budget(*self._o.chunk(self._parts, -1)),
             "dq": Budget(*self._dq.chunk(self._parts, -1)),
         }
         for name in ("dk", "dv"):
-            found[name] = self._summed(self._names[name], self._keys.pop(name), steps)
+            outputs[name] = self._summed(self._names[name], self._keys.pop(name), steps)
         return Budgets(
-            lse=self._lse[..., 0], outputs=found, repeats=self._repeats, captured=self.captured.allowed(),
+            lse=self._lse[..., 0], outputs=outputs, repeats=self._repeats, captured=self.captured.allowed(),
             independence=self.independence, doubted=self._doubts.counts(),
         )  # fmt: skip
 

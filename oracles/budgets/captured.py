@@ -45,8 +45,8 @@ class CapturedSums:
 
     def allowed(self) -> dict[str, torch.Tensor]:
         """M of each tensor that some frame has reached, float64, in its shape."""
-        found = {}
+        budgets = {}
         for name, (error, size, count) in self._sums.items():
             budget = error + 6 * EPS * count.sqrt() * size + count * TINY
-            found[name] = budget.reshape(self._modifiers.tensors[name].shape)
-        return found
+            budgets[name] = budget.reshape(self._modifiers.tensors[name].shape)
+        return budgets

@@ -40,9 +40,9 @@ class Doubt:
     """Between which P may be `(Z, rows, keys)`, exactly evaluated; of rows in doubt that are not endless."""
 
     @staticmethod
-    def of(s: torch.Tensor, m: torch.Tensor, seen: torch.Tensor, scores: torch.Tensor) -> Doubt:
+    def of(s: torch.Tensor, m: torch.Tensor, visible: torch.Tensor, scores: torch.Tensor) -> Doubt:
         """From the scores s, the rows' maxima, and which scores are seen and which are in doubt."""
-        rows, reach = scores.any(-1, keepdim=True), seen | scores
+        rows, reach = scores.any(-1, keepdim=True), visible | scores
         w = torch.exp(s.masked_fill(~reach, -torch.inf) - m)
         certain = w.masked_fill(scores, 0.0)
         least, most = certain.sum(-1, keepdim=True), w.sum(-1, keepdim=True)

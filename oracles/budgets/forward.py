@@ -171,8 +171,8 @@ def steps_of(n: Steps) -> Steps:
 
 def spread_of(sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
     """6 sigma + 4 tau."""
-    found = sigma2.sqrt().mul_(LAMBDA)
-    return found if tau2 is None else found.add_(tau2.sqrt(), alpha=TIES)
+    spread = sigma2.sqrt().mul_(LAMBDA)
+    return spread if tau2 is None else spread.add_(tau2.sqrt(), alpha=TIES)
 
 
 def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, *, ties: bool = False) -> Scores:
@@ -189,15 +189,15 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     d_lse = None if tokens.d_lse is None else placed.rows(tokens.d_lse.T[:, :, None])
     values = torch.cat([v, v.abs(), v * v, k], -1)
     v, v_size, v2, k = values.split([*[problem.dim_v] * 3, problem.dim_qk], -1)
-    seen, scale, form = placed.seen(), problem.scale, Format.of(problem.dtype)
+    visible, scale, form = placed.visible(), problem.scale, Format.of(problem.dtype)
     modifiers = tokens.modifiers
     leaves = placed.leaves() if modifiers.score is not None or modifiers.mask is not None else {}
     doubtful = None
     if leaves and (unmasked := modifiers.unmasked(leaves)) is not None:
         if (doubtful := modifiers.doubtful(leaves)) is not None:
-            doubtful = seen & doubtful
-        seen = seen & unmasked
-    unseen = ~seen
+            doubtful = visible & doubtful
+        visible = visible & unmasked
+    unseen = ~visible
     q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
     rounding = Rounding(form, problem.dtype != "float32", problem.dtype == "float32" and device in deviations.tf32_on)
     s = (q * scale) @ k.mT
@@ -227,7 +227,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     e = torch.exp(hidden - m)
     total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
     lse = m + torch.log(total)
-    doubt = None if doubtful is None else Doubt.of(s, m, seen, doubtful)
+    doubt = None if doubtful is None else Doubt.of(s, m, visible, doubtful)
     if doubt is not None:
         delta = doubt.widest(delta, s_size)
     delta.masked_fill_(unseen if doubt is None else ~doubt.reach, 0.0)
@@ -243,7 +243,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     if doubt is not None:
         top &= ~doubt.rows
     p = e / total
-    found = Scores(
+    result = Scores(
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
         top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
@@ -255,10 +255,10 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
         m_lse += (p * (neighbours(e, EPS * s.shape[-1] / 2) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
     if deviations.l_from_rounded_p:
-        found.l_error = _rounded_sum(found)
-        m_lse += found.l_error
+        result.l_error = _rounded_sum(result)
+        m_lse += result.l_error
     m_lse.masked_fill_(dead, 0.0)
-    return found
+    return result
 
 
 def _rounded_sum(t: Scores) -> torch.Tensor:
@@ -312,10 +312,10 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         b += o.abs() * t.l_error
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_o.masked_fill_(t.lost_rows, torch.inf)
-    found = Forward(
+    result = Forward(
         o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
     )
-    return found, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
+    return result, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
 
 
 def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: int) -> torch.Tensor:

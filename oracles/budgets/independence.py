@@ -62,24 +62,24 @@ class Independence:
         var_p, var_s = (half_ulp(x, t.form).square_().div_(3).masked_fill_(x == 0, 0.0) for x in (t.p, d_s))
         k, q, of_d = t.k * t.scale, t.q * t.scale, weight * weight * delta.sigma2
         rows, keys = placed.sampled(_SAMPLED)
-        found: tuple[tuple[OutputName, _Product, torch.Tensor, Iterator[torch.Tensor]], ...] = (
+        products: tuple[tuple[OutputName, _Product, torch.Tensor, Iterator[torch.Tensor]], ...] = (
             ("o", _Product(f.o, t.v, var_p), rows, _of_p(t)),
             ("dv", _Product(t.p.mT @ t.d_o, t.d_o, var_p.mT), keys, iter([_rounding(t, t.p).mT])),
             ("dq", _Product(d_s @ k, k, var_s, (delta.sigma2, weight @ k)), rows, _of_ds(t, f, delta, weight)),
             ("dk", _Product(d_s.mT @ q, q, (var_s + of_d).mT), keys, (x.mT for x in _of_ds(t, f, delta, weight))),
         )
-        for name, product, sampled, errors in found:
+        for name, product, sampled, errors in products:
             self._add_known(name, product, errors, t)
             self._correlated.setdefault(name, []).append(_correlated(product, sampled, t))
 
     def figures(self) -> dict[OutputName, tuple[float, float]]:
         """(z_k, c) of each output."""
-        found: dict[OutputName, tuple[float, float]] = {}
+        values: dict[OutputName, tuple[float, float]] = {}
         for name, sums in self._sums.items():
             total, squares = sums.unbind(-1)
             known = (total.abs() / squares.clamp(min=_NOTHING).sqrt()).nan_to_num(nan=math.inf).amax()
-            found[name] = (float(known), math.sqrt(float(torch.cat(self._correlated[name]).mean())))
-        return found
+            values[name] = (float(known), math.sqrt(float(torch.cat(self._correlated[name]).mean())))
+        return values
 
     def _add_known(self, name: OutputName, product: _Product, errors: Iterator[torch.Tensor], t: Scores) -> None:
         """sum t and sum t^2 of the rows, for each of `errors`."""
@@ -114,7 +114,7 @@ def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterato
 
 def _correlated(product: _Product, sampled: torch.Tensor, t: Scores) -> torch.Tensor:
     """c^2 of sampled rows."""
-    found = []
+    squares = []
     n, dim = product.expected.shape[1:]
     last = half_ulp(product.expected, t.form).square_().div_(3)
     for at in sampled.tolist():
@@ -126,5 +126,5 @@ def _correlated(product: _Product, sampled: torch.Tensor, t: Scores) -> torch.Te
             covariance += one * direction[:, None] * direction
         covariance.diagonal().add_(last[z, row])
         size = covariance.diagonal().clamp(min=_NOTHING).rsqrt()
-        found.append((covariance * size[:, None] * size).square().sum() / dim**2)
-    return torch.stack(found) if found else torch.ones(1, dtype=torch.float64, device=t.p.device)
+        squares.append((covariance * size[:, None] * size).square().sum() / dim**2)
+    return torch.stack(squares) if squares else torch.ones(1, dtype=torch.float64, device=t.p.device)

@@ -11,14 +11,14 @@ import torch
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
-from attnfuzz.oracles.relations.difference import Difference, Given, Related
-from attnfuzz.oracles.relations.sizes import Noise, seen_keys, sum_of_seeing
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup
+from attnfuzz.oracles.relations.sizes import Noise, key_counts, sum_of_seeing
 from attnfuzz.oracles.relations.tensors import output, packed
 
 __all__ = ["constant_v"]
 
 
-def constant_v(given: Given) -> Related:
+def constant_v(setup: Setup) -> Related:
     """The first key's V for all keys, beside a launch with V as it is: LSE and dV have no V in them and must not change.
 
     With c that row of V, u the dtype's unit roundoff, p_i as in `sizes`:
@@ -32,33 +32,33 @@ def constant_v(given: Given) -> Related:
 
     O in B_i is the kernel's own, so that a wrong O alone does not show twice.
     """
-    (problem,) = given.problems
-    parts = list(sequences(given.inputs))
+    (problem,) = setup.problems
+    parts = list(sequences(setup.inputs))
     constant = [dataclasses.replace(part, v=part.v[:, :1].expand_as(part.v)) for part in parts]
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         needs = problem.needs.outputs
         for part in constant:
-            noise = Noise(problem, part, given.deviations, given.device)
+            noise = Noise(problem, part, setup.deviations, setup.device)
             for name in (each for each in ("lse", "dv") if each in needs):
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index)
-                exact = name in given.deterministic
+                exact = name in setup.deterministic
                 allowed = torch.zeros_like(expected) if exact else noise.unit(name, expected)
                 yield Difference(name, part.index, got, expected, allowed, noise=not exact and name != "lse")
             if "o" in needs:
-                yield from _constant_o(given, part, noise, outputs[1])
+                yield from _constant_o(setup, part, noise, outputs[1])
             if "dv" in needs and part.v.shape[1]:
-                yield _sums(given, part, noise, outputs[0])
+                yield _sums(setup, part, noise, outputs[0])
 
-    return Related((given.inputs, packed(problem, constant)), differences)
+    return Related((setup.inputs, packed(problem, constant)), differences)
 
 
-def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Iterator[Difference]:
-    (problem,) = given.problems
+def _constant_o(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> Iterator[Difference]:
+    (problem,) = setup.problems
     form, groups = Format.of(problem.dtype), problem.groups
     heads, rows = part.q.shape[:2]
-    got = output(problem, made, "o", part.index)
+    got = output(problem, outputs, "o", part.index)
     if not part.v.shape[1]:
         yield Difference("o", part.index, got, torch.zeros_like(got), torch.zeros_like(got))
         return
@@ -88,16 +88,16 @@ def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -
     least = torch.where(live, form.eta, 0.0)
     if "dq" in needs:
         largest = k.abs().amax(1, keepdim=True).repeat_interleave(groups, 0)
-        d_q = output(problem, made, "dq", part.index)
+        d_q = output(problem, outputs, "dq", part.index)
         yield Difference("dq", part.index, d_q, torch.zeros_like(d_q), 1.1 * scale * off[..., None] * largest + least)
     if "dk" in needs:
-        seen = seen_keys(problem, part.index, q.device)
+        counts = key_counts(problem, part.index, q.device)
         longest = k.norm(dim=2).amax(1).repeat_interleave(groups)[:, None]
-        p = torch.exp((scale * q.norm(dim=2) * longest - _lse(given, part, made)).clamp(max=0.0)).nan_to_num(nan=1.0)
+        p = torch.exp((scale * q.norm(dim=2) * longest - _lse(setup, part, outputs)).clamp(max=0.0)).nan_to_num(nan=1.0)
         rowwise = ((off * p)[..., None] * q.abs()).unflatten(0, (-1, groups)).sum(1)
-        allowed = 1.1 * scale * sum_of_seeing(seen, k.shape[1], rowwise)
-        d_k = output(problem, made, "dk", part.index)
-        touched = sum_of_seeing(seen, k.shape[1], noise.live.double()[None])[..., None] > 0
+        allowed = 1.1 * scale * sum_of_seeing(counts, k.shape[1], rowwise)
+        d_k = output(problem, outputs, "dk", part.index)
+        touched = sum_of_seeing(counts, k.shape[1], noise.live.double()[None])[..., None] > 0
         yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), allowed + torch.where(touched, form.eta, 0.0))
 
 
@@ -106,20 +106,20 @@ def _alike(noise: Noise, u: float) -> torch.Tensor:
     return (4 * u / noise.sigma.clamp(min=1e-300)).clamp(max=1.0) if u else torch.zeros_like(noise.sigma)
 
 
-def _lse(given: Given, part: SequenceData, made: Outputs) -> torch.Tensor:
+def _lse(setup: Setup, part: SequenceData, outputs: Outputs) -> torch.Tensor:
     """LSE in natural logarithms; endless where the kernel gives none, since P <= 1 is then all that is known."""
-    (problem,) = given.problems
-    if made.lse is None:
+    (problem,) = setup.problems
+    if outputs.lse is None:
         return torch.full(part.q.shape[:2], -torch.inf, dtype=torch.float64, device=part.q.device)
-    base = math.log(2.0) if given.deviations.lse_base2 else 1.0
-    return output(problem, made, "lse", part.index) * base
+    base = math.log(2.0) if setup.deviations.lse_base2 else 1.0
+    return output(problem, outputs, "lse", part.index) * base
 
 
-def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Difference:
+def _sums(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> Difference:
     """Over the keys dV sums to the dO of all rows that see a key: `(kv_heads, 1, dim_v)`."""
-    (problem,) = given.problems
+    (problem,) = setup.problems
     form = Format.of(problem.dtype)
-    d_v = output(problem, made, "dv", part.index)
+    d_v = output(problem, outputs, "dv", part.index)
     d_o = torch.where(noise.live[:, None], part.d_o.double(), 0.0)
 
     def grouped(x: torch.Tensor) -> torch.Tensor:

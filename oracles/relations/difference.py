@@ -11,11 +11,11 @@ import torch
 from attnfuzz.kernels.contract import Deviations, Device, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["Difference", "Given", "Related", "Worst", "limit", "worst"]
+__all__ = ["Difference", "Related", "Setup", "Worst", "limit", "worst"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class Setup:
     """What a relation starts from: a Case's inputs, the Problems of the related launches, and what the kernel declares."""
 
     inputs: Inputs
@@ -95,20 +95,20 @@ def worst(difference: Difference) -> Worst | None:
     scaled = scaled.reshape(*got.shape[:2], -1)
     heads, rows, dims = scaled.shape
     by_element = scaled / one
-    found = {"element": by_element.amax(2)}
+    ratios = {"element": by_element.amax(2)}
     if difference.noise:
         square = scaled.square().mean(2).nan_to_num_(nan=torch.inf)
-        found["row"] = square.sqrt() / limit(dims)
-        found["head"] = (square.mean(1).sqrt() / limit(rows * dims))[:, None].expand(heads, rows)
-    rule = max(found, key=lambda name: float(found[name].max()))
-    by_row = torch.maximum(found["element"], found.get("row", found["element"]))
+        ratios["row"] = square.sqrt() / limit(dims)
+        ratios["head"] = (square.mean(1).sqrt() / limit(rows * dims))[:, None].expand(heads, rows)
+    rule = max(ratios, key=lambda name: float(ratios[name].max()))
+    by_row = torch.maximum(ratios["element"], ratios.get("row", ratios["element"]))
     over = by_row > 1
-    head = int((over.any(1) if over.any() else found[rule].amax(1)).double().argmax())
+    head = int((over.any(1) if over.any() else ratios[rule].amax(1)).double().argmax())
     row = int((over[head] if over[head].any() else by_row[head]).double().argmax())
     dim = int(by_element[head, row].argmax())
     at = (head, row) if got.dim() == 2 else (head, row, dim)
     return Worst(
-        ratio=float(found[rule].max()),
+        ratio=float(ratios[rule].max()),
         rule=rule,
         over=int((by_element > 1).sum()),
         head=head,

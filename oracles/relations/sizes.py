@@ -38,13 +38,13 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
 from attnfuzz.oracles.formats import EPS, Format
 
-__all__ = ["Noise", "seen_keys", "sum_of_seeing"]
+__all__ = ["Noise", "key_counts", "sum_of_seeing"]
 
 _TF32 = 2.0**-10
 _LN_2 = math.log(2.0)
 
 
-def seen_keys(problem: Problem, index: int, device: torch.device | str) -> torch.Tensor:
+def key_counts(problem: Problem, index: int, device: torch.device | str) -> torch.Tensor:
     """How many keys each query of sequence `index` sees, `(seqlen_q,)` int64: it sees the first so many."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     if problem.causal is None:
@@ -53,9 +53,9 @@ def seen_keys(problem: Problem, index: int, device: torch.device | str) -> torch
     return (torch.arange(n_q, device=device) + diagonal).clamp(0, n_k)
 
 
-def sum_of_seeing(seen: torch.Tensor, keys: int, by_row: torch.Tensor) -> torch.Tensor:
+def sum_of_seeing(counts: torch.Tensor, keys: int, by_row: torch.Tensor) -> torch.Tensor:
     """Sum of `by_row (heads, seqlen_q, ...)` over the rows that see each key: `(heads, keys, ...)`."""
-    first = torch.searchsorted(seen, torch.arange(keys, device=seen.device), right=True)
+    first = torch.searchsorted(counts, torch.arange(keys, device=counts.device), right=True)
     total = torch.nn.functional.pad(by_row.flip(1).cumsum(1).flip(1).movedim(1, -1), (0, 1)).movedim(-1, 1)
     return total[:, first]
 
@@ -88,9 +88,9 @@ class Noise:
         self._eta, self._form = form.eta, form
         scale = self._scale = abs(problem.scale)
         q, k, v, d_o = (x.double() for x in (data.q, data.k, data.v, data.d_o))
-        self.seen = seen_keys(problem, data.index, q.device)
-        n = self.n = self.seen.double().clamp(min=1)
-        self.live = self.seen > 0
+        self.key_counts = key_counts(problem, data.index, q.device)
+        n = self.n = self.key_counts.double().clamp(min=1)
+        self.live = self.key_counts > 0
         rms_k, rms_v = _rms(k), _rms(v)
         q_size = q.norm(dim=2)
         sigma = scale * q_size * rms_k
@@ -158,13 +158,13 @@ class Noise:
 
         def gathered(x: torch.Tensor) -> torch.Tensor:
             grouped = torch.where(self.live, x.square(), 0.0).unflatten(0, (-1, self._groups)).sum(1)
-            return sum_of_seeing(self.seen, self.keys, grouped).sqrt() * self._peak
+            return sum_of_seeing(self.key_counts, self.keys, grouped).sqrt() * self._peak
 
         fp32 = float(self._fp32.max()) + EPS * math.sqrt(self.n.numel() * self._groups) / 2
         if self._deviations.half_partials:
             rounding = 1.5 * rounding
         fixed = torch.hypot(gathered(rounding), fp32 * gathered(size))[..., None]
         own = self._own + fp32
-        touched = sum_of_seeing(self.seen, self.keys, self.live.double()[None])[0] > 0
+        touched = sum_of_seeing(self.key_counts, self.keys, self.live.double()[None])[0] > 0
         least = torch.where(touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)

@@ -15,13 +15,13 @@ from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, reject
 from attnfuzz.oracles.relations import constant, rearranged, revalued, strides
-from attnfuzz.oracles.relations.difference import Difference, Given, Related, Worst, worst
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup, Worst, worst
 from attnfuzz.strategies.case import Check
 from attnfuzz.strategies.relation_problems import related_problems
 
 __all__ = ["RELATION_CHECKS"]
 
-_RELATIONS: dict[Check, Callable[[Given], Related]] = {
+_RELATIONS: dict[Check, Callable[[Setup], Related]] = {
     "split_batch": rearranged.split_batch,
     "permuted_keys": rearranged.permuted_keys,
     "repeated_heads": rearranged.repeated_heads,
@@ -47,7 +47,7 @@ def against_itself(bench: Bench) -> Verdict:
         can, seed = bench.kernel.capabilities, case.recipe.seed
         problems = related_problems(case.check, case.problem, seed)
         inputs = bench.inputs()
-        related = _RELATIONS[case.check](Given(inputs, problems, seed, bench.device, can.deviations, can.deterministic))
+        related = _RELATIONS[case.check](Setup(inputs, problems, seed, bench.device, can.deviations, can.deterministic))
     made: list[Outputs] = []
     for each in related.inputs:
         outputs = _launched(bench, each, apart=case.check == "huge_strides" and bool(made))
@@ -71,7 +71,7 @@ def _launched(bench: Bench, inputs: Inputs, *, apart: bool) -> Outputs | str:
         return bench.launch(ready, inputs)
     try:
         with bench.clock.stage("inputs"):
-            wide = strides.stretched(inputs)
+            wide = strides.stretch(inputs)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

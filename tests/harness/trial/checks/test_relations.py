@@ -173,7 +173,7 @@ def test_a_huge_pitch_puts_the_last_row_beyond_two_to_the_31() -> None:
         inputs = materialise(
             replace(each, layout_q=Layout(), layout_k=Layout(), layout_v=Layout(), layout_do=Layout()), Recipe(), "cpu"
         )
-        wide = getattr(strides.stretched(dataclasses.replace(inputs, problem=each)), name)
+        wide = getattr(strides.stretch(dataclasses.replace(inputs, problem=each)), name)
         assert 2**31 <= (wide.shape[0] - 1) * wide.stride(0) < 2**31 + 2**8
         assert torch.equal(wide, getattr(inputs, name))
 
