@@ -75,11 +75,11 @@ class Placed:
         self.n_k = self._keys.counts
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x (tokens, heads, dim)` on the frame, float64 `(Z, rows of all heads of the group, dim)`; 0 beyond a sequence."""
+        """Return `x (tokens, heads, dim)` on the frame: float64 `(Z, rows of all heads of the group, dim)`, 0 as padding."""
         return self._rows.load(x)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x (tokens, kv_heads, dim)` on the frame, float64 `(Z, keys, dim)`; 0 beyond a sequence."""
+        """Return `x (tokens, kv_heads, dim)` on the frame: float64 `(Z, keys, dim)`, 0 as padding."""
         return self._keys.load(x)
 
     def store_rows(self, out: torch.Tensor, part: torch.Tensor) -> None:
