@@ -1,6 +1,6 @@
-"""Relations that put the same tokens together in another way: parts of a batch, permuted keys, repeated heads, split keys.
+"""Relations that rearrange the same tokens: parts of a batch, permuted keys, repeated heads, split keys.
 
-None is bit by bit: a kernel may add in another order. What two correct runs may differ by is `sizes.Noise`.
+None is bit by bit, since a kernel may add in another order. Two correct runs may differ by `sizes.Noise`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _noisy(setup: Setup, data: SequenceData, name: OutputName, got: torch.Tensor
 
 
 def split_batch(setup: Setup) -> Related:
-    """A batch is its sequences run alone: launches of the whole and of each of `given.problems`, all outputs equal."""
+    """Launch the whole batch and each of its sequences alone (`setup.problems`): all outputs are equal."""
     parts = list(sequences(setup.inputs))
     alone = [packed(problem, [dataclasses.replace(part, index=0)]) for problem, part in zip(setup.problems, parts, strict=True)]
 
@@ -46,7 +46,7 @@ def split_batch(setup: Setup) -> Related:
 
 
 def _order(keys: int, seed: int, device: torch.device) -> torch.Tensor:
-    """A permutation of the keys: j -> (a j + b) mod keys, neighbours far apart. Plain arithmetic, the same everywhere."""
+    """Return a permutation of the keys: j -> (a j + b) mod keys, neighbours far apart. Integers, the same on every device."""
     step = max(1, round(keys * 0.6180339887))
     while math.gcd(step, keys) != 1:
         step += 1
@@ -54,7 +54,7 @@ def _order(keys: int, seed: int, device: torch.device) -> torch.Tensor:
 
 
 def permuted_keys(setup: Setup) -> Related:
-    """Without a mask the order of keys does not matter: O, LSE, dQ stay, dK and dV are permuted alike."""
+    """Permute the keys, without a mask: O, LSE, dQ stay, dK and dV are permuted alike."""
     (problem,) = setup.problems
     parts = list(sequences(setup.inputs))
     orders = [_order(part.k.shape[1], setup.seed, part.k.device) for part in parts]
@@ -73,7 +73,7 @@ def permuted_keys(setup: Setup) -> Related:
 
 
 def repeated_heads(setup: Setup) -> Related:
-    """Grouped heads are multi-head attention over repeated key/value heads; dK, dV are their groups' sums."""
+    """Repeat the key/value heads, so that grouped heads become multi-head attention; dK, dV are sums over the groups."""
     (problem,) = setup.problems
     parts, groups = list(sequences(setup.inputs)), setup.inputs.problem.groups
     repeated = [
@@ -93,7 +93,7 @@ def repeated_heads(setup: Setup) -> Related:
 
 
 def split_keys(setup: Setup) -> Related:
-    """Without a mask attention over all keys is that over two parts, merged by their LSE.
+    """Split the keys in two parts, without a mask: attention over all keys is that over the parts, merged by their LSE.
 
     LSE = log(exp(LSE_a) + exp(LSE_b)), O = exp(LSE_a - LSE) O_a + exp(LSE_b - LSE) O_b (Dao et al., FlashDecoding, 2023).
     """

@@ -1,4 +1,4 @@
-"""Relations that change values: scores shifted, V constant, V and dO scaled, keys changed that a mask hides."""
+"""Relations that change values: scores shifted, V and dO scaled, keys changed that a mask hides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LN_2 = math.log(2.0)
 _SHIFTS = (96.0, -96.0, 24.0, -120.0)
 _LARGEST_FACTOR = 2048.0
 _SCALES = ((2, 1), (1, 2), (2, 0), (0, 2))
-"""Powers of two on V and dO: upwards, so that nothing becomes subnormal that was not."""
+"""Exponents of two for V and dO: none negative, so that no value becomes subnormal."""
 _FUTURE = -16.0
 
 
@@ -31,10 +31,10 @@ def _noise(setup: Setup, data: SequenceData, shift: torch.Tensor | None = None) 
 
 
 def shifted_scores(setup: Setup) -> Related:
-    """A constant added to all scores of a row moves its LSE by that constant, and nothing else.
+    """Add a constant to all scores of a row: its LSE moves by that constant, and nothing else changes.
 
     The last dim of all keys is c, the power of two next to their deviation; that of the queries is 0 in one launch and b_i in the
-    other, so that the scores of row i are larger by scale * b_i * c. dK has q itself in it, so that its last dim is left out.
+    other, so that the scores of row i are larger by scale * b_i * c. dK depends on q itself, so its last dim is left out.
     b_i moves scores by up to 120 and has 8 bits, so that b_i * c is exact in every dtype.
     """
     (problem,) = setup.problems
@@ -68,7 +68,7 @@ def shifted_scores(setup: Setup) -> Related:
 
 
 def _factors(problem: Problem, part: SequenceData) -> torch.Tensor:
-    """b_i of each head and row, float64 `(heads, seqlen_q)`."""
+    """Return b_i of each head and row, float64 `(heads, seqlen_q)`."""
     heads, rows = part.q.shape[:2]
     common = _common(part.k)
     wanted = torch.tensor(_SHIFTS, dtype=torch.float64, device=part.q.device) / common
@@ -78,17 +78,17 @@ def _factors(problem: Problem, part: SequenceData) -> torch.Tensor:
 
 
 def _common(k: torch.Tensor) -> float:
-    """What the last dim of all keys becomes: in the units of k, as dQ's last dim has it for a factor."""
+    """Return c, the last dim of all keys: of the size of k, since it is a factor in dQ's last dim."""
     size = float(k[..., :-1].double().square().mean().sqrt()) if k.numel() else 1.0
     return 2.0 ** round(math.log2(size)) if size else 1.0
 
 
 def scaled_values(setup: Setup) -> Related:
-    """V times 2^a and dO times 2^b make O 2^a, dV 2^b, dQ and dK 2^(a + b) times as large; LSE stays.
+    """Scale V by 2^a and dO by 2^b: O scales by 2^a, dV by 2^b, dQ and dK by 2^(a + b); LSE stays.
 
-    To the bit, for outputs declared deterministic: a power of two changes no rounding but that of subnormals. Allowed there is
-    one rounding of the output's own; dQ and dK of float16, whose dS is subnormal here and there at any size, are compared as
-    noise, and so are half-precision partial sums.
+    Outputs declared deterministic are compared bit by bit, except one rounding of subnormals: a power of two changes no other
+    rounding. dQ and dK of float16, where some dS is subnormal at any size, are compared as noise; so is dV with half-precision
+    partial sums.
     """
     (problem,) = setup.problems
     a, b = _SCALES[setup.seed % len(_SCALES)]
@@ -105,7 +105,7 @@ def scaled_values(setup: Setup) -> Related:
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index) / factor
                 if name in setup.deterministic and name not in inexact:
-                    # The smallest normal itself may be a subnormal value that was rounded up.
+                    # The smallest normal itself may be a subnormal that was rounded up.
                     small = expected.abs() <= 2.0**form.min_exponent
                     allowed = torch.where(small & (name != "lse"), form.eta * (1 + 1 / factor), 0.0)
                     yield Difference(name, part.index, got, expected, allowed)
@@ -117,7 +117,7 @@ def scaled_values(setup: Setup) -> Related:
 
 
 def cut_rows(problem: Problem, index: int, seed: int) -> int:
-    """How many queries of the sequence the changed keys must not reach: 0 where every key is seen by every prefix."""
+    """Return the length of the prefix of queries that must not see the changed keys: 0 where every prefix sees every key."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     most = min(n_q, n_k - 1) if problem.causal == "top_left" else n_q - 1
     if problem.causal is None or n_k == 0 or most < 1:
@@ -127,10 +127,10 @@ def cut_rows(problem: Problem, index: int, seed: int) -> int:
 
 
 def future_keys(setup: Setup) -> Related:
-    """Under a causal mask keys beyond what a prefix of queries sees may be anything: its O, LSE and dQ stay, bit by bit.
+    """Change the keys that a causal mask hides from a prefix of queries: O, LSE and dQ of the prefix stay, bit by bit.
 
-    The keys and values from the first unseen one on are replaced by what stands there in reverse, 16 times as large and negated.
-    Outputs that are not declared deterministic are compared as noise.
+    Keys and values from the first hidden one on are reversed and multiplied by -16. Outputs that are not declared deterministic
+    are compared as noise.
     """
     (problem,) = setup.problems
     parts = list(sequences(setup.inputs))

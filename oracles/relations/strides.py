@@ -1,4 +1,4 @@
-"""A tiny tensor whose rows lie so far apart that row * stride passes 2^31 elements: the same results as contiguous."""
+"""The relation for huge strides: a tiny tensor whose row * stride passes 2^31 elements gives the same results as contiguous."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSORS = (("q", "layout_q"), ("k", "layout_k"), ("v", "layout_v"), ("d_o", "lay
 
 
 def huge_strides(setup: Setup) -> Related:
-    """The Case contiguous, then each of `given.problems`, which have one tensor with a huge pitch: all outputs equal.
+    """Launch the Case contiguous, then each of `setup.problems` with a huge pitch of one tensor: all outputs are equal.
 
     The inputs of the related launches are contiguous here: `stretch` makes them one at a time, since each takes gigabytes of
     address space.
@@ -44,10 +44,10 @@ def huge_strides(setup: Setup) -> Related:
 
 
 def stretch(inputs: Inputs) -> Inputs:
-    """`inputs`, contiguous, as the layouts of its Problem have it: only pitches. What lies between rows is never touched.
+    """Copy contiguous `inputs` into the pitches of its Problem's layouts. Memory between rows is never touched.
 
     Raises:
-        RuntimeError: so much memory cannot be had.
+        RuntimeError: there is not enough memory.
     """
     problem = inputs.problem
     tensors = {}
