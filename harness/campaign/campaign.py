@@ -31,7 +31,7 @@ from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import met
+from attnfuzz.strategies.cases import cases_by_compile_key
 from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
 
 __all__ = ["campaign", "executor_for"]
@@ -215,7 +215,7 @@ class _Turn:
         for key, each in zip(keys, self.variants, strict=True):
             cases.setdefault(key, Case(kernel=self.kernel.name, problem=each.problem(can), config=each.config))
         # What else of a Case is compiled in is met by drawing some: a compile within a Trial would take the Trials' time.
-        can_meet = met(
+        can_meet = cases_by_compile_key(
             self.kernel, device=self.shared.settings.device, limits=self.limits, variants=self.variants,
             seed=self.shared.settings.seed,
         )  # fmt: skip

@@ -81,7 +81,7 @@ def limit(elements: int) -> float:
 
 
 def worst(difference: Difference) -> Worst | None:
-    """Return the largest ratio over elements and, for noise, over rows and whole heads; None where there is nothing to compare."""
+    """Return the largest ratio over elements and, for noise, over rows and whole heads; None without elements."""
     got, expected = difference.got, difference.expected
     if not got.numel():
         return None
