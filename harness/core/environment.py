@@ -18,21 +18,21 @@ __all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_d
 _PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy")
 
 
-def resolve_device(asked: str) -> Device:
+def resolve_device(name: str) -> Device:
     """ "auto" -> "cuda" where there is a CUDA device, else "cpu".
 
     Raises:
         BadArgument: an unknown device, or CUDA where there is none.
     """
-    if asked not in ("auto", "cpu", "cuda"):
-        raise reject("device", asked, "no such device", "use auto, cpu or cuda")
-    if asked == "cpu":
+    if name not in ("auto", "cpu", "cuda"):
+        raise reject("device", name, "no such device", "use auto, cpu or cuda")
+    if name == "cpu":
         return "cpu"
     if has_cuda():
         return "cuda"
-    if asked == "cuda":
+    if name == "cuda":
         raise reject(
-            "device", asked, "torch sees no CUDA device", "use --device cpu, or a machine with a GPU and a CUDA build of torch"
+            "device", name, "torch sees no CUDA device", "use --device cpu, or a machine with a GPU and a CUDA build of torch"
         )
     return "cpu"
 
@@ -63,13 +63,13 @@ def device_name(device: Device) -> str:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python and of every package that a verdict depends on, where installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def describe(device: Device) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def paired_ratio_of_rms(squares: Sequence[Pair]) -> Ratio:
 def paired_ratio_of_medians(times: Sequence[Pair]) -> Ratio:
     """The median of the rounds' ratios: what slows a whole round down slows both. `times`: positive, of each round."""
     logs = [(math.log(head / base), 0.0) for head, base in times]
-    found = _bootstrapped(logs, lambda pairs: statistics.median(each for each, _ in pairs))
-    return Ratio(math.exp(found.value), math.exp(found.low), math.exp(found.high))
+    ratio = _bootstrapped(logs, lambda pairs: statistics.median(each for each, _ in pairs))
+    return Ratio(math.exp(ratio.value), math.exp(ratio.low), math.exp(ratio.high))
 
 
 def _ratio_of_rms(pairs: Sequence[Pair]) -> float:
@@ -60,10 +60,10 @@ def _bootstrapped(pairs: Sequence[Pair], statistic: Callable[[Sequence[Pair]], f
     value = statistic(pairs)
     if all(pair == pairs[0] for pair in pairs):
         return Ratio(value, value, value)
-    drawn = random.Random(len(pairs))
-    found = sorted(statistic(drawn.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    generator = random.Random(len(pairs))
+    values = sorted(statistic(generator.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
     tail = round((1 - _CONFIDENCE) / 2 * _RESAMPLES)
-    return Ratio(value, found[tail], found[-1 - tail])
+    return Ratio(value, values[tail], values[-1 - tail])
 
 
 _Z = 1.959963984540054

@@ -19,8 +19,8 @@ _LARGE = 1 << 24
 def why_unfit(kernel: str, inputs: Inputs, outputs: Outputs) -> tuple[Failure, ...]:
     """Outputs that are not what the contract says: shape, dtype, device, storage. Their values are not looked at."""
     problem = inputs.problem
-    found = (broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
-    return tuple(failure for failure in found if failure is not None)
+    failures = (broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
+    return tuple(failure for failure in failures if failure is not None)
 
 
 def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
@@ -41,8 +41,8 @@ def broken_contract(
     """How an output breaks the contract: type, layout, shape, dtype, device or storage; or None."""
     title, dtype = OUTPUT_TITLES[name], torch.float32 if name == "lse" else _DTYPES[problem.dtype]
 
-    def broken(check: str, expected: object, found: object) -> Failure:
-        message = f"{title} has {check} {found} where {expected} is expected"
+    def broken(check: str, expected: object, actual: object) -> Failure:
+        message = f"{title} has {check} {actual} where {expected} is expected"
         return Failure(kernel=kernel, kind="contract", output=name, check=check, message=message)
 
     if not isinstance(got, torch.Tensor):

@@ -176,11 +176,11 @@ def read_maps(path: Path) -> ErrorMaps:
     try:
         if path.stat().st_size > _LARGEST:
             raise reject("maps", str(path), "it is too large to be maps of ours", remedy)
-        found = msgspec.json.decode(path.read_bytes())
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            version = found.get("format") if isinstance(found, dict) else None
+        data = msgspec.json.decode(path.read_bytes())
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            version = data.get("format") if isinstance(data, dict) else None
             raise reject("maps", str(path), f"its format is {version!r}, this attnfuzz reads {FORMAT}", remedy)
-        maps = msgspec.convert(found, ErrorMaps)
+        maps = msgspec.convert(data, ErrorMaps)
         for each in (*(output.grid for output in maps.outputs), *([maps.mask] if maps.mask else [])):
             unpacked(each)
     except OSError as error:

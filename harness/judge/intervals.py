@@ -12,14 +12,14 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
 
-__all__ = ["Measured", "measured"]
+__all__ = ["Measurement", "measure"]
 
 _AT_ONCE = 1 << 22
 """Elements compared at once: 32 MiB in float64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Measured:
+class Measurement:
     """One output against its Truth: which elements are outside, how far off each is, and the counts."""
 
     outside: torch.Tensor
@@ -34,14 +34,14 @@ class Measured:
         return self.figures.over
 
 
-def measured(
+def measure(
     problem: Problem, got: dict[OutputName, torch.Tensor], expected: dict[OutputName, Truth]
-) -> dict[OutputName, Measured]:
+) -> dict[OutputName, Measurement]:
     """Every output; small ones all at once, since a launch costs more than their elements, and the device is waited for once."""
     names = [name for name, x in got.items() if x.numel()]
-    found = {name: Measured(x, x, x, Figures(elements=0), nonfinite=False) for name, x in got.items() if not x.numel()}
+    results = {name: Measurement(x, x, x, Figures(elements=0), nonfinite=False) for name, x in got.items() if not x.numel()}
     if not names:
-        return found
+        return results
     if sum(got[name].numel() for name in names) <= _AT_ONCE:
         sizes = [got[name].numel() for name in names]
         form = Format.of(problem.dtype)
@@ -61,8 +61,8 @@ def measured(
         doubted = expected[name].doubted
         unjudged = "" if judged else _why_none(doubted, got[name].numel())
         figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged, doubted=doubted)
-        found[name] = Measured(outside, broken, ratio, figures, nonfinite > 0)
-    return {name: found[name] for name in got}
+        results[name] = Measurement(outside, broken, ratio, figures, nonfinite > 0)
+    return {name: results[name] for name in got}
 
 
 def _why_none(doubted: int, elements: int) -> str:
@@ -104,8 +104,8 @@ def _in_pieces(
         part = Truth(true.expected.flatten()[piece], true.allowed.flatten()[piece], true.budget and _piece(true.budget, piece))
         exact = slice(0, _AT_ONCE if name == "lse" else 0)
         compared = _compared([_Side(flat[piece].to(torch.float64), part)], form, exact)
-        for kept, found in zip(whole, compared, strict=False):
-            kept[piece] = found
+        for kept, values in zip(whole, compared, strict=False):
+            kept[piece] = values
         counts.append(_counted(*compared))
     stacked = torch.stack(counts)
     return tuple(whole), [*stacked[:, :3].sum(0).tolist(), *stacked[:, 3:].amax(0).tolist()]

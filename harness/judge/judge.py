@@ -13,10 +13,10 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first, why_unfit
-from attnfuzz.harness.judge.diagnosis.diagnose import pattern
+from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, Place, where
-from attnfuzz.harness.judge.intervals import Measured, measured
+from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.kernels.contract import Config, Inputs, Outputs
@@ -25,7 +25,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets import aggregate
 from attnfuzz.oracles.formats import Format, half_ulp
 
-__all__ = ["HeadTruths", "Truth", "Truths", "compared", "judge", "outputs_of_head", "place_of", "truth", "wrong_captured"]
+__all__ = ["HeadTruths", "Truth", "Truths", "compare", "judge", "outputs_of_head", "place_of", "truth", "wrong_captured"]
 
 _NO_CONFIG = Config()
 
@@ -43,9 +43,9 @@ def judge(
         return _judged(kernel, inputs, outputs, expected, config)
 
 
-def compared(
+def compare(
     kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]
-) -> tuple[dict[OutputName, torch.Tensor], dict[OutputName, Measured], list[Failure]]:
+) -> tuple[dict[OutputName, torch.Tensor], dict[OutputName, Measurement], list[Failure]]:
     """Outputs in float64, heads first, and every element of them against its budget; what is no such output is a Failure."""
     problem = inputs.problem
     failures: list[Failure] = []
@@ -58,19 +58,19 @@ def compared(
         elif output is not None:
             # A tiny Case's truth is on the host.
             got[name] = heads_first(problem, name, output.to(expected[name].expected.device))
-    found = measured(problem, got, expected)
-    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in found.values()):
+    measurements = measure(problem, got, expected)
+    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in measurements.values()):
         expected.count_ties()
-        found = measured(problem, got, expected)
-    return got, found, failures
+        measurements = measure(problem, got, expected)
+    return got, measurements, failures
 
 
 def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config) -> Verdict:
     problem = inputs.problem
-    got, found, failures = compared(kernel, inputs, outputs, expected)
-    figures = {name: each.figures for name, each in found.items()}
-    wrong = [name for name, each in found.items() if each.over]
-    failures += [_wrong(kernel, problem, name, got[name], expected, found[name], config) for name in wrong]
+    got, measurements, failures = compare(kernel, inputs, outputs, expected)
+    figures = {name: each.figures for name, each in measurements.items()}
+    wrong = [name for name, each in measurements.items() if each.over]
+    failures += [_wrong(kernel, problem, name, got[name], expected, measurements[name], config) for name in wrong]
     if isinstance(expected, Truths) and not wrong:
         failures += _as_a_whole(kernel, problem, got, expected, figures)
     if isinstance(expected, Truths):
@@ -142,7 +142,7 @@ def _as_a_whole(
     figures: dict[OutputName, Figures],
 ) -> list[Failure]:
     """Failures of the aggregate tests; their statistics go into `figures`."""
-    form, found = Format.of(problem.dtype), []
+    form, failures = Format.of(problem.dtype), []
     pairs = {
         name: (x, expected[name].expected, budget)
         for name, x in got.items()
@@ -150,15 +150,15 @@ def _as_a_whole(
     }
     if not expected.generic_known and not aggregate.suspicious(pairs, form):
         return []
-    found_of = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
-    for name, (r, z) in found_of.items():
+    ratios = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
+    for name, (r, z) in ratios.items():
         figures[name] = replace(figures[name], r=r, z=z)
         for check, value, what in (("R", r, "more noise than roundings make"), ("z", z, "a scale or a bias in all of it")):
             if value > 1:
                 message = f"{OUTPUT_TITLES[name]}: no element is beyond its budget, but together they show {what}: "
                 message += f"{check} is {value:.3g} x its limit"
-                found.append(Failure(kernel=kernel, kind="aggregate", output=name, check=check, message=message))
-    return found
+                failures.append(Failure(kernel=kernel, kind="aggregate", output=name, check=check, message=message))
+    return failures
 
 
 def _wrong(
@@ -167,25 +167,25 @@ def _wrong(
     name: OutputName,
     got: torch.Tensor,
     expected: dict[OutputName, Truth],
-    measured_: Measured,
+    measurement: Measurement,
     config: Config,
 ) -> Failure:
     """The Failure of an output with elements outside their intervals: at its worst element, with the pattern of them all."""
     true, got = expected[name], got.double()
-    worst = measured_.broken if measured_.nonfinite else measured_.ratio
+    worst = measurement.broken if measurement.nonfinite else measurement.ratio
     flat = int(worst.flatten().double().argmax())
     place = place_of(problem, name, flat, got, true)
-    failure = _failure(kernel, name, place, measured_.figures, "nonfinite" if measured_.nonfinite else "mismatch")
+    failure = _failure(kernel, name, place, measurement.figures, "nonfinite" if measurement.nonfinite else "mismatch")
     others = {other: each.expected for other, each in expected.items()}
-    seen = pattern(problem, config, name, got, true.expected, true.allowed, measured_.outside, others)
-    return _with_pattern(failure, seen)
+    pattern = diagnose(problem, config, name, got, true.expected, true.allowed, measurement.outside, others)
+    return _with_pattern(failure, pattern)
 
 
-def _with_pattern(failure: Failure, seen: Pattern | None, alone: str = "") -> Failure:
+def _with_pattern(failure: Failure, pattern: Pattern | None, alone: str = "") -> Failure:
     """The Failure with its pattern, which the message tells in a second sentence."""
-    if seen is None:
+    if pattern is None:
         return failure
-    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}{alone}")
+    return replace(failure, pattern=pattern, message=f"{failure.message}. {pattern.text[:1].upper()}{pattern.text[1:]}{alone}")
 
 
 def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
@@ -231,21 +231,21 @@ def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
             f"the backward returned {len(outputs.d_captured)} gradients of captured tensors where {len(tensors)} are expected"
         )
         return [Failure(kernel=kernel, kind="contract", check="d captured", message=message)]
-    found = []
+    failures = []
     for tensor, got in zip(tensors, outputs.d_captured, strict=True):
         if not tensor.gradient:
             continue
         check, title = f"d {tensor.name}", f"the gradient of {tensor.name}"
         shape = shape_of(problem, tensor)
         if not isinstance(got, torch.Tensor) or (tuple(got.shape), got.dtype) != (shape, torch.float32):
-            told = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
-            message = f"{title} is {told} where {shape} {torch.float32} is expected"
-            found.append(Failure(kernel=kernel, kind="contract", check=check, message=message))
+            actual = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
+            message = f"{title} is {actual} where {shape} {torch.float32} is expected"
+            failures.append(Failure(kernel=kernel, kind="contract", check=check, message=message))
         elif failure := _beyond(
             kernel, check, title, got, expected.captured[tensor.name], any(expected.budgets.doubted.values())
         ):
-            found.append(failure)
-    return found
+            failures.append(failure)
+    return failures
 
 
 def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth, in_doubt: bool) -> Failure | None:

@@ -61,14 +61,14 @@ class Truths(dict[OutputName, Truth]):
         self.generic_known = lean or not is_tiny(inputs.problem)
         self.budgets: Budgets
         # In this order: what budgets take of memory for a while is the most.
-        found = self._budgets()
+        all_budgets = self._budgets()
         expected, captured = _reference(inputs)
         if "lse" in expected and deviations.lse_base2:
             expected["lse"] = expected["lse"] / _LOG_2
-        self._fill(expected, found)
+        self._fill(expected, all_budgets)
         for name, x in captured.items():
             # What no score reads has no gradient, and no error either.
-            self.captured[name] = Truth(x, found.captured.get(name, torch.zeros_like(x)))
+            self.captured[name] = Truth(x, all_budgets.captured.get(name, torch.zeros_like(x)))
 
     def count_ties(self) -> None:
         """The budget with tau: what repeated values add."""
@@ -93,21 +93,21 @@ class Truths(dict[OutputName, Truth]):
     def _budgets(self) -> Budgets:
         return budgets(self._inputs, self._deviations, self._device, ties=self.ties, lean=self._lean, generic=self.generic_known)
 
-    def _fill(self, expected: dict[OutputName, torch.Tensor], found: Budgets) -> None:
-        self.budgets = found
+    def _fill(self, expected: dict[OutputName, torch.Tensor], all_budgets: Budgets) -> None:
+        self.budgets = all_budgets
         form = Format.of(self._inputs.problem.dtype)
         for name in self._inputs.problem.needs.outputs:
             if name == "lse":
-                allowed = found.lse / (_LOG_2 if self._deviations.lse_base2 else 1.0)
-                self[name] = Truth(expected[name], allowed, doubted=_left_out(allowed, found))
+                allowed = all_budgets.lse / (_LOG_2 if self._deviations.lse_base2 else 1.0)
+                self[name] = Truth(expected[name], allowed, doubted=_left_out(allowed, all_budgets))
             else:
-                allowed = found.outputs[name].allowed
-                self[name] = Truth(expected[name], allowed, found.outputs[name], form, _left_out(allowed, found))
+                allowed = all_budgets.outputs[name].allowed
+                self[name] = Truth(expected[name], allowed, all_budgets.outputs[name], form, _left_out(allowed, all_budgets))
 
 
-def _left_out(allowed: torch.Tensor, found: Budgets) -> int:
+def _left_out(allowed: torch.Tensor, all_budgets: Budgets) -> int:
     """Elements that are not judged where a mask is in doubt, whether by the doubt itself or by what follows of it."""
-    return int(torch.isinf(allowed).sum()) if any(found.doubted.values()) else 0
+    return int(torch.isinf(allowed).sum()) if any(all_budgets.doubted.values()) else 0
 
 
 class HeadTruths(dict[OutputName, Truth]):

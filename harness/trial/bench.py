@@ -12,7 +12,7 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.build import built
+from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import launch
 from attnfuzz.harness.trial.poison import Bands
@@ -66,7 +66,7 @@ class Bench:
         """
         try:
             with self.clock.stage("compile"):
-                return built(self.kernel, problem or self.case.problem, self.case.config, self.device)
+                return build_kernel(self.kernel, problem or self.case.problem, self.case.config, self.device)
         except BuildError as error:
             message = printable(str(error)[:2000])
             raise WentWrong(Failure(kernel=self.case.kernel, kind="compile-error", check="build", message=message)) from error

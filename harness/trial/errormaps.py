@@ -32,8 +32,8 @@ from attnfuzz.harness.judge.errormap import (
     axis,
     packed,
 )
-from attnfuzz.harness.judge.intervals import Measured
-from attnfuzz.harness.judge.judge import HeadTruths, Truth, compared, outputs_of_head
+from attnfuzz.harness.judge.intervals import Measurement
+from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_head
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
@@ -69,12 +69,12 @@ class _Levels:
 class _Watched(Bench):
     """A Bench that keeps what it is given to judge, as levels; the last call counts."""
 
-    seen: dict[OutputName, _Levels] = field(default_factory=dict)
+    by_output: dict[OutputName, _Levels] = field(default_factory=dict)
 
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
         """The levels of every output that has the form it should have; nothing is found wrong here."""
         with self.clock.stage("judge"), torch.no_grad():
-            self.seen.clear()
+            self.by_output.clear()
             if isinstance(expected, HeadTruths):
                 for head, part, truths in expected.parts():
                     self._add(part, outputs_of_head(inputs.problem, outputs, head), truths)
@@ -83,10 +83,10 @@ class _Watched(Bench):
         return Verdict(status="pass")
 
     def _add(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> None:
-        _, found, _ = compared(self.case.kernel, inputs, outputs, expected)
-        for name, each in found.items():
+        _, measurements, _ = compare(self.case.kernel, inputs, outputs, expected)
+        for name, each in measurements.items():
             levels = _levels(each, expected[name])
-            old = self.seen.setdefault(name, _Levels(levels[:0]))
+            old = self.by_output.setdefault(name, _Levels(levels[:0]))
             old.levels = torch.cat([old.levels, levels])
             old.elements += each.figures.elements
             old.over += each.figures.over
@@ -109,38 +109,38 @@ def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda
         CHECKS[case.check](bench)
         _tell_unwritten(bench)
     except WentWrong as error:
-        if not bench.seen:
+        if not bench.by_output:
             return f"{error.failure.kind}: {error.failure.message}"
-    if not bench.seen:
+    if not bench.by_output:
         return "no output has the shape and dtype that could be compared"
     return _reduced(case, bench)
 
 
-def _levels(found: Measured, true: Truth) -> torch.Tensor:
+def _levels(measurement: Measurement, true: Truth) -> torch.Tensor:
     """The level of each element: uint8 `(heads, tokens, columns)`, on the CPU."""
-    ratio = found.ratio.double()
+    ratio = measurement.ratio.double()
     if not ratio.numel():
         return torch.zeros(ratio.shape if ratio.dim() == 3 else (*ratio.shape, 1), dtype=torch.uint8)
     steps = (ratio.clamp(min=1e-30).log10() / DECADES * STEPS).ceil()
     inside = (steps + STEPS).clamp(1, STEPS) + EXACT
     beyond = steps.clamp(1, STEPS) + EXACT + STEPS
-    levels = torch.where(found.outside, beyond, inside)
-    levels = levels.masked_fill((ratio == 0) & ~found.outside, EXACT)
-    levels = levels.masked_fill(found.outside & ratio.isinf(), ENDLESS).masked_fill(found.broken, BROKEN)
-    levels = levels.masked_fill((true.allowed == math.inf) & ~found.outside, NOT_JUDGED)
+    levels = torch.where(measurement.outside, beyond, inside)
+    levels = levels.masked_fill((ratio == 0) & ~measurement.outside, EXACT)
+    levels = levels.masked_fill(measurement.outside & ratio.isinf(), ENDLESS).masked_fill(measurement.broken, BROKEN)
+    levels = levels.masked_fill((true.allowed == math.inf) & ~measurement.outside, NOT_JUDGED)
     levels = levels if levels.dim() == 3 else levels[..., None]
     return levels.to(torch.uint8).cpu()
 
 
 def _tell_unwritten(bench: _Watched) -> None:
     """Where NaN shows, launch again with other memory: what is not NaN then was never written, or made from what was not."""
-    broken = [name for name, each in bench.seen.items() if bool((each.levels == BROKEN).any())]
+    broken = [name for name, each in bench.by_output.items() if bool((each.levels == BROKEN).any())]
     if not broken:
         return
     inputs = bench.inputs()
     again = bench.launch(bench.ready(), inputs, fill=_FILL)
     for name in broken:
-        now, levels = getattr(again, name), bench.seen[name].levels
+        now, levels = getattr(again, name), bench.by_output[name].levels
         if broken_contract(bench.case.kernel, inputs.problem, name, now, inputs.q.device) is None:
             values = heads_first(inputs.problem, name, now).cpu().reshape(levels.shape)
             levels.masked_fill_((levels == BROKEN) & ~values.isnan(), UNWRITTEN)
@@ -151,21 +151,21 @@ def _reduced(case: Case, bench: _Watched) -> ErrorMaps:
     queries, keys = axis(problem.seqlens_q), axis(problem.seqlens_k)
     outputs = []
     for name in OUTPUT_NAMES:
-        if (found := bench.seen.get(name)) is None:
+        if (kept := bench.by_output.get(name)) is None:
             continue
         rows = queries if name in BY_QUERY else keys
-        heads, tokens, columns = found.levels.shape
+        heads, tokens, columns = kept.levels.shape
         across = axis((columns,) * heads)
-        flat = found.levels.permute(1, 0, 2).reshape(tokens, heads * columns)
+        flat = kept.levels.permute(1, 0, 2).reshape(tokens, heads * columns)
         outputs.append(
             OutputMap(
                 output=name,
                 grid=_grid(_worst(_worst(flat, rows).T, across).T, rows, across),
-                elements=found.elements,
-                over=found.over,
-                worst="inf" if math.isinf(found.worst) else found.worst,
+                elements=kept.elements,
+                over=kept.over,
+                worst="inf" if math.isinf(kept.worst) else kept.worst,
                 tile=_tile(case.config, name),
-                unjudged=found.unjudged,
+                unjudged=kept.unjudged,
             )
         )
     mask, by_head = _mask(problem, bench, queries, keys)
@@ -189,13 +189,13 @@ def _tile(config: Config, name: OutputName) -> int:
 
 def _worst(levels: torch.Tensor, rows: Axis) -> torch.Tensor:
     """The largest level of each cell along the first dimension."""
-    found = []
+    reduced = []
     for part in levels.split(list(rows.segments)):
         cells = -(-len(part) // rows.step)
         filled = torch.zeros(cells * rows.step, *part.shape[1:], dtype=part.dtype)
         filled[: len(part)] = part
-        found.append(filled.reshape(cells, rows.step, *part.shape[1:]).amax(1) if cells else filled)
-    return torch.cat(found)
+        reduced.append(filled.reshape(cells, rows.step, *part.shape[1:]).amax(1) if cells else filled)
+    return torch.cat(reduced)
 
 
 def _grid(levels: torch.Tensor, rows: Axis, columns: Axis) -> Grid:
@@ -214,26 +214,26 @@ def _mask(problem: Problem, bench: Bench, queries: Axis, keys: Axis) -> tuple[Gr
         at_once = max(1, _MASK_AT_ONCE // max(1, n_k * queries.step * (problem.heads if by_head else 1)))
         for begin in range(0, rows if n_k else 0, at_once):
             some = range(begin * queries.step, min(n_q, (begin + at_once) * queries.step))
-            seen = _seen(problem, modifiers, index, some, by_head=by_head)
-            cells = _shares(seen, queries.step, keys.step)
+            visible = _visible(problem, modifiers, index, some, by_head=by_head)
+            cells = _shares(visible, queries.step, keys.step)
             grid[row + begin : row + begin + len(cells), column : column + columns] = cells
     return _grid(grid, queries, keys), by_head
 
 
-def _seen(problem: Problem, modifiers: Modifiers, index: int, rows: range, *, by_head: bool) -> torch.Tensor:
+def _visible(problem: Problem, modifiers: Modifiers, index: int, rows: range, *, by_head: bool) -> torch.Tensor:
     """bool `(heads or 1, rows, keys)` of one sequence."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     i, j = torch.arange(rows.start, rows.stop)[None, :, None], torch.arange(n_k)[None, None, :]
     heads = torch.arange(problem.heads if by_head else 1)[:, None, None]
-    seen = sees(problem, i, j, n_q, n_k)
+    visible = sees(problem, i, j, n_q, n_k)
     unmasked = modifiers.unmasked(leaves_of(torch.tensor(index), heads, i, j, n_q, n_k))
-    whole = seen if unmasked is None else seen & unmasked
+    whole = visible if unmasked is None else visible & unmasked
     return whole.expand(len(heads), len(rows), n_k)
 
 
-def _shares(seen: torch.Tensor, step_q: int, step_k: int) -> torch.Tensor:
+def _shares(visible: torch.Tensor, step_q: int, step_k: int) -> torch.Tensor:
     """0, 1 or 2 of each cell of step_q queries x step_k keys: none of it seen, part of it, all."""
-    any_, all_ = seen.any(0), seen.all(0)
+    any_, all_ = visible.any(0), visible.all(0)
     for step in (step_q, step_k):
         cells = -(-any_.shape[0] // step)
         filled = torch.zeros(2, cells * step, any_.shape[1], dtype=torch.bool)

@@ -8,13 +8,13 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DeviceLost", "may_catch", "this_is_a_child", "told", "trace"]
+__all__ = ["DeviceLost", "describe_exception", "format_traceback", "mark_as_child", "may_catch"]
 
 _LONGEST = 2000
 _child = False
 
 
-def this_is_a_child() -> None:
+def mark_as_child() -> None:
     """Nobody presses Ctrl-C in this process: what is raised here is the kernel's own, whatever it is."""
     global _child
     _child = True
@@ -25,7 +25,7 @@ def may_catch(error: BaseException) -> bool:
     return not isinstance(error, DeviceLost) and (_child or not isinstance(error, KeyboardInterrupt))
 
 
-def told(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Type and message."""
     try:
         message = str(error)
@@ -34,7 +34,7 @@ def told(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {message}"[:_LONGEST])
 
 
-def trace(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """The last of its traceback."""
     try:
         return printable("".join(traceback.format_exception(error))[-6000:])

@@ -19,7 +19,7 @@ from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import ORDERS, Layout, Problem
 from attnfuzz.strategies.case import Recipe
 
-__all__ = ["GAP", "made", "materialise"]
+__all__ = ["GAP", "captured_values", "materialise"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 GAP = 0xFFB5 - (1 << 16)
@@ -44,7 +44,7 @@ def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
         d_lse=_d_lse(problem, recipe, device) if problem.needs.dlse else None,
-        captured=tuple(made(problem, each, recipe.seed, device) for each in tensors_of(problem)),
+        captured=tuple(captured_values(problem, each, recipe.seed, device) for each in tensors_of(problem)),
     )
 
 
@@ -89,9 +89,9 @@ def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Ten
     own = ORDERS[problem.packing][0]
     order = layout.order or own
     sizes = dict(zip(own, tensor.shape, strict=True))
-    shown = tensor
+    source = tensor
     if layout.expanded_heads:
-        shown, sizes["h"] = tensor[..., :1, :], 1
+        source, sizes["h"] = tensor[..., :1, :], 1
     row_begins = max(order.index(axis) for axis in order if axis in "bst") + 1
     strides, step = {}, 1
     for at in reversed(range(len(order))):
@@ -100,8 +100,8 @@ def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Ten
         strides[order[at]] = step
         step *= sizes[order[at]]
     flat = _allocated(layout.offset + step, tensor.dtype, tensor.device)
-    placed = flat.as_strided(shown.shape, [strides[axis] for axis in own], layout.offset)
-    placed.copy_(shown)
+    placed = flat.as_strided(source.shape, [strides[axis] for axis in own], layout.offset)
+    placed.copy_(source)
     return placed.expand(tensor.shape)
 
 
@@ -111,12 +111,12 @@ def _side_by_side(tensors: list[torch.Tensor], layout: Layout) -> list[torch.Ten
     outer = tensors[0].shape[:-2]
     row = sum(widths) + layout.pitch
     flat = _allocated(layout.offset + math.prod(outer) * row, tensors[0].dtype, tensors[0].device)
-    found = []
+    slices = []
     for tensor, begin in zip(tensors, accumulate(widths, initial=layout.offset), strict=False):
         steps = [row * math.prod(outer[axis + 1 :]) for axis in range(len(outer))]
         part = flat.as_strided(tensor.shape, (*steps, tensor.shape[-1], 1), begin)
-        found.append(part.copy_(tensor))
-    return found
+        slices.append(part.copy_(tensor))
+    return slices
 
 
 def _allocated(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -144,7 +144,7 @@ _DOCUMENT = 48
 _NUMBERS = 8
 
 
-def made(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
+def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
     """The values of `tensor` for `problem`; what two documents' tensors share is the sequence that they tell of."""
     shape = shape_of(problem, tensor)
     match tensor.fill:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure, Kind
-from attnfuzz.harness.trial.errors import DeviceLost, may_catch, told, trace
+from attnfuzz.harness.trial.errors import DeviceLost, describe_exception, format_traceback, may_catch
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty, memory
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
 from attnfuzz.kernels.modified import tensors_of
@@ -47,11 +47,11 @@ def launch(
         DeviceLost: the kernel broke the device for this process.
     """
     bands = Bands() if bands is None else bands
-    given = copied(inputs, bands)
-    outcome = _run(case, ready, given, device, bands, fill)
+    copies = copied(inputs, bands)
+    outcome = _run(case, ready, copies, device, bands, fill)
     if isinstance(outcome, Failure):
         return outcome
-    return _overstepped(case, bands) or _changed_input(case, inputs, given) or outcome
+    return _overstepped(case, bands) or _changed_input(case, inputs, copies) or outcome
 
 
 def launch_in_place(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
@@ -91,9 +91,9 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v, d_captured=d_captured)
 
 
-def split(found: Gradients) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], CapturedGradients]:
+def split(gradients: Gradients) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], CapturedGradients]:
     """(dq, dk, dv) and the gradients of captured tensors, of which a kernel without any says nothing."""
-    return found[:3], found[3] if len(found) == 4 else ()
+    return gradients[:3], gradients[3] if len(gradients) == 4 else ()
 
 
 def _misused(kernel: str, fault: MemoryFault) -> Failure:
@@ -102,7 +102,7 @@ def _misused(kernel: str, fault: MemoryFault) -> Failure:
 
 
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:
-    message, detail = f"{step} raised {told(error)}", trace(error)
+    message, detail = f"{step} raised {describe_exception(error)}", format_traceback(error)
     if is_out_of_memory(error):
         return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)
     return Failure(kernel=kernel, kind="exception", check=step, message=message, detail=detail)
@@ -112,7 +112,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation was refused, by Python, torch's CPU allocator or the device's."""
     refusals = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(each in told(error) for each in refusals)
+        isinstance(error, RuntimeError) and any(each in describe_exception(error) for each in refusals)
     )
 
 
@@ -133,8 +133,8 @@ def copied(inputs: Inputs, bands: Bands) -> Inputs:
 
 def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     """All that a kernel is given, by name; captured ones by the names that the modifiers have for them."""
-    given = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
-    return given | {
+    tensors = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
+    return tensors | {
         f"captured {each.name}": value for each, value in zip(tensors_of(inputs.problem), inputs.captured, strict=True)
     }
 
@@ -145,13 +145,13 @@ def _overstepped(case: Case, bands: Bands) -> Failure | None:
     return Failure(kernel=case.kernel, kind="guard", check="bounds", message=message) if message else None
 
 
-def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:
+def _changed_input(case: Case, inputs: Inputs, copies: Inputs) -> Failure | None:
     """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing), and what is between."""
-    before, after = _tensors(inputs), _tensors(given)
+    before, after = _tensors(inputs), _tensors(copies)
     for change in (_taken, _written, _written_between):
         for name in before:
-            if told_change := change(before[name], after[name]):
-                message = f"the kernel {told_change} its input {name}"
+            if verb := change(before[name], after[name]):
+                message = f"the kernel {verb} its input {name}"
                 return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
     return None
 

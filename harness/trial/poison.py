@@ -81,16 +81,16 @@ class Bands:
 
         Tensors that share an allocation share one in their copies. `what` and their names name them in messages.
         """
-        made: dict[str, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
         groups: dict[object, list[str]] = {}
         for name, tensor in tensors.items():
             if tensor.numel():
                 groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
             else:
-                made[name] = tensor.clone()
+                copies[name] = tensor.clone()
         for names in groups.values():
-            made |= self._copied({name: tensors[name] for name in names}, what)
-        return {name: made[name] for name in tensors}
+            copies |= self._copied({name: tensors[name] for name in names}, what)
+        return {name: copies[name] for name in tensors}
 
     def _copied(self, sharing: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
         """Copies of tensors of one allocation: all that lies between the first byte and the last of any."""
@@ -100,11 +100,11 @@ class Bands:
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
         held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}")
         held.copy_(memory(first, begin, end))
-        made = {}
+        copies = {}
         for (name, tensor), (start, stop) in zip(sharing.items(), spans, strict=True):
             own = held[start - begin : stop - begin].view(tensor.dtype)
-            made[name] = own.as_strided(tensor.shape, tensor.stride())
-        return made
+            copies[name] = own.as_strided(tensor.shape, tensor.stride())
+        return copies
 
     def _between(self, size: int, lead: int, device: torch.device, what: str) -> torch.Tensor:
         """`size` bytes between bands, the first `lead` bytes (an even number) past a multiple of the alignment."""
@@ -123,11 +123,11 @@ class Bands:
                 return f"the memory was taken away from {each.what}"
         half = _BAND // 2
         counts = [(band != each.pattern).sum() for each in self._kept for band in (each.words[: each.before], each.words[-half:])]
-        found = torch.stack(counts).tolist()
-        if not any(found):
+        changed = torch.stack(counts).tolist()
+        if not any(changed):
             return None
         for number, each in enumerate(self._kept):
-            before, after = found[2 * number : 2 * number + 2]
+            before, after = changed[2 * number : 2 * number + 2]
             if before or after:
                 side, count = ("before the start", before) if before else ("past the end", after)
                 return f"{count} 2-byte words were written {side} of {each.what}"
@@ -177,20 +177,20 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Run the op; move what it made between bands."""
         held = _held(args[0]) if func is _aten.resize_.default else None
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, kwargs or {}):
             self._watch.written(tensor)
-        if held is not None and _bandable(made) and (grown := _held(made) - held) > 0:
-            _fill(made.as_strided((grown,), (1,), held), self._value)
+        if held is not None and _bandable(result) and (grown := _held(result) - held) > 0:
+            _fill(result.as_strided((grown,), (1,), held), self._value)
         empty = func in _EMPTY
-        if not (empty or func in _FILLED) or not _bandable(made):
-            return made
-        between = self._bands.like(made, "a tensor of the kernel's own,")
+        if not (empty or func in _FILLED) or not _bandable(result):
+            return result
+        between = self._bands.like(result, "a tensor of the kernel's own,")
         if empty:
             if _fill(between, self._value) and between.device.type == "cpu":
                 self._watch.allocated(between)
         else:
-            between.copy_(made)
+            between.copy_(result)
         return between
 
 
@@ -199,9 +199,9 @@ def _held(tensor: Any) -> int:
     return int(tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
-def _bandable(made: Any) -> bool:
-    plain = made.layout is torch.strided and made.device.type in ("cpu", "cuda") and not made.is_quantized
-    return bool(plain and made.numel() and all(stride >= 0 for stride in made.stride()))
+def _bandable(tensor: Any) -> bool:
+    plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
+    return bool(plain and tensor.numel() and all(stride >= 0 for stride in tensor.stride()))
 
 
 def _fill(tensor: torch.Tensor, value: float) -> bool:
@@ -218,8 +218,8 @@ def _fill(tensor: torch.Tensor, value: float) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an op changes: its first argument, or `out`, as its schema says."""
     for place, name in _mutable(func):
-        given = args[place] if place < len(args) else kwargs.get(name)
-        for each in given if isinstance(given, list | tuple) else (given,):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, torch.Tensor):
                 yield each
 

@@ -13,7 +13,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
-from attnfuzz.harness.trial.checks.unwritten import told_apart
+from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied, is_out_of_memory
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
@@ -30,7 +30,7 @@ def against_oracle(bench: Bench) -> Verdict:
     """One launch, compared with the float64 oracle."""
     ready, inputs = bench.ready(), bench.inputs()
     outputs = bench.launch(ready, inputs)
-    return told_apart(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
+    return name_unwritten(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
 
 
 CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
@@ -81,9 +81,9 @@ def rehearse(device: Device) -> None:
     """All that a Trial does but the kernel, once: what torch imports and loads for it takes seconds the first time."""
     problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
     inputs, bands = materialise(problem, Recipe(), device), Bands()
-    given = copied(inputs, bands)
+    copies = copied(inputs, bands)
     with torch.no_grad(), PoisonEmpty(bands):
-        made = Outputs(o=torch.zeros_like(given.q), lse=torch.empty((1, 1), device=device))
-    judge("rehearsal", inputs, made, truth(inputs, Deviations(), device))
+        outputs = Outputs(o=torch.zeros_like(copies.q), lse=torch.empty((1, 1), device=device))
+    judge("rehearsal", inputs, outputs, truth(inputs, Deviations(), device))
     bands.broken()
     environment.synchronise(device)

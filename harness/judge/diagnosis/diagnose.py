@@ -26,7 +26,7 @@ from attnfuzz.harness.judge.diagnosis.sample import Sample, around, sampled
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["Looks", "pattern"]
+__all__ = ["Looks", "diagnose"]
 
 _FEWEST = 8
 """Finite wrong elements below which no free parameter is fitted: it would explain 0.95 of 8 unrelated errors once in 30,000."""
@@ -46,17 +46,17 @@ class Looks:
 
     def all(self, others: dict[OutputName, Tensor]) -> tuple[Look, ...]:
         """What is counted first (NaN, infinities, zeros), then what is fitted to the finite rest. `others`: see `pattern`."""
-        found, rest = self._not_finite()
+        looks, rest = self._not_finite()
         zero = rest & (self.got == 0) & (self.expected != 0)
         missing = self._counted("missing", "zeros where values are expected", zero)
         if missing is not None:
-            found.append(missing)
+            looks.append(missing)
             rest &= ~zero
         sample = sampled(self.problem, self.name, self.got, self.expected, self.allowed, rest)
         if sample is not None:
             look = self._fitted(sample, int(torch.count_nonzero(rest)) / self.wrong, others)
-            found += [look] if look else []
-        return tuple(found)
+            looks += [look] if look else []
+        return tuple(looks)
 
     def _not_finite(self) -> tuple[list[Look], Tensor]:
         """Looks of NaN and infinities, and which wrong elements remain: got and expected both finite."""
@@ -108,7 +108,7 @@ class Looks:
         return best.look(share)
 
 
-def pattern(
+def diagnose(
     problem: Problem,
     config: Config,
     name: OutputName,
@@ -131,6 +131,6 @@ def pattern(
     where = region(problem, config, name, bad)
     thick = [x if x.dim() == 3 else x[..., None] for x in (got, expected, allowed, bad)]
     elsewhere = {other: values for other, values in (others or {}).items() if other != name}
-    seen = Looks(problem, config, name, *thick).all(elsewhere)
-    text = where.text + (f": {'; '.join(each.text for each in seen)}" if seen else "")
-    return Pattern(where=where, looks=seen, text=text)
+    looks = Looks(problem, config, name, *thick).all(elsewhere)
+    text = where.text + (f": {'; '.join(each.text for each in looks)}" if looks else "")
+    return Pattern(where=where, looks=looks, text=text)

@@ -41,14 +41,14 @@ def from_elsewhere(
     steps = dict.fromkeys(s * k for k in (1, 2, 3, 4, 8, 16, 32, 64, tile // 2, tile) for s in (1, -1) if k)
     if isinstance(nearest, int):
         steps = {nearest: None} | steps
-    found: list[Fit | None] = []
+    fits: list[Fit | None] = []
     for step in steps:
         at = token + step
         valid = (at >= 0) & (at < len(sequence))
         at = at.clamp(0, len(sequence) - 1)
         valid &= sequence[at] == sequence[token]
         text = f"the values expected {abs(step)} {noun if abs(step) > 1 else noun[:-1]} {'further on' if step > 0 else 'before'}"
-        found.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
+        fits.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
     for step in _near(problem.batch):
         other = sequence[token] + step
         valid = (other >= 0) & (other < problem.batch)
@@ -57,17 +57,17 @@ def from_elsewhere(
         valid &= position < length[other]
         at = torch.where(valid, start[other] + position, 0)
         text = f"the values expected {_beside('sequence', step)}"
-        found.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
+        fits.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
     dims = sample.of_got.shape[2]
     for step in dict.fromkeys(s * k for k in (1, 8, 16, dims // 2) for s in (1, -1) if 0 < k < dims):
         every = torch.ones_like(token, dtype=torch.bool)
         text = (
             f"the values expected {abs(step)} dim{'s' * (abs(step) > 1)} {'further on' if step > 0 else 'before'}, round the end"
         )
-        found.append(_read(sample, "shifted", every, sample.head, token, (sample.dim + step) % dims, text, step))
-    found += [_heads(sample, head), *_outputs(sample, others)]
-    found.append(nearest if isinstance(nearest, Fit) else None)
-    return [fit for fit in found if fit is not None]
+        fits.append(_read(sample, "shifted", every, sample.head, token, (sample.dim + step) % dims, text, step))
+    fits += [_heads(sample, head), *_outputs(sample, others)]
+    fits.append(nearest if isinstance(nearest, Fit) else None)
+    return [fit for fit in fits if fit is not None]
 
 
 def _near(count: int) -> Iterator[int]:
@@ -181,10 +181,10 @@ def _nearest_rows(sample: Sample, sequence: Tensor, noun: str) -> int | Fit | No
     first = torch.searchsorted(sequence, sequence)
     _, token, source, *_ = moved[0]
 
-    def told(t: int) -> str:
+    def row_name(t: int) -> str:
         return f"{noun[:-1]} {t - int(first[t])} of sequence {int(sequence[t])}"
 
-    text = f"the values expected of {told(source)}" if len(sources) == 1 else f"values expected of other {noun}"
+    text = f"the values expected of {row_name(source)}" if len(sources) == 1 else f"values expected of other {noun}"
     if len(sources) > 1:
-        text += f" ({told(token)} holds {told(source)})"
+        text += f" ({row_name(token)} holds {row_name(source)})"
     return Fit("stale", explained, text, covers=len(moved) / len(kept))

@@ -97,30 +97,30 @@ def spans(indices: Iterable[int], thin: bool = False) -> tuple[Span, ...]:
 
     `thin`: what lies between may have been passed over by luck, so that 80 % of a run are a run.
     """
-    found = list(indices)
-    if not found:
+    ordered = list(indices)
+    if not ordered:
         return ()
-    if thin and len(found) > 2 and len(found) >= _RUN * (found[-1] + 1 - found[0]):
-        return (Span(found[0], found[-1] + 1),)
-    steps = {b - a for a, b in pairwise(found)}
-    if len(steps) == 1 and len(found) > 2:
+    if thin and len(ordered) > 2 and len(ordered) >= _RUN * (ordered[-1] + 1 - ordered[0]):
+        return (Span(ordered[0], ordered[-1] + 1),)
+    steps = {b - a for a, b in pairwise(ordered)}
+    if len(steps) == 1 and len(ordered) > 2:
         (step,) = steps
-        return (Span(found[0], found[-1] + 1, step),)
-    starts = [found[0], *(b for a, b in pairwise(found) if b > a + 1)]
-    stops = [*(a + 1 for a, b in pairwise(found) if b > a + 1), found[-1] + 1]
+        return (Span(ordered[0], ordered[-1] + 1, step),)
+    starts = [ordered[0], *(b for a, b in pairwise(ordered) if b > a + 1)]
+    stops = [*(a + 1 for a, b in pairwise(ordered) if b > a + 1), ordered[-1] + 1]
     if len(starts) > _MOST_SPANS:
-        return (Span(found[0], found[-1] + 1),)
+        return (Span(ordered[0], ordered[-1] + 1),)
     return tuple(Span(a, b) for a, b in zip(starts, stops, strict=True))
 
 
-def span_words(noun: str, found: Sequence[Span], total: int | None = None) -> str:
+def span_words(noun: str, parts: Sequence[Span], total: int | None = None) -> str:
     """ "row 5", "heads 0-1 and 6", "every 2nd head from 1 to 7"; with the total, where that helps: "head 3 (of 8)"."""
     of = "" if total is None else f" (of {total})"
-    if len(found) == 1 and found[0].step > 1:
-        each = found[0]
+    if len(parts) == 1 and parts[0].step > 1:
+        each = parts[0]
         return f"every {_ordinal(each.step)} {noun} from {each.start} to {range(each.start, each.stop, each.step)[-1]}{of}"
-    words = [each.words() for each in found]
-    plural = "s" if sum(map(len, found)) > 1 else ""
+    words = [each.words() for each in parts]
+    plural = "s" if sum(map(len, parts)) > 1 else ""
     listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     return f"{noun}{plural} {listed}{of}"
 

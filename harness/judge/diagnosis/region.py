@@ -53,7 +53,7 @@ def region(problem: Problem, config: Config, name: OutputName, bad: Tensor) -> R
     in_heads, in_columns = spans(heads, thin), spans(columns, thin)
     wide = sum(map(len, in_heads)), sum(map(len, in_columns))
     size = wide[0] * int(rows.mask.sum()) * max(1, wide[1])
-    found = Region(
+    area = Region(
         sequences=spans(sequences),
         heads=in_heads,
         rows=spans(tokens.position[rows.mask].unique().tolist()),
@@ -63,8 +63,8 @@ def region(problem: Problem, config: Config, name: OutputName, bad: Tensor) -> R
         tiles=rows.tiles,
     )
     dims = bad.shape[2] if bad.dim() == 3 else 0
-    words = _words(problem, name, found, tokens, rows, heads=(wide[0], bad.shape[0]), dims=(wide[1], dims))
-    return Region(**{**{field: getattr(found, field) for field in Region.__struct_fields__}, "text": words})
+    words = _words(problem, name, area, tokens, rows, heads=(wide[0], bad.shape[0]), dims=(wide[1], dims))
+    return Region(**{**{field: getattr(area, field) for field in Region.__struct_fields__}, "text": words})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,46 +148,46 @@ def _blind(problem: Problem, name: OutputName, tokens: Tokens) -> Tensor:
 def _words(
     problem: Problem,
     name: OutputName,
-    found: Region,
+    area: Region,
     tokens: Tokens,
     rows: _Rows,
     heads: tuple[int, int],
     dims: tuple[int, int],
 ) -> str:
     noun, batch = "row" if name in BY_QUERY else "key", problem.batch
-    count, full = sum(map(len, found.sequences)), int((tokens.lengths > 0).sum())
+    count, full = sum(map(len, area.sequences)), int((tokens.lengths > 0).sum())
     every = count == full
     parts = []
-    sequences = span_words("sequence", found.sequences, batch) + _special(problem, tokens, found)
+    sequences = span_words("sequence", area.sequences, batch) + _special(problem, tokens, area)
     if rows.whole:
         parts.append("" if every else sequences)
     else:
-        listed = found.rows_are[0] if found.rows_are and not found.tiles else span_words(noun, found.rows)
-        if len(found.rows_are) > 1 and not found.tiles:
-            listed += f" ({found.rows_are[1]})"
+        listed = area.rows_are[0] if area.rows_are and not area.tiles else span_words(noun, area.rows)
+        if len(area.rows_are) > 1 and not area.tiles:
+            listed += f" ({area.rows_are[1]})"
         if every:
             inside = "" if batch == 1 or "each sequence" in listed else " of each sequence" if count == batch else ""
         else:
             inside = f" of {sequences}"
             listed = listed.replace(" of each sequence", "")
-        notes = [*([found.tiles] if found.tiles else []), *(found.rows_are if found.tiles else ())]
+        notes = [*([area.tiles] if area.tiles else []), *(area.rows_are if area.tiles else ())]
         parts.append(f"{listed}{inside}" + (f" ({'; '.join(notes)})" if notes else ""))
     kind = "head" if name in BY_QUERY else "kv head"
     if heads[0] < heads[1]:
-        parts.append(span_words(kind, found.heads, heads[1]))
+        parts.append(span_words(kind, area.heads, heads[1]))
     elif heads[1] > 1 and parts[0]:
         parts.append(f"all {kind}s")
     if dims[0] < dims[1]:
-        parts.append(span_words("dim", found.columns, dims[1]))
+        parts.append(span_words("dim", area.columns, dims[1]))
     where = ", ".join(part for part in parts if part) or "everywhere"
-    if found.share >= _NEARLY:
+    if area.share >= _NEARLY:
         return where
-    return f"{where} ({_percent(found.share)} of the elements{'' if where == 'everywhere' else ' there'})"
+    return f"{where} ({_percent(area.share)} of the elements{'' if where == 'everywhere' else ' there'})"
 
 
-def _special(problem: Problem, tokens: Tokens, found: Region) -> str:
+def _special(problem: Problem, tokens: Tokens, area: Region) -> str:
     """What the wrong sequences have in common that the others have not; two of each kind are asked for where no length is 0."""
-    wrong = {index for each in found.sequences for index in range(each.start, each.stop, each.step)}
+    wrong = {index for each in area.sequences for index in range(each.start, each.stop, each.step)}
     able = {index for index, length in enumerate(tokens.lengths.tolist()) if length}
     pairs = list(zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     kinds = [
@@ -220,9 +220,9 @@ class Tokens:
 
     def ends(self, mask: Tensor, last: bool) -> Tensor:
         """The first (or last) position in `mask` of each sequence, -1 where it has none."""
-        found = torch.full_like(self.lengths, -1)
+        positions = torch.full_like(self.lengths, -1)
         reduce = "amax" if last else "amin"
-        return found.scatter_reduce_(0, self.sequence[mask], self.position[mask], reduce, include_self=False)
+        return positions.scatter_reduce_(0, self.sequence[mask], self.position[mask], reduce, include_self=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,9 +242,9 @@ def on_tiles(tokens: Tokens, bad: Tensor, inside: Tensor, tile: int, noun: str, 
     if tile <= 1:
         return None
     number = tokens.position // tile
-    found = _whole(tokens, bad, inside, tile, number, dense) or _periodic(tokens, bad, inside, tile, noun)
-    if found is not None or not (tokens.start % tile).any():
-        return found
+    tiled = _whole(tokens, bad, inside, tile, number, dense) or _periodic(tokens, bad, inside, tile, noun)
+    if tiled is not None or not (tokens.start % tile).any():
+        return tiled
     token = torch.arange(len(bad))
     mask = _union(token // tile, bad, torch.ones_like(bad), dense)
     # A tile that is one whole sequence, or more of them, may as well be those sequences.

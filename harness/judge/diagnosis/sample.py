@@ -87,8 +87,8 @@ def around(problem: Problem, name: OutputName, sample: Sample) -> Sample:
     if dims == 1:
         return sample
     dim = (torch.arange(len(sample), device=sample.dim.device) * _STRIDE + sample.dim) % dims
-    found = _taken(problem, name, sample.head, sample.token, dim, sample.of_got, sample.of_expected, sample.of_allowed)
-    return found.where(torch.isfinite(found.got) & torch.isfinite(found.expected))
+    rows = _taken(problem, name, sample.head, sample.token, dim, sample.of_got, sample.of_expected, sample.of_allowed)
+    return rows.where(torch.isfinite(rows.got) & torch.isfinite(rows.expected))
 
 
 def _taken(

@@ -17,7 +17,7 @@ from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong
-from attnfuzz.harness.trial.checks.unwritten import told_apart
+from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
@@ -33,20 +33,20 @@ def after_other_calls(bench: Bench) -> Verdict:
     held = []
     for earlier in earlier_problems(bench.kernel, bench.case, bench.device):
         held.append(Bands())
-        made = _earlier(bench, earlier, held[-1])
+        outputs = _earlier(bench, earlier, held[-1])
         if earlier == problem and first is None:
             # A kernel may return the same memory every time: what it held must not be lost.
-            first, kept = made, _cloned(made)
+            first, kept = outputs, _cloned(outputs)
     ready, inputs = bench.ready(), bench.inputs()
     last = bench.launch(ready, inputs)
     expected = bench.truth(inputs)
     verdict = bench.judge(inputs, last, expected)
     with bench.clock.stage("judge"):
-        found = [*_overstepped(bench, held)]
+        failures = [*_overstepped(bench, held)]
         if first is not None and kept is not None:
-            found += _compared(bench, verdict, first, kept, last, expected)
-    verdict = told_apart(bench, ready, inputs, last, verdict)
-    return replace(verdict, status="fail", failures=(*found, *verdict.failures)) if found else verdict
+            failures += _compared(bench, verdict, first, kept, last, expected)
+    verdict = name_unwritten(bench, ready, inputs, last, verdict)
+    return replace(verdict, status="fail", failures=(*failures, *verdict.failures)) if failures else verdict
 
 
 CALL_CHECKS: dict[Check, Callable[[Bench], Verdict]] = dict.fromkeys(CALLS, after_other_calls)
@@ -81,8 +81,8 @@ def _earlier(bench: Bench, problem: Problem, bands: Bands) -> Outputs:
     except WentWrong as error:
         if problem == bench.case.problem:
             raise
-        told = f"{error.failure.message} (in the call before, of check {bench.case.check})"
-        raise WentWrong(replace(error.failure, message=told)) from error
+        message = f"{error.failure.message} (in the call before, of check {bench.case.check})"
+        raise WentWrong(replace(error.failure, message=message)) from error
 
 
 def _cloned(outputs: Outputs) -> Outputs:

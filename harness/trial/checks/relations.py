@@ -48,17 +48,17 @@ def against_itself(bench: Bench) -> Verdict:
         problems = related_problems(case.check, case.problem, seed)
         inputs = bench.inputs()
         related = _RELATIONS[case.check](Setup(inputs, problems, seed, bench.device, can.deviations, can.deterministic))
-    made: list[Outputs] = []
+    results: list[Outputs] = []
     for each in related.inputs:
-        outputs = _launched(bench, each, apart=case.check == "huge_strides" and bool(made))
+        outputs = _launched(bench, each, apart=case.check == "huge_strides" and bool(results))
         if isinstance(outputs, str):
             figures = {name: Figures(elements=0, unjudged=outputs) for name in case.problem.needs.outputs}
             return Verdict(status="pass", figures=figures)
         if failures := why_unfit(case.kernel, each, outputs):
             return Verdict(status="fail", failures=failures)
-        made.append(outputs)
+        results.append(outputs)
     with bench.clock.stage("judge"):
-        return _judged(bench, related.differences(made))
+        return _judged(bench, related.differences(results))
 
 
 RELATION_CHECKS: dict[Check, Callable[[Bench], Verdict]] = dict.fromkeys(_RELATIONS, against_itself)
@@ -94,36 +94,36 @@ def _judged(bench: Bench, differences: Iterable[Difference]) -> Verdict:
     for difference in differences:
         name = difference.output
         figures.setdefault(name, Figures(elements=0))
-        found = worst(difference)
-        if found is None:
+        largest = worst(difference)
+        if largest is None:
             continue
         old = figures[name]
         figures[name] = Figures(
-            elements=old.elements + difference.got.numel(), worst=max(old.worst, found.ratio), over=old.over + found.over
+            elements=old.elements + difference.got.numel(), worst=max(old.worst, largest.ratio), over=old.over + largest.over
         )
-        if not found.ratio <= 1 and (name not in failing or found.ratio > failing[name][1].ratio):
-            failing[name] = (difference, found)
+        if not largest.ratio <= 1 and (name not in failing or largest.ratio > failing[name][1].ratio):
+            failing[name] = (difference, largest)
     failures = tuple(_failure(bench, *pair) for pair in failing.values())
     return Verdict(status="fail" if failures else "pass", figures=figures, failures=failures)
 
 
-def _failure(bench: Bench, difference: Difference, found: Worst) -> Failure:
+def _failure(bench: Bench, difference: Difference, largest: Worst) -> Failure:
     name, relation = difference.output, bench.case.check
     place = Place(
         sequence=difference.sequence,
-        position=found.bad_row,
-        head=found.head,
-        dim=found.dim,
-        got=found.got,
-        expected=found.expected,
-        allowed=found.allowed,
+        position=largest.bad_row,
+        head=largest.head,
+        dim=largest.dim,
+        got=largest.got,
+        expected=largest.expected,
+        allowed=largest.allowed,
     )
     rows = "query" if name in ("o", "lse", "dq") else "key"
-    dim = "" if found.dim is None else f", dim {found.dim}"
+    dim = "" if largest.dim is None else f", dim {largest.dim}"
     of = f" ({difference.what})" if difference.what else ""
     message = (
         f"{OUTPUT_TITLES[name]}{of} breaks {relation}: sequence {place.sequence}, head {place.head}, "
         f"first at {rows} {place.position}{dim}: got {place.got:.9g}, expected {place.expected:.9g}, "
-        f"allowed error {place.allowed:.3g}; by {found.rule} {found.ratio:.3g} x what is allowed"
+        f"allowed error {place.allowed:.3g}; by {largest.rule} {largest.ratio:.3g} x what is allowed"
     )
     return Failure(kernel=bench.case.kernel, kind="relation", output=name, check=relation, message=message, place=place)

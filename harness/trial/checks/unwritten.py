@@ -18,13 +18,13 @@ from attnfuzz.kernels.contract import Built, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.kernels.support.memory import told_stores
 
-__all__ = ["told_apart"]
+__all__ = ["name_unwritten"]
 
 _OTHER = 0.34375
 """Exact in every dtype, and no value that attention gives of itself."""
 
 
-def told_apart(bench: Bench, ready: Built, inputs: Inputs, outputs: Outputs, verdict: Verdict) -> Verdict:
+def name_unwritten(bench: Bench, ready: Built, inputs: Inputs, outputs: Outputs, verdict: Verdict) -> Verdict:
     """`verdict` of `outputs`, with kind "unwritten" for "nonfinite" where that is what it is.
 
     Raises:

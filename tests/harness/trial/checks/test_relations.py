@@ -160,7 +160,7 @@ def test_where_there_is_no_memory_nothing_is_judged_and_the_reason_is_told(monke
     def refused(*_args: object) -> torch.Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(strides, "_stretched", refused)
+    monkeypatch.setattr(strides, "_stretch", refused)
     registry.register(Long())
     verdict = trial.run_trial(Case(kernel="test.long", problem=problem(5, 7), check="huge_strides"), "cpu")
     registry.unregister("test.long")
