@@ -1,7 +1,8 @@
 """Outputs + reference + budgets -> Verdict: pass iff rd(ref - M) <= out <= rd(ref + M) for every element of every output.
 
-The budget without ties is tried first, since it is never larger; only where that is exceeded, equal values are counted. On top of
-it two statistics over a whole output say what stays inside every element's budget (oracles/budgets/aggregate.py).
+The budget without ties is tried first, since it is never larger; equal values are counted only where it is exceeded. In addition,
+two statistics over a whole output find errors within every element's budget (oracles/budgets/aggregate.py). Gradients of captured
+tensors are judged by the same rule (`wrong_captured`).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Literal
 import torch
 from msgspec.structs import replace
 
-from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first, why_unfit
+from attnfuzz.harness.judge.contract import broken_contract, heads_first, why_unfit
 from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, Place, where
+from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place, where
 from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict
@@ -33,9 +34,9 @@ _NO_CONFIG = Config()
 def judge(
     kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config = _NO_CONFIG
 ) -> Verdict:
-    """Shape, dtype and device first, then every element against its budget, then the whole of each output.
+    """Judge shape, dtype and device, then every element against its budget, then each output as a whole.
 
-    `config` tells the tiles on which a failure's pattern may lie.
+    `config` gives the tiles for a failure's pattern.
     """
     if isinstance(expected, HeadTruths):
         return _head_by_head(kernel, inputs, outputs, expected, config)
@@ -46,7 +47,7 @@ def judge(
 def compare(
     kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]
 ) -> tuple[dict[OutputName, torch.Tensor], dict[OutputName, Measurement], list[Failure]]:
-    """Outputs in float64, heads first, and every element of them against its budget; what is no such output is a Failure."""
+    """Return outputs, heads first, their measurements against the budgets, and Failures of those that break the contract."""
     problem = inputs.problem
     failures: list[Failure] = []
     got: dict[OutputName, torch.Tensor] = {}
@@ -80,7 +81,7 @@ def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[Output
 
 
 def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config) -> Verdict:
-    """Each key/value head judged by itself; of an output that is wrong in several, the worst place is told."""
+    """Judge each key/value head separately; report an output that is wrong in several at its worst place."""
     problem = inputs.problem
     if broken := why_unfit(kernel, inputs, outputs):
         return Verdict(status="fail", failures=broken)
@@ -119,7 +120,7 @@ def _added(one: Figures, other: Figures) -> Figures:
 
 
 def outputs_of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
-    """What a kernel returned of one key/value head."""
+    """Return the outputs of one key/value head."""
     rows, keys = slice(head * problem.groups, (head + 1) * problem.groups), slice(head, head + 1)
 
     def of(x: torch.Tensor | None, at: slice) -> torch.Tensor | None:
@@ -141,7 +142,7 @@ def _as_a_whole(
     expected: Truths,
     figures: dict[OutputName, Figures],
 ) -> list[Failure]:
-    """Failures of the aggregate tests; their statistics go into `figures`."""
+    """Return the failures of the aggregate tests, and add their statistics to `figures`."""
     form, failures = Format.of(problem.dtype), []
     pairs = {
         name: (x, expected[name].expected, budget)
@@ -170,7 +171,7 @@ def _wrong(
     measurement: Measurement,
     config: Config,
 ) -> Failure:
-    """The Failure of an output with elements outside their intervals: at its worst element, with the pattern of them all."""
+    """Return the Failure of an output with elements outside their intervals: at the worst one, with the pattern of all."""
     true, got = expected[name], got.double()
     worst = measurement.broken if measurement.nonfinite else measurement.ratio
     flat = int(worst.flatten().double().argmax())
@@ -182,14 +183,14 @@ def _wrong(
 
 
 def _with_pattern(failure: Failure, pattern: Pattern | None, alone: str = "") -> Failure:
-    """The Failure with its pattern, which the message tells in a second sentence."""
+    """Return the Failure with its pattern, described in a second sentence of the message."""
     if pattern is None:
         return failure
     return replace(failure, pattern=pattern, message=f"{failure.message}. {pattern.text[:1].upper()}{pattern.text[1:]}{alone}")
 
 
 def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
-    """Where the element number `flat` of a heads-first output lies."""
+    """Return the Place of element number `flat` of a heads-first output."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape)]
     head, token, dim = index[0], index[1], index[2] if len(index) > 2 else None
     lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
@@ -217,11 +218,8 @@ def _failure(kernel: str, name: OutputName, place: Place, figures: Figures, kind
     return Failure(kernel=kernel, kind=kind, output=name, check="element", message=message, place=place)
 
 
-_SINGLE = Format.of("float32")
-
-
 def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Truths) -> list[Failure]:
-    """A Failure for each captured tensor whose gradient breaks the contract or its budget."""
+    """Return a Failure for each captured tensor whose gradient breaks the contract or its budget."""
     problem = inputs.problem
     tensors = tensors_of(problem)
     if not any(each.gradient for each in tensors) or not {"dq", "dk", "dv"} & set(problem.needs.outputs):
@@ -249,22 +247,22 @@ def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
 
 
 def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth, in_doubt: bool) -> Failure | None:
-    """The Failure of a gradient with elements outside their intervals, at its worst one."""
+    """Return the Failure of a gradient with elements outside their intervals, at the worst one, or None."""
     got = got.to(true.expected.device).double()
-    allowed = true.allowed + half_ulp(true.expected, _SINGLE)
+    allowed = true.allowed + half_ulp(true.expected, true.form)
     error = (got - true.expected).abs()
-    # Where scores are lost nothing is judged, but NaN is wrong, unless a mask is in doubt and nothing bounds what that does.
+    # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt, since its effect has no bound.
     wrong = ~((error <= allowed) | (allowed == torch.inf)) if in_doubt else ~(error <= allowed)
     if not wrong.any():
         return None
     broken = wrong & ~torch.isfinite(got)
     ratio = torch.where(broken, torch.inf, error / allowed)
     at = int(torch.where(wrong, ratio, -1.0).flatten().argmax())
-    where = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
-    one, truth, most = (float(x.flatten()[at]) for x in (got, true.expected, allowed))
+    index = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    one, right, most = (float(x.flatten()[at]) for x in (got, true.expected, allowed))
     times = "" if broken.any() else f", {float(ratio.flatten()[at]):.3g} x its budget"
     message = (
-        f"{title}: {int(wrong.sum())} of {got.numel()} elements are wrong; worst at [{where}]: got {one:.9g}, "
-        f"expected {truth:.9g}, allowed error {most:.3g}{times}"
+        f"{title}: {int(wrong.sum())} of {got.numel()} elements are wrong; worst at [{index}]: got {one:.9g}, "
+        f"expected {right:.9g}, allowed error {most:.3g}{times}"
     )
     return Failure(kernel=kernel, kind="nonfinite" if broken.any() else "mismatch", check=check, message=message)

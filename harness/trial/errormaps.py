@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first
+from attnfuzz.harness.judge.contract import broken_contract, heads_first
 from attnfuzz.harness.judge.diagnosis.region import tile_of
 from attnfuzz.harness.judge.errormap import (
     BROKEN,
@@ -32,10 +32,12 @@ from attnfuzz.harness.judge.errormap import (
     axis,
     packed,
 )
+from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.harness.judge.intervals import Measurement
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_head
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.checks.unwritten import OTHER_FILL
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
 from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
@@ -43,12 +45,8 @@ from attnfuzz.oracles.attention import sees
 from attnfuzz.oracles.modifiers import Modifiers, leaves_of
 from attnfuzz.strategies.case import RELATIONS, Case
 
-__all__ = [
-    "error_maps",
-]
+__all__ = ["error_maps"]
 
-_FILL: Final = 0.34375
-"""What a second launch finds in memory that is never written; as good as any value but NaN."""
 _MASK_AT_ONCE: Final = 1 << 22
 _LARGEST_MASK: Final = 1 << 27
 """Pairs of query and key, all sequences: a larger mask is not drawn."""
@@ -138,7 +136,7 @@ def _tell_unwritten(bench: _Watched) -> None:
     if not broken:
         return
     inputs = bench.inputs()
-    again = bench.launch(bench.ready(), inputs, fill=_FILL)
+    again = bench.launch(bench.ready(), inputs, fill=OTHER_FILL)
     for name in broken:
         now, levels = getattr(again, name), bench.by_output[name].levels
         if broken_contract(bench.case.kernel, inputs.problem, name, now, inputs.q.device) is None:

@@ -14,6 +14,17 @@ _LONGEST = 2000
 _child = False
 
 
+class DeviceLost(BaseException):
+    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record.
+
+    No Exception, so that nothing on the way up takes it for the kernel's own and tries again.
+    """
+
+    def __init__(self, case: Case, failure: Failure) -> None:
+        super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
+        self.case, self.failure = case, failure
+
+
 def mark_as_child() -> None:
     """Nobody presses Ctrl-C in this process: what is raised here is the kernel's own, whatever it is."""
     global _child
@@ -40,14 +51,3 @@ def format_traceback(error: BaseException) -> str:
         return printable("".join(traceback.format_exception(error))[-6000:])
     except BaseException as broken:  # the error's own code
         return f"(its traceback cannot be made: {type(broken).__name__})"
-
-
-class DeviceLost(BaseException):
-    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record.
-
-    No Exception, so that nothing on the way up takes it for the kernel's own and tries again.
-    """
-
-    def __init__(self, case: Case, failure: Failure) -> None:
-        super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
-        self.case, self.failure = case, failure

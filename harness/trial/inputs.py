@@ -24,6 +24,9 @@ __all__ = ["GAP", "captured_values", "materialise"]
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 GAP = 0xFFB5 - (1 << 16)
 """A 16-bit word that is NaN in float16, bfloat16 and (two of them) float32; signalling in the last two."""
+_DOCUMENT = 48
+"""Mean length of a document in tokens."""
+_NUMBERS = 8
 
 
 def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
@@ -137,11 +140,6 @@ def _d_lse(problem: Problem, recipe: Recipe, device: str) -> torch.Tensor:
     out = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
     out[..., : values.shape[-2]] = values.transpose(-1, -2)
     return out
-
-
-_DOCUMENT = 48
-"""Tokens of a document, about."""
-_NUMBERS = 8
 
 
 def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.formats import Format
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup
 from attnfuzz.oracles.relations.sizes import Noise, key_counts
-from attnfuzz.oracles.relations.tensors import output, packed
+from attnfuzz.oracles.relations.tensors import BY_QUERY, output, packed
 
 __all__ = ["cut_rows", "future_keys", "scaled_values", "shifted_scores"]
 
@@ -144,7 +144,7 @@ def future_keys(setup: Setup) -> Related:
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         for part, count in zip(parts, rows, strict=True):
-            for name in (each for each in problem.needs.outputs if each in ("o", "lse", "dq")):
+            for name in (each for each in problem.needs.outputs if each in BY_QUERY):
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index)[:, :count]
                 exact = name in setup.deterministic

@@ -11,9 +11,9 @@ from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
 
-__all__ = ["output", "packed"]
+__all__ = ["BY_QUERY", "output", "packed"]
 
-_BY_QUERY = ("o", "lse", "dq")
+BY_QUERY = ("o", "lse", "dq")
 
 
 def packed(problem: Problem, parts: Sequence[SequenceData]) -> Inputs:
@@ -48,7 +48,7 @@ def output(problem: Problem, outputs: Outputs, name: OutputName, index: int) -> 
     """Return output `name` of sequence `index` without slack rows: float64 `(heads, rows, dim)`, LSE `(heads, rows)`."""
     got: torch.Tensor | None = getattr(outputs, name)
     assert got is not None
-    lengths = problem.seqlens_q if name in _BY_QUERY else problem.seqlens_k
+    lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
     got = got.detach()
     if problem.packing == "dense":
         got, start = got[index], 0

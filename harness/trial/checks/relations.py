@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from attnfuzz.harness.judge.contract import why_unfit
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, Place
+from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.launch import is_out_of_memory, launch_in_place
@@ -118,7 +118,7 @@ def _failure(bench: Bench, difference: Difference, largest: Worst) -> Failure:
         expected=largest.expected,
         allowed=largest.allowed,
     )
-    rows = "query" if name in ("o", "lse", "dq") else "key"
+    rows = "query" if name in BY_QUERY else "key"
     dim = "" if largest.dim is None else f", dim {largest.dim}"
     of = f" ({difference.what})" if difference.what else ""
     message = (

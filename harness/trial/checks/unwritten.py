@@ -18,9 +18,9 @@ from attnfuzz.kernels.contract import Built, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.kernels.support.memory import told_stores
 
-__all__ = ["name_unwritten"]
+__all__ = ["OTHER_FILL", "name_unwritten"]
 
-_OTHER = 0.34375
+OTHER_FILL = 0.34375
 """Exact in every dtype, and no value that attention gives of itself."""
 
 
@@ -36,7 +36,7 @@ def name_unwritten(bench: Bench, ready: Built, inputs: Inputs, outputs: Outputs,
     # Before the second launch: it may return the same memory.
     first = {name: heads_first(inputs.problem, name, getattr(outputs, name)) for name in names}
     try:
-        again = bench.launch(ready, inputs, fill=_OTHER)
+        again = bench.launch(ready, inputs, fill=OTHER_FILL)
     except WentWrong:  # whatever that is, the NaN is what was seen first
         return verdict
     with bench.clock.stage("judge"):
@@ -62,7 +62,7 @@ def _renamed(failure: Failure, problem: Problem, first: dict[OutputName, torch.T
     place = place_of(problem, name, int(changed.flatten().double().argmax()), was, Truth(expected=zeros, allowed=zeros))
     if failure.place is not None:
         place = replace(place, expected=failure.place.expected, allowed=failure.place.allowed)
-    never = bool((now[changed] == _OTHER).all())
+    never = bool((now[changed] == OTHER_FILL).all())
     said = "were never written" if never else "come from memory that was never written"
     message = f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements {said}; first at {where(name, place)}"
     if stores := told_stores(second):
