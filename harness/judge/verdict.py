@@ -11,7 +11,7 @@ from attnfuzz.kernels.problem import OutputName
 
 __all__ = ["IN_DOUBT", "Figures", "Verdict"]
 
-IN_DOUBT = "mask_mod compares floats that float32 cannot tell apart"
+IN_DOUBT = "mask_mod compares floats that float32 cannot distinguish"
 """Why the elements of `Figures.doubted` are not judged."""
 
 

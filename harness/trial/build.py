@@ -1,4 +1,4 @@
-"""Compiling: one process at a time per compile key, so that the backends' disk caches serve the others."""
+"""Compiling: one process at a time for each compile key, so that the others use the backends' disk caches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ready: set[tuple[str, str, Device]] = set()
 
 
 def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
-    """`kernel.build(...)`; the first build of a compile key waits for other processes that compile the same.
+    """Call `kernel.build`; the first build of a compile key waits for other processes that compile the same.
 
     Raises:
-        BuildError: the compiler refused, or the kernel's build raised anything else.
+        BuildError: the compiler failed, or the kernel's build raised anything else.
         BadArgument: the kernel does not support it.
     """
     compile_key = compile_key_of(kernel, problem, config, device)
@@ -44,14 +44,14 @@ def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> 
         return kernel.build(problem, config, device)
     except (BuildError, BadArgument):
         raise
-    except BaseException as error:  # a compiler's Python side may raise anything: that is the finding
+    except BaseException as error:  # a compiler's Python side may raise anything: that is a finding
         if not may_catch(error):
             raise
         raise BuildError(describe_exception(error)) from error
 
 
 def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Device) -> tuple[float, str | None]:
-    """(seconds, the compiler's error or None) of compiling in this process."""
+    """Compile in this process; return (seconds, the compiler's error or None)."""
     start = time.perf_counter()
     environment.prepare(device)
     try:

@@ -1,6 +1,6 @@
-"""Error maps, made: a Case once more, and every element's error over its budget kept, reduced to what a picture can show.
+"""Computation of error maps: run a Case again, and reduce every element's error over its budget to the size of a picture.
 
-Runs where Trials run, in a child process: tensors stay there, what goes up is a map of some kilobytes.
+Runs in a child process like Trials: tensors stay there, and only maps of some kilobytes are sent.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class _Levels:
 
 @dataclass(frozen=True, slots=True)
 class _Watched(Bench):
-    """A Bench that keeps what it is given to judge, as levels; the last call counts."""
+    """A Bench that keeps the levels of the last outputs in place of judging them."""
 
     by_output: dict[OutputName, _Levels] = field(default_factory=dict)
 
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
-        """The levels of every output that has the form it should have; nothing is found wrong here."""
+        """Keep the levels of every output that fulfils the contract; always pass."""
         with self.clock.stage("judge"), torch.no_grad():
             self.by_output.clear()
             if isinstance(expected, HeadTruths):
@@ -93,7 +93,7 @@ class _Watched(Bench):
 
 
 def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda _: None) -> ErrorMaps | str:
-    """Run `case` once more and map its outputs; or why there is nothing to map. `enter` is called with the name of each stage.
+    """Run `case` again and map its outputs, or return why there is nothing to map. `enter` is called with each stage's name.
 
     Raises:
         BadArgument: the Case cannot run here.
@@ -105,7 +105,7 @@ def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda
     bench = _Watched(case, check_runnable(case, device), device, Clock(enter))
     try:
         CHECKS[case.check](bench)
-        _tell_unwritten(bench)
+        _mark_unwritten(bench)
     except WentWrong as error:
         if not bench.by_output:
             return f"{error.failure.kind}: {error.failure.message}"
@@ -115,7 +115,7 @@ def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda
 
 
 def _levels(measurement: Measurement, true: Truth) -> torch.Tensor:
-    """The level of each element: uint8 `(heads, tokens, columns)`, on the CPU."""
+    """Return the level of each element: uint8 `(heads, tokens, columns)`, on the CPU."""
     ratio = measurement.ratio.double()
     if not ratio.numel():
         return torch.zeros(ratio.shape if ratio.dim() == 3 else (*ratio.shape, 1), dtype=torch.uint8)
@@ -130,8 +130,8 @@ def _levels(measurement: Measurement, true: Truth) -> torch.Tensor:
     return levels.to(torch.uint8).cpu()
 
 
-def _tell_unwritten(bench: _Watched) -> None:
-    """Where NaN shows, launch again with other memory: what is not NaN then was never written, or made from what was not."""
+def _mark_unwritten(bench: _Watched) -> None:
+    """If there is NaN, launch again with another filling: elements then not NaN are unwritten, or computed from such."""
     broken = [name for name, each in bench.by_output.items() if bool((each.levels == BROKEN).any())]
     if not broken:
         return
@@ -179,14 +179,14 @@ def _reduced(case: Case, bench: _Watched) -> ErrorMaps:
 
 
 def _tile(config: Config, name: OutputName) -> int:
-    """Rows of the kernel's tile for that output, 0 where its Config names none."""
+    """Return the rows of the kernel's tile for that output, 0 if its Config has none."""
     own = {"dq": "dq_tile_m", "dk": "dkv_tile_n", "dv": "dkv_tile_n"}.get(name, "")
     tile = config.tile(own) if own in config else tile_of(config, name)
     return tile if tile > 1 else 0
 
 
 def _worst(levels: torch.Tensor, rows: Axis) -> torch.Tensor:
-    """The largest level of each cell along the first dimension."""
+    """Return the largest level of each cell along the first dimension."""
     reduced = []
     for part in levels.split(list(rows.segments)):
         cells = -(-len(part) // rows.step)
@@ -201,7 +201,7 @@ def _grid(levels: torch.Tensor, rows: Axis, columns: Axis) -> Grid:
 
 
 def _mask(problem: Problem, bench: Bench, queries: Axis, keys: Axis) -> tuple[Grid | None, bool]:
-    """Which keys each query sees, and whether that differs by head. None: too much to be drawn."""
+    """Return which keys each query sees (None if too large to draw), and whether that differs by head."""
     pairs = sum(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     modifiers = Modifiers.of(problem, tuple(each.cpu() for each in bench.inputs().captured))
     by_head = modifiers.mask is not None and any(each.op == "h" for each in modifiers.mask.walk())
@@ -219,7 +219,7 @@ def _mask(problem: Problem, bench: Bench, queries: Axis, keys: Axis) -> tuple[Gr
 
 
 def _visible(problem: Problem, modifiers: Modifiers, index: int, rows: range, *, by_head: bool) -> torch.Tensor:
-    """bool `(heads or 1, rows, keys)` of one sequence."""
+    """Return which keys some rows of a sequence see: bool `(heads or 1, rows, keys)`."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     i, j = torch.arange(rows.start, rows.stop)[None, :, None], torch.arange(n_k)[None, None, :]
     heads = torch.arange(problem.heads if by_head else 1)[:, None, None]
@@ -230,7 +230,7 @@ def _visible(problem: Problem, modifiers: Modifiers, index: int, rows: range, *,
 
 
 def _shares(visible: torch.Tensor, step_q: int, step_k: int) -> torch.Tensor:
-    """0, 1 or 2 of each cell of step_q queries x step_k keys: none of it seen, part of it, all."""
+    """Return 0, 1 or 2 for each cell of step_q queries x step_k keys: none of it visible, part, all."""
     any_, all_ = visible.any(0), visible.all(0)
     for step in (step_q, step_k):
         cells = -(-any_.shape[0] // step)

@@ -1,4 +1,4 @@
-"""What a kernel raises, told: it may raise anything, with any message or none that can be made."""
+"""Exceptions from kernels, whose own `__str__` may raise, and the exception for a device that is lost."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _child = False
 
 
 class DeviceLost(BaseException):
-    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record.
+    """The device no longer works after `case`, so that the process must end; `failure` says what happened.
 
-    No Exception, so that nothing on the way up takes it for the kernel's own and tries again.
+    Not an Exception, so that no caller takes it for the kernel's and tries again.
     """
 
     def __init__(self, case: Case, failure: Failure) -> None:
@@ -26,18 +26,18 @@ class DeviceLost(BaseException):
 
 
 def mark_as_child() -> None:
-    """Nobody presses Ctrl-C in this process: what is raised here is the kernel's own, whatever it is."""
+    """Declare this process a child, which gets no Ctrl-C: every exception here is the kernel's, KeyboardInterrupt too."""
     global _child
     _child = True
 
 
 def may_catch(error: BaseException) -> bool:
-    """Whether `error` is the kernel's, and not the user's Ctrl-C or a device that is lost."""
+    """Whether `error` is the kernel's, not the user's Ctrl-C or a lost device."""
     return not isinstance(error, DeviceLost) and (_child or not isinstance(error, KeyboardInterrupt))
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type and message."""
+    """Return type and message of `error`, at most 2,000 characters."""
     try:
         message = str(error)
     except BaseException as broken:  # the error's own code
@@ -46,7 +46,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """The last of its traceback."""
+    """Return the last 6,000 characters of its traceback."""
     try:
         return printable("".join(traceback.format_exception(error))[-6000:])
     except BaseException as broken:  # the error's own code

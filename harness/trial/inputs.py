@@ -1,7 +1,7 @@
-"""Recipe -> tensors as a kernel gets them: packing, slack rows and memory layouts. Values are made in harness/trial/values.py.
+"""Inputs of a kernel from a Recipe: packing, slack rows, memory layouts, and captured tensors of modifiers.
 
-Slack rows are NaN. What a layout leaves free of an allocation (before the tensor, between rows) is another NaN, whose bits no
-arithmetic gives.
+The values of q, k, v and dO come from harness/trial/values.py. Slack rows are NaN. Unused memory of an allocation (before the
+tensor, between rows) is another NaN, with bits that no arithmetic produces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERS = 8
 
 
 def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
-    """The tensors of a Case on `device`: slack rows are NaN, dLSE is given where the Problem needs it."""
+    """Return the tensors of a Case on `device`: slack rows are NaN, dLSE is set if the Problem needs it."""
     maker = Maker(problem, recipe, device)
     q = _batched(problem, maker.q() * recipe.q_scale, problem.slack_q)
     k = _batched(problem, maker.k() * recipe.k_scale, problem.slack_k)
@@ -52,7 +52,7 @@ def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
 
 
 def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor:
-    """float32 (tokens, heads, dim) -> the packing's shape in the dtype, clamped to its finite range, NaN in slack rows."""
+    """Bring float32 (tokens, heads, dim) to the packing's shape and the dtype, clamped to its range, with NaN slack rows."""
     dtype = _DTYPES[problem.dtype]
     finite = torch.finfo(dtype).max
     values = values.clamp(-finite, finite).to(dtype)
@@ -66,7 +66,7 @@ def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor
 
 
 def _laid_out(problem: Problem, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v by their layouts; packed ones share an allocation."""
+    """Place q, k and v by their layouts; packed ones share an allocation."""
     layouts = (problem.layout_q, problem.layout_k, problem.layout_v)
     together = [tensor for tensor, layout in zip(qkv, layouts, strict=True) if layout.packed]
     packed = iter(_side_by_side(together, problem.layout_k) if together else ())
@@ -86,7 +86,7 @@ def _d_o(problem: Problem, values: torch.Tensor, constant: float) -> torch.Tenso
 
 
 def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The same values (with expanded heads: those of head 0) in the memory that `layout` asks for."""
+    """Return the same values (with expanded heads: those of head 0) in memory laid out by `layout`."""
     if layout == Layout():
         return tensor
     own = ORDERS[problem.packing][0]
@@ -109,7 +109,7 @@ def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Ten
 
 
 def _side_by_side(tensors: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """Slices of one allocation whose rows hold a token of each tensor, one after the other, then the padding."""
+    """Return slices of one allocation whose rows hold a token of each tensor, one after the other, then padding."""
     widths = [tensor.shape[-2] * tensor.shape[-1] for tensor in tensors]
     outer = tensors[0].shape[:-2]
     row = sum(widths) + layout.pitch
@@ -123,7 +123,7 @@ def _side_by_side(tensors: list[torch.Tensor], layout: Layout) -> list[torch.Ten
 
 
 def _allocated(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`count` elements of NaN."""
+    """Allocate `count` elements of NaN."""
     words = torch.full((count * dtype.itemsize // 2,), GAP, dtype=torch.int16, device=device)
     return words.view(dtype)
 
@@ -143,7 +143,7 @@ def _d_lse(problem: Problem, recipe: Recipe, device: str) -> torch.Tensor:
 
 
 def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
-    """The values of `tensor` for `problem`; what two documents' tensors share is the sequence that they tell of."""
+    """Return the values of a captured tensor for `problem`; document ids of queries and keys are parts of one sequence."""
     shape = shape_of(problem, tensor)
     match tensor.fill:
         case "normal":
@@ -158,7 +158,7 @@ def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) 
 
 
 def _documents(problem: Problem, shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:
-    """Ids from 0, growing along the last dimension: a new document begins at about every 48th token, and in the middle.
+    """Return ids from 0, growing along the last dimension: a new document begins about every 48 tokens, and in the middle.
 
     Queries and keys are aligned at their ends, as they are in a causal mask.
     """

@@ -1,6 +1,6 @@
-"""Memory that tests never look at, made visible while a kernel runs.
+"""Poison and guard bands, which show wrong memory accesses while a kernel runs.
 
-What torch.empty gives is NaN (integers: a huge value), so that what is never written shows. Every tensor, the kernel's own and
+Memory from torch.empty is NaN (integers: a huge value), so that elements never written show. Every tensor, the kernel's own and
 its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in the results, a write in the bands.
 """
 
@@ -47,11 +47,9 @@ _BAND = 1 << 16
 """Bytes before and after each tensor: more than a tile of rows. A multiple of every allocator's alignment."""
 _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
 """16-bit words that are NaN in float16, bfloat16 and (two of them) float32: signalling in the last two, so that arithmetic
-changes them. Each tensor has a word of its own: what was read in one band still shows when it is written to another."""
-
-
+changes them. Up to 63 tensors have different words, so that a copy of one band to another shows."""
 _ALIGNMENT = 256
-"""Bytes: a copy is as well aligned as its original, up to this."""
+"""Bytes: a copy has the alignment of its original, up to this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,21 +63,21 @@ class _Band:
 
 
 class Bands:
-    """Tensors between bands, and the question whether the bands are whole."""
+    """Tensors between guard bands, and the check that the bands are intact."""
 
     def __init__(self) -> None:
         self._kept: list[_Band] = []
 
     def like(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """A tensor of the same shape, strides, dtype and device, unfilled, between bands. `what` names it in messages."""
+        """Return an unfilled tensor of the same shape, strides, dtype and device, between bands. `what` names it in messages."""
         size = _reach(tensor) * tensor.element_size()
         held = self._between(size, 0, tensor.device, f"{what} {tuple(tensor.shape)} {tensor.dtype}")
         return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def copies(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-        """Copies of `tensors` between bands, as they lie in memory: strides, alignment, what is between rows.
+        """Copy `tensors` between bands with their memory layout: strides, alignment, contents between rows.
 
-        Tensors that share an allocation share one in their copies. `what` and their names name them in messages.
+        Tensors that share an allocation share one in the copies. Messages name them by `what` and their names.
         """
         copies: dict[str, torch.Tensor] = {}
         groups: dict[object, list[str]] = {}
@@ -93,7 +91,7 @@ class Bands:
         return {name: copies[name] for name in tensors}
 
     def _copied(self, sharing: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-        """Copies of tensors of one allocation: all that lies between the first byte and the last of any."""
+        """Copy tensors of one allocation, with all bytes from the first to the last of any."""
         spans = [_span(tensor) for tensor in sharing.values()]
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         first = next(iter(sharing.values()))
@@ -107,7 +105,7 @@ class Bands:
         return copies
 
     def _between(self, size: int, lead: int, device: torch.device, what: str) -> torch.Tensor:
-        """`size` bytes between bands, the first `lead` bytes (an even number) past a multiple of the alignment."""
+        """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment."""
         pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
         before = _BAND + lead // 2 * 2
         words = torch.full(((before + size + _BAND + 1) // 2,), pattern, dtype=torch.int16, device=device)
@@ -115,7 +113,7 @@ class Bands:
         return words.view(torch.uint8)[before : before + size]
 
     def broken(self) -> str | None:
-        """What was written beyond the ends of which tensor, or None."""
+        """Return what was written beyond the ends of which tensor, or None."""
         if not self._kept:
             return None
         for each in self._kept:
@@ -135,9 +133,9 @@ class Bands:
 
 
 def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = None) -> torch.Tensor:
-    """The bytes of `tensor`'s allocation from `begin` to `end`: uint8, without copying.
+    """Return the bytes of `tensor`'s allocation from `begin` to `end`: uint8, without copying.
 
-    By default those from its first element to its last, with what lies between them.
+    By default from its first element to its last, with the bytes between them.
     """
     first, last = _span(tensor)
     begin, end = first if begin is None else begin, last if end is None else end
@@ -146,21 +144,21 @@ def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = Non
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its allocation, and the byte after its last."""
+    """Return the first byte of a tensor in its allocation, and the byte after its last."""
     begin = tensor.storage_offset() * tensor.element_size()
     return begin, begin + _reach(tensor) * tensor.element_size()
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, with what lies between them."""
+    """Return the number of elements from the first to the last, with those between them."""
     return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
-    """Within it every new tensor lies between `bands`, an uninitialised one filled with `fill` (integers: the largest value).
+    """Mode that places every new tensor between `bands`, and fills uninitialised ones with `fill` (integers: the largest value).
 
-    A kernel that leaves part of an output or a workspace unwritten then shows it, whatever the allocator had there before.
-    `watch` hears which memory is uninitialised, and what torch writes.
+    An output or a workspace that a kernel leaves partly unwritten then shows, independent of the allocator's earlier contents.
+    `watch` is notified of uninitialised memory, and of what torch writes.
     """
 
     def __init__(self, bands: Bands, *, fill: float = math.nan, watch: Watch | None = None) -> None:
@@ -175,7 +173,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the op; move what it made between bands."""
+        """Run the op, and move its new tensor between bands."""
         held = _held(args[0]) if func is _aten.resize_.default else None
         result = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, kwargs or {}):
@@ -195,7 +193,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _held(tensor: Any) -> int:
-    """Elements that its storage has room for."""
+    """Return the number of elements its storage has room for."""
     return int(tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
@@ -205,7 +203,7 @@ def _bandable(tensor: Any) -> bool:
 
 
 def _fill(tensor: torch.Tensor, value: float) -> bool:
-    """Fill it, if its dtype has a value that shows; whether it has."""
+    """Fill it, if its dtype has a conspicuous value; return whether it has."""
     if tensor.is_floating_point():
         tensor.fill_(value)
     elif tensor.dtype is not torch.bool and not tensor.is_complex():
@@ -216,7 +214,7 @@ def _fill(tensor: torch.Tensor, value: float) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an op changes: its first argument, or `out`, as its schema says."""
+    """Yield the tensors that an op changes by its schema: its first argument, or `out`."""
     for place, name in _mutable(func):
         value = args[place] if place < len(args) else kwargs.get(name)
         for each in value if isinstance(value, list | tuple) else (value,):
@@ -226,6 +224,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 @functools.cache
 def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
-    """(place, name) of the arguments that an op changes."""
+    """Return (index, name) of the arguments that an op changes."""
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
     return tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)

@@ -1,4 +1,4 @@
-"""One Trial: a Case from start to Verdict, in this process."""
+"""One Trial: a Case to its Verdict, in this process."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["CHECKS", "check_runnable", "is_out_of_memory", "rehearse", "run_tria
 
 
 def against_oracle(bench: Bench) -> Verdict:
-    """One launch, compared with the float64 oracle."""
+    """Run one launch, and compare it with the float64 oracle."""
     ready, inputs = bench.ready(), bench.inputs()
     outputs = bench.launch(ready, inputs)
     return name_unwritten(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
 
 
 CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
-"""What each check does on a Bench."""
+"""The function of each check."""
 
 
 def check_runnable(case: Case, device: Device) -> Kernel:
-    """The Case's kernel, if it is installed, can run on `device` and supports the Problem.
+    """Return the Case's kernel, if it is installed, can run on `device` and supports the Problem.
 
     Raises:
-        BadArgument: it is not, cannot or does not; the text says why and what to do.
+        BadArgument: it is not installed, cannot run or does not support it.
     """
     kernel = registry.get(case.kernel)
     if reason := kernel.unavailable(device):
@@ -59,10 +59,10 @@ def run_trial(
     enter: Callable[[str], None] = lambda _: None,
     bench: Callable[[Case, Kernel, Device, Clock], Bench] = Bench,
 ) -> Verdict:
-    """Do what the Case's check asks: make inputs, run the kernel forward and backward, run the oracle, judge.
+    """Run the Case's check: compute inputs, run the kernel forward and backward, run the oracle, judge.
 
-    Whatever the kernel raises is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
-    `enter` is told each stage as it begins: compile, inputs, kernel, oracle, judge. `bench` makes what the check works with.
+    An exception of the kernel is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
+    `enter` is called with the name of each stage as it begins: compile, inputs, kernel, oracle, judge. `bench` makes the Bench.
 
     Raises:
         BadArgument: the Case cannot run here.
@@ -78,7 +78,7 @@ def run_trial(
 
 
 def rehearse(device: Device) -> None:
-    """All that a Trial does but the kernel, once: what torch imports and loads for it takes seconds the first time."""
+    """Run all of a Trial except a kernel, once: the first time, torch's imports and loading take seconds."""
     problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
     inputs, bands = materialise(problem, Recipe(), device), Bands()
     copies = copied(inputs, bands)

@@ -45,7 +45,7 @@ class Looks:
         self.wrong = int(torch.count_nonzero(bad))
 
     def all(self, others: dict[OutputName, Tensor]) -> tuple[Look, ...]:
-        """Return looks that are counted (NaN, infinities, zeros), then one fitted to the finite rest. `others`: see `diagnose`."""
+        """Return looks that are counted (NaN, infinities, zeros), then one fitted to the rest. `others`: see `diagnose`."""
         looks, rest = self._not_finite()
         zero = rest & (self.got == 0) & (self.expected != 0)
         missing = self._counted("missing", "zeros where values are expected", zero)

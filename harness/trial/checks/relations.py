@@ -35,14 +35,14 @@ _RELATIONS: dict[Check, Callable[[Setup], Related]] = {
 
 
 def against_itself(bench: Bench) -> Verdict:
-    """The launches that the Case's relation asks for, and whether they agree.
+    """Run the launches of the Case's relation, and judge whether they agree.
 
     Raises:
-        BadArgument: the relation makes no sense for the Case, or the kernel does not support a related launch.
+        BadArgument: the relation does not apply to the Case, or the kernel does not support a related launch.
     """
     case = bench.case
     if reason := why_not_case(bench.kernel, case, bench.device):
-        raise reject("case", case.canonical(), reason, "give a Case that its check can be tried on")
+        raise reject("case", case.canonical(), reason, "give a Case that its check applies to")
     with bench.clock.stage("inputs"):
         can, seed = bench.kernel.capabilities, case.recipe.seed
         problems = related_problems(case.check, case.problem, seed)
@@ -65,7 +65,7 @@ RELATION_CHECKS: dict[Check, Callable[[Bench], Verdict]] = dict.fromkeys(_RELATI
 
 
 def _launched(bench: Bench, inputs: Inputs, *, apart: bool) -> Outputs | str:
-    """The outputs of one launch, or why there is no memory for its inputs."""
+    """Return the outputs of one launch, or why there is no memory for its inputs."""
     ready = bench.ready(inputs.problem)
     if not apart:
         return bench.launch(ready, inputs)
@@ -88,7 +88,7 @@ def _launched(bench: Bench, inputs: Inputs, *, apart: bool) -> Outputs | str:
 
 
 def _judged(bench: Bench, differences: Iterable[Difference]) -> Verdict:
-    """Figures of every output, and a Failure for each that is over its limit."""
+    """Return figures of every output, and a Failure for each that is over its limit."""
     figures: dict[OutputName, Figures] = {}
     failing: dict[OutputName, tuple[Difference, Worst]] = {}
     for difference in differences:
