@@ -1,1 +1,1 @@
-"""What is true: float64 attention, and how far off an output may be."""
+"""The oracle: float64 attention, and how far off an output of a correct kernel may be."""

@@ -1,4 +1,4 @@
-"""The specification: plain float64 attention, gradients by torch.autograd. Slow, obvious, and the only truth here."""
+"""The specification: plain float64 attention, gradients by torch.autograd. Slow, obvious, and what all else is compared with."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = [
     "reference",
     "sees",
     "sequences",
-    "visible",
+    "visible_keys",
 ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceData:
-    """The tensors of one sequence, heads first, in the kernel's dtype, slack left out.
+    """The tensors of one sequence, heads first, in the kernel's dtype, without slack rows.
 
     `q (heads, seqlen_q, dim_qk)`, `k (kv_heads, seqlen_k, dim_qk)`, `v (kv_heads, seqlen_k, dim_v)`,
     `d_o (heads, seqlen_q, dim_v)`, `d_lse (heads, seqlen_q)` or None. `captured`: the batch's, as in Inputs.
@@ -46,7 +46,7 @@ class SequenceData:
 class Reference:
     """float64 results of one sequence, heads first: o, dq like q; dk, dv like k, v; lse `(heads, seqlen_q)`, natural log.
 
-    `captured`: what the sequence adds to the gradients of captured tensors, by name.
+    `captured`: by name, the sequence's contribution to the gradients of captured tensors.
     """
 
     o: torch.Tensor
@@ -58,7 +58,7 @@ class Reference:
 
 
 def sequences(inputs: Inputs) -> Iterator[SequenceData]:
-    """Each sequence of a ragged or dense batch."""
+    """Yield each sequence of a ragged or dense batch."""
     problem = inputs.problem
     at_q = at_k = 0
     for index, (n_q, n_k) in enumerate(zip(problem.seqlens_q, problem.seqlens_k, strict=True)):
@@ -75,47 +75,47 @@ def sequences(inputs: Inputs) -> Iterator[SequenceData]:
         at_q, at_k = at_q + n_q, at_k + n_k
 
 
-def visible(problem: Problem, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Which keys each query of sequence `index` sees: bool `(seqlen_q, seqlen_k)`."""
+def visible_keys(problem: Problem, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return which keys each query of sequence `index` sees by lengths, causal mask and window: bool `(seqlen_q, seqlen_k)`."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     rows, keys = torch.arange(n_q, device=device)[:, None], torch.arange(n_k, device=device)[None, :]
     return sees(problem, rows, keys, n_q, n_k)
 
 
 def sees(problem: Problem, i: torch.Tensor, j: torch.Tensor, n_q: int | torch.Tensor, n_k: int | torch.Tensor) -> torch.Tensor:
-    """Whether query i sees key j in a sequence of n_q queries and n_k keys, broadcast.
+    """Return whether query i sees key j in a sequence of n_q queries and n_k keys, broadcast.
 
     Bottom-right causal is `j <= i + seqlen_k - seqlen_q`, top-left `j <= i`. The window counts keys left and right of that
     diagonal (the bottom-right one where there is no causal mask).
     """
     diagonal = i + (0 if problem.causal == "top_left" else n_k - n_q)
-    seen = (i < n_q) & (j < n_k)
+    visible = (i < n_q) & (j < n_k)
     if problem.causal is not None:
-        seen = seen & (j <= diagonal)
+        visible = visible & (j <= diagonal)
     if problem.window is not None:
         left, right = problem.window
         if left is not None:
-            seen = seen & (j >= diagonal - left)
+            visible = visible & (j >= diagonal - left)
         if right is not None:
-            seen = seen & (j <= diagonal + right)
-    return seen
+            visible = visible & (j <= diagonal + right)
+    return visible
 
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    seen: torch.Tensor,
+    visible: torch.Tensor,
     scale: float,
     modify: Callable[[torch.Tensor], torch.Tensor] = lambda s: s,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of one sequence by the definition, differentiable.
+    """Compute (o, lse) of one sequence by the definition, differentiable.
 
     Args:
         q: `(heads, seqlen_q, dim_qk)`; k `(kv_heads, seqlen_k, dim_qk)`; v `(kv_heads, seqlen_k, dim_v)`, float64.
-        seen: bool `(seqlen_q, seqlen_k)`, or `(heads, seqlen_q, seqlen_k)`.
+        visible: which keys each query sees, bool `(seqlen_q, seqlen_k)`, or `(heads, seqlen_q, seqlen_k)`.
         scale: factor on q . k.
-        modify: what becomes of the scaled scores: softcap and score_mod.
+        modify: softcap and score_mod, applied to the scaled scores.
 
     Returns:
         o `(heads, seqlen_q, dim_v)` and lse `(heads, seqlen_q)`; rows that see no key are 0 and -inf.
@@ -123,9 +123,9 @@ def attention(
     groups = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     s = modify(scale * (q @ k.transpose(-1, -2)))
-    blind = ~seen.any(-1)
-    # A row of -inf alone has no gradient that autograd could take: it is computed as if it saw all keys, then set exactly.
-    s = s.masked_fill(~(seen | blind[..., None]), -torch.inf)
+    blind = ~visible.any(-1)
+    # Autograd has no gradient for a row of -inf alone: it is computed as if it saw all keys, then set exactly.
+    s = s.masked_fill(~(visible | blind[..., None]), -torch.inf)
     if s.shape[-1] == 0:
         o, lse = s @ v, s.sum(-1)
     else:
@@ -134,29 +134,29 @@ def attention(
 
 
 def reference(problem: Problem, data: SequenceData) -> Reference:
-    """float64 O, LSE, dQ, dK, dV of one sequence: gradients of `sum(dO * O) + sum(dLSE * LSE)` by torch.autograd."""
+    """Return float64 O, LSE, dQ, dK, dV of one sequence: gradients of `sum(dO * O) + sum(dLSE * LSE)` by torch.autograd."""
     device = data.q.device
     n_q, n_k = data.q.shape[1], data.k.shape[1]
     modifiers, tensors = differentiable(problem, data)
-    seen = visible(problem, data.index, device)
+    visible = visible_keys(problem, data.index, device)
     leaves = leaves_within(data, torch.arange(problem.heads, device=device)[:, None, None], range(n_q), range(n_k))
-    # Without queries or keys there is nothing that an index could be within.
+    # Without queries or keys no index of a modifier is within bounds.
     if n_q and n_k and (unmasked := modifiers.unmasked(leaves)) is not None:
-        seen = seen & unmasked
+        visible = visible & unmasked
     q, k, v = (x.detach().double().requires_grad_() for x in (data.q, data.k, data.v))
     if not (n_q and n_k):
         modifiers = Modifiers(None, None, {})
-    o, lse = attention(q, k, v, seen, problem.scale, lambda s: modifiers.changed(s, leaves))
+    o, lse = attention(q, k, v, visible, problem.scale, lambda s: modifiers.changed(s, leaves))
     loss = (o * data.d_o.double()).sum()
     if data.d_lse is not None:
-        loss = loss + (lse.masked_fill(~seen.any(-1), 0.0) * data.d_lse.double()).sum()
+        loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * data.d_lse.double()).sum()
     dq, dk, dv, *rest = torch.autograd.grad(loss, (q, k, v, *tensors.values()), materialize_grads=True, allow_unused=True)
     captured = dict(zip(tensors, rest, strict=True))
     return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv, captured=captured)
 
 
 def differentiable(problem: Problem, data: SequenceData) -> tuple[Modifiers, dict[str, torch.Tensor]]:
-    """The modifiers over float64 copies of what takes a gradient, and those copies by name."""
+    """Return the modifiers over float64 copies of the tensors that take a gradient, and those copies by name."""
     taking = [each.gradient for each in tensors_of(problem)]
     copies = tuple(x.detach().double().requires_grad_() if of else x for x, of in zip(data.captured, taking, strict=True))
     modifiers = Modifiers.of(problem, copies)
@@ -164,7 +164,7 @@ def differentiable(problem: Problem, data: SequenceData) -> tuple[Modifiers, dic
 
 
 def leaves_within(data: SequenceData, heads: torch.Tensor, rows: range, keys: range) -> Leaves:
-    """Coordinates of `(heads, rows, keys)` in a sequence."""
+    """Return the coordinates of `(heads, rows, keys)` in a sequence."""
     device = data.q.device
     i = torch.arange(rows.start, rows.stop, device=device)[None, :, None]
     j = torch.arange(keys.start, keys.stop, device=device)[None, None, :]

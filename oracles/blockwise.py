@@ -1,7 +1,7 @@
-"""Sequences whose score matrix does not fit into memory: one key/value head at a time, rows of queries in blocks.
+"""Reference of sequences whose score matrix does not fit into memory: one key/value head at a time, query rows in blocks.
 
-The attention is that of oracles/attention.py, and its gradients are torch.autograd's: each block of rows is a graph of its own,
-which is gone before the next one, and the gradients of k and v are the blocks' sum.
+The attention is that of oracles/attention.py, with gradients by torch.autograd: each block of rows is its own graph, freed
+before the next one. The gradients of k and v are sums over the blocks.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from attnfuzz.oracles.frames import CHUNK, key_range
 __all__ = ["by_head", "is_large", "reference"]
 
 _LARGE = 1 << 28
-"""Elements of q, k, v and dO times the parts of a budget, above which heads are judged one by one: 2 GiB in float64."""
+"""Elements of q, k, v and dO times the parts of a budget: above this, heads are judged one by one. 2 GiB in float64."""
 _PARTS = 8
 
 
 def is_large(problem: Problem) -> bool:
-    """Whether all heads' reference and budgets at once would take gigabytes."""
+    """Whether reference and budgets of all heads at once would take gigabytes."""
     rows = problem.total_q * problem.heads + problem.total_k * problem.kv_heads
     return rows * (problem.dim_qk + problem.dim_v) * _PARTS > _LARGE
 
 
 def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
-    """(number, inputs) of each key/value head with its query heads."""
+    """Yield (number, inputs) of each key/value head with its query heads."""
     problem = inputs.problem
     for head in range(problem.kv_heads):
         one = of_heads(problem, head * problem.groups, problem.groups)
@@ -55,9 +55,9 @@ def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
 
 
 def reference(problem: Problem, data: SequenceData, chunk: int | None = None) -> Reference:
-    """float64 O, LSE, dQ, dK, dV of one sequence, in blocks of at most about `chunk` scores."""
+    """Return float64 O, LSE, dQ, dK, dV of one sequence, in blocks of about `chunk` scores at most."""
     chunk = CHUNK["cuda" if data.q.is_cuda else "cpu"] if chunk is None else chunk
-    found = _empty(problem, data)
+    result = _empty(problem, data)
     block = max(1, chunk // max(1, data.k.shape[1]))
     for head in range(data.q.shape[0]):
         kv = head // problem.groups
@@ -66,12 +66,12 @@ def reference(problem: Problem, data: SequenceData, chunk: int | None = None) ->
             rows = range(start, min(start + block, data.q.shape[1]))
             keys = key_range(problem, data.index, rows)
             if keys:
-                _block(problem, data, found, (head, kv), rows, keys, k, v)
-    return found
+                _block(problem, data, result, (head, kv), rows, keys, k, v)
+    return result
 
 
 def _empty(problem: Problem, data: SequenceData) -> Reference:
-    """The result of rows that see no key."""
+    """Return the result of rows that see no key."""
     heads, rows, _ = data.q.shape
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -90,32 +90,32 @@ def _empty(problem: Problem, data: SequenceData) -> Reference:
 def _block(
     problem: Problem,
     data: SequenceData,
-    found: Reference,
+    result: Reference,
     heads: tuple[int, int],
     rows: range,
     keys: range,
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> None:
-    """One head's block of rows: its part of O, LSE and dQ, and what it adds to dK and dV."""
+    """Store O, LSE and dQ of one head's block of rows, and add its share to dK and dV."""
     head, kv = heads
-    at, seen_keys = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+    at, columns = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
     device = data.q.device
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)[None, :]
-    seen = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
+    visible = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
     modifiers, tensors = differentiable(problem, data)
     leaves = leaves_within(data, torch.tensor(head, device=device), rows, keys)
     if (unmasked := modifiers.unmasked(leaves)) is not None:
-        seen = seen & unmasked[0] if unmasked.ndim == 3 else seen & unmasked
-    q_1, k_1, v_1 = (x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[seen_keys], v[seen_keys]))
-    o, lse = attention(q_1, k_1, v_1, seen, problem.scale, lambda s: modifiers.changed(s, leaves))
+        visible = visible & unmasked[0] if unmasked.ndim == 3 else visible & unmasked
+    q_1, k_1, v_1 = (x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[columns], v[columns]))
+    o, lse = attention(q_1, k_1, v_1, visible, problem.scale, lambda s: modifiers.changed(s, leaves))
     loss = (o * data.d_o[head : head + 1, at].double()).sum()
     if data.d_lse is not None:
-        loss = loss + (lse.masked_fill(~seen.any(-1), 0.0) * data.d_lse[head : head + 1, at].double()).sum()
+        loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * data.d_lse[head : head + 1, at].double()).sum()
     dq, dk, dv, *rest = torch.autograd.grad(loss, (q_1, k_1, v_1, *tensors.values()), materialize_grads=True, allow_unused=True)
     for name, each in zip(tensors, rest, strict=True):
-        found.captured[name] += each
-    found.o[head, at], found.lse[head, at], found.dq[head, at] = o[0].detach(), lse[0].detach(), dq[0]
-    found.dk[kv, seen_keys] += dk[0]
-    found.dv[kv, seen_keys] += dv[0]
+        result.captured[name] += each
+    result.o[head, at], result.lse[head, at], result.dq[head, at] = o[0].detach(), lse[0].detach(), dq[0]
+    result.dk[kv, columns] += dk[0]
+    result.dv[kv, columns] += dv[0]

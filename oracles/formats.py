@@ -1,4 +1,4 @@
-"""Floating-point formats: units in the last place, one correct rounding, and what a rounding may do to a value."""
+"""Floating-point formats: units in the last place, and one correct rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["EPS", "TF32", "TINY", "Format", "half_ulp", "rounded"]
 EPS = 2.0**-24
 """Unit roundoff of float32, in which kernels accumulate."""
 TINY = 2.0**-126
-"""The smallest normal float32: hardware may flush what is below it, operand, product or sum, to zero."""
+"""The smallest normal float32: hardware may flush operands, products and sums below it to zero."""
 TF32 = 2.01 * 2.0**-10
 """Relative error of a product of two operands truncated to tf32's 10 mantissa bits."""
 
@@ -33,7 +33,7 @@ class Format:
 
     @staticmethod
     def of(dtype: Dtype) -> Format:
-        """The format of a Problem's dtype."""
+        """Return the format of a Problem's dtype."""
         return _FORMATS[dtype]
 
 
@@ -45,18 +45,18 @@ _FORMATS: dict[Dtype, Format] = {
 
 
 _EXPONENT = 0x7FF0000000000000
-"""The bits of a float64's exponent: what they leave of a positive normal number is the power of two at or below it."""
+"""Exponent bits of a float64: masking a positive normal number with them gives the power of two at or below it."""
 
 
 def half_ulp(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """Half a unit in the last place of `form` at |x|, at least half the smallest subnormal; float64."""
-    # What is below the smallest normal has its spacing.
+    """Return half a unit in the last place of `form` at |x|, at least half the smallest subnormal; float64."""
+    # Numbers below the smallest normal have its spacing.
     power = x.abs().clamp_(min=2.0**form.min_exponent).view(torch.int64).bitwise_and_(_EXPONENT)
     return power.view(torch.float64).mul_(form.u)
 
 
 def rounded(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """float64 -> `form` by one rounding to nearest even, overflow to infinity, kept in float64."""
+    """Round float64 to `form` once, to nearest even, overflow to infinity; the result stays float64."""
     unit = 2 * half_ulp(x, form)
     y = torch.where(torch.isfinite(x), torch.round(x / unit) * unit, x)
     return torch.where(y.abs() > form.largest, torch.sign(y) * torch.inf, y)

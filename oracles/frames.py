@@ -1,4 +1,4 @@
-"""Which scores are handled at once: several small sequences side by side, padded, or some rows of one long sequence.
+"""Frames, the parts of a batch whose scores are computed at once: several small sequences, padded, or rows of a long one.
 
 A frame is a rectangle of scores `(Z, rows, keys)`: Z counts sequences x key/value heads, and rows are those of all query heads of
 the group. Small sequences share a frame, since a launch costs more than their padding; a long one is cut into rows.
@@ -20,18 +20,18 @@ from attnfuzz.oracles.modifiers import Leaves, Modifiers, leaves_of
 __all__ = ["CHUNK", "LEAN", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_of"]
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
-"""Scores handled at once: each float64 temporary stays under 8 MiB, within a cache, or under 64 MiB on a GPU."""
+"""Scores of a frame: each float64 temporary stays under 8 MiB, within a cache, or under 64 MiB on a GPU."""
 LEAN = 1 << 21
-"""At most so many where memory is what a batch is short of: a frame's tensors are some twenty."""
+"""Limit on them where memory is short: a frame has some twenty tensors."""
 _GOLDEN = (5**0.5 - 1) / 2
 _PADDING = 2.0
 _FREE = 8
-"""A frame of this part of a chunk costs hardly more than its launches, however much of it is padding."""
+"""A frame of a chunk divided by this costs hardly more than its launches, regardless of its padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Sequences, key/value heads and a range of rows and keys (positions in the sequence) that are handled at once."""
+    """Sequences, key/value heads, and ranges of rows and keys (positions in the sequence) of one frame."""
 
     problem: Problem
     sequences: tuple[int, ...]
@@ -41,18 +41,18 @@ class Frame:
 
     @property
     def part(self) -> float:
-        """Of the rows of its longest sequence, how many it has."""
+        """Its share of the rows of its longest sequence."""
         return len(self.rows) / max(self.problem.seqlens_q[i] for i in self.sequences)
 
     @property
     def whole(self) -> bool:
-        """All rows of its sequences."""
+        """Whether it has all rows of its sequences."""
         return self.part == 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """Tensors of a batch with one token after the other: `(tokens, heads, dim)`, slack left out; d_lse `(heads, tokens)`."""
+    """Tensors of a batch, tokens one after the other without slack: `(tokens, heads, dim)`; d_lse `(heads, tokens)`."""
 
     problem: Problem
     q: torch.Tensor
@@ -64,7 +64,7 @@ class Tokens:
 
 
 class Placed:
-    """A frame in its batch: loads tensors onto it and stores results back."""
+    """A frame of a batch: loads the batch's tensors and stores results back."""
 
     def __init__(self, tokens: Tokens, frame: Frame) -> None:
         self.tokens, self.frame = tokens, frame
@@ -75,28 +75,28 @@ class Placed:
         self.n_k = self._keys.counts
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """`x (tokens, heads, dim)` on the frame, float64 `(Z, rows of all heads of the group, dim)`; 0 beyond a sequence."""
+        """Return `x (tokens, heads, dim)` on the frame: float64 `(Z, rows of all heads of the group, dim)`, 0 as padding."""
         return self._rows.load(x)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """`x (tokens, kv_heads, dim)` on the frame, float64 `(Z, keys, dim)`, 0 beyond a sequence's end."""
+        """Return `x (tokens, kv_heads, dim)` on the frame: float64 `(Z, keys, dim)`, 0 as padding."""
         return self._keys.load(x)
 
     def store_rows(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Put `part (Z, rows of all heads of the group, n)` into `out (heads, tokens, n)`."""
+        """Store `part (Z, rows of all heads of the group, n)` in `out (heads, tokens, n)`."""
         self._rows.store(out, part)
 
     def sums(self, out: torch.Tensor) -> torch.Tensor:
-        """Where to add `(Z, keys, n)` to `out (kv_heads, tokens, n)`: a part of it, or zeros that `store_sums` puts there."""
+        """Return where to add `(Z, keys, n)` for `out (kv_heads, tokens, n)`: a view of it, or zeros for `store_sums`."""
         return self._keys.sums(out)
 
     def store_sums(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Put what has been added to `sums` into `out`, unless it is a part of it."""
+        """Store the tensor from `sums` in `out`, unless it is a view of it."""
         if len(self.frame.sequences) > 1:
             self._keys.store(out, part)
 
     def sampled(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and keys that see something, at most about `most` of each, spread evenly: places in `(Z x rows)`, `(Z x keys)`."""
+        """Return up to about `most` rows and keys with partners, spread evenly: indices into `(Z x rows)` and `(Z x keys)`."""
         frame, problem = self.frame, self.tokens.problem
         rows = [_within(rows_seeing(problem, i), frame.rows) for i in frame.sequences]
         keys = [_within(key_range(problem, i, seeing), frame.keys) for i, seeing in zip(frame.sequences, rows, strict=True)]
@@ -106,7 +106,7 @@ class Placed:
         return at[: len(at_rows)], at[len(at_rows) :]
 
     def leaves(self) -> Leaves:
-        """Batch, head, query, key and lengths of each score, for modifiers: integers that broadcast over the frame."""
+        """Return batch, head, query, key and lengths of each score, for modifiers: integers that broadcast over the frame."""
         frame, groups, device = self.frame, self.tokens.problem.groups, self.tokens.q.device
         of_z = torch.tensor([(b, kv) for b in frame.sequences for kv in frame.kv_heads], device=device)
         rows, keys = torch.arange(frame.rows.start, frame.rows.stop), torch.arange(frame.keys.start, frame.keys.stop)
@@ -123,17 +123,17 @@ class Placed:
             lengths[:, 1, None, None],
         )
 
-    def seen(self) -> torch.Tensor:
-        """Which keys each row sees by lengths, causal mask and window: bool `(1 or Z, rows of all heads of the group, keys)`."""
+    def visible(self) -> torch.Tensor:
+        """Return which keys a row sees by lengths, causal mask, window: bool `(1 or Z, rows of all heads of the group, keys)`."""
         frame, problem, device = self.frame, self.tokens.problem, self.tokens.q.device
         i = torch.arange(frame.rows.start, frame.rows.stop, device=device)[:, None]
         j = torch.arange(frame.keys.start, frame.keys.stop, device=device)[None, :]
         if len(frame.sequences) == 1:
             (index,) = frame.sequences
-            seen = sees(problem, i, j, problem.seqlens_q[index], problem.seqlens_k[index])[None]
-            return seen.repeat(1, problem.groups, 1) if problem.groups > 1 else seen
-        seen = sees(problem, i, j, self._rows.lengths[:, None, None], self._keys.lengths[:, None, None])
-        return seen.repeat(1, problem.groups, 1).repeat_interleave(len(frame.kv_heads), 0)
+            visible = sees(problem, i, j, problem.seqlens_q[index], problem.seqlens_k[index])[None]
+            return visible.repeat(1, problem.groups, 1) if problem.groups > 1 else visible
+        visible = sees(problem, i, j, self._rows.lengths[:, None, None], self._keys.lengths[:, None, None])
+        return visible.repeat(1, problem.groups, 1).repeat_interleave(len(frame.kv_heads), 0)
 
 
 class _Side:
@@ -149,7 +149,7 @@ class _Side:
             self._at = slice(starts[0] + along.start, starts[0] + along.stop)
             self.counts = float(counts[0])
             return
-        # One copy to the device; the numbers of the real places are made on the host, so that nothing waits for the device.
+        # One copy to the device; the indices of real tokens are computed on the host, so that nothing waits for the device.
         real = [n * len(along) + t for n, count in enumerate(counts) for t in range(count)]
         sent = torch.tensor([*starts, *counts, *real], device=device)
         begins, self.lengths, self._real = sent.split([len(starts), len(counts), len(real)])
@@ -177,13 +177,13 @@ class _Side:
         if self._sequences == 1:
             out[self._heads, self._at] = part[0].flatten(0, 1)
             return
-        # (sequences, kv heads, group, tokens, n) -> (heads, sequences x tokens, n), of these the real ones
+        # (sequences, kv heads, group, tokens, n) -> (heads, sequences x tokens, n), real tokens only
         flat = part.permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2)
         out[self._heads, self._index.flatten()[self._real]] = flat[:, self._real]
 
 
 def tokens_of(inputs: Inputs) -> Tokens:
-    """The batch without slack, one token after the other."""
+    """Return the batch without slack, tokens one after the other."""
     p = inputs.problem
 
     def flat(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -199,7 +199,7 @@ def tokens_of(inputs: Inputs) -> Tokens:
 
 
 def frames(problem: Problem, chunk: int) -> Iterator[Frame]:
-    """Frames of at most about `chunk` scores that cover every sequence with queries and keys."""
+    """Yield frames of about `chunk` scores at most that cover every sequence with queries and keys."""
     sizes = {i: n_q * n_k for i, (n_q, n_k) in enumerate(zip(problem.seqlens_q, problem.seqlens_k, strict=True)) if n_q * n_k}
     together: list[int] = []
     for index in sorted(sizes, key=lambda i: (sizes[i], i)):
@@ -212,7 +212,7 @@ def frames(problem: Problem, chunk: int) -> Iterator[Frame]:
 
 
 def key_range(problem: Problem, index: int, rows: range) -> range:
-    """The keys of sequence `index` that some of `rows` may see."""
+    """Return the keys of sequence `index` that some of `rows` may see."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     offset = 0 if problem.causal == "top_left" else n_k - n_q
     left, right = problem.window or (None, None)
@@ -227,7 +227,7 @@ def key_range(problem: Problem, index: int, rows: range) -> range:
 
 
 def rows_seeing(problem: Problem, index: int) -> range:
-    """The rows of sequence `index` that see some key: one after the other under every mask."""
+    """Return the rows of sequence `index` that see some key: contiguous under every mask."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     offset = 0 if problem.causal == "top_left" else n_k - n_q
     left, right = problem.window or (None, None)
@@ -243,18 +243,18 @@ def _within(part: range, whole: range) -> range:
 
 
 def _spread(parts: list[range], along: range, heads: int, most: int) -> list[int]:
-    """Some tokens of `parts`, each of a sequence and there for all `heads`: places in (sequences x heads x along)."""
+    """Return some tokens of `parts`, one range a sequence, over all `heads`: indices into (sequences x heads x along)."""
     total = sum(map(len, parts)) * heads
-    # Not every n-th: that would be the same token of every head where n is a multiple of their count.
+    # Not every n-th: where n is a multiple of the tokens, that would be the same token of every head.
     chosen = range(total) if total <= most else sorted({int(total * (at * _GOLDEN % 1.0)) for at in range(most)})
-    found, sequence, behind = [], 0, 0
+    places, sequence, behind = [], 0, 0
     for at in chosen:
         while at - behind >= len(parts[sequence]) * heads:
             behind += len(parts[sequence]) * heads
             sequence += 1
         head, token = divmod(at - behind, len(parts[sequence]))
-        found.append((sequence * heads + head) * len(along) + parts[sequence][token] - along.start)
-    return found
+        places.append((sequence * heads + head) * len(along) + parts[sequence][token] - along.start)
+    return places
 
 
 def _fit(problem: Problem, together: list[int], real: int, chunk: int) -> bool:
@@ -270,7 +270,7 @@ def _cut(problem: Problem, together: list[int], chunk: int) -> Iterator[Frame]:
         yield Frame(problem, sequences, range(problem.kv_heads), range(n_q), range(n_k))
         return
     at_once = max(1, min(problem.kv_heads, chunk // scores))
-    # No part of one row: equal rows are told within a part.
+    # At least two rows a part: equal rows are recognised within a part.
     parts = 1 if scores <= chunk else min(math.ceil(n_q * n_k * problem.groups / chunk), max(1, n_q // 2))
     for head in range(0, problem.kv_heads, at_once):
         kv_heads = range(head, min(head + at_once, problem.kv_heads))

@@ -1,10 +1,10 @@
-"""Which scores a mask_mod that compares floats may leave or hide: kernels evaluate it in float32, the oracle in float64.
+"""Scores that a mask_mod which compares floats may keep or hide: kernels evaluate it in float32, the oracle in float64.
 
-Exact are whole numbers, captured float32, and what float32 holds of exact arguments. All else carries the errors of
-oracles/tree_errors.py and those of values that are flushed to zero; what may be beyond float32's range may be anything, and so
-may a choice in doubt between numbers that differ. A comparison is in doubt where these errors may turn it over, a mask where the
-other side of `&` and `|` does not decide it. Kernels that evaluate a mask more than once, for lists of blocks and again for
-scores, say, may then give both answers.
+Integers, captured float32, and results from exact arguments that float32 represents are exact. All others have the errors of
+oracles/tree_errors.py and those of values that are flushed to zero. A value that may be beyond float32's range has an infinite
+error, and so has a choice in doubt between different numbers. A comparison is in doubt where these errors may flip it, and `&`
+and `|` are in doubt unless one side decides them. A kernel may evaluate a mask more than once, for example for lists of blocks
+and again for scores; where it is in doubt, the answers may differ.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LARGEST = Format.of("float32").largest
 
 
 def doubtful(mask: Expression, leaves: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Where float32 may answer otherwise than float64: bool, broadcast over the leaves; None where the tree has no floats.
+    """Return where float32 may answer differently from float64: bool, broadcast over the leaves; None for a tree without floats.
 
     Args:
         mask: a bool tree without the score.
         leaves: coordinates, as `evaluate` takes them.
-        tensors: the captured ones by name.
+        tensors: captured tensors by name.
     """
     nodes = list(mask.walk())
     if all(each.kind != "float" for each in nodes):
@@ -58,7 +58,7 @@ def doubtful(mask: Expression, leaves: Mapping[str, torch.Tensor], tensors: Mapp
 def _undecided(
     x: Expression, v: Sequence[torch.Tensor], e: Sequence[torch.Tensor], doubts: Sequence[torch.Tensor], exact: torch.Tensor
 ) -> torch.Tensor:
-    """Where both answers are possible: `v` values of the arguments, `e` the errors of numbers, `doubts` those of truth values."""
+    """Return where both answers are possible, from the arguments: `v` values, `e` errors of numbers, `doubts` of truth values."""
     if x.op == "bool":
         return exact > 0
     if x.op == "not":
@@ -69,12 +69,12 @@ def _undecided(
         certain = joined(v[0] & ~doubts[0], v[1] & ~doubts[1])
         return possible & ~certain
     around = e[0] + e[1]
-    # A difference that is no number is no large one.
+    # A NaN difference must not count as a large one.
     return (around > 0) & ~((v[0] - v[1]).abs() > around)
 
 
 def _of_choice(v: Sequence[torch.Tensor], e: Sequence[torch.Tensor], doubt: torch.Tensor) -> torch.Tensor:
-    """The error of `where`: v its condition and both numbers, e the errors of these."""
+    """Return the error of `where`: v holds its condition and both numbers, e the errors of the numbers."""
     either = torch.where(v[1] != v[2], math.inf, torch.maximum(*e))
     return torch.where(doubt, either, torch.where(v[0], *e))
 
@@ -82,7 +82,7 @@ def _of_choice(v: Sequence[torch.Tensor], e: Sequence[torch.Tensor], doubt: torc
 def _of_number(
     x: Expression, values: Mapping[Expression, torch.Tensor], errors: Mapping[Expression, torch.Tensor], before: torch.Tensor
 ) -> torch.Tensor:
-    """The error of an int or a float whose arguments' errors sum up to `before`; an int is exact or may be anything."""
+    """Return the error of an int or float, whose arguments' errors add up to `before`; an int's error is 0 or infinite."""
     if x.kind == "int" or x.op == "load":
         return before
     y = values[x]

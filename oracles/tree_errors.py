@@ -1,8 +1,8 @@
-"""A modifier's tree in float64 with a bound on the error of a kernel that evaluates it in fp32.
+"""Values of a modifier's tree in float64, with bounds on the error of a kernel that evaluates it in fp32.
 
-Each operation carries the errors of its arguments on to first order, with a second-order term where it bends, and adds its own:
-2 eps of the result for arithmetic; 8 eps + 2 eps |x| for tanh, sigmoid (absolute) and exp (relative), which kernels make of the
-hardware's exponential. A choice by a float comparison that the errors of both sides may turn over is off by what it chooses from.
+Each operation propagates the errors of its arguments to first order, with a second-order term where it is curved, and adds its
+own: 2 eps of the result for arithmetic; 8 eps + 2 eps |x| for tanh, sigmoid (absolute) and exp (relative), which kernels compute
+by the hardware's exponential. Where errors may flip a float comparison, the choice by it is off by the difference of its sides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OWN, _FUNCTION, _LARGEST = 2 * EPS, 8 * EPS, 80.0
 def evaluated(
     tree: Expression, leaves: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], error: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(value, error) of a float tree, where the score in `leaves` may be off by `error`; both broadcast over the leaves."""
+    """Return (value, error) of a float tree, both broadcast over the leaves; the score in `leaves` may be off by `error`."""
     device = leaves["q_idx"].device
     zero = torch.zeros((), dtype=torch.float64, device=device)
     values: dict[Expression, torch.Tensor] = {}
@@ -40,7 +40,7 @@ def evaluated(
 def error_of(
     x: Expression, values: Mapping[Expression, torch.Tensor], errors: Mapping[Expression, torch.Tensor], zero: torch.Tensor
 ) -> torch.Tensor:
-    """The error of one float node that is not the score, from the values and errors of its arguments; those without are exact."""
+    """Return the error of a float node other than the score, from its arguments; arguments without an error are exact."""
     y = values[x]
     v = [values[each] for each in x.args]
     e = [errors.get(each, zero) for each in x.args]
@@ -71,11 +71,11 @@ def error_of(
 def _doubt(
     x: Expression, values: Mapping[Expression, torch.Tensor], errors: Mapping[Expression, torch.Tensor], zero: torch.Tensor
 ) -> torch.Tensor:
-    """Above 0 where the errors of its arguments may turn a truth value over."""
-    found = [errors.get(each, zero) for each in x.args]
+    """Return a tensor above 0 where the errors of the arguments may flip a truth value."""
+    e = [errors.get(each, zero) for each in x.args]
     if x.op in ("and", "or", "not"):
-        return found[0] if len(found) == 1 else torch.maximum(*found)
+        return e[0] if len(e) == 1 else torch.maximum(*e)
     if not x.args or x.args[0].kind != "float":
         return zero
-    around = found[0] + found[1]
+    around = e[0] + e[1]
     return torch.where((values[x.args[0]] - values[x.args[1]]).abs() <= around, around, zero)

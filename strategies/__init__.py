@@ -1,1 +1,1 @@
-"""What to try: Cases by construction, within a kernel's capabilities."""
+"""Strategies of Cases, built within a kernel's capabilities."""

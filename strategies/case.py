@@ -1,4 +1,4 @@
-"""Case and Recipe: everything needed to do one trial again, as data. No Hypothesis here, so that any process can read a Case."""
+"""Case and Recipe: everything needed to repeat one trial, as data. No Hypothesis here, so that any process can read a Case."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ Pattern = Literal[
     "subnormal",
     "near_overflow",
 ]
-"""How values are distributed, simplest first; harness/trial/values.py makes them and says what each is for."""
+"""Distributions of values, simplest first; harness/trial/values.py implements them and says what each is for."""
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 FAMILIES: tuple[Pattern, ...] = tuple(
     each for each in PATTERNS if each not in ("needle", "falling", "rising", "negative", "outlier", "do_parallel")
 )
-"""The patterns on which the verdict is calibrated. Padded keys, the last family, are lengths and slack rows, not values."""
+"""The patterns on which the verdict is calibrated. Padded keys are calibrated too, but are lengths and slack rows, not values."""
 Calls = Literal["twice", "other_shape", "other_scale", "other_mask"]
 Relation = Literal[
     "split_batch",
@@ -84,21 +84,21 @@ Relation = Literal[
     "huge_strides",
 ]
 Check = Literal["oracle"] | Calls | Relation
-"""What a Trial compares: with the float64 oracle; one call with earlier ones of the same process; or two related calls."""
+"""What a Trial compares: a call with the float64 oracle, a call with earlier ones of the same process, or two related calls."""
 CALLS: tuple[Check, ...] = get_args(Calls)
 RELATIONS: tuple[Check, ...] = get_args(Relation)
 CHECKS: tuple[Check, ...] = ("oracle", *CALLS, *RELATIONS)
 _KEYS = frozenset({"format", "kernel", "problem", "recipe", "config", "check", "found"})
-"""`found` is what a case file tells besides the Case."""
+"""`found` holds what a case file records in addition to the Case."""
 _SCALE_LIMIT = 2.0**40
 
 
 class BadCase(BadArgument):
-    """A Case that cannot be read: broken JSON, another version, or an impossible Problem."""
+    """A Case that cannot be read: broken JSON, another version, or an invalid Problem."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How the values of q, k, v and dO are made; never the values themselves.
+    """How to compute the values of q, k, v and dO; never the values themselves.
 
     Each tensor is `pattern` applied to hashed noise of (seed, tensor name, element index), times its scale, a power of
     two so that scaling is exact.
@@ -131,7 +131,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     check: Check = "oracle"
 
     def to_object(self) -> dict[str, Any]:
-        """The Case as plain JSON values, defaults left out."""
+        """Return the Case as plain JSON values without defaults."""
         return {
             "format": FORMAT,
             "kernel": self.kernel,
@@ -142,7 +142,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def canonical(self) -> str:
-        """Sorted JSON without spaces or defaults: equal exactly for equal Cases."""
+        """Return sorted JSON without spaces or defaults: equal for equal Cases, and only for those."""
         return msgspec.json.encode(self.to_object(), order="sorted").decode()
 
     @property
@@ -152,14 +152,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
-    """Fields that differ from their default by value: msgspec's own omission compares some types by identity."""
+    """Return the fields that differ from their default by value: msgspec's own omission compares some types by identity."""
     values = {name: value for name, default in _defaults(type(struct)) if (value := getattr(struct, name)) != default}
     return {name: msgspec.to_builtins(value) for name, value in values.items()}
 
 
 @functools.cache
 def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
-    """(name, default) of each field. msgspec evaluates the annotations anew at every call, which takes 2 ms."""
+    """Return (name, default) of each field; cached, since msgspec evaluates the annotations at every call, in 2 ms."""
     return tuple((field.name, field.default) for field in msgspec.structs.fields(kind))
 
 
@@ -170,42 +170,42 @@ def case_from_json(text: str | bytes) -> Case:
         BadCase: what is wrong, where in the file, and the remedy.
     """
     try:
-        found = msgspec.json.decode(text)
+        data = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadCase(f"case: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
-    return case_from_object(found)
+    return case_from_object(data)
 
 
-def case_from_object(found: object) -> Case:
-    """Read a Case from decoded JSON; a case file's `found` is no part of it."""
-    if not isinstance(found, dict):
+def case_from_object(data: object) -> Case:
+    """Read a Case from decoded JSON, ignoring a case file's `found`."""
+    if not isinstance(data, dict):
         raise BadCase("case: not a JSON object; give a file that `attnfuzz run` wrote")
-    if type(found.get("format")) is not int or found["format"] != FORMAT:
+    if type(data.get("format")) is not int or data["format"] != FORMAT:
         raise BadCase(
-            f"case.format={found.get('format')!r}: this attnfuzz reads format {FORMAT}; "
+            f"case.format={data.get('format')!r}: this attnfuzz reads format {FORMAT}; "
             "reproduce it with the version that wrote it, or find it again"
         )
     for name in ("kernel", "problem"):
-        if name not in found:
+        if name not in data:
             raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config and check")
-    unknown = sorted(found.keys() - _KEYS)
+    unknown = sorted(data.keys() - _KEYS)
     if unknown:
         raise BadCase(f"case.{unknown[0]}: no such part; a Case has format, kernel, problem, recipe, config and check")
-    kernel = _part(found, "kernel", str)
+    kernel = _part(data, "kernel", str)
     if ":" in kernel:
-        # What is named package.module:OBJECT is imported; a file from anywhere must not say what.
+        # package.module:OBJECT would be imported, and a file from anywhere must not choose what is imported.
         raise BadCase(f"case.kernel={kernel!r}: a kernel's own name is expected; give --kernel what it is found by")
     return Case(
         kernel=kernel,
-        problem=_part(found, "problem", Problem),
-        recipe=_part(found, "recipe", Recipe),
-        config=Config(_part(found, "config", dict[str, int | str | bool])),
-        check=_part({"check": "oracle", **found}, "check", Check),
+        problem=_part(data, "problem", Problem),
+        recipe=_part(data, "recipe", Recipe),
+        config=Config(_part(data, "config", dict[str, int | str | bool])),
+        check=_part({"check": "oracle", **data}, "check", Check),
     )
 
 
-def _part(found: dict[str, Any], name: str, kind: Any) -> Any:
+def _part(data: dict[str, Any], name: str, kind: Any) -> Any:
     try:
-        return msgspec.convert(found.get(name, {}), kind)
+        return msgspec.convert(data.get(name, {}), kind)
     except msgspec.ValidationError as error:
         raise BadCase(f"case.{name}: {error}") from None

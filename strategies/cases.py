@@ -1,4 +1,4 @@
-"""The strategy of whole Cases for one kernel: by construction within its capabilities, simplest first."""
+"""The strategy of Cases for one kernel: built within its capabilities, simplest first."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, long_enough, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, modifiers
 from attnfuzz.strategies.recipes import recipes
-from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
+from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
 
-__all__ = ["Limits", "cases", "met"]
+__all__ = ["Limits", "cases", "cases_by_compile_key"]
 
 _DEFAULT_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large a drawn Case may be: what one trial may cost on the device at hand."""
+    """How large a drawn Case may be, from the cost of one trial on the device."""
 
     batch: int = 5
     heads: int = 6
@@ -34,7 +34,7 @@ class Limits:
     """Sum over heads and sequences of (query tiles x key tiles)."""
 
     def room(self, variant: Variant, heads: int, tiles: int | None = None) -> Room:
-        """What is left for lengths with so many heads; `tiles`: in place of the limit's own."""
+        """Return the room for lengths with so many heads; `tiles` replaces the limit's own."""
         return Room(
             batch=self.batch,
             length=self.length,
@@ -48,21 +48,21 @@ class Limits:
 def cases(
     kernel: Kernel, *, device: Device, limits: Limits | None = None, variants: Sequence[Variant] | None = None
 ) -> st.SearchStrategy[Case]:
-    """Cases of `kernel` on `device`, drawn from `variants` (default: all it declares), no larger than `limits`.
+    """Return the strategy of Cases of `kernel` on `device`, within `variants` (default: all it declares) and `limits`.
 
     Raises:
-        BadArgument: the kernel declares nothing that could be drawn.
+        BadArgument: the kernel declares nothing that can be drawn.
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
-    # A kernel may refuse what its capabilities cannot say: two lengths together, for one.
-    drawn = _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen, _with_room(chosen, limits or Limits()))
-    return drawn.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
+    # A kernel may refuse what capabilities cannot express, for example a pair of lengths.
+    strategy = _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen, _with_room(chosen, limits or Limits()))
+    return strategy.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
 
 
-def met(
+def cases_by_compile_key(
     kernel: Kernel, *, device: Device, limits: Limits, variants: Sequence[Variant], seed: int, draws: int = 400
 ) -> dict[str, Case]:
-    """Compile keys that `draws` Cases of `variants` meet, each with its first Case: layouts and lengths may be part of one."""
+    """Return the first Case of each compile key among `draws` Cases of `variants`; layouts and lengths may be part of a key."""
     first: dict[str, Case] = {}
 
     def keep(case: Case) -> None:
@@ -81,12 +81,12 @@ def _cases(
     variants: tuple[Variant, ...],
     blocky: tuple[Variant, ...],
 ) -> Case:
-    # A block of a mask is often more than a tile, and a Case seldom long enough for one: half of them are drawn to be.
+    # A mask's block is often larger than a tile, and few Cases are long enough for one: half of them are drawn so.
     of_blocks = bool(blocky) and draw(st.booleans())
     if of_blocks and draw(st.booleans()):
         # A diagonal leaves few blocks full.
         blocky = tuple(each for each in blocky if each.causal is None) or blocky
-    variant = draw(drawn_variant(blocky if of_blocks else variants))
+    variant = draw(one_variant(blocky if of_blocks else variants))
     # Early: the last choices of a draw are the ones that Hypothesis leaves simplest most often.
     recipe = draw(recipes(variant.dtype))
     packing = draw(st.sampled_from(can.packings))
@@ -126,12 +126,12 @@ def _cases(
 
 
 def _blocks(variant: Variant, lengths: tuple[int, int]) -> Blocks:
-    """Of the mask of a sequence of so many queries and keys."""
+    """Return the mask's blocks for a sequence of so many queries and keys."""
     n_q, n_k = lengths
     return Blocks(variant.config.integer("block"), n_q, n_k, 0 if variant.causal == "top_left" else n_k - n_q)
 
 
 def _with_room(variants: tuple[Variant, ...], limits: Limits) -> tuple[Variant, ...]:
-    """Those with blocks of a mask so small that Cases of several are cheap."""
+    """Return the variants whose mask blocks are so small that Cases with several are cheap."""
     blocks = ((each, each.config.tile("block", 0)) for each in variants)
     return tuple(each for each, block in blocks if block and blocks_in_room(limits.room(each, 1), block))

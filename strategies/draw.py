@@ -23,14 +23,14 @@ class _StopDrawing(BaseException):
 def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | None], *, seed: int, examples: int) -> None:
     """Draw up to `examples` values of `strategy` and call `consume` with each, until it returns True.
 
-    The same seed draws the same values, whatever modules this process has imported: Hypothesis puts the constants that it
-    finds in local source files into its draws, which is turned off here.
+    The same seed draws the same values in every process: Hypothesis also draws constants from the source files of imported
+    local modules, which is turned off here.
 
     Args:
         strategy: what to draw from.
-        consume: called with each value; True ends the draw. What it raises is raised here, unchanged.
+        consume: called with each value; True ends the draw. Its exceptions are raised here, unchanged.
         seed: of the draw.
-        examples: values drawn at most; Hypothesis may draw a value twice, and stops early where it has drawn all.
+        examples: limit on drawn values; Hypothesis may draw a value twice, and stops early if it has drawn all.
     """
 
     @hypothesis.seed(seed)
@@ -61,7 +61,7 @@ def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | No
 
 @contextlib.contextmanager
 def _no_local_constants() -> Iterator[None]:
-    """Draw without the constants of local modules. Versions of Hypothesis before 6.131 have none."""
+    """Draw without the constants of local modules. Hypothesis before 6.131 does not draw them."""
     name = "_get_local_constants"
     original = getattr(providers, name, None)
     if original is None:

@@ -1,6 +1,6 @@
-"""Problems of calls that come before a Case's own: the same, or one that differs in its lengths, its scale or its mask.
+"""Problems of the calls before a Case's own: equal to it, or with other lengths, another scale or another mask.
 
-They follow from the Case alone: a Case stays all that is needed to do a Trial again. No Hypothesis here, as in case.py.
+They follow from the Case alone, so that a Case is all that is needed to repeat a Trial. No Hypothesis here, as in case.py.
 """
 
 from __future__ import annotations
@@ -10,37 +10,36 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import CALLS, Case, Check
 
-__all__ = ["drawn_call", "earlier_problems", "other_problems", "why_not_call"]
+__all__ = ["earlier_problems", "other_problems", "why_not_call"]
 
 _WHAT = {"other_shape": "lengths", "other_scale": "softmax_scale", "other_mask": "mask"}
 
 
 def earlier_problems(kernel: Kernel, case: Case, device: Device) -> tuple[Problem, ...]:
-    """The Problems of the calls before the Case's own, in order; the Case's own is always the last call and is not among them.
+    """Return the Problems of the calls before the Case's own, in order, without its own last call.
 
     Raises:
-        BadArgument: the kernel takes no such other Problem; `why_not_call` tells before.
+        BadArgument: the kernel takes no such other Problem; `why_not_call` gives the reason beforehand.
     """
     problem = case.problem
     if case.check == "twice":
         return (problem,)
     if reason := why_not_call(kernel, case, device):
         raise BadArgument(f"case: {reason}")
-    found = other_problems(kernel, case.check, problem, case.config, device)
-    other = found[_hashed(case) % len(found)]
-    # The other lengths come first as well: what is kept of a first call would serve the Case's own in the order A, B, A.
+    others = other_problems(kernel, case.check, problem, case.config, device)
+    other = others[_hashed(case) % len(others)]
+    # Other lengths also come first: in the order A, B, A a workspace kept from the first call would fit the Case's own.
     return (other, problem, other) if case.check == "other_shape" else (other,)
 
 
 def why_not_call(kernel: Kernel, case: Case, device: Device) -> str | None:
-    """Why the Case's check, one of CALLS, makes no sense for its kernel and Problem, or None."""
+    """Return why the Case's check, one of CALLS, does not apply to its kernel and Problem, or None."""
     assert case.check in CALLS
     if case.check == "twice" or other_problems(kernel, case.check, case.problem, case.config, device):
         return None
@@ -48,22 +47,22 @@ def why_not_call(kernel: Kernel, case: Case, device: Device) -> str | None:
 
 
 def other_problems(kernel: Kernel, check: Check, problem: Problem, config: Config, device: Device) -> tuple[Problem, ...]:
-    """Every Problem that a call before one of `problem` may have under `check`, which the kernel takes with the same Config."""
+    """Return every Problem that a call before one of `problem` may have under `check`, and that the kernel takes by `config`."""
     makers = {"other_shape": _other_lengths, "other_scale": _other_scales, "other_mask": _other_masks}
-    found: dict[Problem, None] = {}
+    problems: dict[Problem, None] = {}
     for changes in makers[check](kernel, problem, config):
         try:
             other = replace(problem, **changes)
         except BadArgument:  # a scale beyond float32, say
             continue
         if other != problem and kernel.supports(other, config, device) is None:
-            found[other] = None
-    return tuple(found)
+            problems[other] = None
+    return tuple(problems)
 
 
 def _other_lengths(_: Kernel, problem: Problem, config: Config) -> Iterator[dict[str, Any]]:
-    """Longer, shorter, and, in a ragged batch, a sequence more and one less. The totals differ."""
-    # Up to a tile: past the end of the last one often, and no larger a Problem than the Case's own in kind.
+    """Yield longer and shorter lengths, then a sequence more and one fewer. The totals differ."""
+    # Up to a tile: often past the end of the last one, and hardly more expensive than the Case's own.
     by = 1 + int(_digest(problem, config), 16) % config.tile("tile_m", 16)
     pairs = tuple(zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     ways = [tuple((n_q + by, n_k + by) for n_q, n_k in pairs), tuple((_half(n_q), _half(n_k)) for n_q, n_k in pairs)]
@@ -77,12 +76,12 @@ def _other_lengths(_: Kernel, problem: Problem, config: Config) -> Iterator[dict
 
 
 def _half(length: int) -> int:
-    """Half of it, but not empty where it was not."""
+    """Return half of it, rounded up, so that it is empty only if `length` is."""
     return -(-length // 2)
 
 
 def _other_scales(_: Kernel, problem: Problem, __: Config) -> Iterator[dict[str, Any]]:
-    """Scales far enough from the Problem's for a result of the one to be wrong for the other."""
+    """Yield scales so different from the Problem's that results of one are wrong for the other."""
     scale = problem.scale
     for other in (2.0 * scale, 0.25 * scale, -scale) if scale else (0.25, 1.0):
         yield {"softmax_scale": other}
@@ -101,15 +100,5 @@ def _digest(problem: Problem, config: Config) -> str:
 
 
 def _hashed(case: Case) -> int:
-    """A number that follows from the Case."""
+    """Return a number that follows from the Case."""
     return int(case.id[:8], 16)
-
-
-def drawn_call(kernel: Kernel, problem: Problem, config: Config, device: Device) -> st.SearchStrategy[Check]:
-    """ "oracle", the simplest, or one of CALLS that makes sense for `problem`, "twice" first."""
-    checks: list[Check] = ["oracle"]
-    for check in CALLS:
-        case = Case(kernel=kernel.name, problem=problem, config=config, check=check)
-        if why_not_call(kernel, case, device) is None:
-            checks.append(check)
-    return st.sampled_from(checks)

@@ -1,4 +1,4 @@
-"""Memory layouts of q, k, v and dO: within what a packing allows, contiguous first."""
+"""Memory layouts of q, k, v and dO that a packing allows, contiguous first."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["layouts"]
 
 _ITEM_BYTES: dict[Dtype, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 _ALIGNED_TO = (2, 4, 8, 16)
-"""Bytes: an offset of so many, and no more, shows what loads a kernel may use."""
+"""Bytes: an offset aligned to exactly this many shows which vector loads a kernel may use."""
 _PITCHES = (0, 1, 2, 3, 8, 16, 64)
 _KINDS = (*["contiguous"] * 8, "one", "each", "each", "constant dO", "packed k, v", "packed q, k, v")
 
 
 @st.composite
 def layouts(draw: st.DrawFn, can: Capabilities, packing: Packing, dtype: Dtype) -> dict[str, Layout]:
-    """Fields of a Problem: none where the kernel takes contiguous tensors only, and for many others.
+    """Draw layout fields of a Problem: always none where the kernel takes contiguous tensors only, and often none elsewhere.
 
     Where q is packed, the Problem must have as many keys as queries in every sequence, and as much slack.
     """
@@ -51,6 +51,6 @@ def _layout(packing: Packing, dtype: Dtype, name: str) -> st.SearchStrategy[Layo
 
 
 def _offsets(dtype: Dtype) -> st.SearchStrategy[int]:
-    """Elements; the least aligned offset is no plainer than the others."""
+    """Return a strategy of offsets in elements, the best aligned first."""
     size = _ITEM_BYTES[dtype]
     return st.sampled_from((0, 0, *(width // size for width in reversed(_ALIGNED_TO) if width >= size)))

@@ -1,4 +1,4 @@
-"""Sequence lengths, drawn around the Config's own tiles, and the relation of query to key lengths."""
+"""Sequence lengths, drawn around the Config's tiles, and the relation of query to key lengths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
 
-_Drawn = TypeVar("_Drawn")
+_T = TypeVar("_T")
 _Pair = tuple[int, int]
 
 __all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "long_enough", "weighted", "whole_blocks"]
@@ -18,7 +18,7 @@ __all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "long_enough"
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How large a batch may be, for one drawn number of heads and one Config.
+    """How large a batch may be, for a number of heads and a Config.
 
     A sequence costs `heads * ceil(seqlen_q / tile_m) * ceil(seqlen_k / tile_n)` tiles; `tiles` bounds the batch's sum.
     """
@@ -32,36 +32,36 @@ class Room:
 
 
 def edges(tile: int, longest: int) -> tuple[int, ...]:
-    """The lengths where kernels break, in order: around multiples of the tile, and every residue class that matters."""
+    """Return lengths where kernels break, ascending: around multiples of the tile, and every residue class that matters."""
     near = [n * tile + d for n in (1, 2, 3) for d in (0, 1, -1)]
     residues = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33]
     far = [tile * n + r for n in (4, 8) for r in (0, 1, -1, 4, 12)]
-    found = {*near, *residues, *far, longest, longest - 1}
-    # Ascending: a failure that needs some length then shrinks to the smallest edge that has it.
-    return tuple(sorted(n for n in found if 1 <= n <= longest))
+    lengths = {*near, *residues, *far, longest, longest - 1}
+    # Ascending: a failure then shrinks to the smallest edge that shows it.
+    return tuple(sorted(n for n in lengths if 1 <= n <= longest))
 
 
 def batches(can: Capabilities, room: Room, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
-    """1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`: zero lengths at any place, or all alike if `dense`."""
+    """Return a strategy of 1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`; all equal if `dense`."""
     longest = min(room.length, can.length_max or room.length)
     pair, equal = _pairs(can, room, longest), not can.unequal
     if dense:
         alike = st.tuples(pair, st.integers(1, max(1, min(room.batch, room.tiles // room.heads))))
-        return alike.map(lambda drawn: fitted([drawn[0]], room, equal, copies=drawn[1]) * drawn[1])
-    # Mostly one sequence has both queries and keys: a batch of nothing but empty ones tells little.
+        return alike.map(lambda parts: fitted([parts[0]], room, equal, copies=parts[1]) * parts[1])
+    # Mostly at least one sequence has both queries and keys: a batch of only empty ones shows little.
     solid = st.tuples(_solid(can, room, longest), st.lists(pair, max_size=room.batch - 1), st.integers(0, room.batch - 1))
-    mostly = solid.map(lambda drawn: [*drawn[1][: drawn[2]], drawn[0], *drawn[1][drawn[2] :]])
+    mostly = solid.map(lambda parts: [*parts[1][: parts[2]], parts[0], *parts[1][parts[2] :]])
     anything = st.lists(pair, min_size=1, max_size=room.batch)
-    return weighted((3, mostly), (1, anything)).map(lambda found: fitted(found, room, equal))
+    return weighted((3, mostly), (1, anything)).map(lambda pairs: fitted(pairs, room, equal))
 
 
 def blocks_in_room(room: Room, block: int) -> bool:
-    """Whether a sequence of 2 x 2 blocks, of `block` queries and keys each, is within the room, and half the longest at most."""
+    """Whether a sequence of 2 x 2 blocks, each of `block` queries and keys, fits the room and is at most half the longest."""
     return 4 * block <= room.length and room.heads * _cost(room, 2 * block, 2 * block) <= room.tiles
 
 
 def whole_blocks(can: Capabilities, room: Room, block: int, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
-    """As `batches`, of sequences of at least one whole block of queries and one of keys, around multiples of it."""
+    """Return a strategy as `batches`, with at least one block of queries and of keys a sequence, around multiples of it."""
     longest = min(room.length, can.length_max or room.length)
     near = [n for n in (many * block + d for many in (1, 2, 3) for d in (0, 1, -1, -2)) if block <= n <= longest] or [longest]
     # Cheapest first; without room for any, the smallest.
@@ -81,10 +81,10 @@ def _cost(room: Room, n_q: int, n_k: int) -> int:
     return _tiles(n_q, room.tile_m) * _tiles(n_k, room.tile_n)
 
 
-def weighted(*choices: tuple[int, st.SearchStrategy[_Drawn]]) -> st.SearchStrategy[_Drawn]:
-    """One of `choices`, the first the simplest, as often as its weight says.
+def weighted(*choices: tuple[int, st.SearchStrategy[_T]]) -> st.SearchStrategy[_T]:
+    """Return a strategy of `choices` in proportion to their weights, the first the simplest.
 
-    st.one_of takes the branches of its branches for its own, so that a choice with many inside comes up many times as often.
+    st.one_of flattens nested branches, so that a choice with many branches would be drawn more often.
     """
     strategies = [strategy for weight, strategy in choices for _ in range(weight)]
     return st.integers(0, len(strategies) - 1).flatmap(strategies.__getitem__)
@@ -97,7 +97,7 @@ def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
 
 
 def _solid(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
-    """(seqlen_q, seqlen_k), neither empty, by relation, simplest first: equal, k longer, q longer, unrelated."""
+    """Return a strategy of (seqlen_q, seqlen_k), neither empty, by relation: equal, k longer, q longer, unrelated."""
     q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
     tile = room.tile_n
     by = weighted((2, st.sampled_from((1, 2, 3, 8, room.tile_m, tile - 1, tile, tile + 1))), (1, st.integers(1, longest)))
@@ -110,7 +110,7 @@ def _solid(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pa
 
 
 def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
-    """Any sequence that the kernel takes: both sides, queries without keys, keys without queries, neither."""
+    """Return a strategy of all sequences the kernel takes: both sides, queries without keys, keys without queries, neither."""
     q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
     choices = [(4, _solid(can, room, longest))]
     if can.zero_k and can.unequal:
@@ -123,10 +123,10 @@ def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pa
 
 
 def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False, copies: int = 1) -> tuple[tuple[int, int], ...]:
-    """The batch cut to `room.tiles`, counting each sequence `copies` times.
+    """Cut the batch to `room.tiles`, counting each sequence `copies` times.
 
-    A sequence keeps its lengths while they fit, then loses whole tiles on its longer side: what is left of the last tile, where
-    kernels break, stays as it was drawn.
+    A sequence keeps its lengths while they fit, then loses whole tiles on its longer side: the partial last tile, where kernels
+    break, stays as drawn.
     """
     heads = room.heads * copies
     left, out = room.tiles, []
@@ -147,7 +147,7 @@ def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False, co
 
 
 def long_enough(pairs: Sequence[_Pair], can: Capabilities) -> tuple[_Pair, ...]:
-    """The batch with every sequence of keys but an empty one as long as the kernel needs it."""
+    """Return the batch with all keys, except empty ones, as long as the kernel needs them."""
     least = can.min_seqlen_k
     raised = ((n_q, max(n_k, least) if n_k else 0) for n_q, n_k in pairs)
     return tuple((n_q if can.unequal else n_k, n_k) for n_q, n_k in raised)

@@ -1,8 +1,8 @@
-"""Modifiers: softcap, window, score_mod and mask_mod, by name and at random; they shrink to none at all.
+"""Strategies of modifiers: softcap, window, score_mod and mask_mod, named and random ones; they shrink to none.
 
-Random score_mods are smooth in the score, since no budget spans a jump; they cap what they exponentiate, and index within bounds
-by construction: b, h, q_idx, kv_idx and their offset are the only ones. Random masks hide rows, tiles, prefixes, or everything.
-Where a kernel lists the blocks that its mask leaves, edges lie at and beside the ends of blocks, and heads have their own lists.
+Random score_mods are smooth in the score, since no budget covers a jump; they cap the argument of exp, and index within bounds
+by construction, with b, h, q_idx, kv_idx and their offset only. Random masks hide rows, tiles, prefixes, or everything. For a
+kernel that lists its mask's blocks, edges lie at and next to the ends of blocks, and heads have different lists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
-from attnfuzz.kernels.expressions.named import (  # fmt: skipfrom attnfuzz.strategies.lengths import weighted
+from attnfuzz.kernels.expressions.named import (
     MASKS,
     SCORES,
     alibi,
@@ -28,7 +28,7 @@ from attnfuzz.kernels.expressions.named import (  # fmt: skipfrom attnfuzz.strat
     sliding_window,
     softcap,
 )
-from attnfuzz.kernels.expressions.tree import (  # fmt: skip
+from attnfuzz.kernels.expressions.tree import (
     KV,
     SEQLEN_K,
     B,
@@ -58,7 +58,7 @@ from attnfuzz.strategies.lengths import weighted
 __all__ = ["Blocks", "Chosen", "chosen", "masks", "modifiers", "pooled", "scores"]
 
 Chosen = tuple[tuple[str, Any], ...]
-"""What of a Problem is set: ("score_mod", data), ("softcap", 20.0) and so on; empty for none."""
+"""Fields of a Problem: ("score_mod", data), ("softcap", 20.0) and so on; empty for none."""
 _STEPS = (32, 64, 128)
 _EDGES = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 128)
 _FACTORS = (0.5, 2.0, -1.0, 0.25, 1.5, -0.5, 0.125)
@@ -67,7 +67,7 @@ _CAPS = (20.0, 50.0, 5.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a mask: queries, and keys, of one, and the lengths and the diagonal (kv_idx - q_idx) that a window is of."""
+    """The blocks of a mask: queries (and keys) of one, the lengths, and the diagonal (kv_idx - q_idx) of a window."""
 
     size: int
     seqlen_q: int
@@ -75,10 +75,10 @@ class Blocks:
     diagonal: int
 
     def edges(self, shift: int, longest: int) -> tuple[int, ...]:
-        """Distances of 0 to `longest`, `shift` more than what is at or beside a multiple of the size: what matters most twice."""
-        # One more than a multiple: one pair is seen of a block on the edge; one less: all; two less: all but one.
-        found = [n * self.size + d + shift for n in range(-3, 7) for d in (-2, -2, -1, 0, 1, 1)]
-        return tuple(sorted(each for each in found if 0 <= each <= longest)) or (0,)
+        """Return distances of 0 to `longest`, `shift` more than around a multiple of the size; the most useful ones twice."""
+        # One more than a multiple shows one pair of a block on the edge, one less shows all, two less all but one.
+        distances = [n * self.size + d + shift for n in range(-3, 7) for d in (-2, -2, -1, 0, 1, 1)]
+        return tuple(sorted(each for each in distances if 0 <= each <= longest)) or (0,)
 
     @property
     def left(self) -> tuple[int, ...]:
@@ -92,9 +92,9 @@ class Blocks:
 
 
 def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrategy[Chosen]:
-    """What to set of a Problem, within `can`; nothing first.
+    """Return a strategy of the fields to set in a Problem, within `can`; none first.
 
-    With `blocks` a mask_mod, a window, or neither: each hides the edges of the other. Most score_mods differ by head or sequence.
+    With `blocks` a mask_mod, a window, or neither, since each hides the edges of the other; most score_mods differ by head.
     """
     if blocks is not None:
         return _of_blocks(can, blocks)
@@ -114,8 +114,8 @@ def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrat
 def _of_blocks(can: Capabilities, blocks: Blocks) -> st.SearchStrategy[Chosen]:
     parts: dict[str, st.SearchStrategy[Any]] = {}
     if can.score_mod:
-        given = scores(can.captured, can.captured_gradients)
-        parts["score_mod"] = weighted((1, st.none()), (2, _of_places(can).map(to_data)), (1, given.map(to_data)))
+        score_mods = scores(can.captured, can.captured_gradients)
+        parts["score_mod"] = weighted((1, st.none()), (2, _of_places(can).map(to_data)), (1, score_mods.map(to_data)))
     if can.softcap:
         parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
     hiding: list[tuple[int, st.SearchStrategy[dict[str, Any]]]] = [(2, st.just({}))]
@@ -128,11 +128,11 @@ def _of_blocks(can: Capabilities, blocks: Blocks) -> st.SearchStrategy[Chosen]:
         trees = weighted((2, sliced(edges, (blocks.size,))), (1, masks(can.captured, edges=edges)))
         hiding.append((2, trees.map(lambda mask: {"mask_mod": to_data(mask)})))
     hidden = weighted(*hiding)
-    return st.tuples(st.fixed_dictionaries(parts), hidden).map(lambda drawn: chosen({**drawn[0], **drawn[1]}))
+    return st.tuples(st.fixed_dictionaries(parts), hidden).map(lambda pair: chosen({**pair[0], **pair[1]}))
 
 
 def _of_places(can: Capabilities) -> st.SearchStrategy[Expression]:
-    """Score_mods that differ by head, sequence or place."""
+    """Return a strategy of score_mods that differ by head, sequence or position."""
     slope = st.sampled_from((H, B, H + B, H + B)).map(lambda of: S + to_float(KV * of) * 0.03125)
     if not can.captured:
         return slope
@@ -140,12 +140,12 @@ def _of_places(can: Capabilities) -> st.SearchStrategy[Expression]:
 
 
 def chosen(values: dict[str, Any]) -> Chosen:
-    """What differs from nothing."""
+    """Return the fields that change something."""
     return tuple((name, value) for name, value in values.items() if value not in (None, (None, None), ("score",)))
 
 
 def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
-    """`count` of them by `seed`, nothing at all first: for devices where each is a compile of its own."""
+    """Draw `count` of them by `seed`, none first: for devices where each needs its own compile."""
     pool: dict[Chosen, None] = {(): None}
 
     def collect(chosen: Chosen) -> bool:
@@ -158,7 +158,7 @@ def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
 
 
 def _captured(gradients: bool) -> st.SearchStrategy[Expression]:
-    """A load of float32: of each head, key, query, batch, offset, or of all."""
+    """Return a strategy of float32 loads, indexed by head, key, query, offset, or all."""
     grad = st.booleans() if gradients else st.just(False)
     forms: tuple[tuple[str, tuple[str, ...], tuple[Expression, ...]], ...] = (
         ("of_head", ("heads",), (H,)),
@@ -168,24 +168,24 @@ def _captured(gradients: bool) -> st.SearchStrategy[Expression]:
         ("of_all", ("batch", "heads", "seqlen_q", "seqlen_k"), (B, H, Q, KV)),
     )
 
-    def made(form: tuple[str, tuple[str, ...], tuple[Expression, ...]], gradient: bool) -> Expression:
+    def load_of(form: tuple[str, tuple[str, ...], tuple[Expression, ...]], gradient: bool) -> Expression:
         name, sizes, index = form
-        # One name, one tensor: those with and without a gradient are two.
+        # One name, one tensor: with and without a gradient are two tensors.
         return load(Captured(name if gradient else f"{name}_fixed", sizes, "normal", gradient), *index)
 
-    return st.builds(made, st.sampled_from(forms), grad)
+    return st.builds(load_of, st.sampled_from(forms), grad)
 
 
 @functools.cache
 def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
-    """Score_mods, the plainest first; `reads`: they may read captured tensors, `gradients`: which may take one."""
+    """Return a strategy of score_mods, simplest first. `reads`: may read captured tensors; `gradients`: those may take one."""
     named = st.sampled_from([each for name, each in SCORES.items() if gradients or name in ("softcap", "scaled by distance")])
-    given = (
+    parametric = (
         st.sampled_from(_CAPS).map(softcap),
         *((st.just(alibi(gradient=False)),) if reads else ()),
         *((st.booleans().map(lambda of: relative_bias(gradient=of)), st.just(bias(gradient=True))) if gradients else ()),
     )
-    return st.one_of(st.sampled_from(_FACTORS).map(lambda factor: S * factor), named, *given, _random(reads, gradients))
+    return st.one_of(st.sampled_from(_FACTORS).map(lambda factor: S * factor), named, *parametric, _random(reads, gradients))
 
 
 @functools.cache
@@ -218,7 +218,7 @@ def _random(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
 
 @functools.cache
 def sliced(edges: tuple[int, ...], steps: tuple[int, ...]) -> st.SearchStrategy[Expression]:
-    """Mask_mods that move by a step from head to head, or from sequence to sequence: lists of blocks differ."""
+    """Return a strategy of mask_mods that shift by a step for each head or sequence, so that lists of blocks differ."""
     return st.builds(
         lambda of, step, op, right: getattr(KV + of * step, op)(right),
         st.sampled_from((H, H + B, B)),
@@ -230,7 +230,7 @@ def sliced(edges: tuple[int, ...], steps: tuple[int, ...]) -> st.SearchStrategy[
 
 @functools.cache
 def masks(reads: bool, depth: int = 3, edges: tuple[int, ...] = _EDGES) -> st.SearchStrategy[Expression]:
-    """Mask_mods, the plainest first; `reads`: they may read captured tensors; `edges`: distances to compare with."""
+    """Return a strategy of mask_mods, simplest first. `reads`: may read captured tensors; `edges`: distances to compare with."""
     edge = st.sampled_from(edges)
     comparison = st.builds(
         lambda left, op, right: getattr(left, op)(right),

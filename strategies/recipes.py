@@ -10,9 +10,9 @@ from attnfuzz.strategies.case import PATTERNS, Pattern, Recipe
 __all__ = ["recipes"]
 
 _SEEDS = st.integers(0, 2**16 - 1)
-# The plain case is the sharpest probe of most bugs, and the simplest. Scores far below 0 found many.
+# The plain case finds most bugs, and is the simplest. Scores far below 0 found many.
 _WEIGHTS: dict[Pattern, int] = {"normal": 12, "negative": 3}
-# In float16 dS overflows often there, so that dQ and dK are not judged.
+# In float16 dS often overflows with these two, so that dQ and dK are not judged.
 _WEIGHTS_HALF: dict[Pattern, int] = {**_WEIGHTS, "near_overflow": 1, "huge_logits": 1}
 _MODERATE = st.sampled_from((1.0, 1.0, 1.0, 1.0, 0.25, 0.5, 2.0, 4.0))
 _LARGE = st.sampled_from((1.0, 1.0, 1.0, 0.0625, 4.0, 16.0))
@@ -22,10 +22,10 @@ _PLAIN = st.just(1.0)
 
 @st.composite
 def recipes(draw: st.DrawFn, dtype: Dtype) -> Recipe:
-    """Recipes for `dtype`, the plainest first; magnitudes stay where scores and gradients fit the dtype."""
+    """Draw a Recipe for `dtype`, simplest first, with magnitudes for which scores and gradients fit the dtype."""
     half = dtype == "float16"
     pattern = draw(_patterns(half))
-    # Larger still, all of V would be the dtype's largest number.
+    # A larger scale would clamp all of V to the dtype's largest number.
     at_the_limit = half and pattern == "near_overflow"
     return Recipe(
         pattern=pattern,

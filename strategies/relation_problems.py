@@ -1,4 +1,4 @@
-"""Which Problems a relation launches beside a Case's own, and why a Case cannot be tried by it. Data only, no Hypothesis."""
+"""Problems of a relation's other launches, and why a relation does not apply to a Case. Data only, no Hypothesis."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["SPREAD", "related_problems", "spread", "why_not_relation"]
 SPREAD = 1.5
 """The largest deviation of scores at which values count as generic: a row then weighs about n / 9 of its keys."""
 _DEVIATION = 0.816
-"""Of the noise that inputs are made of."""
+"""Standard deviation of the inputs' noise (harness/trial/noise.py)."""
 _LARGEST = 2**31
 _TINY_ROWS = 256
 _ALIGNED = 16
 
 
 def related_problems(check: Check, problem: Problem, seed: int) -> tuple[Problem, ...]:
-    """The Problems of the related launches, the Case's own launch left out; `seed` chooses what the relation leaves open."""
+    """Return the Problems of the related launches without the Case's own; `seed` selects what the relation leaves open."""
     match check:
         case "split_batch":
             pairs = zip(problem.seqlens_q, problem.seqlens_k, strict=True)
@@ -42,13 +42,13 @@ def related_problems(check: Check, problem: Problem, seed: int) -> tuple[Problem
 
 
 def _cut(keys: int, seed: int) -> int:
-    """Where the keys of a sequence are cut in two: at half, anywhere, after one, before one, after none."""
+    """Return where to cut the keys of a sequence: in the middle, anywhere, after the first, before the last, before the first."""
     choices = (keys // 2, seed // 5 % (keys + 1), 1, keys - 1, 0)
     return max(0, min(choices[seed % 5], keys))
 
 
 def _pitched(problem: Problem, name: str) -> Problem:
-    """One tensor's rows so far apart that the last one begins at 2^31 elements or just beyond."""
+    """Return `problem` with one tensor's rows so far apart that the last one begins at 2^31 elements or just beyond."""
     by_query = name in ("layout_q", "layout_do")
     rows = problem.total_q if by_query else problem.total_k
     heads = problem.heads if by_query else problem.kv_heads
@@ -58,12 +58,12 @@ def _pitched(problem: Problem, name: str) -> Problem:
 
 
 def spread(problem: Problem, factor: float = 1.0) -> float:
-    """Deviation of the scores of noise whose q and k together are `factor` times as large."""
+    """Return the deviation of scores of noise, where scales multiply q times k by `factor`."""
     return _DEVIATION**2 * abs(problem.scale) * math.sqrt(problem.dim_qk) * factor
 
 
 def why_not_relation(kernel: Kernel, case: Case, device: Device) -> str | None:
-    """Why `case`, which its kernel supports, cannot be tried by its relation, or None."""
+    """Return why the relation of `case` does not apply to it, or None; the kernel must support `case`."""
     problem, can = case.problem, kernel.capabilities
     if case.check not in RELATIONS:
         return f"check={case.check!r}: no relation"
@@ -76,7 +76,7 @@ def why_not_relation(kernel: Kernel, case: Case, device: Device) -> str | None:
 
 
 def _why_not_generic(case: Case) -> str | None:
-    """What two correct runs may differ by is known for plain scores of near-normal values only."""
+    """Return why two correct runs differ by an unknown amount, or None: it is known for plain scores of near-normal values."""
     problem, recipe = case.problem, case.recipe
     for name in ("window", "softcap", "score_mod", "mask_mod"):
         if getattr(problem, name):
@@ -88,8 +88,8 @@ def _why_not_generic(case: Case) -> str | None:
         return "needs.dlse: a gradient of LSE has no part in it"
     if recipe.pattern != "normal":
         return f"pattern={recipe.pattern!r}: the size of errors is known for 'normal' only"
-    if (found := spread(problem, recipe.q_scale * recipe.k_scale)) > SPREAD:
-        return f"scores of deviation {found:.3g}: at most {SPREAD}"
+    if (deviation := spread(problem, recipe.q_scale * recipe.k_scale)) > SPREAD:
+        return f"scores of deviation {deviation:.3g}: at most {SPREAD}"
     for name in ("v_scale", "do_scale"):
         if not 2.0**-4 <= getattr(recipe, name) <= 2.0**4:
             return f"{name}={getattr(recipe, name)!r}: 2**-4 to 2**4"

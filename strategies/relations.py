@@ -1,4 +1,4 @@
-"""The strategy of Cases for each metamorphic relation, at sizes that only the kernel's own cost bounds."""
+"""The strategy of Cases for metamorphic relations, at sizes that only the kernel's own cost limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.lengths import batches
 from attnfuzz.strategies.relation_problems import SPREAD, related_problems, spread, why_not_relation
-from attnfuzz.strategies.shapes import Variant, all_variants, drawn_variant, heads, scales
+from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
 
 __all__ = ["RELATION_LIMITS", "relation_cases", "relations_of"]
 
@@ -22,13 +22,13 @@ RELATION_LIMITS: dict[Device, Limits] = {
     "cpu": Limits(batch=4, heads=6, length=300, tiles=12),
     "cuda": Limits(batch=8, heads=8, length=1 << 17, tiles=1 << 20),
 }
-"""What a Trial without an oracle may cost: on CUDA up to 65,536 x 65,536 in tiles of 64 for one head, or 131,072 keys."""
+"""Limits of a Trial without an oracle: on CUDA up to 65,536 x 65,536 in tiles of 64 for one head, or 131,072 keys."""
 _FACTORS = (1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 4.0)
 _Pairs = tuple[tuple[int, int], ...]
 
 
 def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) -> dict[Check, tuple[Variant, ...]]:
-    """The relations that make sense for `kernel`, and the variants that each can be tried on."""
+    """Return the relations that apply to `kernel`, each with the variants it applies to."""
     can = kernel.capabilities
     wanted: dict[Check, bool] = {
         "repeated_heads": can.groups is None or (1 in can.groups and max(can.groups) > 1),
@@ -36,12 +36,12 @@ def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) ->
         "split_keys": can.unequal and {"o", "lse"} <= set(can.outputs),
         "huge_strides": can.layouts,
     }
-    found = {}
+    fitting_variants = {}
     for check in RELATIONS:
         fitting = tuple(each for each in variants if wanted.get(check, True) and _fits(check, each, kernel, device))
         if fitting:
-            found[check] = fitting
-    return found
+            fitting_variants[check] = fitting
+    return fitting_variants
 
 
 def _fits(check: Check, variant: Variant, kernel: Kernel, device: Device) -> bool:
@@ -50,7 +50,7 @@ def _fits(check: Check, variant: Variant, kernel: Kernel, device: Device) -> boo
     if check == "future_keys":
         return variant.causal is not None
     if check == "huge_strides":
-        # A kernel with other layouts need not take these.
+        # A kernel that takes other layouts need not take these.
         tiny = replace(variant.problem(kernel.capabilities), seqlens_q=(2,), seqlens_k=(2,))
         return all(kernel.supports(each, variant.config, device) is None for each in related_problems(check, tiny, 0))
     return check != "shifted_scores" or variant.dims[0] > 1
@@ -59,25 +59,25 @@ def _fits(check: Check, variant: Variant, kernel: Kernel, device: Device) -> boo
 def relation_cases(
     kernel: Kernel, *, device: Device, limits: Limits | None = None, variants: Sequence[Variant] | None = None
 ) -> st.SearchStrategy[Case]:
-    """Cases whose check is a relation, drawn from `variants` (default: all that `kernel` declares), no larger than `limits`.
+    """Return the strategy of Cases with a relation as check, within `variants` (default: all it declares) and `limits`.
 
     Raises:
-        BadArgument: no relation makes sense for the kernel.
+        BadArgument: no relation applies to the kernel.
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
-    found = relations_of(kernel, chosen, device)
-    if not found:
-        raise BadArgument(f"kernel={kernel.name!r}: no relation makes sense for it on {device}; give it more variants")
-    return _relation_cases(kernel, device, limits or RELATION_LIMITS[device], found)
+    variants_of = relations_of(kernel, chosen, device)
+    if not variants_of:
+        raise BadArgument(f"kernel={kernel.name!r}: no relation applies to it on {device}; give it more variants")
+    return _relation_cases(kernel, device, limits or RELATION_LIMITS[device], variants_of)
 
 
 @st.composite
 def _relation_cases(
-    draw: st.DrawFn, kernel: Kernel, device: Device, limits: Limits, found: dict[Check, tuple[Variant, ...]]
+    draw: st.DrawFn, kernel: Kernel, device: Device, limits: Limits, variants_of: dict[Check, tuple[Variant, ...]]
 ) -> Case:
     can = kernel.capabilities
-    check = draw(st.sampled_from(tuple(found)))
-    variant = draw(drawn_variant(found[check]))
+    check = draw(st.sampled_from(tuple(variants_of)))
+    variant = draw(one_variant(variants_of[check]))
     heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, limits.tiles // 2))))
     packing = draw(st.sampled_from(can.packings))
     room = limits.room(variant, heads_q, max(heads_q, limits.tiles // 2 if check == "split_batch" else limits.tiles))
@@ -98,7 +98,7 @@ def _relation_cases(
     scale = draw(scales(can))
     problem = replace(problem, softmax_scale=scale if spread(replace(problem, softmax_scale=scale)) <= SPREAD else None)
     case = Case(kernel=kernel.name, problem=problem, recipe=draw(_recipes(problem)), config=variant.config, check=check)
-    # Sequences of one key cannot be cut for a kernel that takes no empty ones; another seed cuts elsewhere.
+    # A cut that leaves a part empty may not be supported; another seed cuts elsewhere.
     seeds = (replace(case, recipe=replace(case.recipe, seed=case.recipe.seed + step)) for step in range(5))
     fitting = next((each for each in seeds if why_not_relation(kernel, each, device) is None), None)
     assume(fitting is not None)
@@ -116,12 +116,12 @@ def _heads(check: Check, can: Capabilities, most: int) -> st.SearchStrategy[tupl
 
 def _tiny(can: Capabilities) -> st.SearchStrategy[_Pairs]:
     pair = st.tuples(st.integers(2, 9), st.integers(2, 9))
-    pair = pair if can.unequal else pair.map(lambda drawn: (drawn[0], drawn[0]))
+    pair = pair if can.unequal else pair.map(lambda lengths: (lengths[0], lengths[0]))
     return st.lists(pair, min_size=1, max_size=3).map(tuple)
 
 
 def _suited(check: Check, can: Capabilities, variant: Variant, pairs: _Pairs, dense: bool) -> _Pairs:
-    """The drawn batch, changed as little as the relation needs."""
+    """Return the drawn batch, changed as little as the relation needs."""
     least = (1, 1)
     if check == "future_keys":
         least = (2, 2) if not can.unequal else (1, 2) if variant.causal == "top_left" else (2, 1)
@@ -136,7 +136,7 @@ def _suited(check: Check, can: Capabilities, variant: Variant, pairs: _Pairs, de
 
 @st.composite
 def _recipes(draw: st.DrawFn, problem: Problem) -> Recipe:
-    """Near-normal values whose scores stay generic."""
+    """Draw a Recipe of near-normal values whose scores stay generic."""
     q_scale = draw(st.sampled_from([each for each in _FACTORS if spread(problem, each) <= SPREAD or each == 1.0]))
     fitting = [each for each in _FACTORS if spread(problem, q_scale * each) <= SPREAD or each * q_scale == 1.0]
     moderate = st.sampled_from((1.0, 1.0, 1.0, 0.25, 4.0))

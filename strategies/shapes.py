@@ -1,4 +1,4 @@
-"""Heads, groups, dims, dtypes, masks and Configs: everything of a Problem but its lengths and values."""
+"""Heads, groups, dims, dtypes, masks and Configs: the parts of a Case other than lengths and values."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
 from attnfuzz.strategies.modifiers import Chosen, pooled
 
-__all__ = ["MODIFIED", "Variant", "all_variants", "covering", "drawn_variant", "heads", "modified", "pool", "scales"]
+__all__ = ["MODIFIED", "Variant", "all_variants", "covering", "heads", "modified", "one_variant", "pool", "scales"]
 
 _DTYPE_ORDER: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
 MODIFIED = 40
-"""Functions that a kernel with score_mods is compiled for, at least."""
+"""Least number of modified variants that a kernel with score_mods is compiled for."""
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The part of a Case that compiled code usually depends on."""
+    """The parts of a Case that compiled code usually depends on."""
 
     dtype: Dtype
     causal: Causal | None
     dims: tuple[int, int]
     config: Config
     modifiers: Chosen | None = None
-    """Softcap, window, score_mod and mask_mod that the code is compiled for; None: any, where they cost no compile."""
+    """Softcap, window, score_mod and mask_mod that the code is compiled for; None: any, where they need no compile."""
 
     def problem(self, can: Capabilities) -> Problem:
-        """The smallest Problem of this variant within `can`: what a compile needs."""
+        """Return the smallest Problem of this variant within `can`, as a compile needs it."""
         dim_qk, dim_v = self.dims
         return Problem(
             seqlens_q=(1 if can.unequal else can.min_seqlen_k,),
@@ -51,13 +51,13 @@ class Variant:
 
 
 def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
-    """Every variant that `kernel` declares for `device`, simplest first.
+    """Return every variant that `kernel` declares for `device`, simplest first.
 
     Raises:
-        BadArgument: the capabilities leave nothing to draw; the text says why.
+        BadArgument: the capabilities leave nothing to draw, with the reason.
     """
     can = kernel.capabilities
-    found: list[Variant] = []
+    variants: list[Variant] = []
     reason: str | None = "capabilities declare no dtype, mask or dims"
     for dtype in sorted(can.dtypes_for(device), key=_DTYPE_ORDER.index):
         for causal in sorted(can.causal, key=_CAUSAL_ORDER.index):
@@ -68,35 +68,35 @@ def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
                 for config in configs:
                     refusal = kernel.supports(probe, config, device)
                     if refusal is None:
-                        found.append(Variant(dtype, causal, dims, config))
+                        variants.append(Variant(dtype, causal, dims, config))
                     reason = refusal or reason
-    if not found:
+    if not variants:
         raise BadArgument(f"kernel={kernel.name!r}: nothing to draw on {device}: {reason}; correct its capabilities or configs")
-    return tuple(found)
+    return tuple(variants)
 
 
 def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int) -> tuple[Variant, ...]:
-    """`variants`, each with modifiers of its own where `kernel` has any, the first without: at least MODIFIED of them.
+    """Return at least MODIFIED of `variants`, each with its own modifiers, the first without; unchanged if `kernel` has none.
 
-    A variant may be one that does not take all modifiers, as a Config for rows that always see a key takes no mask: those
-    go to the next one that does. What then has none comes without any, at the end; what no variant takes is left out.
+    Modifiers that a variant does not take, such as a mask with a Config for rows that always see a key, go to the next one that
+    takes them, and are left out if none does. Variants left without modifiers are added at the end.
     """
     can = kernel.capabilities
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
         return tuple(variants)
     count = max(MODIFIED if can.score_mod or can.mask_mod else 1, len(variants))
-    found: list[Variant] = []
+    compiled: list[Variant] = []
     for i, chosen in enumerate(pooled(can, count, seed)):
-        # More functions than variants: a variant has several.
+        # With more modifiers than variants, a variant gets several.
         start = i % len(variants)
         offered = (replace(each, modifiers=chosen) for each in (*variants[start:], *variants[:start]))
-        found += islice((each for each in offered if kernel.supports(each.problem(can), each.config, device) is None), 1)
-    given = {replace(each, modifiers=None) for each in found}
-    return (*found, *(replace(each, modifiers=()) for each in variants if each not in given))
+        compiled += islice((each for each in offered if kernel.supports(each.problem(can), each.config, device) is None), 1)
+    with_modifiers = {replace(each, modifiers=None) for each in compiled}
+    return (*compiled, *(replace(each, modifiers=()) for each in variants if each not in with_modifiers))
 
 
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:
-    """`count` variants chosen by `seed`, simplest first: the simplest one, then whatever shows most values not yet shown."""
+    """Return `count` variants chosen by `seed`, simplest first: the simplest one, then those with most values not yet covered."""
     if count >= len(variants):
         return tuple(variants)
     chosen = {each for each, _ in islice(_spread(variants, seed, _values), count)}
@@ -104,25 +104,25 @@ def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, .
 
 
 def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """As few variants as show every dtype with each mask, dims and Config of its own, nearly: chosen as by `pool`."""
-    chosen = {each for each, _ in takewhile(lambda found: found[1] > 0, _spread(variants, 0, _pairs))}
+    """Return nearly the fewest variants that cover every dtype with each of its masks, dims and Configs: chosen as by `pool`."""
+    chosen = {each for each, _ in takewhile(lambda pair: pair[1] > 0, _spread(variants, 0, _pairs))}
     return tuple(each for each in variants if each in chosen)
 
 
 def _spread(
     variants: Sequence[Variant], seed: int, values: Callable[[Variant], Iterable[object]]
 ) -> Iterator[tuple[Variant, int]]:
-    """All of them, and how many values each shows that none before it did, most first."""
+    """Yield all variants with the number of values that each is the first to cover, most first."""
     left = dict.fromkeys([variants[0], *random.Random(f"pool:{seed}").sample(list(variants), len(variants))])
-    best, shown = variants[0], set[object]()
+    best, covered = variants[0], set[object]()
     while True:
-        new = set(values(best)) - shown
+        new = set(values(best)) - covered
         yield best, len(new)
         del left[best]
         if not left:
             return
-        shown |= new
-        best = max(left, key=lambda each: len(set(values(each)) - shown))
+        covered |= new
+        best = max(left, key=lambda each: len(set(values(each)) - covered))
 
 
 def _values(variant: Variant) -> Iterable[tuple[str, object]]:
@@ -140,8 +140,8 @@ def _pairs(variant: Variant) -> Iterable[tuple[str, object]]:
 
 
 @st.composite
-def drawn_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
-    """One of `variants`, drawn value by value so that each shrinks on its own as far as the pool allows."""
+def one_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
+    """Draw one of `variants`, value by value, so that each value shrinks on its own as far as the pool allows."""
     left = list(variants)
     for name in ("dtype", "causal", "dims", "config", "modifiers"):
         values = list(dict.fromkeys(getattr(each, name) for each in left))
@@ -151,7 +151,7 @@ def drawn_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
 
 
 def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
-    """(heads, kv_heads) with at most `most` query heads: MHA, MQA and GQA alike often, odd groups among them, fewest first."""
+    """Return a strategy of (heads, kv_heads) with up to `most` query heads: MHA, MQA and GQA equally often, fewest first."""
     groups = [g for g in (can.groups or _GROUPS) if g <= most] or [min(can.groups or _GROUPS)]
     most = max(most, groups[0])
     pairs = sorted((g * kv, kv) for g in groups for kv in range(1, most // g + 1))
@@ -164,7 +164,7 @@ def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
 
 
 def scales(can: Capabilities) -> st.SearchStrategy[float | None]:
-    """softmax_scale: mostly the default, then 1, small and odd ones, negative and zero where the kernel takes them."""
+    """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported."""
     values: list[float | None] = [None, None, None, 1.0, 0.25, 0.1, 0.0078125]
     if can.scale_any:
         values += [-0.125, 0.0]

@@ -1,8 +1,8 @@
-"""Simpler Cases than a given one: the steps by which a failure is shrunk to what a person can read at a glance.
+"""Steps from a Case to simpler ones, by which a failure is shrunk to one that a person can read at a glance.
 
-Hypothesis shrinks the choices behind a Case; one choice less moves all that follow, so that ragged batches get stuck (seen: four
-sequences, 65 x 64 tokens, where 2 x 1 fails as well). A Case is plain data, so its own parts are made simpler instead, and a
-stored Case can be shrunk further without the choices that led to it.
+Hypothesis shrinks the choices behind a Case; removing one choice shifts all later ones, so that ragged batches get stuck (for
+example at four sequences, 65 x 64 tokens, where 2 x 1 fails as well). A Case is plain data, so its parts are simplified instead,
+and a stored Case can be shrunk further without the choices that led to it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _VARIANT_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
 
 
 def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
-    """Cases that differ from `case` in one part, made simpler; the boldest steps first.
+    """Yield Cases with one part of `case` simplified, largest steps first.
 
-    Every step lowers one part and raises none, so that taking steps ends. Variants stay within `variants` (simplest first), whose
-    code is compiled already. A Case may be outside the kernel's capabilities: ask `supports`.
+    Every step lowers one part and raises none, so that shrinking ends. Variants stay within `variants` (simplest first), whose
+    code is compiled already. A Case may be outside the kernel's capabilities: check `supports`.
     """
     if case.check != "oracle":
         yield replace(case, check="oracle")
@@ -52,9 +52,9 @@ def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
 
 
 def _with(case: Case, **changes: object) -> Iterator[Case]:
-    """`case` with parts of its Problem changed; contiguous where its layouts do not fit any more.
+    """Yield `case` with changes to its Problem, contiguous if its layouts no longer fit.
 
-    None where that is no Problem: an index of a tree may be inside with these lengths and heads, and outside with fewer.
+    Yields nothing if the Problem is invalid: with shorter lengths or fewer heads an index of a tree may be out of bounds.
     """
     for more in ({}, _CONTIGUOUS):
         try:
@@ -65,7 +65,7 @@ def _with(case: Case, **changes: object) -> Iterator[Case]:
 
 
 def _plainer_layouts(case: Case) -> Iterator[Case]:
-    """All tensors contiguous, then each (packed ones together), then each part of each layout."""
+    """Make all tensors contiguous, then each (packed ones together), then simplify each part of each layout."""
     p = case.problem
     now: dict[str, Layout] = {name: getattr(p, name) for name in LAYOUTS if getattr(p, name) != Layout()}
     if not now:
@@ -81,7 +81,7 @@ def _plainer_layouts(case: Case) -> Iterator[Case]:
 
 
 def _plainer(layout: Layout) -> Iterator[Layout]:
-    """`layout` with one part left out, or as small as it can be."""
+    """Yield `layout` with one part left out or minimal."""
     for part, plain in _PLAINER:
         now = getattr(layout, part)
         if now != plain and (plain != 1 or now > 1):
@@ -137,7 +137,7 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
 
 
 def _simpler_trees(case: Case) -> Iterator[Case]:
-    """score_mod and mask_mod with a part in place of the whole, then with a part of a part, boldest first."""
+    """Yield `case` with smaller trees for score_mod and mask_mod, the smallest first."""
     for name in ("score_mod", "mask_mod"):
         data = getattr(case.problem, name)
         if data is None:
@@ -148,7 +148,7 @@ def _simpler_trees(case: Case) -> Iterator[Case]:
 
 
 def _smaller(tree: Expression) -> Iterator[Expression]:
-    """Trees with fewer nodes: an argument of the same kind, or the score, in place of a node."""
+    """Yield trees with fewer nodes: an argument of the same kind, or the score, in place of a node."""
     for at, arg in enumerate(tree.args):
         if arg.kind == tree.kind:
             yield arg
@@ -163,7 +163,7 @@ def _nodes(tree: Expression) -> int:
 
 
 def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
-    """For each part alone the simpler values that some variant has, simplest first."""
+    """Yield `case` with each part alone replaced by simpler values that some variant has, simplest first."""
     p = case.problem
     fixed = any(each.modifiers is not None for each in variants)
     values = {"score_mod": p.score_mod, "mask_mod": p.mask_mod, "softcap": p.softcap or None, "window": p.window}
@@ -177,14 +177,14 @@ def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]
                 parts = {other: getattr(each, other) == getattr(now, other) for other in _VARIANT_PARTS if other != name}
                 if getattr(each, name) == value and all(parts.values()):
                     plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None} if fixed else {}
-                    given = {**plain, **dict(each.modifiers or ())}
+                    modifiers = {**plain, **dict(each.modifiers or ())}
                     dims = {"dim_qk": each.dims[0], "dim_v": each.dims[1]}
-                    for changed in _with(case, dtype=each.dtype, causal=each.causal, **dims, **given):
+                    for changed in _with(case, dtype=each.dtype, causal=each.causal, **dims, **modifiers):
                         yield replace(changed, config=each.config)
 
 
 def _shorter(case: Case) -> Iterator[Case]:
-    """Lengths: both sides of a sequence at once, then each side. 0 is no simpler than 1, so 0 becomes 1 too."""
+    """Shorten both sides of a sequence at once, then each side. 1 counts as simpler than 0, so 0 becomes 1 too."""
     p = case.problem
     tiles = (case.config.tile("tile_m", 1), case.config.tile("tile_n", 1))
     for i in range(p.batch):
@@ -201,7 +201,7 @@ def _shorter(case: Case) -> Iterator[Case]:
 
 
 def _steps(length: int, tiles: tuple[int, int]) -> list[int]:
-    """Lengths to try instead of `length`, least first: the smallest, around the tiles, half, one tile less, one less."""
+    """Return lengths to try instead of `length`, ascending: the smallest, around the tiles, half, one tile less, one less."""
     if length == 0:
         return [1]
     near = (tile + d for tile in tiles for d in (-1, 0, 1))
@@ -210,7 +210,7 @@ def _steps(length: int, tiles: tuple[int, int]) -> list[int]:
 
 
 def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Iterator[Case]:
-    """`case` with sequence `i` of n_q x n_k; a dense batch has one length for all."""
+    """Yield `case` with sequence `i` of n_q x n_k; a dense batch has one length for all."""
     if p.packing == "dense":
         yield from _with(case, seqlens_q=(n_q,) * p.batch, seqlens_k=(n_k,) * p.batch)
         return

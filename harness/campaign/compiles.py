@@ -14,7 +14,7 @@ from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import Limits, met
+from attnfuzz.strategies.cases import Limits, cases_by_compile_key
 from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["VariantCompiler"]
@@ -59,7 +59,7 @@ class VariantCompiler:
     def _ahead(self, cases: dict[str, Case], variants: Sequence[Variant], limits: Limits) -> list[Case]:
         """Cases of other compile keys that trials are likely to draw: a compile within a trial would take the trial's time."""
         settings = self._context.settings
-        likely = met(self._kernel, device=settings.device, limits=limits, variants=variants, seed=settings.seed)
+        likely = cases_by_compile_key(self._kernel, device=settings.device, limits=limits, variants=variants, seed=settings.seed)
         return [case for key, case in likely.items() if key not in cases][: _MOST_AHEAD * len(variants)]
 
     def _each(self, cases: Sequence[Case]) -> Iterator[Compiled]:

@@ -18,7 +18,7 @@ import msgspec
 from attnfuzz.harness.compile.figures import Figures, disassembled, figures_of
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.isolation.kernel_ref import unpacked
-from attnfuzz.harness.trial.errors import may_catch, this_is_a_child, told
+from attnfuzz.harness.trial.errors import describe_exception, mark_as_child, may_catch
 from attnfuzz.kernels.contract import BuildError, Config
 from attnfuzz.kernels.lowering import Lowers, Unit, shared_limit
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -46,7 +46,7 @@ class Lowered(msgspec.Struct, frozen=True, kw_only=True):
 
 def lower(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
     """Compile in a child. `payload`: kernel (as shipped), problem, config, arch. The result is a list of Lowered."""
-    this_is_a_child()
+    mark_as_child()
     enter("compile")
     kernel = unpacked(payload["kernel"])
     assert isinstance(kernel, Lowers)
@@ -58,7 +58,7 @@ def lower(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, b
     except BaseException as error:  # the kernel's own code: that is the finding
         if not may_catch(error):
             raise
-        text = str(error) if isinstance(error, BuildError) else told(error)
+        text = str(error) if isinstance(error, BuildError) else describe_exception(error)
         return [msgspec.to_builtins(Lowered(function="", seconds=0.0, error=cut(text)))], False
     return [msgspec.to_builtins(_lowered(each, arch)) for each in units], False
 
@@ -74,7 +74,7 @@ def _lowered(unit: Unit, arch: str) -> Lowered:
     except BaseException as error:  # a compiler's Python side may raise anything: that is the finding
         if not may_catch(error):
             raise
-        text = str(error) if isinstance(error, BuildError) else told(error)
+        text = str(error) if isinstance(error, BuildError) else describe_exception(error)
         return Lowered(function=unit.function, seconds=time.perf_counter() - start, error=cut(text))
 
 

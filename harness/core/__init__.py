@@ -1,1 +1,1 @@
-"""What this machine and this process are; text, files and statistics that all packages share."""
+"""The environment of this process, and text, files and statistics that all packages share."""

@@ -1,4 +1,4 @@
-"""What this machine is: devices, versions, and the settings a process needs before it imports a backend."""
+"""The environment: devices, versions, and the settings a process needs before it imports a backend."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_d
 _PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy")
 
 
-def resolve_device(asked: str) -> Device:
-    """ "auto" -> "cuda" where there is a CUDA device, else "cpu".
+def resolve_device(name: str) -> Device:
+    """Return the device of that name; "auto" is "cuda" if there is a CUDA device, else "cpu".
 
     Raises:
-        BadArgument: an unknown device, or CUDA where there is none.
+        BadArgument: an unknown device, or CUDA without a CUDA device.
     """
-    if asked not in ("auto", "cpu", "cuda"):
-        raise reject("device", asked, "no such device", "use auto, cpu or cuda")
-    if asked == "cpu":
+    if name not in ("auto", "cpu", "cuda"):
+        raise reject("device", name, "no such device", "use auto, cpu or cuda")
+    if name == "cpu":
         return "cpu"
     if has_cuda():
         return "cuda"
-    if asked == "cuda":
+    if name == "cuda":
         raise reject(
-            "device", asked, "torch sees no CUDA device", "use --device cpu, or a machine with a GPU and a CUDA build of torch"
+            "device", name, "torch sees no CUDA device", "use --device cpu, or a machine with a GPU and a CUDA build of torch"
         )
     return "cpu"
 
@@ -52,7 +52,7 @@ def has_cuda() -> bool:
 
 @functools.cache
 def device_name(device: Device) -> str:
-    """The GPU's or the processor's name."""
+    """Return the name of the GPU, or "cpu" with the machine type."""
     if device == "cuda":
         import torch
 
@@ -62,18 +62,18 @@ def device_name(device: Device) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of every package that a verdict depends on, where installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of all installed packages that a verdict depends on."""
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def describe(device: Device) -> dict[str, Any]:
-    """The run header's facts; `unchecked` says why interpreted launches are not, where they cannot be checked."""
+    """Return the facts of the run header; `unchecked` is the reason if memory of interpreted launches cannot be checked."""
     unchecked = memory.why_unchecked()
     return {
         "device": device_name(device),
@@ -86,9 +86,9 @@ def describe(device: Device) -> dict[str, Any]:
 
 @functools.cache
 def prepare(device: Device) -> None:
-    """What a process needs before its first kernel is imported.
+    """Prepare this process; call it before the first kernel is imported.
 
-    On the CPU, one thread (cases are small, processes many), and Triton's interpreter: Triton has one mode per process,
+    On the CPU, use one thread (cases are small, processes many) and Triton's interpreter: Triton has one mode per process,
     fixed at its first import, and TileLang imports it too.
     """
     if device == "cpu":
@@ -100,7 +100,7 @@ def prepare(device: Device) -> None:
 
 
 def synchronise(device: Device) -> None:
-    """Wait for the device, so that its errors show here."""
+    """Wait for the device, so that its errors are raised here."""
     if device == "cuda":
         import torch
 
@@ -108,7 +108,7 @@ def synchronise(device: Device) -> None:
 
 
 def alive(device: Device) -> bool:
-    """Whether the device still answers this process; an illegal access ends that for good."""
+    """Whether the device still works for this process; after an illegal access it never does."""
     try:
         synchronise(device)
     except RuntimeError:

@@ -11,13 +11,13 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: a crash leaves the old one or the new one, never half.
+    """Write a file whole or not at all: after a crash it has the old or the new content.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile's: its files are for their owner alone, and case files are shared.
+    # Not by tempfile: only their owner can read its files, and case files are shared.
     temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
         with temporary.open("xb") as file:

@@ -1,4 +1,4 @@
-"""Ratios of head to base with the interval that noise leaves them, by a paired bootstrap. Standard library only."""
+"""Confidence intervals: of ratios of head to base by a paired bootstrap, and of rates by Wilson. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ __all__ = ["Ratio", "interval", "paired_ratio_of_medians", "paired_ratio_of_rms"
 
 _RESAMPLES = 1000
 _CONFIDENCE = 0.99
+_Z = 1.959963984540054
+"""95 % of a normal distribution lie within this many deviations."""
 Pair = tuple[float, float]
-"""(head, base), of one Case or of one round."""
+"""(head, base) of one Case or of one round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Head over base; `low` and `high` bound it with a confidence of 99 %."""
+    """Head over base; `low` and `high` bound it with 99 % confidence."""
 
     value: float
     low: float
     high: float
 
     def above(self, threshold: float) -> bool:
-        """Whether noise does not explain that it is above `threshold`."""
+        """Whether it is above `threshold` by more than noise."""
         return self.low > threshold
 
     def clearly_below(self, threshold: float) -> bool:
-        """Whether noise does not explain that it is below `threshold`."""
+        """Whether it is below `threshold` by more than noise."""
         return self.high < threshold
 
     def __str__(self) -> str:
@@ -37,15 +39,15 @@ class Ratio:
 
 
 def paired_ratio_of_rms(squares: Sequence[Pair]) -> Ratio:
-    """Ratio of root mean squares over the same Cases, each with the same weight. `squares`: mean squares of each Case."""
+    """Return the ratio of root mean squares over the same Cases, equally weighted. `squares`: mean squares of each Case."""
     return _bootstrapped(squares, _ratio_of_rms)
 
 
 def paired_ratio_of_medians(times: Sequence[Pair]) -> Ratio:
-    """The median of the rounds' ratios: what slows a whole round down slows both. `times`: positive, of each round."""
+    """Return the median of the rounds' ratios, since a slow round slows head and base. `times`: positive, of each round."""
     logs = [(math.log(head / base), 0.0) for head, base in times]
-    found = _bootstrapped(logs, lambda pairs: statistics.median(each for each, _ in pairs))
-    return Ratio(math.exp(found.value), math.exp(found.low), math.exp(found.high))
+    ratio = _bootstrapped(logs, lambda pairs: statistics.median(each for each, _ in pairs))
+    return Ratio(math.exp(ratio.value), math.exp(ratio.low), math.exp(ratio.high))
 
 
 def _ratio_of_rms(pairs: Sequence[Pair]) -> float:
@@ -56,22 +58,18 @@ def _ratio_of_rms(pairs: Sequence[Pair]) -> float:
 
 
 def _bootstrapped(pairs: Sequence[Pair], statistic: Callable[[Sequence[Pair]], float]) -> Ratio:
-    """`statistic` of `pairs`, and of as many drawn from them again and again, always the same draws."""
+    """Return `statistic` of `pairs` with its interval over resamples of them, always the same ones."""
     value = statistic(pairs)
     if all(pair == pairs[0] for pair in pairs):
         return Ratio(value, value, value)
-    drawn = random.Random(len(pairs))
-    found = sorted(statistic(drawn.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    generator = random.Random(len(pairs))
+    values = sorted(statistic(generator.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
     tail = round((1 - _CONFIDENCE) / 2 * _RESAMPLES)
-    return Ratio(value, found[tail], found[-1 - tail])
-
-
-_Z = 1.959963984540054
-"""Of a normal distribution 95 % lie within so many deviations."""
+    return Ratio(value, values[tail], values[-1 - tail])
 
 
 def interval(failed: int, runs: int) -> tuple[float, float]:
-    """Wilson's confidence interval (95 %) of a rate seen `failed` times in `runs`: from 0 to 1, also where none or all failed."""
+    """Return Wilson's 95 % confidence interval of the failure rate, within 0 to 1 also where none or all of `runs` failed."""
     if runs == 0:
         return 0.0, 1.0
     share, spread = failed / runs, _Z**2 / runs

@@ -1,4 +1,4 @@
-"""Strict JSON text, for files and for `--json`."""
+"""Text that can be written and compared: strict JSON, printable strings, messages without numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["dumps", "normalised", "printable"]
 
 
 def dumps(value: Any) -> str:
-    """Indented JSON with sorted keys; infinities and NaN, which JSON has not, become the strings "inf", "-inf" and "nan"."""
+    """Return indented JSON with sorted keys; infinities and NaN, which JSON lacks, become the strings "inf", "-inf" and "nan"."""
     return json.dumps(_finite(value), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
 
 
@@ -28,11 +28,11 @@ def _finite(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """`text` with lone surrogates, which nothing can write or hash, spelled out."""
+    """Escape lone surrogates in `text`, since those cannot be written or hashed."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def normalised(message: str) -> str:
-    """First line of a message, addresses and numbers replaced by #."""
+    """Return the first line of a message, with addresses and numbers replaced by #."""
     first = message.strip().splitlines()[0] if message.strip() else ""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", first)[:120]

@@ -20,7 +20,7 @@ from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Listener, Part
 from attnfuzz.harness.gate.subjects import Subject, importing_from, named, why_absent, within
 from attnfuzz.harness.isolation.isolated import Isolated
-from attnfuzz.harness.trial.errors import told
+from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -170,8 +170,8 @@ def _without_head(broken: dict[str, Exception], base: Base, *, explicit: bool) -
             yield KernelGate(target, "deleted", (Part("load", "skipped", f"it is deleted: {absent}, and {base.label} has it"),))
             continue
         file, line = _raised_at(error, base.root)
-        finding = Finding("load", target, f"it cannot be loaded: {told(error)}", detail=_trace(error))
-        part = Part("load", "fail", told(error).splitlines()[0], (finding,))
+        finding = Finding("load", target, f"it cannot be loaded: {describe_exception(error)}", detail=_trace(error))
+        part = Part("load", "fail", describe_exception(error).splitlines()[0], (finding,))
         yield KernelGate(target, "it cannot be loaded", (part,), file, line)
 
 

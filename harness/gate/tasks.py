@@ -23,8 +23,8 @@ from attnfuzz.harness.gate.subjects import load_kernel, why_absent
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.truth import Truth, Truths
 from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
-from attnfuzz.harness.trial.build import built
-from attnfuzz.harness.trial.errors import this_is_a_child, told
+from attnfuzz.harness.trial.build import build_kernel
+from attnfuzz.harness.trial.errors import describe_exception, mark_as_child
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
@@ -57,7 +57,7 @@ def describe(payload: dict[str, Any], enter: _Enter) -> _Done:
         unavailable = kernel.unavailable(payload["device"])
     except BaseException as error:  # a third party's module: its error is the reason
         absent = why_absent(payload["target"], error)
-        return ({"absent": absent} if absent else {"broken": told(error)}), True
+        return ({"absent": absent} if absent else {"broken": describe_exception(error)}), True
     can = kernel.capabilities
     finders = [each for each in sys.meta_path if type(each).__name__ == "TreeFinder"]
     return {
@@ -82,7 +82,7 @@ def measure(payload: dict[str, Any], enter: _Enter) -> _Done:
         if reason := why_not_case(kernel, case, device):
             return {"unsupported": reason}, False
     except Exception as error:  # the kernel's own module
-        return {"broken": told(error)}, True
+        return {"broken": describe_exception(error)}, True
     bench = Bench(case, kernel, device, Clock(enter))
     try:
         ready, inputs = bench.ready(), bench.inputs()
@@ -136,16 +136,16 @@ def timed(payload: dict[str, Any], enter: _Enter) -> _Done:
         with torch.no_grad():
             return _timed(kernel, case, device, enter), False
     except Exception as error:  # the kernel's own code, which was right a moment ago
-        return {"broken": told(error)}, True
+        return {"broken": describe_exception(error)}, True
 
 
 def _timed(kernel: Kernel, case: Case, device: Device, enter: _Enter) -> dict[str, Any]:
     key = (kernel.name, case.canonical())
     if key not in _ready:
         try:
-            ready = built(kernel, case.problem, case.config, device)
+            ready = build_kernel(kernel, case.problem, case.config, device)
         except BuildError as error:
-            return {"broken": told(error)}
+            return {"broken": describe_exception(error)}
         enter("inputs")
         inputs = materialise(case.problem, case.recipe, device)
         enter("kernel")
@@ -193,5 +193,5 @@ def _digests(problem: Problem, outputs: Outputs) -> dict[str, str]:
 
 
 def _begin(payload: dict[str, Any]) -> None:
-    this_is_a_child()
+    mark_as_child()
     environment.prepare(payload["device"])

@@ -10,7 +10,7 @@ import msgspec
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.kernel_ref import unpacked
-from attnfuzz.harness.trial.errors import this_is_a_child, told
+from attnfuzz.harness.trial.errors import describe_exception, mark_as_child
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import case_from_json
@@ -72,7 +72,8 @@ def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - eve
     importlib.import_module("attnfuzz.harness.trial.trial").rehearse(device)
     if "case" in payload:
         case = case_from_json(payload["case"])
-        importlib.import_module("attnfuzz.harness.trial.build").built(kernel_of(payload), case.problem, case.config, device)
+        build = importlib.import_module("attnfuzz.harness.trial.build")
+        build.build_kernel(kernel_of(payload), case.problem, case.config, device)
     return environment.describe(device), False
 
 
@@ -90,7 +91,7 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
         verdict = run_trial(case, device, enter)
     except Exception as error:
         if is_out_of_memory(error):
-            raise MemoryError(told(error)) from error
+            raise MemoryError(describe_exception(error)) from error
         raise
     except DeviceLost as lost:
         versions = environment.versions()
@@ -116,7 +117,7 @@ def kernel_of(payload: dict[str, Any]) -> Kernel:
     Raises:
         BadArgument: it cannot be imported here.
     """
-    this_is_a_child()
+    mark_as_child()
     environment.prepare(payload["device"])
     try:
         return unpacked(payload["kernel"])
@@ -124,7 +125,7 @@ def kernel_of(payload: dict[str, Any]) -> Kernel:
         raise
     except BaseException as error:  # a third party's module: its error is the reason
         name = payload["kernel"]["name"]
-        raise BadArgument(f"kernel={name!r}: a child process cannot import it: {told(error)}") from error
+        raise BadArgument(f"kernel={name!r}: a child process cannot import it: {describe_exception(error)}") from error
 
 
 def map_case(payload: dict[str, Any], enter: _Enter) -> _Done:

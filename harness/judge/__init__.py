@@ -1,1 +1,1 @@
-"""Outputs to Verdict: reference and budgets, element by element."""
+"""Judging: outputs, reference and budgets to a Verdict, element by element."""

@@ -1,30 +1,29 @@
-"""The form of a kernel's outputs: what the contract asks of them before their values are looked at."""
+"""The contract's conditions on a kernel's outputs that do not concern their values: type, shape, dtype, device, storage."""
 
 from __future__ import annotations
 
 import torch
 
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["BY_QUERY", "broken_contract", "heads_first", "why_unfit"]
+__all__ = ["broken_contract", "heads_first", "why_unfit"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-BY_QUERY = ("o", "lse", "dq")
 _LARGE = 1 << 24
-"""Elements of an output of which a float64 copy is not made without need: 128 MiB."""
+"""Elements of an output above which no float64 copy is made here: 128 MiB."""
 
 
 def why_unfit(kernel: str, inputs: Inputs, outputs: Outputs) -> tuple[Failure, ...]:
-    """Outputs that are not what the contract says: shape, dtype, device, storage. Their values are not looked at."""
+    """Return a Failure for each output that breaks the contract; values are not compared."""
     problem = inputs.problem
-    found = (broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
-    return tuple(failure for failure in found if failure is not None)
+    failures = (broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
+    return tuple(failure for failure in failures if failure is not None)
 
 
 def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
-    """The shape that the contract asks of an output, slack rows included."""
+    """Return the shape that the contract requires of an output, slack rows included."""
     heads = problem.heads if name in BY_QUERY else problem.kv_heads
     dim = problem.dim_v if name in ("o", "dv") else problem.dim_qk
     lengths, slack = (problem.seqlens_q, problem.slack_q) if name in BY_QUERY else (problem.seqlens_k, problem.slack_k)
@@ -38,11 +37,11 @@ def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
 def broken_contract(
     kernel: str, problem: Problem, name: OutputName, got: torch.Tensor | None, device: torch.device
 ) -> Failure | None:
-    """How an output breaks the contract: type, layout, shape, dtype, device or storage; or None."""
+    """Return how an output breaks the contract (type, layout, shape, dtype, device or storage), or None."""
     title, dtype = OUTPUT_TITLES[name], torch.float32 if name == "lse" else _DTYPES[problem.dtype]
 
-    def broken(check: str, expected: object, found: object) -> Failure:
-        message = f"{title} has {check} {found} where {expected} is expected"
+    def broken(check: str, expected: object, actual: object) -> Failure:
+        message = f"{title} has {check} {actual} where {expected} is expected"
         return Failure(kernel=kernel, kind="contract", output=name, check=check, message=message)
 
     if not isinstance(got, torch.Tensor):
@@ -65,7 +64,7 @@ def broken_contract(
 
 
 def _bytes_needed(x: torch.Tensor) -> int:
-    """Bytes of storage that the tensor's shape and strides reach."""
+    """Return the bytes of storage that the tensor's shape and strides reach."""
     if not x.numel():
         return 0
     last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -83,7 +82,7 @@ def _overlaps(x: torch.Tensor) -> bool:
         reach += (size - 1) * stride
     else:
         return False
-    # Interleaved, perhaps, without sharing any: count.
+    # Dims may interleave without sharing memory: count.
     taken = torch.zeros(1, dtype=torch.int64)
     for size, stride in zip(x.shape, x.stride(), strict=True):
         taken = (taken[:, None] + stride * torch.arange(size)).flatten()
@@ -91,7 +90,7 @@ def _overlaps(x: torch.Tensor) -> bool:
 
 
 def heads_first(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
-    """A kernel's output as float64 (heads, tokens[, dim]), slack rows left out."""
+    """Return a kernel's output as (heads, tokens[, dim]) without slack rows, in float64 unless it is large."""
     lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
     got = got.detach()
     if problem.packing == "dense":

@@ -1,6 +1,6 @@
-"""Error maps as data: how far off each output is, row by row and column by column, small enough for a file and a page.
+"""Error maps as data: how far off each output is by row and column, small enough for a file and a page.
 
-Made in harness/trial/errormaps.py, drawn in harness/report/plots.py. No torch is needed to read one, and numpy only to draw it.
+harness/trial/errormaps.py computes them, harness/report/plots.py draws them. Reading needs no torch, drawing only numpy.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ __all__ = [
 
 FORMAT: Final = 1
 MOST_CELLS: Final = 384
-"""Cells along one side of a map: what is larger is reduced by its worst element."""
+"""Limit on cells along one side of a map: larger sides are reduced, each cell to its worst element."""
 MOST_SEGMENTS: Final = 48
-"""Sequences or heads that are told apart along one side."""
+"""Limit on sequences or heads shown separately along one side."""
 _LARGEST: Final = 8 << 20
-"""Bytes of a file of maps: what is larger was not written here."""
+"""Bytes: larger files of maps are refused."""
 
-# Levels of a cell, one byte, worse is more, so that the worst of many is their maximum.
+# Levels of a cell, one byte each. Worse is larger, so that the worst of many is their maximum.
 NOT_JUDGED, EXACT = 0, 1
 STEPS, DECADES = 120, 3
 """EXACT + 1 ... EXACT + STEPS: error / budget from 1e-3 to 1, by its logarithm; then as many from 1 to 1000."""
 ENDLESS, BROKEN, UNWRITTEN = 2 + 2 * STEPS, 250, 251
-"""Beyond every multiple of the budget; NaN or infinity; NaN that is memory never written, or was made from it."""
+"""Beyond every multiple of the budget; NaN or infinity; NaN that is memory never written, or computed from it."""
 OUTSIDE: Final = 3
-"""Of a mask: query and key of different sequences; 0: hidden, 1: seen in part of the cell, 2: seen."""
+"""Level in a mask: query and key of different sequences; 0: hidden, 1: seen in part of the cell, 2: seen."""
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,7 +64,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Elements of each: tokens of a sequence, columns of a head."""
     step: int = 1
     merged: int = 0
-    """So many segments are too many to tell apart: they are shown as one."""
+    """Number of segments that are shown as one, since they are too many; else 0."""
 
     def __post_init__(self) -> None:
         if self.step < 1 or any(each < 0 for each in self.segments):
@@ -72,11 +72,11 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def cells(self) -> int:
-        """Cells along the side."""
+        """Return the number of cells along the side."""
         return sum(-(-each // self.step) for each in self.segments)
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """(first cell, cells, elements) of each segment."""
+        """Yield (first cell, cells, elements) of each segment."""
         at = 0
         for each in self.segments:
             cells = -(-each // self.step)
@@ -85,7 +85,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """Levels by rows and columns: one byte each, row by row, deflated, as base64."""
+    """Levels by row and column: one byte each, row by row, deflated, as base64."""
 
     rows: Axis
     columns: Axis
@@ -114,16 +114,16 @@ class ErrorMaps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mask: Grid | None = None
     tiles: tuple[int, int] = (0, 0)
     mask_heads: bool = False
-    """The mask is not the same for all heads: a cell counts as seen in part where heads differ."""
+    """Whether the mask differs by head: a cell counts as seen in part where heads differ."""
 
     @property
     def over(self) -> int:
-        """Wrong elements of all outputs."""
+        """Return the number of wrong elements of all outputs."""
         return sum(each.over for each in self.outputs)
 
 
 def axis(segments: tuple[int, ...]) -> Axis:
-    """Segments told apart where there are few enough of them, in cells so large that the side has at most MOST_CELLS."""
+    """Return the Axis of `segments`: separate unless too many, in cells so large that there are at most MOST_CELLS."""
     merged = 0
     if len(segments) > MOST_SEGMENTS:
         merged, segments = len(segments), (sum(segments),)
@@ -134,15 +134,15 @@ def axis(segments: tuple[int, ...]) -> Axis:
 
 
 def packed(levels: bytes) -> str:
-    """Levels as text."""
+    """Encode levels as text."""
     return base64.b64encode(zlib.compress(levels, 6)).decode()
 
 
 def unpacked(grid: Grid) -> bytes:
-    """The levels of a grid, row by row.
+    """Return the levels of a grid, row by row.
 
     Raises:
-        ValueError: they are not as many as its sides say, or no text of ours.
+        ValueError: the text cannot be decoded, or its length does not match the sides.
     """
     size = grid.rows.cells * grid.columns.cells
     if grid.rows.cells > MOST_CELLS or grid.columns.cells > MOST_CELLS:
@@ -175,12 +175,12 @@ def read_maps(path: Path) -> ErrorMaps:
     remedy = "find the case again, or draw it by `attnfuzz repro CASE --plot FILE.png`"
     try:
         if path.stat().st_size > _LARGEST:
-            raise reject("maps", str(path), "it is too large to be maps of ours", remedy)
-        found = msgspec.json.decode(path.read_bytes())
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            version = found.get("format") if isinstance(found, dict) else None
+            raise reject("maps", str(path), "it is larger than any file of maps", remedy)
+        data = msgspec.json.decode(path.read_bytes())
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            version = data.get("format") if isinstance(data, dict) else None
             raise reject("maps", str(path), f"its format is {version!r}, this attnfuzz reads {FORMAT}", remedy)
-        maps = msgspec.convert(found, ErrorMaps)
+        maps = msgspec.convert(data, ErrorMaps)
         for each in (*(output.grid for output in maps.outputs), *([maps.mask] if maps.mask else [])):
             unpacked(each)
     except OSError as error:

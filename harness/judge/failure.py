@@ -1,4 +1,4 @@
-"""A Failure: what went wrong in a Trial, with an identity that shrinking keeps."""
+"""A Failure: what went wrong in a Trial and where, with an identity that shrinking keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
 
-__all__ = ["KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "where"]
+__all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "where"]
 
 Kind = Literal[
     "mismatch",
@@ -29,7 +29,7 @@ Kind = Literal[
     "illegal-access",
     "hang",
     "out-of-memory",
-    # Told by the memory checker of interpreted kernels.
+    # By the memory checker of interpreted kernels.
     "out-of-bounds",
     "outside-view",
     "duplicate-store",
@@ -38,7 +38,7 @@ Kind = Literal[
     "masked-load",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_TOLD_BY_CHECK: frozenset[Kind] = frozenset(
+_KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
     (
         *("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "relation", "guard", "contract", "hang"),
         "out-of-memory",
@@ -46,10 +46,12 @@ _TOLD_BY_CHECK: frozenset[Kind] = frozenset(
     )
 )
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
+BY_QUERY = ("o", "lse", "dq")
+"""Outputs with a row for each query; the others have one for each key."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Two failures with equal identities are the same bug: kernel, kind, output, check and message without digits."""
+    """Kernel, kind, output, check and message without digits; failures with equal identities count as one bug."""
 
     kernel: str
     kind: Kind
@@ -68,7 +70,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The worst element: which sequence and position in it, head, dim; what was got, expected and allowed."""
+    """The worst element: its sequence, the position in it, head and dim; got, expected and allowed values."""
 
     sequence: int
     position: int
@@ -80,7 +82,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What went wrong: kind, output, check (the rule that was broken), message for people, the worst place, the pattern."""
+    """What went wrong: kind, output, check (the broken rule), message for people, the worst place, the pattern."""
 
     kernel: str
     kind: Kind
@@ -90,12 +92,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     place: Place | None = None
     pattern: Pattern | None = None
     detail: str = ""
-    """A traceback or a compiler's text."""
+    """A traceback or a compiler's output."""
 
     @property
     def identity(self) -> Identity:
-        """What shrinking keeps: exceptions and crashes go by their message without digits, the rest by output and check."""
-        numeric = self.kind in _TOLD_BY_CHECK
+        """Return what shrinking keeps: exceptions and crashes differ by message without digits, others by output and check."""
+        numeric = self.kind in _KNOWN_BY_CHECK
         return Identity(
             kernel=self.kernel,
             kind=self.kind,
@@ -106,7 +108,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def where(name: OutputName, place: Place) -> str:
-    """ "sequence 0, key 3, head 1, dim 5"."""
-    rows = "key" if name in ("dk", "dv") else "query"
+    """Describe a place: "sequence 0, key 3, head 1, dim 5"."""
+    rows = "query" if name in BY_QUERY else "key"
     dim = "" if place.dim is None else f", dim {place.dim}"
     return f"sequence {place.sequence}, {rows} {place.position}, head {place.head}{dim}"

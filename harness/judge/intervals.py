@@ -1,4 +1,4 @@
-"""Every element of every output against its interval: rd(ref - M) <= out <= rd(ref + M)."""
+"""Comparison of every element of every output with its interval: rd(ref - M) <= out <= rd(ref + M)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
 
-__all__ = ["Measured", "measured"]
+__all__ = ["Measurement", "measure"]
 
 _AT_ONCE = 1 << 22
 """Elements compared at once: 32 MiB in float64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Measured:
-    """One output against its Truth: which elements are outside, how far off each is, and the counts."""
+class Measurement:
+    """One output compared with its Truth: which elements are outside, how far off each is, and the counts."""
 
     outside: torch.Tensor
     broken: torch.Tensor
@@ -30,18 +30,18 @@ class Measured:
 
     @property
     def over(self) -> int:
-        """Wrong elements."""
+        """Number of wrong elements."""
         return self.figures.over
 
 
-def measured(
+def measure(
     problem: Problem, got: dict[OutputName, torch.Tensor], expected: dict[OutputName, Truth]
-) -> dict[OutputName, Measured]:
-    """Every output; small ones all at once, since a launch costs more than their elements, and the device is waited for once."""
+) -> dict[OutputName, Measurement]:
+    """Measure every output; small ones at once, since launches cost more than their elements, with one wait for the device."""
     names = [name for name, x in got.items() if x.numel()]
-    found = {name: Measured(x, x, x, Figures(elements=0), nonfinite=False) for name, x in got.items() if not x.numel()}
+    results = {name: Measurement(x, x, x, Figures(elements=0), nonfinite=False) for name, x in got.items() if not x.numel()}
     if not names:
-        return found
+        return results
     if sum(got[name].numel() for name in names) <= _AT_ONCE:
         sizes = [got[name].numel() for name in names]
         form = Format.of(problem.dtype)
@@ -61,19 +61,19 @@ def measured(
         doubted = expected[name].doubted
         unjudged = "" if judged else _why_none(doubted, got[name].numel())
         figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged, doubted=doubted)
-        found[name] = Measured(outside, broken, ratio, figures, nonfinite > 0)
-    return {name: found[name] for name in got}
+        results[name] = Measurement(outside, broken, ratio, figures, nonfinite > 0)
+    return {name: results[name] for name in got}
 
 
 def _why_none(doubted: int, elements: int) -> str:
-    """Why no element is judged, of which so many are in doubt."""
+    """Return why no element is judged, where `doubted` of them are in doubt."""
     others = "" if doubted >= elements else "scores or dS beyond what the dtype can hold"
     return ", or ".join(each for each in (IN_DOUBT if doubted else "", others) if each)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """An output, or a piece of one, in one dimension, and its Truth."""
+    """A flattened output, or a piece of one, and its Truth."""
 
     got: torch.Tensor
     true: Truth
@@ -87,7 +87,7 @@ def _place_of_lse(names: list[OutputName], sizes: list[int]) -> slice:
 def _counted(
     outside: torch.Tensor, broken: torch.Tensor, ratio: torch.Tensor, judged: torch.Tensor, sigmas: torch.Tensor
 ) -> torch.Tensor:
-    """Outside, not finite, judged, worst ratio, largest sigma multiple."""
+    """Return the numbers outside, not finite and judged, the worst ratio and the largest sigma multiple."""
     sums = torch.stack([outside, broken, judged]).sum(1).to(torch.float64)
     return torch.cat([sums, torch.stack([ratio, sigmas]).amax(1)])
 
@@ -95,7 +95,7 @@ def _counted(
 def _in_pieces(
     problem: Problem, name: OutputName, got: torch.Tensor, true: Truth
 ) -> tuple[tuple[torch.Tensor, ...], list[float]]:
-    """One large output, so many elements at a time that what is between does not fill the memory."""
+    """Compare one large output in pieces, so that temporaries do not fill the memory."""
     form, flat = Format.of(problem.dtype), got.flatten()
     whole = [torch.empty(flat.shape, dtype=dtype, device=got.device) for dtype in (torch.bool, torch.bool, torch.float32)]
     counts = []
@@ -104,8 +104,8 @@ def _in_pieces(
         part = Truth(true.expected.flatten()[piece], true.allowed.flatten()[piece], true.budget and _piece(true.budget, piece))
         exact = slice(0, _AT_ONCE if name == "lse" else 0)
         compared = _compared([_Side(flat[piece].to(torch.float64), part)], form, exact)
-        for kept, found in zip(whole, compared, strict=False):
-            kept[piece] = found
+        for kept, values in zip(whole, compared, strict=False):
+            kept[piece] = values
         counts.append(_counted(*compared))
     stacked = torch.stack(counts)
     return tuple(whole), [*stacked[:, :3].sum(0).tolist(), *stacked[:, 3:].amax(0).tolist()]
@@ -117,14 +117,14 @@ def _piece(budget: Budget, piece: slice) -> Budget:
 
 
 def _compared(sides: list[_Side], form: Format, exact: slice) -> tuple[torch.Tensor, ...]:
-    """(outside, broken, ratio, judged, sigma multiple) of each element of all outputs, one after the other.
+    """Return (outside, broken, ratio, judged, sigma multiple) of each element of all outputs, one after the other.
 
-    `exact`: where LSE is, which is float32 whatever the dtype, and compared as it is.
+    `exact`: the elements of LSE, which is float32 under every dtype, and compared without rounding.
     """
     got = torch.cat([each.got for each in sides]).to(torch.float64)
     truth = torch.cat([each.true.expected.flatten() for each in sides])
     allowed = torch.cat([each.true.allowed.flatten() for each in sides])
-    # What the budget of -inf would be is no number, and -inf must be met exactly.
+    # -inf has no budget and must be met exactly.
     endless = torch.isinf(truth)
     centre = truth.masked_fill(endless, 0.0)
     judged, finite = allowed != torch.inf, torch.isfinite(got)
@@ -135,19 +135,19 @@ def _compared(sides: list[_Side], form: Format, exact: slice) -> tuple[torch.Ten
     cell[exact] = 0.0
     excess = (got - centre).abs_().sub_(cell).clamp_(min=0.0)
     inside = torch.where(endless, got == truth, (low <= got) & (got <= high)) | ~judged
-    # Judged by the interval; the ratio only measures. It may touch 1 by its own rounding on either side.
+    # The interval decides; the ratio only measures, and its own rounding may put it on the wrong side of 1.
     ratio = (excess / allowed).nan_to_num_(nan=0.0, posinf=torch.inf)
     ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=1.0 + 1e-6))
     ratio = torch.where(inside | finite & ~endless, ratio, torch.inf).masked_fill_(inside & (endless | ~finite), 0.0)
     broken = (torch.isnan(got) & judged) | (~finite & ~inside)
-    # What rounds to the right value at the edge of two binades is inside, though its distance is measured by the finer one.
+    # At the edge of two binades a value may round correctly and be inside, while its distance is in units of the finer one.
     multiples = _multiples(excess, sides)
     multiples = torch.where(inside, multiples.clamp(max=6.0), multiples).masked_fill_(~judged, 0.0)
     return ~inside, broken, ratio, judged, multiples
 
 
 def _multiples(excess: torch.Tensor, sides: list[_Side]) -> torch.Tensor:
-    """Each error beyond B in multiples of its root mean square, where that is what limits; else 0."""
+    """Return each error beyond B in multiples of its root mean square, where that is the limit; else 0."""
     zero = torch.zeros_like(excess)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for each in sides:

@@ -1,7 +1,8 @@
 """Outputs + reference + budgets -> Verdict: pass iff rd(ref - M) <= out <= rd(ref + M) for every element of every output.
 
-The budget without ties is tried first, since it is never larger; only where that is exceeded, equal values are counted. On top of
-it two statistics over a whole output say what stays inside every element's budget (oracles/budgets/aggregate.py).
+The budget without ties is tried first, since it is never larger; equal values are counted only where it is exceeded. In addition,
+two statistics over a whole output find errors within every element's budget (oracles/budgets/aggregate.py). Gradients of captured
+tensors are judged by the same rule (`wrong_captured`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Literal
 import torch
 from msgspec.structs import replace
 
-from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first, why_unfit
-from attnfuzz.harness.judge.diagnosis.diagnose import pattern
+from attnfuzz.harness.judge.contract import broken_contract, heads_first, why_unfit
+from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, Place, where
-from attnfuzz.harness.judge.intervals import Measured, measured
+from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place, where
+from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.kernels.contract import Config, Inputs, Outputs
@@ -25,7 +26,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets import aggregate
 from attnfuzz.oracles.formats import Format, half_ulp
 
-__all__ = ["HeadTruths", "Truth", "Truths", "compared", "judge", "outputs_of_head", "place_of", "truth", "wrong_captured"]
+__all__ = ["HeadTruths", "Truth", "Truths", "compare", "judge", "outputs_of_head", "place_of", "truth", "wrong_captured"]
 
 _NO_CONFIG = Config()
 
@@ -33,9 +34,9 @@ _NO_CONFIG = Config()
 def judge(
     kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config = _NO_CONFIG
 ) -> Verdict:
-    """Shape, dtype and device first, then every element against its budget, then the whole of each output.
+    """Judge shape, dtype and device, then every element against its budget, then each output as a whole.
 
-    `config` tells the tiles on which a failure's pattern may lie.
+    `config` gives the tiles for a failure's pattern.
     """
     if isinstance(expected, HeadTruths):
         return _head_by_head(kernel, inputs, outputs, expected, config)
@@ -43,10 +44,10 @@ def judge(
         return _judged(kernel, inputs, outputs, expected, config)
 
 
-def compared(
+def compare(
     kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]
-) -> tuple[dict[OutputName, torch.Tensor], dict[OutputName, Measured], list[Failure]]:
-    """Outputs in float64, heads first, and every element of them against its budget; what is no such output is a Failure."""
+) -> tuple[dict[OutputName, torch.Tensor], dict[OutputName, Measurement], list[Failure]]:
+    """Return outputs, heads first, their measurements against the budgets, and Failures of those that break the contract."""
     problem = inputs.problem
     failures: list[Failure] = []
     got: dict[OutputName, torch.Tensor] = {}
@@ -58,19 +59,19 @@ def compared(
         elif output is not None:
             # A tiny Case's truth is on the host.
             got[name] = heads_first(problem, name, output.to(expected[name].expected.device))
-    found = measured(problem, got, expected)
-    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in found.values()):
+    measurements = measure(problem, got, expected)
+    if isinstance(expected, Truths) and not expected.ties and any(each.over for each in measurements.values()):
         expected.count_ties()
-        found = measured(problem, got, expected)
-    return got, found, failures
+        measurements = measure(problem, got, expected)
+    return got, measurements, failures
 
 
 def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config) -> Verdict:
     problem = inputs.problem
-    got, found, failures = compared(kernel, inputs, outputs, expected)
-    figures = {name: each.figures for name, each in found.items()}
-    wrong = [name for name, each in found.items() if each.over]
-    failures += [_wrong(kernel, problem, name, got[name], expected, found[name], config) for name in wrong]
+    got, measurements, failures = compare(kernel, inputs, outputs, expected)
+    figures = {name: each.figures for name, each in measurements.items()}
+    wrong = [name for name, each in measurements.items() if each.over]
+    failures += [_wrong(kernel, problem, name, got[name], expected, measurements[name], config) for name in wrong]
     if isinstance(expected, Truths) and not wrong:
         failures += _as_a_whole(kernel, problem, got, expected, figures)
     if isinstance(expected, Truths):
@@ -80,7 +81,7 @@ def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[Output
 
 
 def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config) -> Verdict:
-    """Each key/value head judged by itself; of an output that is wrong in several, the worst place is told."""
+    """Judge each key/value head separately; report an output that is wrong in several at its worst place."""
     problem = inputs.problem
     if broken := why_unfit(kernel, inputs, outputs):
         return Verdict(status="fail", failures=broken)
@@ -119,7 +120,7 @@ def _added(one: Figures, other: Figures) -> Figures:
 
 
 def outputs_of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
-    """What a kernel returned of one key/value head."""
+    """Return the outputs of one key/value head."""
     rows, keys = slice(head * problem.groups, (head + 1) * problem.groups), slice(head, head + 1)
 
     def of(x: torch.Tensor | None, at: slice) -> torch.Tensor | None:
@@ -141,8 +142,8 @@ def _as_a_whole(
     expected: Truths,
     figures: dict[OutputName, Figures],
 ) -> list[Failure]:
-    """Failures of the aggregate tests; their statistics go into `figures`."""
-    form, found = Format.of(problem.dtype), []
+    """Return the failures of the aggregate tests, and add their statistics to `figures`."""
+    form, failures = Format.of(problem.dtype), []
     pairs = {
         name: (x, expected[name].expected, budget)
         for name, x in got.items()
@@ -150,15 +151,15 @@ def _as_a_whole(
     }
     if not expected.generic_known and not aggregate.suspicious(pairs, form):
         return []
-    found_of = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
-    for name, (r, z) in found_of.items():
+    ratios = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
+    for name, (r, z) in ratios.items():
         figures[name] = replace(figures[name], r=r, z=z)
         for check, value, what in (("R", r, "more noise than roundings make"), ("z", z, "a scale or a bias in all of it")):
             if value > 1:
                 message = f"{OUTPUT_TITLES[name]}: no element is beyond its budget, but together they show {what}: "
                 message += f"{check} is {value:.3g} x its limit"
-                found.append(Failure(kernel=kernel, kind="aggregate", output=name, check=check, message=message))
-    return found
+                failures.append(Failure(kernel=kernel, kind="aggregate", output=name, check=check, message=message))
+    return failures
 
 
 def _wrong(
@@ -167,29 +168,29 @@ def _wrong(
     name: OutputName,
     got: torch.Tensor,
     expected: dict[OutputName, Truth],
-    measured_: Measured,
+    measurement: Measurement,
     config: Config,
 ) -> Failure:
-    """The Failure of an output with elements outside their intervals: at its worst element, with the pattern of them all."""
+    """Return the Failure of an output with elements outside their intervals: at the worst one, with the pattern of all."""
     true, got = expected[name], got.double()
-    worst = measured_.broken if measured_.nonfinite else measured_.ratio
+    worst = measurement.broken if measurement.nonfinite else measurement.ratio
     flat = int(worst.flatten().double().argmax())
     place = place_of(problem, name, flat, got, true)
-    failure = _failure(kernel, name, place, measured_.figures, "nonfinite" if measured_.nonfinite else "mismatch")
+    failure = _failure(kernel, name, place, measurement.figures, "nonfinite" if measurement.nonfinite else "mismatch")
     others = {other: each.expected for other, each in expected.items()}
-    seen = pattern(problem, config, name, got, true.expected, true.allowed, measured_.outside, others)
-    return _with_pattern(failure, seen)
+    pattern = diagnose(problem, config, name, got, true.expected, true.allowed, measurement.outside, others)
+    return _with_pattern(failure, pattern)
 
 
-def _with_pattern(failure: Failure, seen: Pattern | None, alone: str = "") -> Failure:
-    """The Failure with its pattern, which the message tells in a second sentence."""
-    if seen is None:
+def _with_pattern(failure: Failure, pattern: Pattern | None, alone: str = "") -> Failure:
+    """Return the Failure with its pattern, described in a second sentence of the message."""
+    if pattern is None:
         return failure
-    return replace(failure, pattern=seen, message=f"{failure.message}. {seen.text[:1].upper()}{seen.text[1:]}{alone}")
+    return replace(failure, pattern=pattern, message=f"{failure.message}. {pattern.text[:1].upper()}{pattern.text[1:]}{alone}")
 
 
 def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, true: Truth) -> Place:
-    """Where the element number `flat` of a heads-first output lies."""
+    """Return the Place of element number `flat` of a heads-first output."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape)]
     head, token, dim = index[0], index[1], index[2] if len(index) > 2 else None
     lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
@@ -217,11 +218,8 @@ def _failure(kernel: str, name: OutputName, place: Place, figures: Figures, kind
     return Failure(kernel=kernel, kind=kind, output=name, check="element", message=message, place=place)
 
 
-_SINGLE = Format.of("float32")
-
-
 def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Truths) -> list[Failure]:
-    """A Failure for each captured tensor whose gradient breaks the contract or its budget."""
+    """Return a Failure for each captured tensor whose gradient breaks the contract or its budget."""
     problem = inputs.problem
     tensors = tensors_of(problem)
     if not any(each.gradient for each in tensors) or not {"dq", "dk", "dv"} & set(problem.needs.outputs):
@@ -231,40 +229,40 @@ def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
             f"the backward returned {len(outputs.d_captured)} gradients of captured tensors where {len(tensors)} are expected"
         )
         return [Failure(kernel=kernel, kind="contract", check="d captured", message=message)]
-    found = []
+    failures = []
     for tensor, got in zip(tensors, outputs.d_captured, strict=True):
         if not tensor.gradient:
             continue
         check, title = f"d {tensor.name}", f"the gradient of {tensor.name}"
         shape = shape_of(problem, tensor)
         if not isinstance(got, torch.Tensor) or (tuple(got.shape), got.dtype) != (shape, torch.float32):
-            told = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
-            message = f"{title} is {told} where {shape} {torch.float32} is expected"
-            found.append(Failure(kernel=kernel, kind="contract", check=check, message=message))
+            actual = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
+            message = f"{title} is {actual} where {shape} {torch.float32} is expected"
+            failures.append(Failure(kernel=kernel, kind="contract", check=check, message=message))
         elif failure := _beyond(
             kernel, check, title, got, expected.captured[tensor.name], any(expected.budgets.doubted.values())
         ):
-            found.append(failure)
-    return found
+            failures.append(failure)
+    return failures
 
 
 def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth, in_doubt: bool) -> Failure | None:
-    """The Failure of a gradient with elements outside their intervals, at its worst one."""
+    """Return the Failure of a gradient with elements outside their intervals, at the worst one, or None."""
     got = got.to(true.expected.device).double()
-    allowed = true.allowed + half_ulp(true.expected, _SINGLE)
+    allowed = true.allowed + half_ulp(true.expected, true.form)
     error = (got - true.expected).abs()
-    # Where scores are lost nothing is judged, but NaN is wrong, unless a mask is in doubt and nothing bounds what that does.
+    # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt, since its effect has no bound.
     wrong = ~((error <= allowed) | (allowed == torch.inf)) if in_doubt else ~(error <= allowed)
     if not wrong.any():
         return None
     broken = wrong & ~torch.isfinite(got)
     ratio = torch.where(broken, torch.inf, error / allowed)
     at = int(torch.where(wrong, ratio, -1.0).flatten().argmax())
-    where = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
-    one, truth, most = (float(x.flatten()[at]) for x in (got, true.expected, allowed))
+    index = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    one, right, most = (float(x.flatten()[at]) for x in (got, true.expected, allowed))
     times = "" if broken.any() else f", {float(ratio.flatten()[at]):.3g} x its budget"
     message = (
-        f"{title}: {int(wrong.sum())} of {got.numel()} elements are wrong; worst at [{where}]: got {one:.9g}, "
-        f"expected {truth:.9g}, allowed error {most:.3g}{times}"
+        f"{title}: {int(wrong.sum())} of {got.numel()} elements are wrong; worst at [{index}]: got {one:.9g}, "
+        f"expected {right:.9g}, allowed error {most:.3g}{times}"
     )
     return Failure(kernel=kernel, kind="nonfinite" if broken.any() else "mismatch", check=check, message=message)

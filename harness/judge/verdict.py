@@ -1,4 +1,4 @@
-"""The result of a Trial, as data: small enough to travel between processes, and no torch needed to read it."""
+"""The result of a Trial, as data: small enough to send between processes, readable without torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from attnfuzz.kernels.problem import OutputName
 
 __all__ = ["IN_DOUBT", "Figures", "Verdict"]
 
-IN_DOUBT = "mask_mod compares floats that float32 cannot tell apart"
-"""Why elements are left unjudged that count as `Figures.doubted`."""
+IN_DOUBT = "mask_mod compares floats that float32 cannot distinguish"
+"""Why the elements of `Figures.doubted` are not judged."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was measured of one output: elements judged, the worst error over its budget (1 is the limit), elements over it.
+    """Measurements of one output: elements judged, the worst error over its budget (1 is the limit), elements over it.
 
     `sigmas`: the largest error beyond B in multiples of its root-mean-square size (6 is the limit where that decides). `r`, `z`:
-    the aggregate statistics in units of their limits (1 is the limit), None where the values are not generic enough for them.
+    the aggregate statistics in units of their limits (1 is the limit), None where the values are not generic.
     """
 
     elements: int
@@ -29,13 +29,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     r: float | None = None
     z: float | None = None
     unjudged: str = ""
-    """Why this output was not judged, where it was not."""
+    """Why this output was not judged; "" if it was."""
     doubted: int = 0
-    """Elements not judged since float32 may answer mask_mod's comparisons of floats either way there."""
+    """Elements not judged because float32 may decide mask_mod's comparisons of floats either way."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of a Trial: figures for every output, failures (first the one that names it), and what it ran on."""
+    """The result of a Trial: figures for every output, failures (the main one first), and what it ran on."""
 
     status: Literal["pass", "fail"]
     figures: dict[OutputName, Figures] = {}
@@ -47,5 +47,5 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that this verdict is known by."""
+        """The main failure, by which the verdict is reported; None if it passed."""
         return self.failures[0] if self.failures else None

@@ -1,1 +1,1 @@
-"""One Case in this process: inputs, launches, reference, Verdict."""
+"""A Trial, one Case in this process: inputs, launches, reference, Verdict."""

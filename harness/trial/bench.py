@@ -1,4 +1,4 @@
-"""What a Trial is made of: inputs, compiled code, launches, truth and judgement of one Case, each in its stage."""
+"""The steps of a Trial: inputs, compiled code, launches, truth and verdict of one Case, each timed as its stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.build import built
+from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import launch
 from attnfuzz.harness.trial.poison import Bands
@@ -33,14 +33,14 @@ class WentWrong(Exception):
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds spent in each stage; `enter` hears of each as it begins."""
+    """Seconds spent in each stage; `enter` is called with the name of each as it begins."""
 
     enter: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what runs within as part of stage `name`."""
+        """Time the block as part of stage `name`."""
         self.enter(name)
         start = time.perf_counter()
         try:
@@ -59,20 +59,20 @@ class Bench:
     clock: Clock
 
     def ready(self, problem: Problem | None = None) -> Built:
-        """The kernel compiled for `problem` (default: the Case's).
+        """Return the kernel compiled for `problem` (default: the Case's).
 
         Raises:
             WentWrong: it could not be compiled.
         """
         try:
             with self.clock.stage("compile"):
-                return built(self.kernel, problem or self.case.problem, self.case.config, self.device)
+                return build_kernel(self.kernel, problem or self.case.problem, self.case.config, self.device)
         except BuildError as error:
             message = printable(str(error)[:2000])
             raise WentWrong(Failure(kernel=self.case.kernel, kind="compile-error", check="build", message=message)) from error
 
     def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
-        """Tensors for `problem` and `recipe` (default: the Case's)."""
+        """Return the tensors for `problem` and `recipe` (default: the Case's)."""
         with self.clock.stage("inputs"):
             return materialise(problem or self.case.problem, recipe or self.case.recipe, self.device)
 
@@ -80,7 +80,7 @@ class Bench:
         """Run forward and backward on copies of `inputs`; `fill` and `bands` as in harness/trial/launch.py.
 
         Raises:
-            WentWrong: it raised, or wrote where it may not.
+            WentWrong: it raised, or wrote outside its tensors.
             DeviceLost: it broke the device for this process.
         """
         with self.clock.stage("kernel"):
@@ -90,11 +90,11 @@ class Bench:
         return outcome
 
     def truth(self, inputs: Inputs) -> Truths | HeadTruths:
-        """Oracle and budgets."""
+        """Compute oracle and budgets."""
         with self.clock.stage("oracle"):
             return truth(inputs, self.kernel.capabilities.deviations, self.device)
 
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
-        """Outputs against the truth."""
+        """Judge outputs against the truth."""
         with self.clock.stage("judge"):
             return judge(self.case.kernel, inputs, outputs, expected, self.case.config)

@@ -1,4 +1,4 @@
-"""Compiling: one process at a time per compile key, so that the backends' disk caches serve the others."""
+"""Compiling: one process at a time for each compile key, so that the others use the backends' disk caches."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.trial.errors import may_catch, told
+from attnfuzz.harness.trial.errors import describe_exception, may_catch
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.support import cache
 
-__all__ = ["built", "compile_here"]
+__all__ = ["build_kernel", "compile_here"]
 
 _ready: set[tuple[str, str, Device]] = set()
 
 
-def built(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
-    """`kernel.build(...)`; the first build of a compile key waits for other processes that compile the same.
+def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
+    """Call `kernel.build`; the first build of a compile key waits for other processes that compile the same.
 
     Raises:
-        BuildError: the compiler refused, or the kernel's build raised anything else.
+        BuildError: the compiler failed, or the kernel's build raised anything else.
         BadArgument: the kernel does not support it.
     """
     compile_key = compile_key_of(kernel, problem, config, device)
@@ -34,9 +34,9 @@ def built(kernel: Kernel, problem: Problem, config: Config, device: Device) -> B
     if key in _ready:
         return _build(kernel, problem, config, device)
     with _locked(key):
-        found = _build(kernel, problem, config, device)
+        result = _build(kernel, problem, config, device)
     _ready.add(key)
-    return found
+    return result
 
 
 def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
@@ -44,18 +44,18 @@ def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> 
         return kernel.build(problem, config, device)
     except (BuildError, BadArgument):
         raise
-    except BaseException as error:  # a compiler's Python side may raise anything: that is the finding
+    except BaseException as error:  # a compiler's Python side may raise anything: that is a finding
         if not may_catch(error):
             raise
-        raise BuildError(told(error)) from error
+        raise BuildError(describe_exception(error)) from error
 
 
 def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Device) -> tuple[float, str | None]:
-    """(seconds, the compiler's error or None) of compiling in this process."""
+    """Compile in this process; return (seconds, the compiler's error or None)."""
     start = time.perf_counter()
     environment.prepare(device)
     try:
-        built(kernel, problem, config, device)
+        build_kernel(kernel, problem, config, device)
     except BuildError as error:
         return time.perf_counter() - start, str(error)
     return time.perf_counter() - start, None

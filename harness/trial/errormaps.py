@@ -1,6 +1,6 @@
-"""Error maps, made: a Case once more, and every element's error over its budget kept, reduced to what a picture can show.
+"""Computation of error maps: run a Case again, and reduce every element's error over its budget to the size of a picture.
 
-Runs where Trials run, in a child process: tensors stay there, what goes up is a map of some kilobytes.
+Runs in a child process like Trials: tensors stay there, and only maps of some kilobytes are sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.judge.contract import BY_QUERY, broken_contract, heads_first
+from attnfuzz.harness.judge.contract import broken_contract, heads_first
 from attnfuzz.harness.judge.diagnosis.region import tile_of
 from attnfuzz.harness.judge.errormap import (
     BROKEN,
@@ -32,10 +32,12 @@ from attnfuzz.harness.judge.errormap import (
     axis,
     packed,
 )
-from attnfuzz.harness.judge.intervals import Measured
-from attnfuzz.harness.judge.judge import HeadTruths, Truth, compared, outputs_of_head
+from attnfuzz.harness.judge.failure import BY_QUERY
+from attnfuzz.harness.judge.intervals import Measurement
+from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_head
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.checks.unwritten import OTHER_FILL
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
 from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
@@ -43,12 +45,8 @@ from attnfuzz.oracles.attention import sees
 from attnfuzz.oracles.modifiers import Modifiers, leaves_of
 from attnfuzz.strategies.case import RELATIONS, Case
 
-__all__ = [
-    "error_maps",
-]
+__all__ = ["error_maps"]
 
-_FILL: Final = 0.34375
-"""What a second launch finds in memory that is never written; as good as any value but NaN."""
 _MASK_AT_ONCE: Final = 1 << 22
 _LARGEST_MASK: Final = 1 << 27
 """Pairs of query and key, all sequences: a larger mask is not drawn."""
@@ -67,14 +65,14 @@ class _Levels:
 
 @dataclass(frozen=True, slots=True)
 class _Watched(Bench):
-    """A Bench that keeps what it is given to judge, as levels; the last call counts."""
+    """A Bench that keeps the levels of the last outputs in place of judging them."""
 
-    seen: dict[OutputName, _Levels] = field(default_factory=dict)
+    by_output: dict[OutputName, _Levels] = field(default_factory=dict)
 
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
-        """The levels of every output that has the form it should have; nothing is found wrong here."""
+        """Keep the levels of every output that fulfils the contract; always pass."""
         with self.clock.stage("judge"), torch.no_grad():
-            self.seen.clear()
+            self.by_output.clear()
             if isinstance(expected, HeadTruths):
                 for head, part, truths in expected.parts():
                     self._add(part, outputs_of_head(inputs.problem, outputs, head), truths)
@@ -83,10 +81,10 @@ class _Watched(Bench):
         return Verdict(status="pass")
 
     def _add(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> None:
-        _, found, _ = compared(self.case.kernel, inputs, outputs, expected)
-        for name, each in found.items():
+        _, measurements, _ = compare(self.case.kernel, inputs, outputs, expected)
+        for name, each in measurements.items():
             levels = _levels(each, expected[name])
-            old = self.seen.setdefault(name, _Levels(levels[:0]))
+            old = self.by_output.setdefault(name, _Levels(levels[:0]))
             old.levels = torch.cat([old.levels, levels])
             old.elements += each.figures.elements
             old.over += each.figures.over
@@ -95,7 +93,7 @@ class _Watched(Bench):
 
 
 def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda _: None) -> ErrorMaps | str:
-    """Run `case` once more and map its outputs; or why there is nothing to map. `enter` is called with the name of each stage.
+    """Run `case` again and map its outputs, or return why there is nothing to map. `enter` is called with each stage's name.
 
     Raises:
         BadArgument: the Case cannot run here.
@@ -107,40 +105,40 @@ def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda
     bench = _Watched(case, check_runnable(case, device), device, Clock(enter))
     try:
         CHECKS[case.check](bench)
-        _tell_unwritten(bench)
+        _mark_unwritten(bench)
     except WentWrong as error:
-        if not bench.seen:
+        if not bench.by_output:
             return f"{error.failure.kind}: {error.failure.message}"
-    if not bench.seen:
+    if not bench.by_output:
         return "no output has the shape and dtype that could be compared"
     return _reduced(case, bench)
 
 
-def _levels(found: Measured, true: Truth) -> torch.Tensor:
-    """The level of each element: uint8 `(heads, tokens, columns)`, on the CPU."""
-    ratio = found.ratio.double()
+def _levels(measurement: Measurement, true: Truth) -> torch.Tensor:
+    """Return the level of each element: uint8 `(heads, tokens, columns)`, on the CPU."""
+    ratio = measurement.ratio.double()
     if not ratio.numel():
         return torch.zeros(ratio.shape if ratio.dim() == 3 else (*ratio.shape, 1), dtype=torch.uint8)
     steps = (ratio.clamp(min=1e-30).log10() / DECADES * STEPS).ceil()
     inside = (steps + STEPS).clamp(1, STEPS) + EXACT
     beyond = steps.clamp(1, STEPS) + EXACT + STEPS
-    levels = torch.where(found.outside, beyond, inside)
-    levels = levels.masked_fill((ratio == 0) & ~found.outside, EXACT)
-    levels = levels.masked_fill(found.outside & ratio.isinf(), ENDLESS).masked_fill(found.broken, BROKEN)
-    levels = levels.masked_fill((true.allowed == math.inf) & ~found.outside, NOT_JUDGED)
+    levels = torch.where(measurement.outside, beyond, inside)
+    levels = levels.masked_fill((ratio == 0) & ~measurement.outside, EXACT)
+    levels = levels.masked_fill(measurement.outside & ratio.isinf(), ENDLESS).masked_fill(measurement.broken, BROKEN)
+    levels = levels.masked_fill((true.allowed == math.inf) & ~measurement.outside, NOT_JUDGED)
     levels = levels if levels.dim() == 3 else levels[..., None]
     return levels.to(torch.uint8).cpu()
 
 
-def _tell_unwritten(bench: _Watched) -> None:
-    """Where NaN shows, launch again with other memory: what is not NaN then was never written, or made from what was not."""
-    broken = [name for name, each in bench.seen.items() if bool((each.levels == BROKEN).any())]
+def _mark_unwritten(bench: _Watched) -> None:
+    """If there is NaN, launch again with another filling: elements then not NaN are unwritten, or computed from such."""
+    broken = [name for name, each in bench.by_output.items() if bool((each.levels == BROKEN).any())]
     if not broken:
         return
     inputs = bench.inputs()
-    again = bench.launch(bench.ready(), inputs, fill=_FILL)
+    again = bench.launch(bench.ready(), inputs, fill=OTHER_FILL)
     for name in broken:
-        now, levels = getattr(again, name), bench.seen[name].levels
+        now, levels = getattr(again, name), bench.by_output[name].levels
         if broken_contract(bench.case.kernel, inputs.problem, name, now, inputs.q.device) is None:
             values = heads_first(inputs.problem, name, now).cpu().reshape(levels.shape)
             levels.masked_fill_((levels == BROKEN) & ~values.isnan(), UNWRITTEN)
@@ -151,21 +149,21 @@ def _reduced(case: Case, bench: _Watched) -> ErrorMaps:
     queries, keys = axis(problem.seqlens_q), axis(problem.seqlens_k)
     outputs = []
     for name in OUTPUT_NAMES:
-        if (found := bench.seen.get(name)) is None:
+        if (kept := bench.by_output.get(name)) is None:
             continue
         rows = queries if name in BY_QUERY else keys
-        heads, tokens, columns = found.levels.shape
+        heads, tokens, columns = kept.levels.shape
         across = axis((columns,) * heads)
-        flat = found.levels.permute(1, 0, 2).reshape(tokens, heads * columns)
+        flat = kept.levels.permute(1, 0, 2).reshape(tokens, heads * columns)
         outputs.append(
             OutputMap(
                 output=name,
                 grid=_grid(_worst(_worst(flat, rows).T, across).T, rows, across),
-                elements=found.elements,
-                over=found.over,
-                worst="inf" if math.isinf(found.worst) else found.worst,
+                elements=kept.elements,
+                over=kept.over,
+                worst="inf" if math.isinf(kept.worst) else kept.worst,
                 tile=_tile(case.config, name),
-                unjudged=found.unjudged,
+                unjudged=kept.unjudged,
             )
         )
     mask, by_head = _mask(problem, bench, queries, keys)
@@ -181,21 +179,21 @@ def _reduced(case: Case, bench: _Watched) -> ErrorMaps:
 
 
 def _tile(config: Config, name: OutputName) -> int:
-    """Rows of the kernel's tile for that output, 0 where its Config names none."""
+    """Return the rows of the kernel's tile for that output, 0 if its Config has none."""
     own = {"dq": "dq_tile_m", "dk": "dkv_tile_n", "dv": "dkv_tile_n"}.get(name, "")
     tile = config.tile(own) if own in config else tile_of(config, name)
     return tile if tile > 1 else 0
 
 
 def _worst(levels: torch.Tensor, rows: Axis) -> torch.Tensor:
-    """The largest level of each cell along the first dimension."""
-    found = []
+    """Return the largest level of each cell along the first dimension."""
+    reduced = []
     for part in levels.split(list(rows.segments)):
         cells = -(-len(part) // rows.step)
         filled = torch.zeros(cells * rows.step, *part.shape[1:], dtype=part.dtype)
         filled[: len(part)] = part
-        found.append(filled.reshape(cells, rows.step, *part.shape[1:]).amax(1) if cells else filled)
-    return torch.cat(found)
+        reduced.append(filled.reshape(cells, rows.step, *part.shape[1:]).amax(1) if cells else filled)
+    return torch.cat(reduced)
 
 
 def _grid(levels: torch.Tensor, rows: Axis, columns: Axis) -> Grid:
@@ -203,7 +201,7 @@ def _grid(levels: torch.Tensor, rows: Axis, columns: Axis) -> Grid:
 
 
 def _mask(problem: Problem, bench: Bench, queries: Axis, keys: Axis) -> tuple[Grid | None, bool]:
-    """Which keys each query sees, and whether that differs by head. None: too much to be drawn."""
+    """Return which keys each query sees (None if too large to draw), and whether that differs by head."""
     pairs = sum(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     modifiers = Modifiers.of(problem, tuple(each.cpu() for each in bench.inputs().captured))
     by_head = modifiers.mask is not None and any(each.op == "h" for each in modifiers.mask.walk())
@@ -214,26 +212,26 @@ def _mask(problem: Problem, bench: Bench, queries: Axis, keys: Axis) -> tuple[Gr
         at_once = max(1, _MASK_AT_ONCE // max(1, n_k * queries.step * (problem.heads if by_head else 1)))
         for begin in range(0, rows if n_k else 0, at_once):
             some = range(begin * queries.step, min(n_q, (begin + at_once) * queries.step))
-            seen = _seen(problem, modifiers, index, some, by_head=by_head)
-            cells = _shares(seen, queries.step, keys.step)
+            visible = _visible(problem, modifiers, index, some, by_head=by_head)
+            cells = _shares(visible, queries.step, keys.step)
             grid[row + begin : row + begin + len(cells), column : column + columns] = cells
     return _grid(grid, queries, keys), by_head
 
 
-def _seen(problem: Problem, modifiers: Modifiers, index: int, rows: range, *, by_head: bool) -> torch.Tensor:
-    """bool `(heads or 1, rows, keys)` of one sequence."""
+def _visible(problem: Problem, modifiers: Modifiers, index: int, rows: range, *, by_head: bool) -> torch.Tensor:
+    """Return which keys some rows of a sequence see: bool `(heads or 1, rows, keys)`."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     i, j = torch.arange(rows.start, rows.stop)[None, :, None], torch.arange(n_k)[None, None, :]
     heads = torch.arange(problem.heads if by_head else 1)[:, None, None]
-    seen = sees(problem, i, j, n_q, n_k)
+    visible = sees(problem, i, j, n_q, n_k)
     unmasked = modifiers.unmasked(leaves_of(torch.tensor(index), heads, i, j, n_q, n_k))
-    whole = seen if unmasked is None else seen & unmasked
+    whole = visible if unmasked is None else visible & unmasked
     return whole.expand(len(heads), len(rows), n_k)
 
 
-def _shares(seen: torch.Tensor, step_q: int, step_k: int) -> torch.Tensor:
-    """0, 1 or 2 of each cell of step_q queries x step_k keys: none of it seen, part of it, all."""
-    any_, all_ = seen.any(0), seen.all(0)
+def _shares(visible: torch.Tensor, step_q: int, step_k: int) -> torch.Tensor:
+    """Return 0, 1 or 2 for each cell of step_q queries x step_k keys: none of it visible, part, all."""
+    any_, all_ = visible.any(0), visible.all(0)
     for step in (step_q, step_k):
         cells = -(-any_.shape[0] // step)
         filled = torch.zeros(2, cells * step, any_.shape[1], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What a kernel raises, told: it may raise anything, with any message or none that can be made."""
+"""Exceptions from kernels, whose own `__str__` may raise, and the exception for a device that is lost."""
 
 from __future__ import annotations
 
@@ -8,25 +8,36 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DeviceLost", "may_catch", "this_is_a_child", "told", "trace"]
+__all__ = ["DeviceLost", "describe_exception", "format_traceback", "mark_as_child", "may_catch"]
 
 _LONGEST = 2000
 _child = False
 
 
-def this_is_a_child() -> None:
-    """Nobody presses Ctrl-C in this process: what is raised here is the kernel's own, whatever it is."""
+class DeviceLost(BaseException):
+    """The device no longer works after `case`, so that the process must end; `failure` says what happened.
+
+    Not an Exception, so that no caller takes it for the kernel's and tries again.
+    """
+
+    def __init__(self, case: Case, failure: Failure) -> None:
+        super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
+        self.case, self.failure = case, failure
+
+
+def mark_as_child() -> None:
+    """Declare this process a child, which gets no Ctrl-C: every exception here is the kernel's, KeyboardInterrupt too."""
     global _child
     _child = True
 
 
 def may_catch(error: BaseException) -> bool:
-    """Whether `error` is the kernel's, and not the user's Ctrl-C or a device that is lost."""
+    """Whether `error` is the kernel's, not the user's Ctrl-C or a lost device."""
     return not isinstance(error, DeviceLost) and (_child or not isinstance(error, KeyboardInterrupt))
 
 
-def told(error: BaseException) -> str:
-    """Type and message."""
+def describe_exception(error: BaseException) -> str:
+    """Return type and message of `error`, at most 2,000 characters."""
     try:
         message = str(error)
     except BaseException as broken:  # the error's own code
@@ -34,20 +45,9 @@ def told(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {message}"[:_LONGEST])
 
 
-def trace(error: BaseException) -> str:
-    """The last of its traceback."""
+def format_traceback(error: BaseException) -> str:
+    """Return the last 6,000 characters of its traceback."""
     try:
         return printable("".join(traceback.format_exception(error))[-6000:])
     except BaseException as broken:  # the error's own code
         return f"(its traceback cannot be made: {type(broken).__name__})"
-
-
-class DeviceLost(BaseException):
-    """The device answers no more after this Case: the process must end. `failure` says what happened, `case` is on record.
-
-    No Exception, so that nothing on the way up takes it for the kernel's own and tries again.
-    """
-
-    def __init__(self, case: Case, failure: Failure) -> None:
-        super().__init__(f"{failure.message}; the device context is lost, so this process can run no further Case")
-        self.case, self.failure = case, failure

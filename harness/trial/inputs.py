@@ -1,7 +1,7 @@
-"""Recipe -> tensors as a kernel gets them: packing, slack rows and memory layouts. Values are made in harness/trial/values.py.
+"""Inputs of a kernel from a Recipe: packing, slack rows, memory layouts, and captured tensors of modifiers.
 
-Slack rows are NaN. What a layout leaves free of an allocation (before the tensor, between rows) is another NaN, whose bits no
-arithmetic gives.
+The values of q, k, v and dO come from harness/trial/values.py. Slack rows are NaN. Unused memory of an allocation (before the
+tensor, between rows) is another NaN, with bits that no arithmetic produces.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import ORDERS, Layout, Problem
 from attnfuzz.strategies.case import Recipe
 
-__all__ = ["GAP", "made", "materialise"]
+__all__ = ["GAP", "captured_values", "materialise"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 GAP = 0xFFB5 - (1 << 16)
 """A 16-bit word that is NaN in float16, bfloat16 and (two of them) float32; signalling in the last two."""
+_DOCUMENT = 48
+"""Mean length of a document in tokens."""
+_NUMBERS = 8
 
 
 def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
-    """The tensors of a Case on `device`: slack rows are NaN, dLSE is given where the Problem needs it."""
+    """Return the tensors of a Case on `device`: slack rows are NaN, dLSE is set if the Problem needs it."""
     maker = Maker(problem, recipe, device)
     q = _batched(problem, maker.q() * recipe.q_scale, problem.slack_q)
     k = _batched(problem, maker.k() * recipe.k_scale, problem.slack_k)
@@ -44,12 +47,12 @@ def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
         d_lse=_d_lse(problem, recipe, device) if problem.needs.dlse else None,
-        captured=tuple(made(problem, each, recipe.seed, device) for each in tensors_of(problem)),
+        captured=tuple(captured_values(problem, each, recipe.seed, device) for each in tensors_of(problem)),
     )
 
 
 def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor:
-    """float32 (tokens, heads, dim) -> the packing's shape in the dtype, clamped to its finite range, NaN in slack rows."""
+    """Bring float32 (tokens, heads, dim) to the packing's shape and the dtype, clamped to its range, with NaN slack rows."""
     dtype = _DTYPES[problem.dtype]
     finite = torch.finfo(dtype).max
     values = values.clamp(-finite, finite).to(dtype)
@@ -63,7 +66,7 @@ def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor
 
 
 def _laid_out(problem: Problem, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v by their layouts; packed ones share an allocation."""
+    """Place q, k and v by their layouts; packed ones share an allocation."""
     layouts = (problem.layout_q, problem.layout_k, problem.layout_v)
     together = [tensor for tensor, layout in zip(qkv, layouts, strict=True) if layout.packed]
     packed = iter(_side_by_side(together, problem.layout_k) if together else ())
@@ -83,15 +86,15 @@ def _d_o(problem: Problem, values: torch.Tensor, constant: float) -> torch.Tenso
 
 
 def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The same values (with expanded heads: those of head 0) in the memory that `layout` asks for."""
+    """Return the same values (with expanded heads: those of head 0) in memory laid out by `layout`."""
     if layout == Layout():
         return tensor
     own = ORDERS[problem.packing][0]
     order = layout.order or own
     sizes = dict(zip(own, tensor.shape, strict=True))
-    shown = tensor
+    source = tensor
     if layout.expanded_heads:
-        shown, sizes["h"] = tensor[..., :1, :], 1
+        source, sizes["h"] = tensor[..., :1, :], 1
     row_begins = max(order.index(axis) for axis in order if axis in "bst") + 1
     strides, step = {}, 1
     for at in reversed(range(len(order))):
@@ -100,27 +103,27 @@ def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Ten
         strides[order[at]] = step
         step *= sizes[order[at]]
     flat = _allocated(layout.offset + step, tensor.dtype, tensor.device)
-    placed = flat.as_strided(shown.shape, [strides[axis] for axis in own], layout.offset)
-    placed.copy_(shown)
+    placed = flat.as_strided(source.shape, [strides[axis] for axis in own], layout.offset)
+    placed.copy_(source)
     return placed.expand(tensor.shape)
 
 
 def _side_by_side(tensors: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """Slices of one allocation whose rows hold a token of each tensor, one after the other, then the padding."""
+    """Return slices of one allocation whose rows hold a token of each tensor, one after the other, then padding."""
     widths = [tensor.shape[-2] * tensor.shape[-1] for tensor in tensors]
     outer = tensors[0].shape[:-2]
     row = sum(widths) + layout.pitch
     flat = _allocated(layout.offset + math.prod(outer) * row, tensors[0].dtype, tensors[0].device)
-    found = []
+    slices = []
     for tensor, begin in zip(tensors, accumulate(widths, initial=layout.offset), strict=False):
         steps = [row * math.prod(outer[axis + 1 :]) for axis in range(len(outer))]
         part = flat.as_strided(tensor.shape, (*steps, tensor.shape[-1], 1), begin)
-        found.append(part.copy_(tensor))
-    return found
+        slices.append(part.copy_(tensor))
+    return slices
 
 
 def _allocated(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`count` elements of NaN."""
+    """Allocate `count` elements of NaN."""
     words = torch.full((count * dtype.itemsize // 2,), GAP, dtype=torch.int16, device=device)
     return words.view(dtype)
 
@@ -139,13 +142,8 @@ def _d_lse(problem: Problem, recipe: Recipe, device: str) -> torch.Tensor:
     return out
 
 
-_DOCUMENT = 48
-"""Tokens of a document, about."""
-_NUMBERS = 8
-
-
-def made(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
-    """The values of `tensor` for `problem`; what two documents' tensors share is the sequence that they tell of."""
+def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
+    """Return the values of a captured tensor for `problem`; document ids of queries and keys are parts of one sequence."""
     shape = shape_of(problem, tensor)
     match tensor.fill:
         case "normal":
@@ -160,7 +158,7 @@ def made(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Te
 
 
 def _documents(problem: Problem, shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:
-    """Ids from 0, growing along the last dimension: a new document begins at about every 48th token, and in the middle.
+    """Return ids from 0, growing along the last dimension: a new document begins about every 48 tokens, and in the middle.
 
     Queries and keys are aligned at their ends, as they are in a causal mask.
     """

@@ -1,4 +1,4 @@
-"""One launch of a kernel, forward and backward, on inputs of its own between guard bands: Outputs, or what went wrong."""
+"""One launch of a kernel, forward and backward, on copies of the inputs between guard bands: Outputs, or a Failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure, Kind
-from attnfuzz.harness.trial.errors import DeviceLost, may_catch, told, trace
+from attnfuzz.harness.trial.errors import DeviceLost, describe_exception, format_traceback, may_catch
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty, memory
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
 from attnfuzz.kernels.modified import tensors_of
@@ -23,7 +23,7 @@ __all__ = ["copied", "is_out_of_memory", "launch", "launch_in_place", "split"]
 _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
     ("illegal-access", "a misaligned address", ("misaligned address", "MISALIGNED_ADDRESS")),
-    # Torch adds advice on device-side assertions to every error, so that less than this would not do.
+    # Torch mentions device-side assertions in the advice of every error, so that a shorter text would match them all.
     ("crash", "a device-side assertion failed", ("device-side assert triggered", "CUDA_ERROR_ASSERT")),
     ("crash", "an unspecified launch failure", ("unspecified launch failure", "LAUNCH_FAILED")),
 )
@@ -33,29 +33,29 @@ _INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 def launch(
     case: Case, ready: Built, inputs: Inputs, device: Device, *, fill: float = math.nan, bands: Bands | None = None
 ) -> Outputs | Failure:
-    """Run the kernel on copies of `inputs`; then see whether it wrote where it may not.
+    """Run the kernel on copies of `inputs`; then check that it wrote only where it may.
 
     Args:
-        case: whose kernel it is.
-        ready: the kernel, compiled.
-        inputs: left as they are.
-        device: where they lie.
-        fill: what memory holds that the kernel allocates and does not write.
-        bands: new ones, where the caller will ask them again; they keep all tensors of this launch alive.
+        case: names the kernel.
+        ready: the compiled kernel.
+        inputs: not changed.
+        device: the inputs' device.
+        fill: value of memory that the kernel allocates but does not write.
+        bands: new ones, if the caller will check them again; they keep all tensors of this launch alive.
 
     Raises:
         DeviceLost: the kernel broke the device for this process.
     """
     bands = Bands() if bands is None else bands
-    given = copied(inputs, bands)
-    outcome = _run(case, ready, given, device, bands, fill)
+    copies = copied(inputs, bands)
+    outcome = _run(case, ready, copies, device, bands, fill)
     if isinstance(outcome, Failure):
         return outcome
-    return _overstepped(case, bands) or _changed_input(case, inputs, given) or outcome
+    return _overstepped(case, bands) or _changed_input(case, inputs, copies) or outcome
 
 
 def launch_in_place(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
-    """Run the kernel on `inputs` themselves, without bands round them: they may be too far apart in memory to be copied.
+    """Run the kernel on `inputs` themselves, without bands: their rows may be too far apart in memory to be copied.
 
     Raises:
         DeviceLost: the kernel broke the device for this process.
@@ -73,13 +73,13 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     try:
         with torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
             o, lse = ready.forward(inputs)
-            # So that an error of the device shows in the step that made it.
+            # So that an error of the device is raised in the step that caused it.
             environment.synchronise(device)
             if {"dq", "dk", "dv"} & set(needs):
                 step = "backward"
                 (d_q, d_k, d_v), d_captured = split(ready.backward(inputs, o, lse))
                 environment.synchronise(device)
-    except BaseException as error:  # a kernel may raise anything: that is the finding
+    except BaseException as error:  # a kernel may raise anything: that is a finding
         if not may_catch(error):
             raise
         failure = _misused(case.kernel, watch.fault) if watch.fault else _raised(case.kernel, step, error)
@@ -91,33 +91,33 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v, d_captured=d_captured)
 
 
-def split(found: Gradients) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], CapturedGradients]:
-    """(dq, dk, dv) and the gradients of captured tensors, of which a kernel without any says nothing."""
-    return found[:3], found[3] if len(found) == 4 else ()
+def split(gradients: Gradients) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], CapturedGradients]:
+    """Return (dq, dk, dv), and the gradients of captured tensors, which a kernel without any leaves out."""
+    return gradients[:3], gradients[3] if len(gradients) == 4 else ()
 
 
 def _misused(kernel: str, fault: MemoryFault) -> Failure:
-    """What the memory checker of an interpreted kernel refused."""
+    """Return the Failure that the memory checker of an interpreted kernel reports."""
     return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=fault.trail)
 
 
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:
-    message, detail = f"{step} raised {told(error)}", trace(error)
+    message, detail = f"{step} raised {describe_exception(error)}", format_traceback(error)
     if is_out_of_memory(error):
         return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)
     return Failure(kernel=kernel, kind="exception", check=step, message=message, detail=detail)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation was refused, by Python, torch's CPU allocator or the device's."""
+    """Whether an allocation failed, in Python, torch's CPU allocator or the device's."""
     refusals = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(each in told(error) for each in refusals)
+        isinstance(error, RuntimeError) and any(each in describe_exception(error) for each in refusals)
     )
 
 
 def _device_error(failure: Failure) -> Failure:
-    """An error after which the device is lost, by its name alone: each library words it in its own way."""
+    """Return the Failure of a lost device, with a common message: each library has its own words."""
     for kind, name, words in _DEVICE_ERRORS:
         if any(word in failure.message for word in words):
             return replace(failure, kind=kind, message=f"{failure.check}: {name}", detail=f"{failure.message}\n{failure.detail}")
@@ -125,33 +125,33 @@ def _device_error(failure: Failure) -> Failure:
 
 
 def copied(inputs: Inputs, bands: Bands) -> Inputs:
-    """What the kernel gets: tensors of its own, so that nothing it writes can reach the oracle."""
+    """Copy the inputs for the kernel, so that nothing it writes can reach the oracle."""
     copies = bands.copies(_tensors(inputs), "its input")
     captured = tuple(copies.pop(f"captured {each.name}") for each in tensors_of(inputs.problem))
     return dataclasses.replace(inputs, **copies, captured=captured)
 
 
 def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """All that a kernel is given, by name; captured ones by the names that the modifiers have for them."""
-    given = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
-    return given | {
+    """Return all tensors that a kernel gets, by name; captured ones by their names in the modifiers."""
+    tensors = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
+    return tensors | {
         f"captured {each.name}": value for each, value in zip(tensors_of(inputs.problem), inputs.captured, strict=True)
     }
 
 
 def _overstepped(case: Case, bands: Bands) -> Failure | None:
-    """A kernel must write within its tensors."""
+    """Check that the kernel wrote only within its tensors."""
     message = bands.broken()
     return Failure(kernel=case.kernel, kind="guard", check="bounds", message=message) if message else None
 
 
-def _changed_input(case: Case, inputs: Inputs, given: Inputs) -> Failure | None:
-    """A kernel must leave its inputs alone, to the bit (their slack rows are NaN, which equals nothing), and what is between."""
-    before, after = _tensors(inputs), _tensors(given)
+def _changed_input(case: Case, inputs: Inputs, copies: Inputs) -> Failure | None:
+    """Check that the kernel left its inputs unchanged bit by bit (slack rows are NaN), and the memory between their rows."""
+    before, after = _tensors(inputs), _tensors(copies)
     for change in (_taken, _written, _written_between):
         for name in before:
-            if told_change := change(before[name], after[name]):
-                message = f"the kernel {told_change} its input {name}"
+            if verb := change(before[name], after[name]):
+                message = f"the kernel {verb} its input {name}"
                 return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
     return None
 
@@ -168,7 +168,7 @@ def _written(before: torch.Tensor, after: torch.Tensor) -> str | None:
 
 
 def _written_between(before: torch.Tensor, after: torch.Tensor) -> str | None:
-    """For a tensor with gaps: what lies between its rows; packed tensors' own elements are known to be whole by now."""
+    """Check the memory between the rows of a tensor with gaps; the elements themselves were checked before."""
     if not before.numel() or memory(before).numel() <= before.numel() * before.element_size():
         return None
     return None if torch.equal(memory(before), memory(after)) else "wrote between the rows of"

@@ -1,6 +1,6 @@
-"""Memory that tests never look at, made visible while a kernel runs.
+"""Poison and guard bands, which show wrong memory accesses while a kernel runs.
 
-What torch.empty gives is NaN (integers: a huge value), so that what is never written shows. Every tensor, the kernel's own and
+Memory from torch.empty is NaN (integers: a huge value), so that elements never written show. Every tensor, the kernel's own and
 its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in the results, a write in the bands.
 """
 
@@ -47,11 +47,9 @@ _BAND = 1 << 16
 """Bytes before and after each tensor: more than a tile of rows. A multiple of every allocator's alignment."""
 _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
 """16-bit words that are NaN in float16, bfloat16 and (two of them) float32: signalling in the last two, so that arithmetic
-changes them. Each tensor has a word of its own: what was read in one band still shows when it is written to another."""
-
-
+changes them. Up to 63 tensors have different words, so that a copy of one band to another shows."""
 _ALIGNMENT = 256
-"""Bytes: a copy is as well aligned as its original, up to this."""
+"""Bytes: a copy has the alignment of its original, up to this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,49 +63,49 @@ class _Band:
 
 
 class Bands:
-    """Tensors between bands, and the question whether the bands are whole."""
+    """Tensors between guard bands, and the check that the bands are intact."""
 
     def __init__(self) -> None:
         self._kept: list[_Band] = []
 
     def like(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """A tensor of the same shape, strides, dtype and device, unfilled, between bands. `what` names it in messages."""
+        """Return an unfilled tensor of the same shape, strides, dtype and device, between bands. `what` names it in messages."""
         size = _reach(tensor) * tensor.element_size()
         held = self._between(size, 0, tensor.device, f"{what} {tuple(tensor.shape)} {tensor.dtype}")
         return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def copies(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-        """Copies of `tensors` between bands, as they lie in memory: strides, alignment, what is between rows.
+        """Copy `tensors` between bands with their memory layout: strides, alignment, contents between rows.
 
-        Tensors that share an allocation share one in their copies. `what` and their names name them in messages.
+        Tensors that share an allocation share one in the copies. Messages name them by `what` and their names.
         """
-        made: dict[str, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
         groups: dict[object, list[str]] = {}
         for name, tensor in tensors.items():
             if tensor.numel():
                 groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
             else:
-                made[name] = tensor.clone()
+                copies[name] = tensor.clone()
         for names in groups.values():
-            made |= self._copied({name: tensors[name] for name in names}, what)
-        return {name: made[name] for name in tensors}
+            copies |= self._copied({name: tensors[name] for name in names}, what)
+        return {name: copies[name] for name in tensors}
 
     def _copied(self, sharing: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-        """Copies of tensors of one allocation: all that lies between the first byte and the last of any."""
+        """Copy tensors of one allocation, with all bytes from the first to the last of any."""
         spans = [_span(tensor) for tensor in sharing.values()]
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         first = next(iter(sharing.values()))
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
         held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}")
         held.copy_(memory(first, begin, end))
-        made = {}
+        copies = {}
         for (name, tensor), (start, stop) in zip(sharing.items(), spans, strict=True):
             own = held[start - begin : stop - begin].view(tensor.dtype)
-            made[name] = own.as_strided(tensor.shape, tensor.stride())
-        return made
+            copies[name] = own.as_strided(tensor.shape, tensor.stride())
+        return copies
 
     def _between(self, size: int, lead: int, device: torch.device, what: str) -> torch.Tensor:
-        """`size` bytes between bands, the first `lead` bytes (an even number) past a multiple of the alignment."""
+        """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment."""
         pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
         before = _BAND + lead // 2 * 2
         words = torch.full(((before + size + _BAND + 1) // 2,), pattern, dtype=torch.int16, device=device)
@@ -115,7 +113,7 @@ class Bands:
         return words.view(torch.uint8)[before : before + size]
 
     def broken(self) -> str | None:
-        """What was written beyond the ends of which tensor, or None."""
+        """Return what was written beyond the ends of which tensor, or None."""
         if not self._kept:
             return None
         for each in self._kept:
@@ -123,11 +121,11 @@ class Bands:
                 return f"the memory was taken away from {each.what}"
         half = _BAND // 2
         counts = [(band != each.pattern).sum() for each in self._kept for band in (each.words[: each.before], each.words[-half:])]
-        found = torch.stack(counts).tolist()
-        if not any(found):
+        changed = torch.stack(counts).tolist()
+        if not any(changed):
             return None
         for number, each in enumerate(self._kept):
-            before, after = found[2 * number : 2 * number + 2]
+            before, after = changed[2 * number : 2 * number + 2]
             if before or after:
                 side, count = ("before the start", before) if before else ("past the end", after)
                 return f"{count} 2-byte words were written {side} of {each.what}"
@@ -135,9 +133,9 @@ class Bands:
 
 
 def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = None) -> torch.Tensor:
-    """The bytes of `tensor`'s allocation from `begin` to `end`: uint8, without copying.
+    """Return the bytes of `tensor`'s allocation from `begin` to `end`: uint8, without copying.
 
-    By default those from its first element to its last, with what lies between them.
+    By default from its first element to its last, with the bytes between them.
     """
     first, last = _span(tensor)
     begin, end = first if begin is None else begin, last if end is None else end
@@ -146,21 +144,21 @@ def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = Non
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its allocation, and the byte after its last."""
+    """Return the first byte of a tensor in its allocation, and the byte after its last."""
     begin = tensor.storage_offset() * tensor.element_size()
     return begin, begin + _reach(tensor) * tensor.element_size()
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, with what lies between them."""
+    """Return the number of elements from the first to the last, with those between them."""
     return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
-    """Within it every new tensor lies between `bands`, an uninitialised one filled with `fill` (integers: the largest value).
+    """Mode that places every new tensor between `bands`, and fills uninitialised ones with `fill` (integers: the largest value).
 
-    A kernel that leaves part of an output or a workspace unwritten then shows it, whatever the allocator had there before.
-    `watch` hears which memory is uninitialised, and what torch writes.
+    An output or a workspace that a kernel leaves partly unwritten then shows, independent of the allocator's earlier contents.
+    `watch` is notified of uninitialised memory, and of what torch writes.
     """
 
     def __init__(self, bands: Bands, *, fill: float = math.nan, watch: Watch | None = None) -> None:
@@ -175,37 +173,37 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the op; move what it made between bands."""
+        """Run the op, and move its new tensor between bands."""
         held = _held(args[0]) if func is _aten.resize_.default else None
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, kwargs or {}):
             self._watch.written(tensor)
-        if held is not None and _bandable(made) and (grown := _held(made) - held) > 0:
-            _fill(made.as_strided((grown,), (1,), held), self._value)
+        if held is not None and _bandable(result) and (grown := _held(result) - held) > 0:
+            _fill(result.as_strided((grown,), (1,), held), self._value)
         empty = func in _EMPTY
-        if not (empty or func in _FILLED) or not _bandable(made):
-            return made
-        between = self._bands.like(made, "a tensor of the kernel's own,")
+        if not (empty or func in _FILLED) or not _bandable(result):
+            return result
+        between = self._bands.like(result, "a tensor of the kernel's own,")
         if empty:
             if _fill(between, self._value) and between.device.type == "cpu":
                 self._watch.allocated(between)
         else:
-            between.copy_(made)
+            between.copy_(result)
         return between
 
 
 def _held(tensor: Any) -> int:
-    """Elements that its storage has room for."""
+    """Return the number of elements its storage has room for."""
     return int(tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
-def _bandable(made: Any) -> bool:
-    plain = made.layout is torch.strided and made.device.type in ("cpu", "cuda") and not made.is_quantized
-    return bool(plain and made.numel() and all(stride >= 0 for stride in made.stride()))
+def _bandable(tensor: Any) -> bool:
+    plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
+    return bool(plain and tensor.numel() and all(stride >= 0 for stride in tensor.stride()))
 
 
 def _fill(tensor: torch.Tensor, value: float) -> bool:
-    """Fill it, if its dtype has a value that shows; whether it has."""
+    """Fill it, if its dtype has a conspicuous value; return whether it has."""
     if tensor.is_floating_point():
         tensor.fill_(value)
     elif tensor.dtype is not torch.bool and not tensor.is_complex():
@@ -216,16 +214,16 @@ def _fill(tensor: torch.Tensor, value: float) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an op changes: its first argument, or `out`, as its schema says."""
+    """Yield the tensors that an op changes by its schema: its first argument, or `out`."""
     for place, name in _mutable(func):
-        given = args[place] if place < len(args) else kwargs.get(name)
-        for each in given if isinstance(given, list | tuple) else (given,):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, torch.Tensor):
                 yield each
 
 
 @functools.cache
 def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
-    """(place, name) of the arguments that an op changes."""
+    """Return (index, name) of the arguments that an op changes."""
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
     return tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)

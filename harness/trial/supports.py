@@ -1,4 +1,4 @@
-"""Whether a Case can be run at all: its kernel takes the Problem, and its check makes sense for both."""
+"""Whether a Case can run: its kernel supports the Problem, and its check applies to both."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _WHY_NOT: dict[Check, Callable[[Kernel, Case, Device], str | None]] = {
     **dict.fromkeys(CALLS, why_not_call),
     **dict.fromkeys(RELATIONS, why_not_relation),
 }
-"""For each check but the oracle the reason why a Case that its kernel supports cannot be tried by it, or None."""
+"""For each check but the oracle, a function that returns why it does not apply to a supported Case, or None."""
 
 
 def compile_key_of(kernel: Kernel, problem: Problem, config: Config, device: Device) -> str | None:
-    """The compile key; None of what the kernel does not support, whose Config it need not even be able to read."""
+    """Return the compile key, or None if the kernel does not support these, since it may not be able to read the Config."""
     return None if kernel.supports(problem, config, device) else kernel.compile_key(problem, config)
 
 
 def why_not_case(kernel: Kernel, case: Case, device: Device) -> str | None:
-    """Why `case` cannot be run with `kernel` on `device`, or None. Shrinking leaves such Cases out."""
+    """Return why `case` cannot be run with `kernel` on `device`, or None. Shrinking skips such Cases."""
     if reason := kernel.supports(case.problem, case.config, device):
         return reason
     return _WHY_NOT[case.check](kernel, case, device) if case.check in _WHY_NOT else None

@@ -1,4 +1,4 @@
-"""One Trial: a Case from start to Verdict, in this process."""
+"""One Trial: a Case to its Verdict, in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
-from attnfuzz.harness.trial.checks.unwritten import told_apart
+from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied, is_out_of_memory
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
@@ -27,21 +27,21 @@ __all__ = ["CHECKS", "check_runnable", "is_out_of_memory", "rehearse", "run_tria
 
 
 def against_oracle(bench: Bench) -> Verdict:
-    """One launch, compared with the float64 oracle."""
+    """Run one launch, and compare it with the float64 oracle."""
     ready, inputs = bench.ready(), bench.inputs()
     outputs = bench.launch(ready, inputs)
-    return told_apart(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
+    return name_unwritten(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
 
 
 CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
-"""What each check does on a Bench."""
+"""The function of each check."""
 
 
 def check_runnable(case: Case, device: Device) -> Kernel:
-    """The Case's kernel, if it is installed, can run on `device` and supports the Problem.
+    """Return the Case's kernel, if it is installed, can run on `device` and supports the Problem.
 
     Raises:
-        BadArgument: it is not, cannot or does not; the text says why and what to do.
+        BadArgument: it is not installed, cannot run or does not support it.
     """
     kernel = registry.get(case.kernel)
     if reason := kernel.unavailable(device):
@@ -59,10 +59,10 @@ def run_trial(
     enter: Callable[[str], None] = lambda _: None,
     bench: Callable[[Case, Kernel, Device, Clock], Bench] = Bench,
 ) -> Verdict:
-    """Do what the Case's check asks: make inputs, run the kernel forward and backward, run the oracle, judge.
+    """Run the Case's check: compute inputs, run the kernel forward and backward, run the oracle, judge.
 
-    Whatever the kernel raises is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
-    `enter` is told each stage as it begins: compile, inputs, kernel, oracle, judge. `bench` makes what the check works with.
+    An exception of the kernel is a Failure. An error of the oracle, the inputs or the judge is the harness's own and is raised.
+    `enter` is called with the name of each stage as it begins: compile, inputs, kernel, oracle, judge. `bench` makes the Bench.
 
     Raises:
         BadArgument: the Case cannot run here.
@@ -78,12 +78,12 @@ def run_trial(
 
 
 def rehearse(device: Device) -> None:
-    """All that a Trial does but the kernel, once: what torch imports and loads for it takes seconds the first time."""
+    """Run all of a Trial except a kernel, once: the first time, torch's imports and loading take seconds."""
     problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
     inputs, bands = materialise(problem, Recipe(), device), Bands()
-    given = copied(inputs, bands)
+    copies = copied(inputs, bands)
     with torch.no_grad(), PoisonEmpty(bands):
-        made = Outputs(o=torch.zeros_like(given.q), lse=torch.empty((1, 1), device=device))
-    judge("rehearsal", inputs, made, truth(inputs, Deviations(), device))
+        outputs = Outputs(o=torch.zeros_like(copies.q), lse=torch.empty((1, 1), device=device))
+    judge("rehearsal", inputs, outputs, truth(inputs, Deviations(), device))
     bands.broken()
     environment.synchronise(device)

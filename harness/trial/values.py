@@ -1,24 +1,24 @@
 """The values of q, k, v and dO: each pattern of a Recipe, before its scales, as float32 (tokens, heads, dim).
 
-Every element is a hash (noise.py); what follows is exact in float32 (sums of small integers, powers of two) up to one
-rounding to the dtype, so that no device's own arithmetic can show. Positions, first keys, blocks and outliers are those of each
+Every element is a hash (noise.py); all arithmetic on it is exact in float32 (sums of small integers, powers of two) up to one
+rounding to the dtype, so that all devices give the same values. Positions, first keys, blocks and outliers are those of each
 sequence. Magnitudes within a pattern are chosen by a hash of the seed. What each pattern is for:
 
     normal         scores near 0: the sharpest probe of indexing, masks and scale
     zeros          q = k = 0: every P is 1/n, dQ and dK are exactly 0
-    uniform01      no sign: sums do not cancel, so that a bias of the rounding adds up
-    fewvalued      -1, 0 and 1: products are exact and errors of P stand alone
-    sparse         four fifths are 0: lost and doubled terms show whole
+    uniform01      no negative values: sums do not cancel, so that a bias of the rounding adds up
+    fewvalued      -1, 0 and 1: products are exact, so that only errors of P remain
+    sparse         four fifths are 0: lost and doubled terms are large
     constant_v     O is that V: softmax must sum to 1; Delta cancels dP
-    ties           all keys are equal: P is uniform, the maximum is met everywhere
+    ties           all keys are equal: P is uniform, every score is the maximum
     ties_q         all queries are equal: dK, dV add up n equal terms, whose roundings do not average out
     dup_keys       few distinct keys: ties between tiles
     block_const    runs of equal rows: equal roundings within a tile, other ones in the next
-    needle         V tells the key's position, so that O tells which keys took part
-    small_logits   scores so small that P is all but uniform
+    needle         V encodes the key's position, so that O shows which keys took part
+    small_logits   scores so small that P is almost uniform
     normal_scaled  normal with another magnitude for each tensor
     large_logits   one key wins: rescaling, P near 0 and 1
-    huge_logits    scores in the hundreds: only the maximum lives, the exponent's error is largest
+    huge_logits    scores in the hundreds: only the maximum has weight, the exponent's error is largest
     falling        scores fall tile by tile: the first maximum stays
     rising         scores rise tile by tile: every tile rescales
     negative       all scores far below 0: LSE below any finite sentinel
@@ -28,14 +28,14 @@ sequence. Magnitudes within a pattern are chosen by a hash of the seed. What eac
     v_mean         V far from 0: O is large beside its differences, dP - Delta cancels
     sorted_do      dO and V grow with the position: errors keep one sign over a tile
     outlier        one large token of the batch in k and v
-    chan_outlier   a few large channels, as trained models have them
+    chan_outlier   a few large channels, as in trained models
     tok_outlier    one large token in every sequence and tensor
-    lognormal      heavy tails in everything: sums led by few terms
+    lognormal      heavy tails in all tensors: sums dominated by few terms
     do_orthogonal  dO orthogonal to O: Delta is the small rest of large products
     do_parallel    dO along O: Delta is as large as can be
     tiny           everything small, but normal numbers
     subnormal      around the dtype's smallest normal number: flushing and lost bits
-    near_overflow  V close to the dtype's largest number: O must not overflow on its way
+    near_overflow  V close to the dtype's largest number: intermediate results must not overflow
 
 Keys beyond a sequence's length (padding) need no pattern: they are slack rows, NaN in the inputs.
 """
@@ -225,11 +225,11 @@ class Maker:
         return chosen(self.recipe.seed, f"{self.pattern} {name}", options)
 
     def _power(self, name: str, low: int, high: int) -> float:
-        """A power of two from 2**low to 2**high, by the seed."""
+        """Return a power of two from 2**low to 2**high, by the seed."""
         return 2.0 ** self._chosen(f"{name} power", range(low, high + 1))
 
     def _plain(self, name: str, *shape: int) -> torch.Tensor:
-        """What the patterns start from: noise, or what replaces it in every tensor alike."""
+        """Return the values that a pattern starts from: noise, or a distribution common to all tensors."""
         seed, device = self.recipe.seed, self.device
         match self.pattern:
             case "uniform01":
@@ -248,18 +248,18 @@ class Maker:
         return self._noise("constant", 1, heads, self.problem.dim_v)
 
     def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """(a, b) -> (b, -a) on pairs of dims; an odd last dim keeps 0."""
+        """Map (a, b) to (b, -a) on pairs of dims; an odd last dim stays 0."""
         turned, even = torch.zeros_like(x), x.shape[-1] // 2 * 2
         turned[..., 0:even:2], turned[..., 1:even:2] = x[..., 1:even:2], -x[..., 0:even:2]
         return turned
 
     def _staircase(self) -> torch.Tensor:
-        """Keys whose scores fall (or rise) by a step every 8 keys, over 16 levels and back again."""
+        """Return keys whose scores fall (or rise) by a step every 8 keys, over 16 levels, then start again."""
         level = torch.floor(self._keys.position[:, None, None].to(torch.float32) / 8) % 16
         return (15 - level if self.pattern == "falling" else level) * 0.25
 
     def _needle(self, v: torch.Tensor) -> torch.Tensor:
-        """Key j is 1 in dim j % dim_v and its own position, as a fraction, in the dim after: O tells which keys took part."""
+        """Set V of key j to 1 in dim j % dim_v, and to its position as a fraction in the next dim."""
         place = self._keys.position[:, None, None].to(torch.float32)
         dims = torch.arange(self.problem.dim_v, dtype=torch.float32, device=self.device)
         hit = (dims == place % self.problem.dim_v).to(torch.float32)
@@ -267,19 +267,19 @@ class Maker:
         return (hit + after * ((place % 256) / 256)).expand_as(v).clone()
 
     def _outlier(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        """One token of the batch, chosen by the seed, is `factor` times as large."""
+        """Multiply one token of the batch, chosen by the seed, by `factor`."""
         if x.shape[0]:
             x = x.clone()
             x[self.recipe.seed % x.shape[0]] *= factor
         return x
 
     def _token(self, x: torch.Tensor, name: str, places: _Places, factor: float) -> torch.Tensor:
-        """One token of each sequence, chosen by the seed, is `factor` times as large."""
+        """Multiply one token of each sequence, chosen by the seed, by `factor`."""
         token = hashed(self.recipe.seed, f"{name} token", (self.problem.batch,), self.device)
         return torch.where((token[places.sequence] % places.length == places.position)[:, None, None], x * factor, x)
 
     def _channels(self, x: torch.Tensor, name: str, count: int, factor: float) -> torch.Tensor:
-        """`count` dims, the same ones for every tensor of this `name`, are `factor` times as large; those of v and dO differ."""
+        """Multiply `count` dims by `factor`, the same ones for all tensors of this `name`; those of v and dO differ."""
         dim = x.shape[-1]
         first = self._chosen("channel qk" if name == "qk" else "channel v", range(dim)) + (name == "do")
         x = x.clone()
@@ -287,7 +287,7 @@ class Maker:
         return x
 
     def _repeated(self) -> torch.Tensor:
-        """For each key the one that it repeats: of a half, a quarter or a sixteenth of its sequence, at random or in runs."""
+        """Return for each key the one it repeats: from 1/2, 1/4 or 1/16 of its sequence, at random or in runs."""
         keys = self._keys
         distinct = (keys.length // self._chosen("distinct", (2, 4, 16))).clamp(min=1)
         if self._chosen("runs", (False, True)):
@@ -302,7 +302,7 @@ class Maker:
         return v[..., :1].expand_as(v) if self._chosen("one value", (False, False, True)) else v
 
     def _copied_queries(self, k: torch.Tensor) -> torch.Tensor:
-        """Key i is query i of its group's first head, where a sequence has as many of both."""
+        """Set key i to query i of its group's first head, in sequences with equal lengths."""
         p = self.problem
         equal = [n_q == n_k for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True)]
         if not any(same and n for same, n in zip(equal, p.seqlens_k, strict=True)):
@@ -314,16 +314,16 @@ class Maker:
         return torch.where(same[:, None, None], self.q()[source][:, :: p.groups] * self._chosen("copy", (1.0, 2.0)), k)
 
     def _subnormal(self, name: str) -> float:
-        """A scale that puts some tensors around the dtype's smallest normal number, so that products of the others survive."""
+        """Return a scale that moves some tensors around the dtype's smallest normal number, but not the products of others."""
         if self.problem.dtype == "float16":
             return 1.0 if name == "k" else 2.0**-14
-        # q with k, and each of v and dO, which together would leave a dP of exactly 0.
+        # q with k, and each of v and dO; both would make dP exactly 0.
         scales = self._chosen("tensors", ((0, 0, -126, 0), (0, 0, 0, -126), (0, 0, -126, -126), (-126, 100, 0, 0)))
         return 2.0 ** scales[_TENSORS.index(name)]
 
 
 class _Places:
-    """Of each token of a side: its sequence, its position in it, its sequence's first token and length; int64 (tokens,)."""
+    """For each token of a side: sequence, position in it, the sequence's first token and length; int64 (tokens,)."""
 
     def __init__(self, lengths: tuple[int, ...], device: str) -> None:
         total = sum(lengths)
@@ -334,12 +334,12 @@ class _Places:
         self.position = torch.arange(total, device=device) - self.first
 
     def block(self, count: int) -> torch.Tensor:
-        """For each token the first one of its block, `count` blocks (and a rest) to a sequence."""
+        """Return for each token the first one of its block, with `count` blocks (and a rest) in a sequence."""
         size = (self.length // count).clamp(min=1)
         return self.first + self.position // size * size
 
     def sorted(self, x: torch.Tensor) -> torch.Tensor:
-        """Noise in ascending order along each sequence; as integers, so that one sort does for all sequences."""
+        """Sort noise along each sequence, ascending; as integers, so that one sort is enough for all sequences."""
         offset = (self.sequence << 20)[:, None, None]
         return ((x * 4096).to(torch.int64) + offset).sort(0).values.sub(offset).to(torch.float32) / 4096
 
@@ -349,7 +349,7 @@ def _starts(lengths: tuple[int, ...]) -> list[int]:
 
 
 def _heavy_tailed(bits: torch.Tensor) -> torch.Tensor:
-    """+-m * 2**e: m uniform in [1, 2), e + 7 the count of ones among 12 bits: log2 has the deviation 1.76, as exp(1.2 normal)."""
+    """Return +-m * 2**e: m uniform in [1, 2), e + 7 the count of ones in 12 bits; log2 deviates by 1.76, as exp(1.2 normal)."""
     ones = torch.zeros_like(bits)
     for place in range(12):
         ones += (bits >> place) & 1

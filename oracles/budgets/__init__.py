@@ -1,1 +1,1 @@
-"""How far off an output of a correct kernel may be."""
+"""Error budgets: how far off an output of a correct kernel may be."""

@@ -1,4 +1,4 @@
-"""Two statistics over a whole output that catch what stays inside every element's budget: excess noise, and a scale or a bias.
+"""Two statistics over a whole output that find errors within every element's budget: excess noise, and a scale or a bias.
 
 With err = out - ref, h = half an ulp of ref, res = |rd(ref) - ref|, S = sigma^2 + Bh^2 + ((B - Bh) / 8)^2, Bh the flushed part of
 B, and f = 1 - exp(-4 S / h^2):
@@ -8,15 +8,15 @@ B, and f = 1 - exp(-4 S / h^2):
     z = max(0, |sum_r t_r| - sum w |ref| (Bh + (B - Bh) / 4 + acc / 3)) / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row
                                                                                                         limit 6
 
-z is the smaller of that and the same with err - (1 - f) (rd(ref) - ref): where outputs repeat, as those of one-hot rows do, their
-last rounding goes with them, and it is known.
+z is the smaller of that and the same with err - (1 - f) (rd(ref) - ref): where outputs repeat, for example in one-hot rows,
+their known last rounding repeats too.
 
-acc is the accumulation's part of B. Tensor cores truncate the sum at every step of 16 terms: where these have one sign, all of an
+acc is the accumulation's part of B. Tensor cores truncate the sum at every step of 16 terms: where these have one sign, a whole
 output is too small by 1.7 eps a step (measured on an H200, the same for four kernels with tiles of 16 to 128 keys).
 
-nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, at least 16; both are taken only where values are
-generic (repeats.py), since the errors of equal values are no independent ones. Limits as measured: on 875 correct cases
-(R - 1) sqrt(nu) was at most 1.26 and z at most 2.6. What is beyond one is looked at again (independence.py): with c the
+nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, at least 16. Both are computed only where values
+are generic (repeats.py), since the errors of equal values are not independent. Limits as measured: on 875 correct cases
+(R - 1) sqrt(nu) was at most 1.26 and z at most 2.6. Beyond a limit, independence is checked (independence.py): with c the
 correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); z is 0 where P's and dS's roundings are known to add up.
 """
 
@@ -46,40 +46,40 @@ def statistics(
     form: Format,
     independence: Callable[[], Independence | None] = lambda: None,
 ) -> dict[OutputName, tuple[float, float]]:
-    """(R, z) of each output in units of their limits: 1 is the limit. Empty where the values are not generic.
+    """Return (R, z) of each output in units of their limits: 1 is the limit. Empty where the values are not generic.
 
     Args:
-        outputs: what a kernel returned, what is expected, and the budget, float64 `(heads, tokens, dim)`.
-        repeats: how far the values repeat.
+        outputs: a kernel's values, the expected ones, and the budget, float64 `(heads, tokens, dim)`.
+        repeats: how often values repeat.
         form: the dtype's format.
-        independence: asked only where a statistic is beyond its limit.
+        independence: called only where a statistic is beyond its limit.
     """
     generic = repeats.figures() if repeats is not None else None
     if generic is None or not outputs:
         return {}
     sums = _sums(list(outputs.values()), form)
-    # One copy from the device for all of it.
+    # One copy from the device for all.
     rows = torch.cat([generic.expand(len(outputs), -1), sums], 1).tolist()
     of = dict(zip(outputs, rows, strict=True))
-    found = {name: pair for name, row in of.items() if (pair := _of_limits(name, row))}
-    known = looked.figures() if any(max(pair) > 1 for pair in found.values()) and (looked := independence()) else {}
+    ratios = {name: pair for name, row in of.items() if (pair := _of_limits(name, row))}
+    known = dependence.figures() if any(max(pair) > 1 for pair in ratios.values()) and (dependence := independence()) else {}
     for name, (known_z, correlated) in known.items():
-        if name in found and (pair := _of_limits(name, of[name], correlated)):
-            found[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
-    return found
+        if name in ratios and (pair := _of_limits(name, of[name], correlated)):
+            ratios[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
+    return ratios
 
 
 def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> bool:
-    """Whether R or z would be beyond its limit in any output, were the values generic."""
+    """Whether R or z of any output is beyond its limit for generic values."""
     if not outputs:
         return False
     rows = _sums(list(outputs.values()), form).tolist()
-    found = (_of_limits(name, (1.0, math.inf, 1.0, *row)) for name, row in zip(outputs, rows, strict=True))
-    return any(max(each) > 1 for each in found if each)
+    ratios = (_of_limits(name, (1.0, math.inf, 1.0, *row)) for name, row in zip(outputs, rows, strict=True))
+    return any(max(each) > 1 for each in ratios if each)
 
 
 def _of_limits(name: OutputName, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
-    """(R, z) over their limits, from what `Repeats.figures` and `_sums` say of an output; None where they are not taken."""
+    """Return (R, z) over their limits, from an output's `Repeats.figures` and `_sums`; None where they are not computed."""
     g, carrying, of_d_o, noise, expected, squares, slope, t, t2, s, s2 = sums
     nu = expected * expected / max(squares, _NOTHING)
     if name == "dk":
@@ -94,7 +94,7 @@ def _of_limits(name: OutputName, sums: Sequence[float], correlated: float = 0.0)
 
 
 def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> torch.Tensor:
-    """For each output: sum w err^2, sum w Ex, sum y^2, what B may add to sum t, and sum t, sum t^2 of both t; on the device."""
+    """Return for each output sum w err^2, sum w Ex, sum y^2, B's share of sum t, and sum t, sum t^2 of both t; on the device."""
     sizes, dims = [each[0].numel() for each in outputs], [each[0].shape[-1] for each in outputs]
 
     def joined(parts: list[torch.Tensor | None]) -> torch.Tensor:
@@ -125,8 +125,8 @@ def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format
             torch.addcmul(error, stays, res, value=-1).mul_(w).mul_(expected),
         ]
     ).nan_to_num_(nan=0.0)
-    found = []
+    totals = []
     for part, dim in zip(columns.split(sizes, 1), dims, strict=True):
         noise_, y, slope, t, other = part.unflatten(1, (-1, dim)).sum(-1)
-        found.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]).sum(-1))
-    return torch.stack(found)
+        totals.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]).sum(-1))
+    return torch.stack(totals)

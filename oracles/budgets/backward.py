@@ -1,4 +1,4 @@
-"""How far off a kernel's dQ, dK and dV may be, from float64 quantities of a frame. Notation as in oracles/budgets/bounds.py."""
+"""Budgets of dQ, dK and dV from float64 quantities of a frame. Notation as in oracles/budgets/bounds.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
 class Delta:
     """D = rowsum(dO * O) (- dLSE) and its error, each (Z, rows, 1): H_D, V_D = sigma^2, T_D = tau^2, B_D; and dP = dO v^T.
 
-    `flush` is the part of B_D that is flushed P.
+    `flush` is the part of B_D from flushed P.
     """
 
     d_p: torch.Tensor
@@ -44,9 +44,9 @@ class Delta:
     flush: torch.Tensor
 
     def move(self, moved: torch.Tensor, gap: torch.Tensor, c_size: torch.Tensor) -> None:
-        """Add what a mask_mod in doubt may do to D, where P may be off by `moved`: sum moved (|dP - D| + |dO| |v|^T / 64).
+        """Add the error of D where a mask_mod in doubt moves P by up to `moved`: sum moved (|dP - D| + |dO| |v|^T / 64).
 
-        P adds up to 1 whatever is seen, so that D may be taken from dP; the second part is for what is rounded on its way.
+        P adds up to 1 under every mask, so that |dP - D| bounds a change; the second part is for roundings.
         """
         off = (moved * torch.add(gap, c_size, alpha=1 / 64)).sum(-1, keepdim=True)
         self.b, self.flush = self.b + off, self.flush + off
@@ -54,7 +54,7 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class Sums:
-    """What of dK or dV is a sum over rows, `(Z, keys, dim)`: each frame of a long sequence adds to it in place.
+    """The parts of dK or dV that are sums over rows, `(Z, keys, dim)`: each frame of a long sequence adds to them in place.
 
     `sigma2` to `flush` as for O; `result` the gradient, `size` the sum of its terms' sizes, `noise` sigma^2 by P's true units.
     """
@@ -70,13 +70,13 @@ class Sums:
 
     @staticmethod
     def within(whole: torch.Tensor, names: Sequence[str]) -> Sums:
-        """Views of those names side by side in `whole (Z, keys, n dim)`, zero before the first frame."""
+        """Return views of `whole (Z, keys, n dim)`, one for each name, side by side; all zero before the first frame."""
         return Sums(**dict(zip(names, whole.chunk(len(names), -1), strict=True)))
 
 
 @dataclass(slots=True, eq=False)
 class Gradients:
-    """dQ's budget; where dS may overflow, `m_dq` is infinite, and `b` of dK. The last four only where they are wanted."""
+    """dQ's budget; where dS may overflow, `m_dq` and dK's `b` are infinite. The last four only if not lean."""
 
     m_dq: torch.Tensor
     sigma2: torch.Tensor
@@ -89,16 +89,16 @@ class Gradients:
     carried: torch.Tensor | None = None
     """V_D sum_j P^2 |q|^2 of each row, (Z, rows): how the errors of D spread over dK."""
     share: torch.Tensor | None = None
-    """The errors of D in dK's sigma^2, as a share: one row's error of D is in all keys that it sees, not independent there."""
+    """Share of the errors of D in dK's sigma^2: a row's error of D is in all keys that it sees, so not independent there."""
 
 
 def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
-    """The error of D, whether it is taken from the rounded O or an fp32 one.
+    """Compute D and its error, for kernels that take D from the rounded O or from an fp32 one.
 
     res = |rd(O) - O|, h = half ulp of O, r = min(h, res + M_O), S = sigma^2 + tau^2 + B^2 of O, f = 1 - exp(-4 S / h^2)
     E2 = min(res^2 (1 - f) + f h^2 / 3, r^2);  det = sum_d dO (rd(O) - O) exp(-2 S / h^2)
     V_D = max(sum_d dO^2 E2, det^2) + sum_j v_f dP^2;  T_D = sum_d (n_d - 1) dO^2 E2 + sum_j (n - 1) v_f dP^2
-    H_D = sum_d |dO| r + sum_j c_f |dP|, by tf32 c_f C with C = |dO| |v|^T: every entry of v is cut for itself
+    H_D = sum_d |dO| r + sum_j c_f |dP|, by tf32 c_f C with C = |dO| |v|^T: every entry of v is truncated separately
     B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O) + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP|
           + lost(dO, O)
     """
@@ -155,7 +155,7 @@ def backward(
     lean: bool = False,
     captured: CapturedSums | None = None,
 ) -> Gradients:
-    """The budget of dQ (dP is lost); adds to the sums of dK and dV. `lean`: not what the statistics over a whole output need.
+    """Compute the budget of dQ (overwrites dP), and add to the sums of dK and dV; `lean` leaves out parts for statistics.
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
     dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) v_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|
@@ -171,12 +171,12 @@ def backward(
 
     With a score_mod f, P in dS and wherever D's errors enter is P f'(s), and E grows by |P (dP - D)| times the error of f'(s).
 
-    flushed P in E is (1 + |dP - D|) tiny, and the bracket of E has lost(dO, v) besides. With ties, 6 sigma + 4 tau is at least
-    3 sigma + what P's and dS's roundings are known to add up to (`_known_roundings`, `_known_of_ds`). Declared: dS from rounded P
-    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums theirs to sigma^2 and H (`_add_partials`). Rows whose
-    scores are lost, and dS beyond the dtype, have no budget: infinite. In float32 B has with ties that of equal terms too.
-    Where mask_mod is in doubt, P e grows by how far P may be moved (doubts.py), and B_D by what that does to D (`Delta.move`).
-    Neither averages out: for the statistics they count as flushed.
+    flushed P in E is (1 + |dP - D|) tiny, and the bracket of E also has lost(dO, v). With ties, 6 sigma + 4 tau is at least
+    3 sigma + the known sum of P's or dS's roundings (`_known_roundings`, `_known_of_ds`). Declared deviations: dS from rounded P
+    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums add theirs to sigma^2 and H (`_add_partials`). Rows
+    whose scores are lost, and dS beyond the dtype, have an infinite budget. In float32, ties add the error of equal terms to B.
+    Where mask_mod is in doubt, P e grows by how far P may move (doubts.py), and B_D by the effect on D (`Delta.move`). Neither
+    averages out: for the statistics they count as flushed.
     """
     d_p = delta.d_p
     e = torch.add(t.delta, t.s_size, alpha=4 * EPS).add_(t.lse.abs() * (4 * EPS) + t.m_lse).clamp_(max=80.0)
@@ -212,7 +212,7 @@ def backward(
     if t.changed is not None:
         if captured is not None:
             captured.add(t.changed, d_s, slack, None if t.doubt is None else t.doubt.endless & t.doubt.reach)
-        # dS of the score before score_mod: times its derivative there, which is off as well
+        # dS of the score before score_mod: times its derivative there, which has an error too
         slope, off = t.changed.slope, t.changed.slope_error
         size, steep = slope.abs(), slope.abs() + off
         e_s = (e_s * steep).addcmul_(d_s.abs(), off + 2 * EPS * size)
@@ -234,19 +234,19 @@ class _Ds:
     grown: torch.Tensor
     """P e and P (1 + e)."""
     e_s: torch.Tensor
-    """E: the part of it that is arithmetic of this entry alone."""
+    """E: the part of the error from the arithmetic of this entry alone."""
     gap: torch.Tensor
     """|dP - D|."""
     lost_keys: torch.Tensor
-    """(Z, keys, 1): whether some row that may see the key has lost its scores."""
+    """(Z, keys, 1): whether some row that may see the key has unbounded errors."""
     eta: float
     """Half a subnormal unit of dS: a kernel may scale dS before its rounding, so that it grows by 1 / scale."""
     weight: torch.Tensor
-    """By what an error of D enters dS: P, times |d score_mod / d score|."""
+    """Factor of an error of D in dS: P, times |d score_mod / d score|."""
     pk: torch.Tensor
-    """What an error of D enters dQ by, (Z, rows, dim_qk): P @ k, P times that derivative."""
+    """Factor of an error of D in dQ, (Z, rows, dim_qk): P @ k, P times that derivative."""
     moved: torch.Tensor | None
-    """The part of its error that is due to a mask_mod in doubt."""
+    """The part of the error of dS from a mask_mod in doubt."""
 
 
 def _dv(
@@ -288,7 +288,7 @@ def _dv(
     if ties and t.rounding.half:
         assert sums.tau2 is not None
         n = neighbours(t.p.mT.contiguous(), u / 16, eta / 8).mT
-        # Of a part of the rows the equal ones elsewhere are not seen: taken for as many in each part.
+        # Equal rows in other parts of the sequence are unknown here: assume as many in each part.
         sums.tau2.baddbmm_(_elsewhere(n, t).mul_(v_b).mT, d2)
         if t.whole:
             sums.tau2.copy_(torch.maximum(sums.tau2, _known_roundings(t, v_b > 0, sums.sigma2)))
@@ -299,9 +299,9 @@ def _dv(
 
 
 def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the rounding of P does to dS = rounded(P) (dP - D): worst case, mean square, and what of it is no random error.
+    """Return the errors of dS = rounded(P) (dP - D) by the rounding of P: worst case, mean square, and the coherent part.
 
-    That is P which may be flushed, and P next to 1, which becomes 1.
+    The coherent part is from P that may be flushed, and from P next to 1, which becomes 1.
     """
     u, eta = t.form.u, t.form.eta
     rest, flushed = 1 - t.p, t.rounding.flushed(t.p, x.pe, eta)
@@ -312,19 +312,19 @@ def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _elsewhere(n: torch.Tensor, t: Scores) -> torch.Tensor:
-    """How many others are equal, where `n` are so among the rows that are here: as many again in each other part of the rows."""
+    """Return how many others are equal where `n` rows of this frame are: as many are assumed in each other part of the rows."""
     return (n / t.part - 1).masked_fill_(n == 1, 0.0)
 
 
 def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """|sum of dS's roundings @ k| and |their sum^T @ q|, the largest of what a kernel may do, times |scale|.
+    """Return |sum of dS's roundings @ k| and |their sum^T @ q| times |scale|, each the largest over what a kernel may do.
 
-    dS is known where D is: taken from the exact O or from the rounded one, and rounded before or after it is scaled.
+    A kernel may take D from the exact O or from the rounded one, and round dS before or after scaling.
     """
     unit = 2 * half_ulp(f.o, t.form)
     of_rounded = d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
     scale = abs(t.scale)
-    found_q, found_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
+    largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
     for delta in (d, of_rounded):
         exact = t.p * (d_p - delta)
@@ -333,21 +333,21 @@ def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, 
         for factor in {1.0, scale} - {0.0}:
             steps = 2 * half_ulp(exact * factor, t.form) / factor
             error = torch.round(exact / steps).mul_(steps).sub_(exact)
-            found_q = torch.maximum(found_q, (error @ t.k).abs_().mul_(scale))
-            found_k = torch.maximum(found_k, (error.mT @ t.q).abs_().mul_(scale))
-    return found_q, found_k
+            largest_q = torch.maximum(largest_q, (error @ t.k).abs_().mul_(scale))
+            largest_k = torch.maximum(largest_k, (error.mT @ t.q).abs_().mul_(scale))
+    return largest_q, largest_k
 
 
 def _beyond(known: torch.Tensor, sigma2: torch.Tensor) -> torch.Tensor:
-    """tau^2 such that 6 sigma + 4 tau is at least 3 sigma + `known`."""
+    """Return tau^2 such that 6 sigma + 4 tau is at least 3 sigma + `known`."""
     return (known - 3 * sigma2.sqrt()).clamp_(min=0.0).div_(TIES).square_()
 
 
 def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> torch.Tensor:
-    """tau^2 such that 6 sigma + 4 tau is at least 3 sigma + |the sum of P's roundings|, where that sum is known to be large.
+    """Return tau^2 such that 6 sigma + 4 tau is at least 3 sigma + |the sum of P's roundings|, for sums that are large.
 
-    The kernel's P is the exact one to float32, so its rounding is known but for what lies next to a tie. Equal rows under a
-    causal mask, say, have P in steps of an even size, which are rounded alike though no two are equal (seen: 6.4 sigma in dV).
+    The kernel's P is exact to float32, so its rounding is known except next to a tie. For example, equal rows under a causal
+    mask have P in equal steps, which are rounded alike though no two P are equal (measured: 6.4 sigma in dV).
     """
     unit = 2 * half_ulp(t.p, t.form)
     error = torch.round(t.p / unit).mul_(unit).sub_(t.p).masked_fill_(~random, 0.0)
@@ -388,31 +388,32 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     dk.b.addcmul_(t.touched, lost(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.q.shape[1]), value=1 + scale)
     dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
     share = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
-    found = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
+    gradients = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
     if not lean:
         p2, q2 = (x.weight * x.weight).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
-        # A flushed P moves D, and all of its row: no random error either.
-        found.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
-        found.d_s, found.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
-        found.share = share
-    return found
+        # A flushed P moves D, and with it its whole row: a coherent error too.
+        gradients.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
+        gradients.d_s, gradients.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
+        gradients.share = share
+    return gradients
 
 
 @dataclass(slots=True, eq=False)
 class _Roundings:
-    """What becomes of dS on its way into dQ and dK, each `(Z, rows, keys)`."""
+    """Errors of dS on its way into dQ and dK, each `(Z, rows, keys)`."""
 
     size: torch.Tensor
-    """|dS| and its error before it is rounded."""
+    """|dS| plus its error before it is rounded."""
     own: torch.Tensor
+    """The mean square of its own rounding."""
     random: torch.Tensor
-    """The mean square of its own rounding; of that and those of what goes into it."""
+    """`own` plus the mean squares of the roundings of its inputs."""
     of_p: torch.Tensor | None
-    """Of `random` the part that is P's rounding, where dS is taken from rounded P."""
+    """The part of `random` from P's rounding, where dS is taken from rounded P."""
     worst: torch.Tensor
     flushed: torch.Tensor
     systematic: torch.Tensor
-    """What does not average out: the arithmetic of this entry, and what is flushed."""
+    """Errors that do not average out: the arithmetic of this entry, and flushed values."""
 
 
 def _roundings_of_ds(t: Scores, x: _Ds, deviations: Deviations) -> _Roundings:
@@ -443,7 +444,7 @@ def _dk(
     known: torch.Tensor | None,
     deviations: Deviations,
 ) -> torch.Tensor:
-    """Adds to the sums of dK, but for what may overflow and what flushing takes. Returns the share of D's errors in sigma^2."""
+    """Add to the sums of dK, except overflow and flushing below tiny; return the share of D's errors in sigma^2."""
     scale, p2 = abs(t.scale), x.weight * x.weight
     q_size, q2 = t.q_size * scale, (t.q * scale).square_()
     sums.result.baddbmm_(x.d_s.mT, t.q * t.scale)
@@ -474,13 +475,13 @@ def _dk(
 
 
 def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
-    """How many rows of the key/value head have this row's q, or its O, (Z, rows, 1): their errors in D are equal too.
+    """Count the rows of the key/value head that share this row's q, or its O, (Z, rows, 1): their errors in D are equal too.
 
-    Told by a random projection, within (u / 16) |q| and (u / 8) |O|.
+    Rows are compared by a random projection, within (u / 16) |q| and (u / 8) |O|.
     """
     counts = []
     for rows, window in ((t.q, t.form.u / 16), (f.o, t.form.u / 8)):
-        # Padding is beyond everything, so that it is nobody's neighbour.
+        # Padding is placed at infinity, so that it is not counted.
         place = (rows @ direction(rows.shape[-1], rows.device)).masked_fill_(t.dead[..., 0], torch.inf)
         distance = window * rows.norm(dim=-1)
         counts.append(near(place, distance))
@@ -488,18 +489,18 @@ def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
 
 
 def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
-    """One rounding of each query head's share of x^T y before the group is summed, added to the sums of dK or dV.
+    """Add one rounding of each query head's share of x^T y, before the group is summed, to the sums of dK or dV.
 
-    Of a frame that has not all rows, the shares are not whole: u sum_g |share| then stands for their roundings.
+    A frame with part of the rows has only parts of the shares: u sum_g |share| then bounds their roundings.
     """
     shares = (x.unflatten(1, (-1, t.rows)).mT @ y.unflatten(1, (-1, t.rows))).abs_().mul_(scale)
     worst = t.rounding.worst(shares, t.form.eta).sum(1).mul_(1.01)
     if not t.whole:
         sums.b.add_(worst)
-        # A share may overflow where their sum does not; of a part of the rows it may have that part of the range.
+        # A share may overflow where their sum does not; a part of the rows may use that part of the range.
         sums.b.masked_fill_((shares >= 0.999 * t.form.largest * t.part).any(1), torch.inf)
         return
-    # With their true units: over all of an output the mean square of 0.18 u^2 x^2 is off by more than the statistics allow.
+    # By their true units: over a whole output the mean square of 0.18 u^2 x^2 is off by more than the statistics allow.
     random = half_ulp(shares, t.form).square_().mul_(1 / 3).sum(1)
     sums.hard.add_(worst)
     sums.sigma2.add_(random)

@@ -1,11 +1,12 @@
 """Per-element error budgets from float64 quantities: how far off an output of a correct kernel may be.
 
-Assumed of a kernel: P <= 1 against the true running maximum, the row sum from fp32 P, P and dS rounded once to the input
-dtype, fp32 accumulation, one final rounding. What it does otherwise it declares (`Deviations`), and only that term grows.
+A kernel is assumed to compute P <= 1 against the true running maximum, the row sum from fp32 P, to round P and dS once to the
+input dtype, to accumulate in fp32, and to round once at the end. It declares deviations from this (`Deviations`); each lets only
+its own term grow.
 
 The budget is M = min(H, 6 sigma + 4 tau) + B. H is the worst case of the roundings to the input dtype (of P, dS, and of O inside
 Delta), sigma their root mean square, tau the part of it that adds up because values repeat; B is the error of fp32 arithmetic
-(scores, exponentials, accumulation) and of values that may be flushed to zero. For float32 kernels H is 0, but for tf32 where
+(scores, exponentials, accumulation) and of values that may be flushed to zero. For float32 kernels H is 0, except for tf32 where
 that is declared. Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal, eps = 2**-24.
 
 Without `ties`, tau is left out: that budget is never larger, and far cheaper, so it is tried first.
@@ -39,10 +40,10 @@ _SUMS = ("result", "size", "sigma2", "hard", "b")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Budget:
-    """Of one output over the whole batch, float64, heads first `(heads, tokens, dim)`; `allowed` is M, infinite where not judged.
+    """Budget of one output over the batch, float64 `(heads, tokens, dim)`; `allowed` is M, infinite where nothing is judged.
 
-    `random`: 6 sigma + 4 tau where that is what limits (less than H), else 0. `b` is B, `flush` its part that is flushed values.
-    `noise`: sigma^2 as the aggregate tests take it. `reorder`: what another order of fp32 additions may change in the result.
+    `random`: 6 sigma + 4 tau where that is less than H, else 0. `b` is B, `flush` its part from flushed values. `noise`: sigma^2
+    for the aggregate tests. `reorder`: how much another order of fp32 additions may change the result.
     """
 
     allowed: torch.Tensor
@@ -55,17 +56,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Budgets:
-    """The budget of every output; LSE has `allowed` alone `(heads, tokens)`. `repeats`: whether values are generic."""
+    """The budget of every output; LSE has only `allowed` `(heads, tokens)`. `repeats`: whether values are generic."""
 
     lse: torch.Tensor
     outputs: dict[OutputName, Budget]
     repeats: Repeats | None
     captured: dict[str, torch.Tensor]
-    """M of captured tensors' gradients, by name; none of what no score reads."""
+    """M of captured tensors' gradients, by name, of tensors that some score reads."""
     independence: Independence | None = None
-    """Whether errors are independent, where it was asked for and all frames are whole."""
+    """Whether errors are independent, if requested and all frames are whole."""
     doubted: dict[OutputName, int] = field(default_factory=dict)
-    """Elements that are not judged since mask_mod is in doubt; empty where it never is."""
+    """Elements that are not judged because mask_mod is in doubt; empty where it never is."""
 
 
 def budgets(
@@ -79,17 +80,17 @@ def budgets(
     independent: bool = False,
     chunk: int | None = None,
 ) -> Budgets:
-    """The budget M of every output of the batch, by the formulae at `forward` and `backward`.
+    """Compute the budget M of every output of the batch, by the formulae at `forward` and `backward`.
 
     Args:
         inputs: the kernel's inputs.
         deviations: what the kernel declares.
-        device: "cpu" or "cuda", for what is declared of one of them.
+        device: "cpu" or "cuda", for deviations declared for one of them.
         ties: whether to count equal values (tau).
         lean: only `allowed`, for a batch whose other parts would not fit into memory.
         generic: whether to look for values that repeat (`Budgets.repeats`), a fifth of the time of a small batch.
-        independent: whether to look for errors that are not independent (`Budgets.independence`), about as long as all else.
-        chunk: scores handled at once; None: by the device.
+        independent: whether to look for errors that are not independent (`Budgets.independence`); about doubles the time.
+        chunk: scores of a frame; None: by the device.
     """
     problem = inputs.problem
     if chunk is None:
@@ -98,25 +99,25 @@ def budgets(
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)
-        made = _Made(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
+        totals = _Totals(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
             t = scores(placed, tokens, deviations, device, ties=ties)
             f, of_p = forward(t, ties=ties, lean=lean)
             delta = delta_error(t, f, of_p)
             if independent and frame.whole:
-                made.independence.add(t, f, delta, placed)
-            # Here and below: a frame's tensors are large, and not wanted beside those of what follows.
+                totals.independence.add(t, f, delta, placed)
+            # Here and below: a frame's large tensors are freed before the next ones are allocated.
             del of_p
-            with made.sums(placed) as (dk, dv):
-                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean, captured=made.captured)
-            made.add(placed, t, f, g)
+            with totals.sums(placed) as (dk, dv):
+                g = backward(t, f, delta, dk, dv, deviations, ties=ties, lean=lean, captured=totals.captured)
+            totals.add(placed, t, f, g)
             del placed, t, f, delta, g, dk, dv
-        return made.finished()
+        return totals.finished()
 
 
-class _Made:
-    """Collects the frames' results."""
+class _Totals:
+    """Collects the results of all frames."""
 
     def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool, generic: bool) -> None:
         p: Problem = tokens.problem
@@ -142,7 +143,7 @@ class _Made:
 
     @contextmanager
     def sums(self, placed: Placed) -> Iterator[tuple[Sums, Sums]]:
-        """The sums of dK and dV that a frame adds to; what it has added is in its place afterwards."""
+        """Give a frame the sums of dK and dV to add to, and store them afterwards."""
         parts = {name: placed.sums(whole) for name, whole in self._keys.items()}
         dk, dv = (Sums.within(part, self._names[name]) for name, part in parts.items())
         yield dk, dv
@@ -150,7 +151,7 @@ class _Made:
             placed.store_sums(self._keys[name], part)
 
     def add(self, placed: Placed, t: Scores, f: Forward, g: Gradients) -> None:
-        """Put one frame's results into their places."""
+        """Store one frame's results."""
         dead = t.dead
         if t.doubt is not None:
             self._doubts.add(placed, t.doubt)
@@ -171,21 +172,21 @@ class _Made:
             self._repeats.add(t, f, g, placed)
 
     def finished(self) -> Budgets:
-        """Everything over the whole batch; what it is made of is given up."""
+        """Return the budgets of the whole batch; frees the sums, so it can be called only once."""
         steps = _row_steps(self._tokens.problem, self._lse.device)
-        found: dict[OutputName, Budget] = {
+        outputs: dict[OutputName, Budget] = {
             "o": Budget(*self._o.chunk(self._parts, -1)),
             "dq": Budget(*self._dq.chunk(self._parts, -1)),
         }
         for name in ("dk", "dv"):
-            found[name] = self._summed(self._names[name], self._keys.pop(name), steps)
+            outputs[name] = self._summed(self._names[name], self._keys.pop(name), steps)
         return Budgets(
-            lse=self._lse[..., 0], outputs=found, repeats=self._repeats, captured=self.captured.allowed(),
+            lse=self._lse[..., 0], outputs=outputs, repeats=self._repeats, captured=self.captured.allowed(),
             independence=self.independence, doubted=self._doubts.counts(),
         )  # fmt: skip
 
     def _summed(self, names: list[str], whole: torch.Tensor, steps: float | torch.Tensor) -> Budget:
-        """The budget of dK or dV from sums over all rows."""
+        """Return the budget of dK or dV from sums over all rows."""
         x = Sums.within(whole, names)
         reorder = accumulated(steps, x.result, x.size, Format.of(self._tokens.problem.dtype))
         b = x.b.add_(reorder)
@@ -195,7 +196,7 @@ class _Made:
             return Budget(allowed)
         noise = x.sigma2 if x.noise is None else x.noise
         if self._partials:
-            # A sum of two half-precision numbers lies on half units: rounding it does nothing or breaks a tie, so h^2 / 2.
+            # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
             noise = noise + half_ulp(x.result, Format.of(self._tokens.problem.dtype)).square_().div_(6)
         return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
 
@@ -210,7 +211,7 @@ def _joined(
     noise: torch.Tensor,
     reorder: torch.Tensor,
 ) -> torch.Tensor:
-    """The parts of a Budget side by side."""
+    """Join the parts of a Budget along the last dimension."""
     return torch.cat([allowed, _limiting(hard, sigma2, tau2), b, flush, noise, reorder], -1)
 
 
@@ -220,7 +221,7 @@ def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | Non
 
 
 def _row_steps(problem: Problem, device: torch.device) -> float | torch.Tensor:
-    """Matrix steps of 16 rows that add up to dK and dV, of each key token: `(total_k, 1)`, or one number for all."""
+    """Return the matrix steps of 16 rows that sum to dK and dV, for each key token: `(total_k, 1)`, or one number for all."""
     steps = [problem.groups * (math.ceil(n / 16) + 2) for n in problem.seqlens_q]
     if len(set(steps)) == 1:
         return float(steps[0])

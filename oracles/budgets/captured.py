@@ -1,4 +1,4 @@
-"""How far off the gradients of captured tensors may be: sums of dS times d score_mod / d tensor over the scores that read it."""
+"""Budgets of captured tensors' gradients: sums of dS times d score_mod / d tensor over the scores that read the tensor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["CapturedSums"]
 
 
 class CapturedSums:
-    """Adds up over the frames of a batch, for each tensor that takes a gradient: its budget.
+    """Sums over the frames of a batch that give the budget of each tensor with a gradient.
 
     M = sum (slack |g| + |P (dP - D)| e_g) + 6 eps sqrt(n) sum |P (dP - D) g| + n tiny, with g = d score_mod / d tensor, e_g its
-    error, slack the error of dS, n the terms of the sum. Worst case: the errors of D of many rows are taken as if they had one
-    sign. Kernels add the terms in float32, unrounded. Infinite where a score that counts is of a row whose mask is in doubt.
+    error, slack the error of dS, n the terms of the sum. It is a worst case: the errors of D of many rows count as if they had
+    one sign. Kernels add the terms in float32, unrounded. Infinite where a row with its mask in doubt contributes.
     """
 
     def __init__(self, modifiers: Modifiers) -> None:
@@ -25,7 +25,7 @@ class CapturedSums:
         self._sums: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def add(self, changed: Changed, d_s: torch.Tensor, slack: torch.Tensor, doubtful: torch.Tensor | None) -> None:
-        """One frame: `d_s` is P (dP - D), hidden scores 0, `slack` a bound on its error, `doubtful` where there is no bound."""
+        """Add one frame: `d_s` is P (dP - D), 0 for hidden scores, `slack` bounds its error, except where `doubtful`."""
         for tensor, index, slope, error in self._modifiers.gradients(changed):
             shape = self._modifiers.tensors[tensor.name].shape
             if tensor.name not in self._sums:
@@ -44,9 +44,9 @@ class CapturedSums:
                 total.index_add_(0, flat, term.flatten())
 
     def allowed(self) -> dict[str, torch.Tensor]:
-        """M of each tensor that some frame has reached, float64, in its shape."""
-        found = {}
+        """Return M of each tensor that some frame has read, float64, in its shape."""
+        budgets = {}
         for name, (error, size, count) in self._sums.items():
             budget = error + 6 * EPS * count.sqrt() * size + count * TINY
-            found[name] = budget.reshape(self._modifiers.tensors[name].shape)
-        return found
+            budgets[name] = budget.reshape(self._modifiers.tensors[name].shape)
+        return budgets

@@ -1,8 +1,8 @@
-"""Rows of which mask_mod may or may not hide some score (mask_doubt.py): what they may be, whichever scores a kernel takes.
+"""Bounds for rows in doubt: rows with scores that mask_mod may or may not hide (mask_doubt.py).
 
-O, LSE and dQ of such a row are not judged. To dK and dV it adds what lies in a range: with w = exp(s - m), a score that is seen
-for certain has P between w / sum of all that may be seen and w / sum of what is seen for certain, one in doubt between 0 and
-that. This holds even where a forward and a backward take different scores.
+O, LSE and dQ of such a row are not judged. Its share of dK and dV lies in a range: with w = exp(s - m), a certain score has P
+between w / (sum of w over all scores that may be seen) and w / (sum of w over certain scores); a score in doubt has P between
+0 and the latter. This holds even where forward and backward keep different scores.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from attnfuzz.oracles.frames import Placed
 __all__ = ["Doubt", "Doubts"]
 
 _ROUNDED = 1.02
-"""What is moved is rounded on its way as well: by at most u = 2^-8 each of two times."""
+"""Factor for two roundings of the moved values, each by at most u = 2^-8."""
 _MOST = 16.0
-"""Where scores in doubt count for more than this times the certain ones, what they may move is too wide to judge by."""
+"""Largest sum of w over all scores, as a multiple of that over certain ones, for which the range is narrow enough to judge."""
 _HUGE = 80.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Doubt:
-    """Of a frame: which scores are in doubt, bool `(1 or Z, rows, keys)`, and what follows of the rows."""
+    """The scores in doubt of one frame, and the bounds on P that follow."""
 
     rows: torch.Tensor
     """(1 or Z, rows, 1): whether a score of the row is in doubt."""
     reach: torch.Tensor
-    """Scores that are seen or may be, of all rows, bool `(1 or Z, rows, keys)`."""
+    """Scores that are or may be seen, in all rows, bool `(1 or Z, rows, keys)`."""
     endless: torch.Tensor
-    """(Z, rows, 1): rows in doubt of which nothing is known: none but scores in doubt counts in them."""
+    """(Z, rows, 1): rows in doubt without bounds, since scores in doubt outweigh the certain ones."""
     low: torch.Tensor
     high: torch.Tensor
-    """Between which P may be `(Z, rows, keys)`, exactly evaluated; of rows in doubt that are not endless."""
+    """Bounds on P `(Z, rows, keys)` in exact arithmetic, for rows in doubt that are not endless."""
 
     @staticmethod
-    def of(s: torch.Tensor, m: torch.Tensor, seen: torch.Tensor, scores: torch.Tensor) -> Doubt:
-        """From the scores s, the rows' maxima, and which scores are seen and which are in doubt."""
-        rows, reach = scores.any(-1, keepdim=True), seen | scores
+    def of(s: torch.Tensor, m: torch.Tensor, visible: torch.Tensor, scores: torch.Tensor) -> Doubt:
+        """Build it from the scores s, the rows' maxima m, the visible scores and the scores in doubt."""
+        rows, reach = scores.any(-1, keepdim=True), visible | scores
         w = torch.exp(s.masked_fill(~reach, -torch.inf) - m)
         certain = w.masked_fill(scores, 0.0)
         least, most = certain.sum(-1, keepdim=True), w.sum(-1, keepdim=True)
@@ -52,7 +52,7 @@ class Doubt:
         return Doubt(rows, reach, endless, low, high)
 
     def widest(self, delta: torch.Tensor, s_size: torch.Tensor) -> torch.Tensor:
-        """delta, in rows in doubt the largest of the row: another maximum and another sum may go into P."""
+        """Return delta, in rows in doubt the largest of the row: P may use another maximum and another sum."""
         largest = s_size.masked_fill(~self.reach, 0.0).amax(-1, keepdim=True)
         one = delta.masked_fill(~self.reach, 0.0).amax(-1, keepdim=True)
         one = one + 16 * EPS * (largest + 1 + math.log2(max(2, s_size.shape[-1])))
@@ -60,11 +60,11 @@ class Doubt:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """(Z, rows, keys): scores that no kernel sees, or of whose rows nothing is known."""
+        """(Z, rows, keys): scores that no kernel sees, and all scores of endless rows."""
         return ~self.reach | self.endless
 
     def moved(self, p: torch.Tensor, e: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
-        """How far a kernel's P may be from `p`, beside a relative error `e` and its `rounding`, the worst case of `high`.
+        """Return how far a kernel's P may be from `p`, with relative error `e` and `rounding`, the largest rounding of `high`.
 
         0 in rows that are endless or not in doubt.
         """
@@ -73,7 +73,7 @@ class Doubt:
 
 
 class Doubts:
-    """Collects the frames' rows and keys that are not judged."""
+    """Collects rows and keys that are not judged, over all frames."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
         self._problem, self._device = problem, device
@@ -81,7 +81,7 @@ class Doubts:
         self._keys: torch.Tensor | None = None
 
     def add(self, placed: Placed, doubt: Doubt) -> None:
-        """One frame's."""
+        """Add those of one frame."""
         p = self._problem
         if self._rows is None or self._keys is None:
             self._rows = torch.zeros((p.heads, p.total_q, 1), dtype=torch.bool, device=self._device)
@@ -92,7 +92,7 @@ class Doubts:
         placed.store_sums(self._keys, keys)
 
     def counts(self) -> dict[OutputName, int]:
-        """Elements of each output that are not judged; empty where no frame had a mask that compares floats."""
+        """Return the number of elements of each output that are not judged; empty if no frame's mask compares floats."""
         if self._rows is None or self._keys is None:
             return {}
         rows, keys = torch.stack([self._rows.sum(), self._keys.sum()]).tolist()

@@ -1,4 +1,4 @@
-"""Scores, probabilities, O and LSE of a frame in float64, and how far off a kernel's may be.
+"""Scores, probabilities, O and LSE of a frame in float64, and the budgets of O and LSE.
 
 Notation as in oracles/budgets/bounds.py. Tensors are `(Z, rows, keys)` and `(Z, rows, dim)`.
 """
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 LAMBDA, TIES = 6.0, 4.0
-"""How many times the root mean square of independent roundings, and of those that repeat, an error may be."""
+"""Limits on an error, as multiples of the root mean square of independent roundings and of repeated ones."""
 _HUGE = 1e60
 Steps: TypeAlias = float | torch.Tensor
 
@@ -64,7 +64,7 @@ class Scores:
     d2: torch.Tensor
     """Squares of scale k, v, dO."""
     values: torch.Tensor
-    """v, |v|, v^2 and k side by side: one product with P for all of them."""
+    """v, |v|, v^2 and k side by side, for one product with P."""
     unseen: torch.Tensor
     dead: torch.Tensor
     """(Z, rows, 1): whether the row sees no key."""
@@ -81,34 +81,34 @@ class Scores:
     delta: torch.Tensor
     """Bound on the error of a score's exponent argument."""
     lost_rows: torch.Tensor
-    """(Z, rows, 1): scores so inexact (an error beyond 1 in the exponent) that no budget of what follows is one."""
+    """(Z, rows, 1): whether scores are too inexact (an error beyond 1 in the exponent) for any budget."""
     m_lse: torch.Tensor
     shift: torch.Tensor
     l_error: torch.Tensor | None
-    """Relative error of a row sum that adds rounded P, where that is declared."""
+    """Relative error of a row sum of rounded P, where that is declared."""
     n_k: Steps
-    """Keys of the sequence, or `(Z, 1, 1)` of each."""
+    """Keys of the sequence, or of each sequence `(Z, 1, 1)`."""
     rows: int
     """Rows of each query head."""
     part: float
-    """Of the rows of the longest sequence, how many are here."""
+    """Share of the rows of the longest sequence in this frame."""
     k_sum: torch.Tensor
     """(Z, 1, dim_qk): sum_j |k|."""
     touched: torch.Tensor
     """(Z, keys, 1): 1 for keys that some row sees, else 0."""
     changed: Changed | None
-    """What softcap and score_mod make of the scores."""
+    """Scores after softcap and score_mod."""
     doubt: Doubt | None
     """Scores that mask_mod may or may not hide."""
 
     @property
     def whole(self) -> bool:
-        """All rows of the sequences are here."""
+        """Whether all rows of the sequences are in this frame."""
         return self.part == 1.0
 
     @property
     def lost_keys(self) -> torch.Tensor:
-        """(Z, keys, 1): whether some row sees the key, or may see it, of which nothing is known that it adds up to."""
+        """(Z, keys, 1): whether some row that sees or may see the key has unbounded errors."""
         if self.doubt is None:
             return (self.lost_rows & ~self.unseen).any(1)[..., None]
         return ((self.lost_rows | self.doubt.endless) & self.doubt.reach).any(1)[..., None]
@@ -126,14 +126,14 @@ class Forward:
     hard: torch.Tensor
     b: torch.Tensor
     flush: torch.Tensor
-    """The part of B that is flushed values."""
+    """The part of B from flushed values."""
     reorder: torch.Tensor
-    """The part of B that is accumulation."""
+    """The part of B from accumulation."""
     noise: torch.Tensor | None
     """sigma^2 by P's true units."""
     m_o: torch.Tensor
     e_f2: torch.Tensor
-    """sum_j P e_f^2: the square of P's relative error by its score's, averaged."""
+    """sum_j P e_f^2: the mean square of P's relative error due to the score's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,9 +147,9 @@ class OfP:
 
 
 def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Format) -> torch.Tensor:
-    """fp32 accumulation over `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X), X the sum of the terms' sizes.
+    """Return the error of fp32 accumulation over n = `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X).
 
-    float32 products are added one by one, so that sqrt(16 n) roundings stand in for sqrt(n).
+    X is the sum of the terms' sizes. float32 products are added one by one: sqrt(16 n) roundings in place of sqrt(n).
     """
     steps_ = steps * 16 if form.u == EPS else steps
     root = steps_.sqrt() if isinstance(steps_, torch.Tensor) else math.sqrt(steps_)
@@ -157,47 +157,47 @@ def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Fo
 
 
 def repeated_sum(x: torch.Tensor) -> torch.Tensor:
-    """eps / 2 (n - 1) |x|, n how often each x is there in its row: equal terms of a float32 sum are rounded alike each time.
+    """Return eps / 2 (n - 1) |x|, n the count of each x in its row: equal terms of a float32 sum are rounded alike each time.
 
-    Added one after the other they are off by up to n / 2 eps of their sum, of which `accumulated` has half.
+    Added one after the other they are off by up to n / 2 eps of their sum; `accumulated` has half of that.
     """
     return (neighbours(x, EPS * x.shape[-1] / 2) - 1).mul_(x.abs()).mul_(EPS / 2)
 
 
 def steps_of(n: Steps) -> Steps:
-    """Matrix steps of 16 over `n` terms, and two more."""
+    """Return the matrix steps of 16 over `n` terms, and two more."""
     return (n / 16).ceil() + 2 if isinstance(n, torch.Tensor) else math.ceil(n / 16) + 2
 
 
 def spread_of(sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
-    """6 sigma + 4 tau."""
-    found = sigma2.sqrt().mul_(LAMBDA)
-    return found if tau2 is None else found.add_(tau2.sqrt(), alpha=TIES)
+    """Return 6 sigma + 4 tau."""
+    spread = sigma2.sqrt().mul_(LAMBDA)
+    return spread if tau2 is None else spread.add_(tau2.sqrt(), alpha=TIES)
 
 
 def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, *, ties: bool = False) -> Scores:
-    """Scores, probabilities and the budget of LSE.
+    """Compute scores, probabilities and the budget of LSE.
 
     delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
     With a score_mod f, delta = error of f(s) (tree_errors.py) where s is off by that without m, + eps (4 |f(s)| + 4 |m|) + 4 tiny
     Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
-    In rows of which mask_mod may or may not hide some score, delta is one for all that may be seen (doubts.py).
+    In a row with scores that mask_mod may or may not hide, all scores that may be seen have one delta (doubts.py).
     """
     problem: Problem = tokens.problem
     q, k, v, d_o = placed.rows(tokens.q), placed.keys(tokens.k), placed.keys(tokens.v), placed.rows(tokens.d_o)
     d_lse = None if tokens.d_lse is None else placed.rows(tokens.d_lse.T[:, :, None])
     values = torch.cat([v, v.abs(), v * v, k], -1)
     v, v_size, v2, k = values.split([*[problem.dim_v] * 3, problem.dim_qk], -1)
-    seen, scale, form = placed.seen(), problem.scale, Format.of(problem.dtype)
+    visible, scale, form = placed.visible(), problem.scale, Format.of(problem.dtype)
     modifiers = tokens.modifiers
     leaves = placed.leaves() if modifiers.score is not None or modifiers.mask is not None else {}
     doubtful = None
     if leaves and (unmasked := modifiers.unmasked(leaves)) is not None:
         if (doubtful := modifiers.doubtful(leaves)) is not None:
-            doubtful = seen & doubtful
-        seen = seen & unmasked
-    unseen = ~seen
+            doubtful = visible & doubtful
+        visible = visible & unmasked
+    unseen = ~visible
     q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
     rounding = Rounding(form, problem.dtype != "float32", problem.dtype == "float32" and device in deviations.tf32_on)
     s = (q * scale) @ k.mT
@@ -227,11 +227,11 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     e = torch.exp(hidden - m)
     total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
     lse = m + torch.log(total)
-    doubt = None if doubtful is None else Doubt.of(s, m, seen, doubtful)
+    doubt = None if doubtful is None else Doubt.of(s, m, visible, doubtful)
     if doubt is not None:
         delta = doubt.widest(delta, s_size)
     delta.masked_fill_(unseen if doubt is None else ~doubt.reach, 0.0)
-    # Lambda is taken from the logarithms: for huge scores e^delta itself would overflow.
+    # Lambda is computed from logarithms: for huge scores e^delta itself would overflow.
     shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
     keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
     m_lse = (lse.abs() + m_size).mul_(4 * EPS).add_(shift).add_(8 * EPS * (1 + keys))
@@ -243,7 +243,7 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     if doubt is not None:
         top &= ~doubt.rows
     p = e / total
-    found = Scores(
+    result = Scores(
         rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
         top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
@@ -255,16 +255,16 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
         m_lse += (p * (neighbours(e, EPS * s.shape[-1] / 2) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
     if deviations.l_from_rounded_p:
-        found.l_error = _rounded_sum(found)
-        m_lse += found.l_error
+        result.l_error = _rounded_sum(result)
+        m_lse += result.l_error
     m_lse.masked_fill_(dead, 0.0)
-    return found
+    return result
 
 
 def _rounded_sum(t: Scores) -> torch.Tensor:
-    """The error of a row sum of rounded P, relative: at most u, and mostly of the size of its random walk.
+    """Return the relative error of a row sum of rounded P: at most u, and mostly that of a random walk.
 
-    With ties counted always: a sum of equal P is off by all of one rounding.
+    Ties always count here: a sum of equal P is off by all of one rounding.
     """
     random = t.rounding.variance(t.e, t.form.eta, t.top)
     random = (
@@ -278,7 +278,7 @@ def _rounded_sum(t: Scores) -> torch.Tensor:
 
 
 def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]:
-    """The budget of O and the roundings in it; `lean`: not what the statistics over a whole output need.
+    """Compute the budget of O and the roundings in it; `lean` leaves out the parts for statistics over a whole output.
 
     pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
     sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
@@ -312,20 +312,20 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         b += o.abs() * t.l_error
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_o.masked_fill_(t.lost_rows, torch.inf)
-    found = Forward(
+    result = Forward(
         o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
     )
-    return found, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
+    return result, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
 
 
 def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: int) -> torch.Tensor:
-    """What flushing to zero below the smallest normal float32 may take from sum x y: tiny (sum |x| + sum |y| + terms + 1).
+    """Return the loss of sum x y by flushing below the smallest normal float32: tiny (sum |x| + sum |y| + terms + 1).
 
-    An operand that is flushed takes tiny times the other, a product or a sum tiny.
+    A flushed operand loses tiny times the other one, a flushed product or sum tiny.
     """
     return (size_x + (size_y + (terms + 1))).mul_(TINY)
 
 
 def least(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None, t: Scores) -> torch.Tensor:
-    """min(H, 6 sigma + 4 tau); tf32's truncation is not random, so that H stands alone there."""
+    """Return min(H, 6 sigma + 4 tau), or H for tf32, whose truncation is not random."""
     return torch.minimum(hard, spread_of(sigma2, tau2)) if t.rounding.half else hard.clone()

@@ -1,15 +1,15 @@
-"""Whether an output's errors are independent ones, looked at where a statistic over all of them is beyond its limit.
+"""Whether an output's errors are independent; checked where a statistic over all of them is beyond its limit.
 
-What rows have in common, structure makes and no fault: with P = exp(-slope (i - j)) under a window, scores of 1e-3 beside that
-change no rounding, so that all rows have the same ones (seen on an H200: z of 3.7 x its limit, R of 1.2 x). Two figures tell:
+Rows may have equal errors by their structure, without a fault: with P = exp(-slope (i - j)) under a window, additional scores of
+1e-3 change no rounding, so that all rows are rounded alike (measured on an H200: z of 3.7 x its limit, R of 1.2 x). Two figures:
 
-    z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err what the roundings of P and dS alone
-          make of the exact values: the largest over what a kernel may round, P by eight references of its exponent among it
-    c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is one number spread over it, as that of D is
-          where a row sees few keys, and 1 / n where it is n numbers
+    z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
+          roundings of P and dS alone: the largest over the ways a kernel may round, eight references of P's exponent included
+    c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
+          in a row that sees few keys, and 1 / n where it has n independent numbers
 
-Independent roundings have z_k below 3.5 but for two in a thousand. A mean of n squares of single numbers exceeds 1 + 10 / sqrt(n)
-one time in a million, and 1 + 3 / sqrt(n) three times in a hundred.
+Independent roundings have z_k below 3.5 except for two in a thousand. A mean of n squares of single numbers exceeds
+1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOTHING = 1e-300
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product:
-    """An output as sum over m of a rounded factor and `values (Z, m, dim)`."""
+    """An output as the sum over m of a rounded factor times `values (Z, m, dim)`."""
 
     expected: torch.Tensor
     """(Z, n, dim)."""
@@ -43,11 +43,11 @@ class _Product:
     variance: torch.Tensor
     """Of the factor's rounding, (Z, n, m)."""
     single: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Variance (Z, n, 1) and direction (Z, n, dim) of one number that is in all of a row."""
+    """Variance (Z, n, 1) and direction (Z, n, dim) of one error shared by a whole row."""
 
 
 class Independence:
-    """z_k and c of every output, from whole frames."""
+    """Collects z_k and c of every output from whole frames."""
 
     Z_LIMIT = 3.5
 
@@ -56,33 +56,33 @@ class Independence:
         self._correlated: dict[OutputName, list[torch.Tensor]] = {}
 
     def add(self, t: Scores, f: Forward, delta: Delta, placed: Placed) -> None:
-        """Look at one frame."""
+        """Add one frame."""
         weight = t.p if t.changed is None else t.p * t.changed.slope
         d_s = weight * (t.d_o @ t.v.mT - delta.d)
         var_p, var_s = (half_ulp(x, t.form).square_().div_(3).masked_fill_(x == 0, 0.0) for x in (t.p, d_s))
         k, q, of_d = t.k * t.scale, t.q * t.scale, weight * weight * delta.sigma2
         rows, keys = placed.sampled(_SAMPLED)
-        found: tuple[tuple[OutputName, _Product, torch.Tensor, Iterator[torch.Tensor]], ...] = (
+        products: tuple[tuple[OutputName, _Product, torch.Tensor, Iterator[torch.Tensor]], ...] = (
             ("o", _Product(f.o, t.v, var_p), rows, _of_p(t)),
             ("dv", _Product(t.p.mT @ t.d_o, t.d_o, var_p.mT), keys, iter([_rounding(t, t.p).mT])),
             ("dq", _Product(d_s @ k, k, var_s, (delta.sigma2, weight @ k)), rows, _of_ds(t, f, delta, weight)),
             ("dk", _Product(d_s.mT @ q, q, (var_s + of_d).mT), keys, (x.mT for x in _of_ds(t, f, delta, weight))),
         )
-        for name, product, sampled, errors in found:
+        for name, product, sampled, errors in products:
             self._add_known(name, product, errors, t)
             self._correlated.setdefault(name, []).append(_correlated(product, sampled, t))
 
     def figures(self) -> dict[OutputName, tuple[float, float]]:
-        """(z_k, c) of each output."""
-        found: dict[OutputName, tuple[float, float]] = {}
+        """Return (z_k, c) of each output."""
+        values: dict[OutputName, tuple[float, float]] = {}
         for name, sums in self._sums.items():
             total, squares = sums.unbind(-1)
             known = (total.abs() / squares.clamp(min=_NOTHING).sqrt()).nan_to_num(nan=math.inf).amax()
-            found[name] = (float(known), math.sqrt(float(torch.cat(self._correlated[name]).mean())))
-        return found
+            values[name] = (float(known), math.sqrt(float(torch.cat(self._correlated[name]).mean())))
+        return values
 
     def _add_known(self, name: OutputName, product: _Product, errors: Iterator[torch.Tensor], t: Scores) -> None:
-        """sum t and sum t^2 of the rows, for each of `errors`."""
+        """Add sum t and sum t^2 of the rows, for each of `errors`."""
         last = half_ulp(product.expected, t.form).square_().div_(3)
         weighted = product.expected / (product.variance @ product.values.square() + last)
         of_rows = [((error @ product.values) * weighted).nan_to_num_(nan=0.0).sum(-1) for error in errors]
@@ -96,14 +96,14 @@ def _rounding(t: Scores, x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_p(t: Scores) -> Iterator[torch.Tensor]:
-    """P's roundings where exp(s - m) is rounded, for several m, as tiles have their own; the largest is exact."""
+    """Yield the roundings of P where exp(s - m) is rounded, for several m, since tiles differ in it; the largest P is exact."""
     for number in range(_REFERENCES):
         factor = 2.0 ** (number / _REFERENCES)
         yield _rounding(t, t.e * factor).masked_fill_(t.top, 0.0).div_(factor * t.l)
 
 
 def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """dS's roundings, with D from the exact O and from the rounded one, rounded before or after it is scaled."""
+    """Yield the roundings of dS, with D from the exact O and from the rounded one, rounded before or after scaling."""
     moved = (t.d_o * _rounding(t, f.o)).sum(-1, keepdim=True)
     d_p, scale = t.d_o @ t.v.mT, abs(t.scale)
     for d in (delta.d, delta.d + moved):
@@ -113,8 +113,8 @@ def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterato
 
 
 def _correlated(product: _Product, sampled: torch.Tensor, t: Scores) -> torch.Tensor:
-    """c^2 of sampled rows."""
-    found = []
+    """Return c^2 of sampled rows."""
+    squares = []
     n, dim = product.expected.shape[1:]
     last = half_ulp(product.expected, t.form).square_().div_(3)
     for at in sampled.tolist():
@@ -126,5 +126,5 @@ def _correlated(product: _Product, sampled: torch.Tensor, t: Scores) -> torch.Te
             covariance += one * direction[:, None] * direction
         covariance.diagonal().add_(last[z, row])
         size = covariance.diagonal().clamp(min=_NOTHING).rsqrt()
-        found.append((covariance * size[:, None] * size).square().sum() / dim**2)
-    return torch.stack(found) if found else torch.ones(1, dtype=torch.float64, device=t.p.device)
+        squares.append((covariance * size[:, None] * size).square().sum() / dim**2)
+    return torch.stack(squares) if squares else torch.ones(1, dtype=torch.float64, device=t.p.device)

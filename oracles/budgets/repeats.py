@@ -1,4 +1,4 @@
-"""Whether a Case's values are generic: the aggregate tests count errors as independent, which those of equal values are not."""
+"""Whether a Case's values are generic: the aggregate tests assume independent errors, and equal values have equal errors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["Repeats"]
 
 _SAMPLED = 64
 _ACROSS = 5.0
-"""Of equal P in other rows a twentieth is too many: they are a sample of the rows, and a bias adds up over all of them."""
+"""Weight of equal P across rows: a twentieth is too many, since only some rows are sampled and a bias adds up over all."""
 _OF_D = 0.1
-"""The share of D's errors in dK's up to which dK's statistics are taken. On normal values it is a hundredth."""
+"""Largest share of D's errors in dK's for which dK's statistics are computed. On normal values it is a hundredth."""
 _DOUBTFUL = 0.05
-"""The share of rows led by a doubtful 1, up to which the statistics are taken."""
+"""Largest share of rows led by a doubtful 1 for which the statistics are computed."""
 _WINDOW = 16.0
-"""Values count as equal within u / 16. What lies within a few u of each other is rounded alike as well: seen with P between
-1 - u and 1, as tiny scores make it, where z came to 1.1 x its limit while u / 256 still took 31 of them for generic."""
+"""Values count as equal within u / 16, since values within a few u of each other are rounded alike. Measured with P between
+1 - u and 1, from tiny scores: z was 1.1 x its limit, and a window of u / 256 still took 31 such values for generic."""
 
 
 class Repeats:
-    """How often values repeat in P, dS (rows and columns) and in whole rows of q and O; how dK's error spreads over rows.
+    """Collects how often values repeat in P, dS (rows and columns) and in whole rows of q and O, and the spread of dK's error.
 
-    g is the mean count of neighbours, weighted by the squares of the values' roundings, over sampled rows and columns that see
-    something; 1 is generic.
+    g is the mean count of neighbours, weighted by the squares of the values' roundings, over sampled rows and columns with
+    partners; 1 is generic.
     """
 
     FEWEST = 16
-    """Rows that the aggregate tests need at least."""
+    """Least number of rows for the aggregate tests."""
     LIMIT = 1.25
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Repeats:
         self._whole = True
 
     def add(self, t: Scores, f: Forward, g: Gradients, placed: Placed) -> None:
-        """Look at one frame."""
+        """Add one frame."""
         self._whole &= placed.frame.whole
         if not self._whole:
             return
@@ -59,26 +59,26 @@ class Repeats:
         self._share.append(g.share)
 
     def figures(self) -> torch.Tensor | None:
-        """(g, the effective number of rows that carry the error of D into dK, the mean count of equal rows of dO), on the device.
+        """Return g, the effective number of rows behind D's error in dK, and the mean count of equal rows of dO; on the device.
 
-        None: not generic for certain. Where rows of dO are equal, one element expanded say, dV is their multiple of sums of
-        rounded P, which lie on the very steps that dV is rounded in: half of its roundings are ties, and in every dim the same.
+        None: not known to be generic. Where rows of dO are equal, for example one element expanded, dV is a multiple of sums of
+        rounded P. Those lie on the steps that dV is rounded to: half of its roundings are ties, the same in every dim.
         """
         if not self._whole or not self._g:
             return None
         carried = torch.cat(self._carried)
         rows = carried.sum().square() / carried.square().sum().clamp(min=1e-300)
-        # Where much of dK's error is that of D, it is a few numbers spread over all keys, of which no statistic can be made.
+        # Where much of dK's error is from D, it is a few numbers spread over all keys: too few for a statistic.
         rows = torch.where(torch.stack(self._share).amax() <= _OF_D, rows, 0.0)
         g, of_d_o = (torch.stack(each).nan_to_num(nan=torch.inf).amax() for each in (self._g, self._of_d_o))
         return torch.stack([g, rows, of_d_o])
 
 
 def _doubtful_leads(t: Scores) -> torch.Tensor:
-    """Endless where many rows are led by a P that should be 1 and may be off by 4 u, a bound some 20 x what happens: else 0.
+    """Return infinity if many rows are led by a P of 1 that may be off by 4 u, a bound some 20 x the real error; else 0.
 
-    Below 1 a P is rounded in half the steps that it is above, so that the roundings around 1 have a mean, and so has O: where
-    one-hot scores of some 8,000 were scaled by a multiplication that is rounded for itself, z came to 1.2 x its limit (on a GPU).
+    Below 1 the rounding steps of P are half those above, so that roundings around 1 have a mean, and so has O. Measured on a
+    GPU: with one-hot scores of some 8,000, scaled by a separately rounded multiplication, z was 1.2 x its limit.
     """
     doubtful = ((t.p > 0.5) & (t.delta >= 4 * t.form.u)).any(-1).sum()
     live = t.dead.numel() - t.dead.sum()
@@ -86,7 +86,7 @@ def _doubtful_leads(t: Scores) -> torch.Tensor:
 
 
 def _repeated(t: Scores, values: list[torch.Tensor], sampled: torch.Tensor) -> torch.Tensor:
-    """Mean count of neighbours in a row, weighted by their roundings' squares, over sampled rows: the largest of `values`."""
+    """Return the mean count of neighbours in sampled rows, weighted by their squared roundings: the largest of `values`."""
     sample = torch.stack([x.flatten(0, 1)[sampled] for x in values])
     weight = _rounding2(t, sample)
     counted = (neighbours(sample, t.form.u / _WINDOW) * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_(min=1e-300)
@@ -94,25 +94,25 @@ def _repeated(t: Scores, values: list[torch.Tensor], sampled: torch.Tensor) -> t
 
 
 def _repeated_anywhere(t: Scores, sampled: torch.Tensor) -> torch.Tensor:
-    """Mean count of exactly equal P, before it is normalised, in all of the sampled rows: few-valued scores make them."""
+    """Return the mean count of exactly equal P before normalising, over all sampled rows; few-valued scores have them."""
     sample = t.e.flatten(0, 1)[sampled].flatten()
     weight = _rounding2(t, sample)
     return (neighbours(sample, t.form.u * 2.0**-14) * weight).sum() / weight.sum().clamp(min=1e-300)
 
 
 def _rounding2(t: Scores, x: torch.Tensor) -> torch.Tensor:
-    """The square of each rounding to the dtype: of values that are not rounded, as P = 1 and P = 1/2, nothing adds up."""
+    """Return the square of each rounding to the dtype: values that need no rounding, such as P = 1 and P = 1/2, add no error."""
     unit = 2 * half_ulp(x, t.form)
     return torch.round(x / unit).mul_(unit).sub_(x).square_()
 
 
 def _repeated_rows(t: Scores, f: Forward) -> torch.Tensor:
-    """Mean count of rows with the same q, or the same O."""
+    """Return the mean count of rows with the same q, or the same O."""
     return torch.maximum(_equal_rows(t, t.q, 2.0), _equal_rows(t, f.o, 1.0))
 
 
 def _equal_rows(t: Scores, x: torch.Tensor, parts: float) -> torch.Tensor:
-    """Mean count of rows that are the same to u / 128 of their norm's `parts`-th part, told by a random projection."""
+    """Return the mean count of equal rows: within u / 128 of their norm over `parts`, compared by a random projection."""
     place = (x @ direction(x.shape[-1], x.device))[None].masked_fill(t.dead[None, ..., 0], torch.inf)
     norm = x.norm(dim=-1).div_(parts)[None]
     counts = near(place, norm.mul_(t.form.u / 128)).masked_fill_(t.dead[None, ..., 0], 0.0)

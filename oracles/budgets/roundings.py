@@ -1,4 +1,4 @@
-"""What happens to a factor on its way into a product: rounded once to the dtype, truncated to tf32, or flushed to zero.
+"""Errors of a factor before it enters a product: rounded once to the dtype, truncated to tf32, or flushed to zero.
 
 Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal.
 """
@@ -20,16 +20,16 @@ VARIANCE = 0.18
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Rounding of intermediate values to `form`: only of half-precision kernels, or tf32's where that is declared."""
+    """Rounding of intermediate values to `form`: for half-precision kernels, or for tf32 where that is declared."""
 
     form: Format
     half: bool
     tf32: bool
 
     def variance(self, x: torch.Tensor, eta: float, exact: torch.Tensor | None = None) -> torch.Tensor:
-        """Mean square of one rounding of x >= 0: 0 where it may be flushed (that is `flushed`'s), or where `exact`.
+        """Return the mean square of one rounding of x >= 0: 0 where it may be flushed (see `flushed`), or where `exact`.
 
-        max(0.18 u^2 x^2, eta^2 / 3), as one rounding is even over 2 eta in the subnormals and in the binade above them.
+        max(0.18 u^2 x^2, eta^2 / 3): a rounding error is uniform over 2 eta in the subnormals and in the binade above them.
         """
         if not self.half:
             return torch.zeros_like(x)
@@ -39,19 +39,19 @@ class Rounding:
         return (x * x).mul_(VARIANCE * self.form.u**2).clamp_(min=eta * eta / 3).masked_fill_(gone, 0.0)
 
     def true_variance(self, x: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """h^2 / 3 of x >= 0 by its true unit, where its `variance` is not 0."""
+        """Return h^2 / 3 of x >= 0 by its true unit, where its `variance` is not 0."""
         if not self.half:
             return variance
         return half_ulp(x, self.form).square_().mul_(1 / 3).masked_fill_(variance == 0, 0.0)
 
     def worst(self, x: torch.Tensor, eta: float) -> torch.Tensor:
-        """The largest error of x >= 0: max(u x, min(x, eta)), or tf32's truncation."""
+        """Return the largest error of x >= 0: max(u x, min(x, eta)), or tf32's truncation."""
         if self.half:
             return torch.maximum(self.form.u * x, x.clamp(max=eta))
         return x * TF32 if self.tf32 else torch.zeros_like(x)
 
     def flushed(self, x: torch.Tensor, slack: torch.Tensor | None, eta: float) -> torch.Tensor:
-        """min(x + slack, eta) where x >= 0 is so small that it may be flushed as a whole, else 0: coherent, not random."""
+        """Return min(x + slack, eta) where x >= 0 may be flushed as a whole, else 0: a coherent error, not a random one."""
         if not self.half:
             return torch.zeros_like(x)
         size = x if slack is None else x + slack
@@ -59,16 +59,16 @@ class Rounding:
 
 
 def neighbours(x: torch.Tensor, window: float, least: float = 0.0) -> torch.Tensor:
-    """How many entries of its last dimension lie within `window * |x|` of each x, itself among them; float64, at least 1.
+    """Count the entries of the last dimension within `window * |x|` of each x, itself included; float64, at least 1.
 
-    Values that repeat are rounded alike, so that their errors add up and do not average out. `least`: the least distance that
-    counts, for values whose units do not shrink with them.
+    Values that repeat are rounded alike, so that their errors add up and do not average out. `least`: a lower bound on the
+    distance, for values whose units do not shrink with them.
     """
     return near(x, (window * x.abs()).clamp_(min=least) if least else window * x.abs())
 
 
 def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """How many entries of the last dimension lie within `distance` of each x; float64, at least 1."""
+    """Count the entries of the last dimension within `distance` of each x; float64, at least 1."""
     ordered = x.sort(-1)[0].contiguous()
     above = torch.searchsorted(ordered, (x + distance).contiguous(), right=True)
     below = torch.searchsorted(ordered, (x - distance).contiguous())
@@ -77,6 +77,6 @@ def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def direction(dim: int, device: torch.device) -> torch.Tensor:
-    """A random direction, `(dim,)` float64: rows that are equal have the same place along it, and hardly any others have."""
+    """Return a random direction, `(dim,)` float64: equal rows have equal projections on it, and different rows hardly ever."""
     generator = torch.Generator().manual_seed(dim)
     return torch.randn(dim, generator=generator, dtype=torch.float64).to(device)

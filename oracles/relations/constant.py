@@ -1,4 +1,4 @@
-"""V constant over the keys of each sequence: O is that constant, dS is 0, and P's rows, of which dV is made, sum to 1."""
+"""V constant over the keys of each sequence: O is that constant, dS is 0, and P's rows sum to 1, which shows in dV."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ import torch
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
-from attnfuzz.oracles.relations.difference import Difference, Given, Related
-from attnfuzz.oracles.relations.sizes import Noise, seen_keys, sum_of_seeing
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup
+from attnfuzz.oracles.relations.sizes import Noise, key_counts, sum_of_seeing
 from attnfuzz.oracles.relations.tensors import output, packed
 
 __all__ = ["constant_v"]
 
 
-def constant_v(given: Given) -> Related:
-    """The first key's V for all keys, beside a launch with V as it is: LSE and dV have no V in them and must not change.
+def constant_v(setup: Setup) -> Related:
+    """Compare a launch with the first key's V for all keys and one with V unchanged: LSE and dV do not depend on V.
 
     With c that row of V, u the dtype's unit roundoff, p_i as in `sizes`:
 
         |O_i - c| <= M_i = |c| min(u, 5 u hypot(p_i, min(1, 4 u / sigma_i))) + fp32 terms, before its rounding (P is rounded,
-                           its row sum is not; alike where P hardly differ); by tf32 2 u |c|, as P and c are cut toward zero
+                           its row sum is not; P that hardly differ are rounded alike); by tf32 2 u |c|, as P and c are truncated
         |dS_ij| <= P_ij B_i,   B_i = sum_d |dO| (|O_i - c| + M_i) + eps (8 + dim_v / 8) sum_d |dO c|
         |dQ_i| <= |scale| B_i max_j |k_j|
         |dK_j| <= |scale| sum_i B_i |q_i| min(1, exp(|scale| |q_i| max_j |k_j| - LSE_i))
-        sum_j dV_j = sum of dO over the rows that see a key, whatever V is
+        sum_j dV_j = sum of dO over the rows that see a key, for every V
 
-    O in B_i is the kernel's own, so that a wrong O alone does not show twice.
+    O in B_i is the kernel's own, so that a wrong O alone is not reported twice.
     """
-    (problem,) = given.problems
-    parts = list(sequences(given.inputs))
+    (problem,) = setup.problems
+    parts = list(sequences(setup.inputs))
     constant = [dataclasses.replace(part, v=part.v[:, :1].expand_as(part.v)) for part in parts]
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         needs = problem.needs.outputs
         for part in constant:
-            noise = Noise(problem, part, given.deviations, given.device)
+            noise = Noise(problem, part, setup.deviations, setup.device)
             for name in (each for each in ("lse", "dv") if each in needs):
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index)
-                exact = name in given.deterministic
+                exact = name in setup.deterministic
                 allowed = torch.zeros_like(expected) if exact else noise.unit(name, expected)
                 yield Difference(name, part.index, got, expected, allowed, noise=not exact and name != "lse")
             if "o" in needs:
-                yield from _constant_o(given, part, noise, outputs[1])
+                yield from _constant_o(setup, part, noise, outputs[1])
             if "dv" in needs and part.v.shape[1]:
-                yield _sums(given, part, noise, outputs[0])
+                yield _sums(setup, part, noise, outputs[0])
 
-    return Related((given.inputs, packed(problem, constant)), differences)
+    return Related((setup.inputs, packed(problem, constant)), differences)
 
 
-def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Iterator[Difference]:
-    (problem,) = given.problems
+def _constant_o(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> Iterator[Difference]:
+    (problem,) = setup.problems
     form, groups = Format.of(problem.dtype), problem.groups
     heads, rows = part.q.shape[:2]
-    got = output(problem, made, "o", part.index)
+    got = output(problem, outputs, "o", part.index)
     if not part.v.shape[1]:
         yield Difference("o", part.index, got, torch.zeros_like(got), torch.zeros_like(got))
         return
@@ -69,7 +69,7 @@ def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -
     alike = torch.hypot(noise.p, _alike(noise, u))
     relative = (5 * torch.hypot(torch.full_like(noise.p, u), form.eta * noise.n) * alike).clamp(max=u + form.eta)
     if noise.tf32:
-        # P and c are cut, not rounded: always toward zero.
+        # P and c are truncated, not rounded: always toward zero.
         relative = torch.full_like(relative, TF32)
     # The terms of O have one sign: tensor cores truncate their sum at each step of 16 keys.
     steps = noise.n / 8 if noise.half or u else 0.0
@@ -88,38 +88,38 @@ def _constant_o(given: Given, part: SequenceData, noise: Noise, made: Outputs) -
     least = torch.where(live, form.eta, 0.0)
     if "dq" in needs:
         largest = k.abs().amax(1, keepdim=True).repeat_interleave(groups, 0)
-        d_q = output(problem, made, "dq", part.index)
+        d_q = output(problem, outputs, "dq", part.index)
         yield Difference("dq", part.index, d_q, torch.zeros_like(d_q), 1.1 * scale * off[..., None] * largest + least)
     if "dk" in needs:
-        seen = seen_keys(problem, part.index, q.device)
+        counts = key_counts(problem, part.index, q.device)
         longest = k.norm(dim=2).amax(1).repeat_interleave(groups)[:, None]
-        p = torch.exp((scale * q.norm(dim=2) * longest - _lse(given, part, made)).clamp(max=0.0)).nan_to_num(nan=1.0)
+        p = torch.exp((scale * q.norm(dim=2) * longest - _lse(setup, part, outputs)).clamp(max=0.0)).nan_to_num(nan=1.0)
         rowwise = ((off * p)[..., None] * q.abs()).unflatten(0, (-1, groups)).sum(1)
-        allowed = 1.1 * scale * sum_of_seeing(seen, k.shape[1], rowwise)
-        d_k = output(problem, made, "dk", part.index)
-        touched = sum_of_seeing(seen, k.shape[1], noise.live.double()[None])[..., None] > 0
+        allowed = 1.1 * scale * sum_of_seeing(counts, k.shape[1], rowwise)
+        d_k = output(problem, outputs, "dk", part.index)
+        touched = sum_of_seeing(counts, k.shape[1], noise.live.double()[None])[..., None] > 0
         yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), allowed + torch.where(touched, form.eta, 0.0))
 
 
 def _alike(noise: Noise, u: float) -> torch.Tensor:
-    """How much of P's roundings does not average out: P within 4 u of each other, as where a scale is 0, are rounded alike."""
+    """Return the share of P's roundings that does not average out: P within 4 u, as with a scale of 0, are rounded alike."""
     return (4 * u / noise.sigma.clamp(min=1e-300)).clamp(max=1.0) if u else torch.zeros_like(noise.sigma)
 
 
-def _lse(given: Given, part: SequenceData, made: Outputs) -> torch.Tensor:
-    """LSE in natural logarithms; endless where the kernel gives none, since P <= 1 is then all that is known."""
-    (problem,) = given.problems
-    if made.lse is None:
+def _lse(setup: Setup, part: SequenceData, outputs: Outputs) -> torch.Tensor:
+    """Return LSE in natural logarithms; -inf where the kernel returns none, since then only P <= 1 is known."""
+    (problem,) = setup.problems
+    if outputs.lse is None:
         return torch.full(part.q.shape[:2], -torch.inf, dtype=torch.float64, device=part.q.device)
-    base = math.log(2.0) if given.deviations.lse_base2 else 1.0
-    return output(problem, made, "lse", part.index) * base
+    base = math.log(2.0) if setup.deviations.lse_base2 else 1.0
+    return output(problem, outputs, "lse", part.index) * base
 
 
-def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Difference:
-    """Over the keys dV sums to the dO of all rows that see a key: `(kv_heads, 1, dim_v)`."""
-    (problem,) = given.problems
+def _sums(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> Difference:
+    """Compare the sum of dV over the keys with that of dO over the rows that see a key: `(kv_heads, 1, dim_v)`."""
+    (problem,) = setup.problems
     form = Format.of(problem.dtype)
-    d_v = output(problem, made, "dv", part.index)
+    d_v = output(problem, outputs, "dv", part.index)
     d_o = torch.where(noise.live[:, None], part.d_o.double(), 0.0)
 
     def grouped(x: torch.Tensor) -> torch.Tensor:
@@ -133,15 +133,15 @@ def _sums(given: Given, part: SequenceData, noise: Noise, made: Outputs) -> Diff
     )
     terms = problem.groups * part.q.shape[1]
     carried = form.u + EPS * math.sqrt(terms)
-    # Tensor cores truncate the sum at each step of 16 rows, and what the keys' sums have in common they truncate alike.
+    # Tensor cores truncate the sum at each step of 16 rows, and truncate equal parts of the keys' sums alike.
     truncated = EPS * terms / 16 * d_v.abs().sum(1, keepdim=True) if noise.half or u else 0.0
     if noise.tf32:
         truncated = truncated + TF32 * grouped(d_o.abs())
-    # The keys' own roundings are one and the same where some row sees all its keys alike, or where they are next to nothing.
+    # The keys' own roundings are equal where some row weighs all its keys alike, or where dV is close to 0.
     same = float(alike[:, noise.live].max()) if noise.live.any() else 0.0
     size = d_v.abs()
     own = same * half_ulp(size, form) + torch.where(size < 32 * form.eta, form.eta, 0.0)
-    # Subnormal P are a few hundred values, and so are their products: what these are rounded by does not average out.
+    # Subnormal P have a few hundred values, and so have their products: their roundings do not average out.
     own = own + torch.where((size >= 32 * form.eta) & (size < 2.0**form.min_exponent), form.eta / 4, 0.0)
     truncated = truncated + own.sum(1, keepdim=True)
     spread = (grouped((d_o * by_row[..., None]).square()) + carried**2 * d_v.square().sum(1, keepdim=True)).sqrt()

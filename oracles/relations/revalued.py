@@ -1,4 +1,4 @@
-"""Relations that change values: scores shifted, V constant, V and dO scaled, keys changed that a mask hides."""
+"""Relations that change values: scores shifted, V and dO scaled, keys changed that a mask hides."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.formats import Format
-from attnfuzz.oracles.relations.difference import Difference, Given, Related
-from attnfuzz.oracles.relations.sizes import Noise, seen_keys
-from attnfuzz.oracles.relations.tensors import output, packed
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup
+from attnfuzz.oracles.relations.sizes import Noise, key_counts
+from attnfuzz.oracles.relations.tensors import BY_QUERY, output, packed
 
 __all__ = ["cut_rows", "future_keys", "scaled_values", "shifted_scores"]
 
@@ -22,24 +22,24 @@ _LN_2 = math.log(2.0)
 _SHIFTS = (96.0, -96.0, 24.0, -120.0)
 _LARGEST_FACTOR = 2048.0
 _SCALES = ((2, 1), (1, 2), (2, 0), (0, 2))
-"""Powers of two on V and dO: upwards, so that nothing becomes subnormal that was not."""
+"""Exponents of two for V and dO: none negative, so that no value becomes subnormal."""
 _FUTURE = -16.0
 
 
-def _noise(given: Given, data: SequenceData, shift: torch.Tensor | None = None) -> Noise:
-    return Noise(given.inputs.problem, data, given.deviations, given.device, shift)
+def _noise(setup: Setup, data: SequenceData, shift: torch.Tensor | None = None) -> Noise:
+    return Noise(setup.inputs.problem, data, setup.deviations, setup.device, shift)
 
 
-def shifted_scores(given: Given) -> Related:
-    """A constant added to all scores of a row moves its LSE by that constant, and nothing else.
+def shifted_scores(setup: Setup) -> Related:
+    """Add a constant to all scores of a row: its LSE moves by that constant, and nothing else changes.
 
     The last dim of all keys is c, the power of two next to their deviation; that of the queries is 0 in one launch and b_i in the
-    other, so that the scores of row i are larger by scale * b_i * c. dK has q itself in it, so that its last dim is left out.
+    other, so that the scores of row i are larger by scale * b_i * c. dK depends on q itself, so its last dim is left out.
     b_i moves scores by up to 120 and has 8 bits, so that b_i * c is exact in every dtype.
     """
-    (problem,) = given.problems
+    (problem,) = setup.problems
     parts = []
-    for part in sequences(given.inputs):
+    for part in sequences(setup.inputs):
         q, k = part.q.clone(), part.k.clone()
         q[..., -1], k[..., -1] = 0, _common(part.k)
         parts.append(dataclasses.replace(part, q=q, k=k))
@@ -49,12 +49,12 @@ def shifted_scores(given: Given) -> Related:
         q = part.q.clone()
         q[..., -1] = factor.to(q.dtype)
         moved.append(dataclasses.replace(part, q=q))
-    base = _LN_2 if given.deviations.lse_base2 else 1.0
+    base = _LN_2 if setup.deviations.lse_base2 else 1.0
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         for part, factor in zip(parts, factors, strict=True):
             shift = problem.scale * factor * _common(part.k)
-            noise = _noise(given, part, shift)
+            noise = _noise(setup, part, shift)
             for name in problem.needs.outputs:
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index)
@@ -68,7 +68,7 @@ def shifted_scores(given: Given) -> Related:
 
 
 def _factors(problem: Problem, part: SequenceData) -> torch.Tensor:
-    """b_i of each head and row, float64 `(heads, seqlen_q)`."""
+    """Return b_i of each head and row, float64 `(heads, seqlen_q)`."""
     heads, rows = part.q.shape[:2]
     common = _common(part.k)
     wanted = torch.tensor(_SHIFTS, dtype=torch.float64, device=part.q.device) / common
@@ -78,25 +78,25 @@ def _factors(problem: Problem, part: SequenceData) -> torch.Tensor:
 
 
 def _common(k: torch.Tensor) -> float:
-    """What the last dim of all keys becomes: in the units of k, as dQ's last dim has it for a factor."""
+    """Return c, the last dim of all keys: of the size of k, since it is a factor in dQ's last dim."""
     size = float(k[..., :-1].double().square().mean().sqrt()) if k.numel() else 1.0
     return 2.0 ** round(math.log2(size)) if size else 1.0
 
 
-def scaled_values(given: Given) -> Related:
-    """V times 2^a and dO times 2^b make O 2^a, dV 2^b, dQ and dK 2^(a + b) times as large; LSE stays.
+def scaled_values(setup: Setup) -> Related:
+    """Scale V by 2^a and dO by 2^b: O scales by 2^a, dV by 2^b, dQ and dK by 2^(a + b); LSE stays.
 
-    To the bit, for outputs declared deterministic: a power of two changes no rounding but that of subnormals. Allowed there is
-    one rounding of the output's own; dQ and dK of float16, whose dS is subnormal here and there at any size, are compared as
-    noise, and so are half-precision partial sums.
+    Outputs declared deterministic are compared bit by bit, except one rounding of subnormals: a power of two changes no other
+    rounding. dQ and dK of float16, where some dS is subnormal at any size, are compared as noise; so is dV with half-precision
+    partial sums.
     """
-    (problem,) = given.problems
-    a, b = _SCALES[given.seed % len(_SCALES)]
-    parts = list(sequences(given.inputs))
+    (problem,) = setup.problems
+    a, b = _SCALES[setup.seed % len(_SCALES)]
+    parts = list(sequences(setup.inputs))
     scaled = [dataclasses.replace(part, v=part.v * 2.0**a, d_o=part.d_o * 2.0**b) for part in parts]
     powers: dict[OutputName, int] = {"o": a, "lse": 0, "dq": a + b, "dk": a + b, "dv": b}
     form, half = Format.of(problem.dtype), problem.dtype == "float16"
-    inexact = {name for name in ("dq", "dk", "dv") if half and (name != "dv" or given.deviations.half_partials)}
+    inexact = {name for name in ("dq", "dk", "dv") if half and (name != "dv" or setup.deviations.half_partials)}
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         for part in parts:
@@ -104,20 +104,20 @@ def scaled_values(given: Given) -> Related:
                 factor = 2.0 ** powers[name]
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index) / factor
-                if name in given.deterministic and name not in inexact:
-                    # The smallest normal itself may be a subnormal value that was rounded up.
+                if name in setup.deterministic and name not in inexact:
+                    # The smallest normal itself may be a subnormal that was rounded up.
                     small = expected.abs() <= 2.0**form.min_exponent
                     allowed = torch.where(small & (name != "lse"), form.eta * (1 + 1 / factor), 0.0)
                     yield Difference(name, part.index, got, expected, allowed)
                 else:
-                    allowed = _noise(given, part).unit(name, expected)
+                    allowed = _noise(setup, part).unit(name, expected)
                     yield Difference(name, part.index, got, expected, allowed, noise=name != "lse")
 
-    return Related((given.inputs, packed(problem, scaled)), differences)
+    return Related((setup.inputs, packed(problem, scaled)), differences)
 
 
 def cut_rows(problem: Problem, index: int, seed: int) -> int:
-    """How many queries of the sequence the changed keys must not reach: 0 where every key is seen by every prefix."""
+    """Return the length of the prefix of queries that must not see the changed keys: 0 where every prefix sees every key."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     most = min(n_q, n_k - 1) if problem.causal == "top_left" else n_q - 1
     if problem.causal is None or n_k == 0 or most < 1:
@@ -126,30 +126,30 @@ def cut_rows(problem: Problem, index: int, seed: int) -> int:
     return choices[seed % 4]
 
 
-def future_keys(given: Given) -> Related:
-    """Under a causal mask keys beyond what a prefix of queries sees may be anything: its O, LSE and dQ stay, bit by bit.
+def future_keys(setup: Setup) -> Related:
+    """Change the keys that a causal mask hides from a prefix of queries: O, LSE and dQ of the prefix stay, bit by bit.
 
-    The keys and values from the first unseen one on are replaced by what stands there in reverse, 16 times as large and negated.
-    Outputs that are not declared deterministic are compared as noise.
+    Keys and values from the first hidden one on are reversed and multiplied by -16. Outputs that are not declared deterministic
+    are compared as noise.
     """
-    (problem,) = given.problems
-    parts = list(sequences(given.inputs))
-    rows = [cut_rows(problem, part.index, given.seed) for part in parts]
+    (problem,) = setup.problems
+    parts = list(sequences(setup.inputs))
+    rows = [cut_rows(problem, part.index, setup.seed) for part in parts]
     changed = []
     for part, count in zip(parts, rows, strict=True):
-        first = int(seen_keys(problem, part.index, "cpu")[count - 1]) if count else part.k.shape[1]
+        first = int(key_counts(problem, part.index, "cpu")[count - 1]) if count else part.k.shape[1]
         k, v = part.k.clone(), part.v.clone()
         k[:, first:], v[:, first:] = k[:, first:].flip(1) * _FUTURE, v[:, first:].flip(1) * _FUTURE
         changed.append(dataclasses.replace(part, k=k, v=v))
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         for part, count in zip(parts, rows, strict=True):
-            for name in (each for each in problem.needs.outputs if each in ("o", "lse", "dq")):
+            for name in (each for each in problem.needs.outputs if each in BY_QUERY):
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index)[:, :count]
-                exact = name in given.deterministic
-                allowed = torch.zeros_like(expected) if exact else _noise(given, part).unit(name, expected)
-                shown = (got, expected[:, :count], allowed[:, :count])
-                yield Difference(name, part.index, *shown, noise=not exact and name != "lse")
+                exact = name in setup.deterministic
+                allowed = torch.zeros_like(expected) if exact else _noise(setup, part).unit(name, expected)
+                values = (got, expected[:, :count], allowed[:, :count])
+                yield Difference(name, part.index, *values, noise=not exact and name != "lse")
 
-    return Related((given.inputs, packed(problem, changed)), differences)
+    return Related((setup.inputs, packed(problem, changed)), differences)

@@ -1,4 +1,4 @@
-"""How large the outputs and their errors typically are, from O(tokens * dim) quantities: no score is computed.
+"""Typical sizes of outputs and of their errors, from O(tokens * dim) quantities: no score is computed.
 
 For values that are generic (near normal, independent, scores of a deviation of at most about 1.5), with n_i keys seen by row i:
 
@@ -7,16 +7,15 @@ For values that are generic (near normal, independent, scores of a deviation of 
     |O_i|  ~ rms(v) p_i                          |dQ_i| ~ |scale| |dO_i| rms(v) rms(k) p_i
     |dV_j| ~ sqrt(sum_i (rms(dO_i) P_ij)^2)      |dK_j| ~ |scale| sqrt(sum_i (|dO_i| rms(v) rms(q_i) P_ij)^2)
 
-per element, with P_ij^2 ~ exp(2 tau_j^2) / n_i^2, tau_j = |scale| |k_j| rms(q). Rounding P (dS) to the input dtype gives
-every term an independent error of 0.42 u of it, so the sum one of 0.42 u of these sizes; the output's own rounding another 0.42 u
-of its value; the difference of two runs has sqrt(2) times both. The error of Delta, dO . dO(O), moves a row of dS by
-0.42 u |dO_i| rms(v) p_i P: in dQ that is times sum_j P_ij k_j, the keys' mean, rms(k) sigma_i q_i / |q_i| as keys that are seen
-more point where q does, and p_i rms(k). Subnormals
-of P and dS lose eta each. fp32 arithmetic adds eps times a few, times the magnitude of the exponents, and sqrt(n) of
-accumulation. The unit that `Noise` gives is all of them, with u in place of 0.6 u.
+per element, with P_ij^2 ~ exp(2 tau_j^2) / n_i^2, tau_j = |scale| |k_j| rms(q). Rounding P (dS) to the input dtype gives every
+term an independent error of 0.42 u of it, so the sum one of 0.42 u of these sizes; the output's own rounding adds 0.42 u of its
+value; the difference of two runs has sqrt(2) times both. The error of Delta, dO . dO(O), moves a row of dS by
+0.42 u |dO_i| rms(v) p_i P: in dQ that is times sum_j P_ij k_j, which is the keys' mean, plus rms(k) sigma_i q_i / |q_i|, since
+keys with more weight point along q, plus p_i rms(k). Subnormals of P and dS lose eta each. fp32 arithmetic adds a few eps, times
+the magnitude of the exponents, and sqrt(n) of accumulation. The unit of `Noise` is the sum of all, with u in place of 0.6 u.
 
 Limits are multiples of it: 6.2 for an element, 1.8 for the root mean square of a row of 64, 1.2 for a long head
-(`difference.limit`). Largest error found between correct runs, in units of the limit, over some 1,600 Cases on the CPU (an
+(`difference.limit`). Largest error measured between correct runs, in units of the limit, over some 1,600 Cases on the CPU (an
 emulated half-precision kernel to 1,500 tokens, torch's flash attention to 20,000, Triton's interpreter, TileLang's C code):
 
     permuted_keys    O 0.18  LSE 0.38  dQ 0.31  dK 0.23  dV 0.27
@@ -24,7 +23,7 @@ emulated half-precision kernel to 1,500 tokens, torch's flash attention to 20,00
     shifted_scores   O 0.33  LSE 0.62  dQ 0.62  dK 0.33  dV 0.31
     split_keys       O 0.57  LSE 0.36
     constant_v       O 0.52  LSE 0     dQ 0.11  dK 0.09  dV 0.17 (sum over the keys)
-    split_batch, future_keys, scaled_values: 0, but for subnormals of float16, 0.8 of the one rounding allowed
+    split_batch, future_keys, scaled_values: 0, except for subnormals of float16, 0.8 of the one rounding allowed
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
 from attnfuzz.oracles.formats import EPS, Format
 
-__all__ = ["Noise", "seen_keys", "sum_of_seeing"]
+__all__ = ["Noise", "key_counts", "sum_of_seeing"]
 
 _TF32 = 2.0**-10
 _LN_2 = math.log(2.0)
 
 
-def seen_keys(problem: Problem, index: int, device: torch.device | str) -> torch.Tensor:
-    """How many keys each query of sequence `index` sees, `(seqlen_q,)` int64: it sees the first so many."""
+def key_counts(problem: Problem, index: int, device: torch.device | str) -> torch.Tensor:
+    """Return how many keys each query of sequence `index` sees, always the first ones: `(seqlen_q,)` int64."""
     n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
     if problem.causal is None:
         return torch.full((n_q,), n_k, device=device)
@@ -53,9 +52,9 @@ def seen_keys(problem: Problem, index: int, device: torch.device | str) -> torch
     return (torch.arange(n_q, device=device) + diagonal).clamp(0, n_k)
 
 
-def sum_of_seeing(seen: torch.Tensor, keys: int, by_row: torch.Tensor) -> torch.Tensor:
-    """Sum of `by_row (heads, seqlen_q, ...)` over the rows that see each key: `(heads, keys, ...)`."""
-    first = torch.searchsorted(seen, torch.arange(keys, device=seen.device), right=True)
+def sum_of_seeing(counts: torch.Tensor, keys: int, by_row: torch.Tensor) -> torch.Tensor:
+    """Sum `by_row (heads, seqlen_q, ...)` over the rows that see each key, by `counts` of keys: `(heads, keys, ...)`."""
+    first = torch.searchsorted(counts, torch.arange(keys, device=counts.device), right=True)
     total = torch.nn.functional.pad(by_row.flip(1).cumsum(1).flip(1).movedim(1, -1), (0, 1)).movedim(-1, 1)
     return total[:, first]
 
@@ -65,14 +64,14 @@ def _rms(x: torch.Tensor) -> float:
 
 
 class Noise:
-    """The typical error of each output of one sequence, as the difference of two correct runs has it at most.
+    """Typical error of each output of one sequence, an upper estimate for the difference of two correct runs.
 
     Args:
-        problem: which keys are seen, dtype, scale.
+        problem: for the mask, dtype and scale.
         data: the sequence's tensors.
         deviations: what the kernel declares.
         device: where it runs.
-        shift: `(heads, seqlen_q)`, how much larger the scores of some launch are than `data` makes them.
+        shift: `(heads, seqlen_q)`, how much larger the scores of some launch are than those of `data`.
     """
 
     def __init__(
@@ -83,18 +82,18 @@ class Noise:
         tf32 = self.tf32 = problem.dtype == "float32" and device in deviations.tf32_on
         self.half = problem.dtype != "float32"
         self.u = _TF32 if tf32 else form.u
-        # The output's last rounding; by tf32 that of the one term that is nearly all of it.
+        # The output's last rounding; by tf32 that of the term that dominates the sum.
         self._own = self.u if tf32 or self.half else 2 * form.u
         self._eta, self._form = form.eta, form
         scale = self._scale = abs(problem.scale)
         q, k, v, d_o = (x.double() for x in (data.q, data.k, data.v, data.d_o))
-        self.seen = seen_keys(problem, data.index, q.device)
-        n = self.n = self.seen.double().clamp(min=1)
-        self.live = self.seen > 0
+        self.key_counts = key_counts(problem, data.index, q.device)
+        n = self.n = self.key_counts.double().clamp(min=1)
+        self.live = self.key_counts > 0
         rms_k, rms_v = _rms(k), _rms(v)
         q_size = q.norm(dim=2)
         sigma = scale * q_size * rms_k
-        # Of so many scores the largest is some z deviations above 0: where they spread, its row is led by that one key.
+        # The largest of so many scores is some z deviations above 0: with spread scores its key leads the row.
         z = math.sqrt(2 * math.log(max(2, sigma.numel() * self.keys)))
         led = torch.exp(sigma * z - sigma.square() / 2) / n
         self.p = torch.maximum(torch.exp(sigma.square() / 2) / n.sqrt(), led).clamp(max=1.0)
@@ -106,7 +105,7 @@ class Noise:
         self._drift = torch.hypot(
             toward_q, of_mean.repeat_interleave(self._groups, 0).expand_as(toward_q) if self.keys else toward_q
         )
-        """|sum_j P_ij k_j| / rms(k), but for what is random in it."""
+        """|sum_j P_ij k_j| / rms(k), without its random part."""
         self._fp32 = EPS * (4 + 2 * self.exponent + n.sqrt() / 2)
         self._t = d_o.norm(dim=2) * rms_v
         self._w = d_o.square().mean(2).sqrt()
@@ -116,7 +115,7 @@ class Noise:
         self._peak = torch.exp(tau.square()).clamp(max=20.0)
 
     def unit(self, name: OutputName, expected: torch.Tensor) -> torch.Tensor:
-        """The typical error of each element of an output whose value is `expected`; for LSE the largest error."""
+        """Return the typical error of each element of an output of value `expected`; for LSE the largest error."""
         match name:
             case "lse":
                 return self._lse()
@@ -152,19 +151,19 @@ class Noise:
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
 
     def _by_key(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
-        """Rows that see a key add up, over the query heads of its group."""
+        """Sum over the rows that see a key, and over the query heads of its group."""
         if not self.n.numel():
             return torch.zeros_like(expected)
 
         def gathered(x: torch.Tensor) -> torch.Tensor:
             grouped = torch.where(self.live, x.square(), 0.0).unflatten(0, (-1, self._groups)).sum(1)
-            return sum_of_seeing(self.seen, self.keys, grouped).sqrt() * self._peak
+            return sum_of_seeing(self.key_counts, self.keys, grouped).sqrt() * self._peak
 
         fp32 = float(self._fp32.max()) + EPS * math.sqrt(self.n.numel() * self._groups) / 2
         if self._deviations.half_partials:
             rounding = 1.5 * rounding
         fixed = torch.hypot(gathered(rounding), fp32 * gathered(size))[..., None]
         own = self._own + fp32
-        touched = sum_of_seeing(self.seen, self.keys, self.live.double()[None])[0] > 0
+        touched = sum_of_seeing(self.key_counts, self.keys, self.live.double()[None])[0] > 0
         least = torch.where(touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)

@@ -1,4 +1,4 @@
-"""A tiny tensor whose rows lie so far apart that row * stride passes 2^31 elements: the same results as contiguous."""
+"""The relation for huge strides: a tiny tensor whose row * stride passes 2^31 elements gives the same results as contiguous."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ import torch
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import Layout
 from attnfuzz.oracles.attention import sequences
-from attnfuzz.oracles.relations.difference import Difference, Given, Related
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup
 from attnfuzz.oracles.relations.sizes import Noise
 from attnfuzz.oracles.relations.tensors import output
 
-__all__ = ["huge_strides", "stretched"]
+__all__ = ["huge_strides", "stretch"]
 
 TENSORS = (("q", "layout_q"), ("k", "layout_k"), ("v", "layout_v"), ("d_o", "layout_do"))
 
 
-def huge_strides(given: Given) -> Related:
-    """The Case contiguous, then each of `given.problems`, which have one tensor with a huge pitch: all outputs equal.
+def huge_strides(setup: Setup) -> Related:
+    """Launch the Case contiguous, then each of `setup.problems` with a huge pitch of one tensor: all outputs are equal.
 
-    The inputs of the related launches are contiguous here: `stretched` makes them one at a time, since each takes gigabytes of
+    The inputs of the related launches are contiguous here: `stretch` makes them one at a time, since each takes gigabytes of
     address space.
     """
-    whole = given.inputs.problem
-    parts = list(sequences(given.inputs))
+    whole = setup.inputs.problem
+    parts = list(sequences(setup.inputs))
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
-        for problem, made in zip(given.problems, outputs[1:], strict=True):
+        for problem, own in zip(setup.problems, outputs[1:], strict=True):
             wide = next(name for name, layout in TENSORS if getattr(problem, layout) != Layout())
             for part in parts:
-                noise = Noise(whole, part, given.deviations, given.device)
+                noise = Noise(whole, part, setup.deviations, setup.device)
                 for name in whole.needs.outputs:
                     expected = output(whole, outputs[0], name, part.index)
-                    got = output(problem, made, name, part.index)
+                    got = output(problem, own, name, part.index)
                     allowed, what = noise.unit(name, expected), f"with rows of {wide} a huge pitch apart"
                     yield Difference(name, part.index, got, expected, allowed, noise=name != "lse", what=what)
 
-    others = (dataclasses.replace(given.inputs, problem=problem) for problem in given.problems)
-    return Related((given.inputs, *others), differences)
+    others = (dataclasses.replace(setup.inputs, problem=problem) for problem in setup.problems)
+    return Related((setup.inputs, *others), differences)
 
 
-def stretched(inputs: Inputs) -> Inputs:
-    """`inputs`, contiguous, as the layouts of its Problem have it: only pitches. What lies between rows is never touched.
+def stretch(inputs: Inputs) -> Inputs:
+    """Copy contiguous `inputs` into the pitches of its Problem's layouts. Memory between rows is never touched.
 
     Raises:
-        RuntimeError: so much memory cannot be had.
+        RuntimeError: there is not enough memory.
     """
     problem = inputs.problem
-    made = {}
+    tensors = {}
     for name, layout in TENSORS:
         pitch = getattr(problem, layout).pitch
         if pitch:
-            made[name] = _stretched(getattr(inputs, name), pitch)
-    return dataclasses.replace(inputs, **made)
+            tensors[name] = _stretch(getattr(inputs, name), pitch)
+    return dataclasses.replace(inputs, **tensors)
 
 
-def _stretched(x: torch.Tensor, pitch: int) -> torch.Tensor:
+def _stretch(x: torch.Tensor, pitch: int) -> torch.Tensor:
     *outer, heads, dim = x.shape
     row = heads * dim + pitch
     rows = 1

@@ -1,4 +1,4 @@
-"""Inputs from the tensors of their sequences, and the outputs of one sequence, heads first."""
+"""Inputs built from the tensors of their sequences, and outputs of one sequence, heads first."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
 
-__all__ = ["output", "packed"]
+__all__ = ["BY_QUERY", "output", "packed"]
 
-_BY_QUERY = ("o", "lse", "dq")
+BY_QUERY = ("o", "lse", "dq")
 
 
 def packed(problem: Problem, parts: Sequence[SequenceData]) -> Inputs:
-    """The Inputs of `problem`, one of `parts` for each of its sequences; slack rows are NaN."""
+    """Build the Inputs of `problem` from `parts`, one for each sequence; slack rows are NaN."""
     device = parts[0].q.device
 
     def cumulated(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -45,10 +45,10 @@ def _stacked(problem: Problem, parts: list[torch.Tensor], slack: int) -> torch.T
 
 
 def output(problem: Problem, outputs: Outputs, name: OutputName, index: int) -> torch.Tensor:
-    """Output `name` of sequence `index`: float64 `(heads, rows, dim)`, LSE `(heads, rows)`; slack rows left out."""
+    """Return output `name` of sequence `index` without slack rows: float64 `(heads, rows, dim)`, LSE `(heads, rows)`."""
     got: torch.Tensor | None = getattr(outputs, name)
     assert got is not None
-    lengths = problem.seqlens_q if name in _BY_QUERY else problem.seqlens_k
+    lengths = problem.seqlens_q if name in BY_QUERY else problem.seqlens_k
     got = got.detach()
     if problem.packing == "dense":
         got, start = got[index], 0

@@ -9,7 +9,7 @@ import torch
 
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.problem import Needs, Problem
-from attnfuzz.oracles.attention import attention, reference, sequences, visible
+from attnfuzz.oracles.attention import attention, reference, sequences, visible_keys
 from attnfuzz.strategies.case import Recipe
 
 PROBLEMS = {
@@ -62,7 +62,7 @@ def test_matches_the_formula_written_by_hand(changes: dict) -> None:
     inputs = materialise(problem, Recipe(seed=11), "cpu")
     (data,) = sequences(inputs)
     truth = reference(problem, data)
-    o, lse = by_hand(problem, data.q.tolist(), data.k.tolist(), data.v.tolist(), visible(problem, 0))
+    o, lse = by_hand(problem, data.q.tolist(), data.k.tolist(), data.v.tolist(), visible_keys(problem, 0))
     torch.testing.assert_close(truth.o, o, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(truth.lse, lse, rtol=1e-12, atol=1e-13)
 
@@ -72,7 +72,7 @@ def test_gradients_match_finite_differences(changes: dict) -> None:
     problem = problem_of(**changes)
     inputs = materialise(problem, Recipe(seed=5), "cpu")
     (data,) = sequences(inputs)
-    seen = visible(problem, 0)
+    seen = visible_keys(problem, 0)
     live = seen.any(-1)
     tensors = [x.double().requires_grad_() for x in (data.q, data.k, data.v)]
 
@@ -92,7 +92,7 @@ def test_gradients_match_the_textbook_formula() -> None:
     for h in range(4):
         q, d_o = data.q[h].double(), data.d_o[h].double()
         k, v = data.k[h // 2].double(), data.v[h // 2].double()
-        s = (problem.scale * q @ k.T).masked_fill(~visible(problem, 0), -math.inf)
+        s = (problem.scale * q @ k.T).masked_fill(~visible_keys(problem, 0), -math.inf)
         p = torch.exp(s - truth.lse[h][:, None])
         ds = p * (d_o @ v.T - (d_o * truth.o[h]).sum(-1, keepdim=True) + data.d_lse[h].double()[:, None])
         torch.testing.assert_close(truth.dq[h], problem.scale * ds @ k, rtol=1e-11, atol=1e-12)

@@ -11,7 +11,7 @@ import pytest
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.expressions.tree import KV, Q, absolute, exp, to_float, whole
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.oracles.attention import differentiable, leaves_within, sequences, visible
+from attnfuzz.oracles.attention import differentiable, leaves_within, sequences, visible_keys
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def answered(inputs: Inputs, seed: int) -> Outputs:
     (n_q,), (n_k,) = p.seqlens_q, p.seqlens_k
     leaves = leaves_within(data, torch.arange(p.heads)[:, None, None], range(n_q), range(n_k))
     unmasked, doubt, band = (
-        x.expand(p.heads, n_q, n_k) for x in (modifiers.unmasked(leaves), modifiers.doubtful(leaves), visible(p, 0))
+        x.expand(p.heads, n_q, n_k) for x in (modifiers.unmasked(leaves), modifiers.doubtful(leaves), visible_keys(p, 0))
     )
     share, generator = random.Random(seed).choice([0.0, 0.5, 1.0]), torch.Generator().manual_seed(seed)
     forward, backward = (band & torch.where(doubt, torch.rand(doubt.shape, generator=generator) < share, unmasked) for _ in "fb")

@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.oracles.attention import sequences, visible
+from attnfuzz.oracles.attention import sequences, visible_keys
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -93,7 +93,7 @@ class _Sequence:
         self.p_dtype = torch.bfloat16 if "p in bf16" in faults else self.dtype
         self.q, self.d_o = data.q.float(), data.d_o.float()
         self.k, self.v = (x.float().repeat_interleave(problem.groups, 0) for x in (data.k, data.v))
-        self.seen = visible(problem, data.index)
+        self.seen = visible_keys(problem, data.index)
         if "mask off by one" in faults and problem.causal:
             self.seen = self.seen.roll(1, 1)
         if "last key dropped" in faults and self.seen.shape[1] > 1:

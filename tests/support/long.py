@@ -9,7 +9,7 @@ import torch
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
-from attnfuzz.oracles.attention import visible
+from attnfuzz.oracles.attention import visible_keys
 
 FAR = 16_384
 """Index from which the planted faults show."""
@@ -120,7 +120,7 @@ class Long:
         k = self._keys(self._rows(inputs.k, at_k, "k"), at_k).repeat_interleave(p.groups, 0)
         if self.fault == "a sequence far along reads the rows of the first" and at_k[-1].start and at_k[-1].start >= 2 * self.far:
             k = k.roll(-1, 1)
-        seen = visible(p, index)
+        seen = visible_keys(p, index)
         if self.fault == "far rows see one key too many" and p.causal and seen.shape[1] > self.far:
             seen = seen | seen.roll(1, 1) & (torch.arange(seen.shape[1]) > self.far)
         if self.fault == "a band of far keys is dropped":

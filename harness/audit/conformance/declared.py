@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from attnfuzz.harness.audit.conformance.row import Row, shortened
-from attnfuzz.harness.trial.errors import told
+from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
@@ -91,7 +91,7 @@ def _asked(check: str, ask: Callable[[], tuple[list[str], str]], remedy: str) ->
     try:
         wrong, right = ask()
     except Exception as error:  # that is the finding
-        wrong, right = [f"it raised {told(error)}"], ""
+        wrong, right = [f"it raised {describe_exception(error)}"], ""
     return _row(check, wrong, remedy, right)
 
 
@@ -205,7 +205,7 @@ def _supports(kernel: Kernel) -> tuple[list[str], str]:
         try:
             answer = kernel.supports(problem, default, device)
         except Exception as error:  # that is the finding
-            wrong.append(f"it raised {told(error)} for {_spelled(problem)}")
+            wrong.append(f"it raised {describe_exception(error)} for {_spelled(problem)}")
             continue
         if answer is not None and not (isinstance(answer, str) and answer):
             wrong.append(f"it gives {answer!r} for {_spelled(problem)}: None or a reason is expected")

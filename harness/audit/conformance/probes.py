@@ -14,8 +14,8 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.tasks import kernel_of
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
 from attnfuzz.harness.judge.judge import judge, truth
-from attnfuzz.harness.trial.build import built
-from attnfuzz.harness.trial.errors import told
+from attnfuzz.harness.trial.build import build_kernel
+from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied, launch, split
 from attnfuzz.harness.trial.poison import Bands
@@ -51,7 +51,7 @@ def probed(probe: str, kernel: Kernel, case: Case, device: Device, more: dict[st
 
 def _settings(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
     """The same results whatever torch's settings are, which stay as they are."""
-    ready = built(kernel, case.problem, case.config, device)
+    ready = build_kernel(kernel, case.problem, case.config, device)
     inputs = materialise(case.problem, case.recipe, device)
     expected = truth(inputs, kernel.capabilities.deviations, device)
     wrong = []
@@ -62,7 +62,7 @@ def _settings(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], st
             try:
                 outputs = _called(ready, given, device)
             except Exception as error:  # that is the finding
-                wrong.append(f"with {name} it raised {told(error)}")
+                wrong.append(f"with {name} it raised {describe_exception(error)}")
                 continue
             changed = [what for what, value in _state().items() if not _same(value, before[what])]
         if changed:
@@ -131,7 +131,7 @@ def _repeated(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], st
     names = [name for name in kernel.capabilities.deterministic if name in case.problem.needs.outputs]
     if not names:
         return [], "no output is declared deterministic"
-    ready = built(kernel, case.problem, case.config, device)
+    ready = build_kernel(kernel, case.problem, case.config, device)
     inputs = materialise(case.problem, case.recipe, device)
     found = [launch(case, ready, inputs, device) for _ in range(_RUNS)]
     if broken := [each for each in found if isinstance(each, Failure)]:
@@ -158,7 +158,7 @@ def _arguments(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], s
             if not str(error).strip():
                 wrong.append(f"for {what} build raised {type(error).__name__} without a word")
         except BaseException as error:  # that is the finding
-            wrong.append(f"for {what} build raised {told(error)}")
+            wrong.append(f"for {what} build raised {describe_exception(error)}")
         else:
             wrong.append(f"build takes {what}, which supports refuses")
     return wrong, f"build refuses {', '.join(tried)}"
@@ -191,7 +191,7 @@ def _widened(kernel: Kernel, case: Case, device: Device, fields: dict[str, Any])
             return {"wrong": [reason], "right": ""}
         verdict = run_trial(case, device)
     except Exception as error:  # what it does beyond its declaration is nobody's fault
-        return {"wrong": [told(error)], "right": ""}
+        return {"wrong": [describe_exception(error)], "right": ""}
     finally:
         if local:
             registry.register(kernel)

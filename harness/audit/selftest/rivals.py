@@ -17,7 +17,7 @@ import torch
 
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
-from attnfuzz.oracles.attention import SequenceData, sequences, visible
+from attnfuzz.oracles.attention import SequenceData, sequences, visible_keys
 
 __all__ = ["RIVALS", "Compared", "Rival", "alarms", "close", "compared", "mean", "twice"]
 
@@ -138,7 +138,7 @@ def _low_precision(problem: Problem, data: SequenceData, *, in_half: bool) -> _P
 
     q, d_o = data.q.float(), data.d_o.float()
     k, v = (x.float().repeat_interleave(groups, 0) for x in (data.k, data.v))
-    seen = visible(problem, data.index)
+    seen = visible_keys(problem, data.index)
     blind = ~seen.any(-1, keepdim=True)
     scaled_k = half(k * scale) if in_half else k
     s = half(q @ scaled_k.mT) * (1.0 if in_half else scale)

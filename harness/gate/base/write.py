@@ -17,7 +17,7 @@ from attnfuzz.harness.gate.side import Side
 from attnfuzz.harness.gate.subjects import Subject, fingerprint, named
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.report.describe import describe_case
-from attnfuzz.harness.trial.errors import told
+from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels.problem import BadArgument, reject
 
 __all__ = ["written"]
@@ -32,7 +32,11 @@ def written(plan: Plan, path: Path, listener: Listener) -> Gate:
     start = time.monotonic()
     chosen, broken = named(plan.kernels, None if plan.kernels else _root(plan.folder))
     for target, error in broken.items():
-        raise error if isinstance(error, BadArgument) else reject("kernel", target, told(error), "fix it, or name others")
+        raise (
+            error
+            if isinstance(error, BadArgument)
+            else reject("kernel", target, describe_exception(error), "fix it, or name others")
+        )
     if not chosen:
         remedy = "name it by --kernel, or install its package from there (pip install -e .)"
         raise reject("write", str(path), f"no known kernel has a file in {_root(plan.folder)}", remedy)

@@ -1,1 +1,1 @@
-"""What wrong values look like: where they lie and which simple change explains them."""
+"""Diagnosis of wrong values: where they lie, and which simple change explains them."""

@@ -1,4 +1,4 @@
-"""What wrong values look like: counts, then least squares on a sample of them. No look without its residual test."""
+"""Diagnosis of one output's wrong values: counts, then least squares on a sample. Every fitted look passes a residual test."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from attnfuzz.harness.judge.diagnosis.sample import Sample, around, sampled
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["Looks", "pattern"]
+__all__ = ["Looks", "diagnose"]
 
 _FEWEST = 8
-"""Finite wrong elements below which no free parameter is fitted: it would explain 0.95 of 8 unrelated errors once in 30,000."""
+"""Least number of finite wrong elements to fit a free parameter: it would explain 0.95 of 8 unrelated errors once in 30,000."""
 _SOME = 0.05
-"""Share of the wrong elements from which scattered zeros count as missing values; a whole region of them always does."""
+"""Least share of the wrong elements for scattered zeros to count as missing values; a whole region of them always does."""
 
 
 class Looks:
-    """Finds the looks of one output's wrong elements; all tensors `(heads, tokens, dim)`, dim 1 for LSE."""
+    """Finds the looks of one output's wrong elements. All tensors are `(heads, tokens, dim)`, dim 1 for LSE."""
 
     def __init__(
         self, problem: Problem, config: Config, name: OutputName, got: Tensor, expected: Tensor, allowed: Tensor, bad: Tensor
@@ -45,21 +45,21 @@ class Looks:
         self.wrong = int(torch.count_nonzero(bad))
 
     def all(self, others: dict[OutputName, Tensor]) -> tuple[Look, ...]:
-        """What is counted first (NaN, infinities, zeros), then what is fitted to the finite rest. `others`: see `pattern`."""
-        found, rest = self._not_finite()
+        """Return looks that are counted (NaN, infinities, zeros), then one fitted to the rest. `others`: see `diagnose`."""
+        looks, rest = self._not_finite()
         zero = rest & (self.got == 0) & (self.expected != 0)
         missing = self._counted("missing", "zeros where values are expected", zero)
         if missing is not None:
-            found.append(missing)
+            looks.append(missing)
             rest &= ~zero
         sample = sampled(self.problem, self.name, self.got, self.expected, self.allowed, rest)
         if sample is not None:
             look = self._fitted(sample, int(torch.count_nonzero(rest)) / self.wrong, others)
-            found += [look] if look else []
-        return tuple(found)
+            looks += [look] if look else []
+        return tuple(looks)
 
     def _not_finite(self) -> tuple[list[Look], Tensor]:
-        """Looks of NaN and infinities, and which wrong elements remain: got and expected both finite."""
+        """Return looks of NaN and infinities, and the wrong elements that remain: got and expected both finite."""
         got, expected, bad = self.got, self.expected, self.bad
         finite = torch.isfinite(got) & torch.isfinite(expected) & bad
         if int(torch.count_nonzero(finite)) == self.wrong:
@@ -75,7 +75,7 @@ class Looks:
         return [look for look in looks if look is not None], finite
 
     def _counted(self, kind: LookKind, text: str, mask: Tensor) -> Look | None:
-        """The Look of elements that are what `mask` says, with their own region where they are not all."""
+        """Return the Look of the elements in `mask`, with their own region unless they are all."""
         count = int(torch.count_nonzero(mask))
         share = count / self.wrong
         if not count:
@@ -88,7 +88,7 @@ class Looks:
         return Look(kind=kind, share=share, confidence=1.0, text=text)
 
     def _fitted(self, sample: Sample, share: float, others: dict[OutputName, Tensor]) -> Look | None:
-        """The look of finite values: the fit with one parameter or none that explains most, else the weaker readings in turn."""
+        """Return the look of finite values: the best fit with at most one parameter, else the first weaker one that fits."""
         problem, name = self.problem, self.name
         if len(sample) < _FEWEST:
             few = known_factor(problem, name, sample)
@@ -108,7 +108,7 @@ class Looks:
         return best.look(share)
 
 
-def pattern(
+def diagnose(
     problem: Problem,
     config: Config,
     name: OutputName,
@@ -118,19 +118,19 @@ def pattern(
     bad: Tensor,
     others: Mapping[OutputName, Tensor] | None = None,
 ) -> Pattern:
-    """The Pattern of one output's wrong elements.
+    """Return the Pattern of one output's wrong elements.
 
     Args:
-        problem: its lengths and heads place the elements.
-        config: its `tile_m` (O, LSE, dQ) or `tile_n` (dK, dV), where it has them.
+        problem: gives the lengths and heads.
+        config: gives `tile_m` (O, LSE, dQ) or `tile_n` (dK, dV), if it has them.
         name: the output.
-        got, expected, allowed: float64, heads first, slack left out: `(heads, tokens, dim)`, LSE `(heads, tokens)`.
-        bad: bool of the same shape: the wrong elements, at least one.
-        others: expected values of other outputs in the same form, in which wrong values are looked for.
+        got, expected, allowed: float64, heads first, without slack: `(heads, tokens, dim)`, LSE `(heads, tokens)`.
+        bad: the wrong elements, at least one: bool of the same shape.
+        others: expected values of other outputs in the same form, compared with the wrong values.
     """
     where = region(problem, config, name, bad)
     thick = [x if x.dim() == 3 else x[..., None] for x in (got, expected, allowed, bad)]
     elsewhere = {other: values for other, values in (others or {}).items() if other != name}
-    seen = Looks(problem, config, name, *thick).all(elsewhere)
-    text = where.text + (f": {'; '.join(each.text for each in seen)}" if seen else "")
-    return Pattern(where=where, looks=seen, text=text)
+    looks = Looks(problem, config, name, *thick).all(elsewhere)
+    text = where.text + (f": {'; '.join(each.text for each in looks)}" if looks else "")
+    return Pattern(where=where, looks=looks, text=text)

@@ -1,4 +1,4 @@
-"""Whether wrong values are right ones from elsewhere: other rows, heads, sequences, columns, or another output."""
+"""Fits of wrong values to expected values of other places: other rows, heads, sequences, columns, or another output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from attnfuzz.harness.judge.diagnosis.model import LookKind
 from attnfuzz.harness.judge.diagnosis.region import Tokens
 from attnfuzz.harness.judge.diagnosis.sample import Fit, Sample, accepted, fitted
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES
+from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES
 from attnfuzz.kernels.problem import OutputName, Problem
 
 __all__ = ["from_elsewhere"]
@@ -19,36 +19,36 @@ _ELEMENTS = 4096
 _ROWS = 16
 _WINDOW = 2048
 _LEAST_DIM = 16
-"""Elements of a row by which it is told from thousands of others."""
+"""Elements that identify a row among thousands."""
 _FEWEST = 8
 _HALF = 0.5
 _MOST = 0.8
 _FAR = 0.25
-"""Remaining part of the squared error above which a reading is not looked at further."""
+"""Remaining part of the squared error above which an explanation is dropped early."""
 _CLOSE = 0.05
 
 
 def from_elsewhere(
     problem: Problem, name: OutputName, tokens: Tokens, tile: int, sample: Sample, others: dict[OutputName, Tensor]
 ) -> list[Fit]:
-    """All readings of got as expected values from elsewhere that pass the residual test, the plainest first."""
+    """Return all fits of got to expected values from elsewhere that pass the residual test, simplest first."""
     kept = torch.arange(0, len(sample), max(1, len(sample) // _ELEMENTS), device=sample.got.device)[:_ELEMENTS]
     sample = sample.where(kept)
-    noun, head = ("rows", "head") if name in ("o", "lse", "dq") else ("keys", "kv head")
+    noun, head = ("rows", "head") if name in BY_QUERY else ("keys", "kv head")
     sequence, token = tokens.sequence.to(sample.token.device), sample.token
     start, length = tokens.start.to(token.device), tokens.lengths.to(token.device)
     nearest = _nearest_rows(sample, sequence, noun)
     steps = dict.fromkeys(s * k for k in (1, 2, 3, 4, 8, 16, 32, 64, tile // 2, tile) for s in (1, -1) if k)
     if isinstance(nearest, int):
         steps = {nearest: None} | steps
-    found: list[Fit | None] = []
+    fits: list[Fit | None] = []
     for step in steps:
         at = token + step
         valid = (at >= 0) & (at < len(sequence))
         at = at.clamp(0, len(sequence) - 1)
         valid &= sequence[at] == sequence[token]
         text = f"the values expected {abs(step)} {noun if abs(step) > 1 else noun[:-1]} {'further on' if step > 0 else 'before'}"
-        found.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
+        fits.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
     for step in _near(problem.batch):
         other = sequence[token] + step
         valid = (other >= 0) & (other < problem.batch)
@@ -57,17 +57,17 @@ def from_elsewhere(
         valid &= position < length[other]
         at = torch.where(valid, start[other] + position, 0)
         text = f"the values expected {_beside('sequence', step)}"
-        found.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
+        fits.append(_read(sample, "shifted", valid, sample.head, at, sample.dim, text, step))
     dims = sample.of_got.shape[2]
     for step in dict.fromkeys(s * k for k in (1, 8, 16, dims // 2) for s in (1, -1) if 0 < k < dims):
         every = torch.ones_like(token, dtype=torch.bool)
         text = (
             f"the values expected {abs(step)} dim{'s' * (abs(step) > 1)} {'further on' if step > 0 else 'before'}, round the end"
         )
-        found.append(_read(sample, "shifted", every, sample.head, token, (sample.dim + step) % dims, text, step))
-    found += [_heads(sample, head), *_outputs(sample, others)]
-    found.append(nearest if isinstance(nearest, Fit) else None)
-    return [fit for fit in found if fit is not None]
+        fits.append(_read(sample, "shifted", every, sample.head, token, (sample.dim + step) % dims, text, step))
+    fits += [_heads(sample, head), *_outputs(sample, others)]
+    fits.append(nearest if isinstance(nearest, Fit) else None)
+    return [fit for fit in fits if fit is not None]
 
 
 def _near(count: int) -> Iterator[int]:
@@ -84,7 +84,7 @@ def _beside(noun: str, step: int) -> str:
 def _read(
     sample: Sample, kind: LookKind, valid: Tensor, head: Tensor, token: Tensor, dim: Tensor, text: str, value: float
 ) -> Fit | None:
-    """got as the values expected at (head, token, dim), where `valid`: at least half of the sample."""
+    """Fit got to the values expected at (head, token, dim) where `valid`, which must cover half of the sample."""
     covers = float(valid.double().mean())
     if covers < _HALF or int(valid.sum()) < _FEWEST:
         return None
@@ -101,7 +101,7 @@ def _read(
 
 
 def _heads(sample: Sample, noun: str) -> Fit | None:
-    """Each wrong head as another head."""
+    """Fit each wrong head to another head."""
     count, n = sample.of_got.shape[0], len(sample)
     if count < 2:
         return None
@@ -122,7 +122,7 @@ def _heads(sample: Sample, noun: str) -> Fit | None:
 
 
 def _mapping(pairs: dict[int, int], count: int, noun: str) -> str:
-    """ "heads 0 and 1 swapped", "each head holds that of the next head", or the first few pairs."""
+    """Describe (head, source) pairs: as swapped, as one step or one source for all, or by the first few."""
     swapped = [(a, b) for a, b in pairs.items() if a < b and pairs.get(b) == a]
     if len(swapped) * 2 == len(pairs):
         listed = ", ".join(f"{a} and {b}" for a, b in swapped[:4]) + (" ..." if len(swapped) > 4 else "")
@@ -138,7 +138,7 @@ def _mapping(pairs: dict[int, int], count: int, noun: str) -> str:
 
 
 def _outputs(sample: Sample, others: dict[OutputName, Tensor]) -> Iterator[Fit]:
-    """got as the values expected of another output, element by element."""
+    """Fit got to the values expected of another output, element by element."""
     for name, other in others.items():
         values = other if other.dim() == 3 else other[..., None]
         if values.shape != sample.of_got.shape:
@@ -150,7 +150,7 @@ def _outputs(sample: Sample, others: dict[OutputName, Tensor]) -> Iterator[Fit]:
 
 
 def _nearest_rows(sample: Sample, sequence: Tensor, noun: str) -> int | Fit | None:
-    """Which rows of the same head some wrong rows come from: one shift for most of them, a stale reading, or None."""
+    """Find the rows of the same head that some wrong rows come from: one shift for most, a "stale" Fit, or None."""
     dims = sample.of_got.shape[2]
     rows = torch.stack([sample.head, sample.token]).unique(dim=1)
     if dims < _LEAST_DIM or rows.shape[1] < 2:
@@ -181,10 +181,10 @@ def _nearest_rows(sample: Sample, sequence: Tensor, noun: str) -> int | Fit | No
     first = torch.searchsorted(sequence, sequence)
     _, token, source, *_ = moved[0]
 
-    def told(t: int) -> str:
+    def row_name(t: int) -> str:
         return f"{noun[:-1]} {t - int(first[t])} of sequence {int(sequence[t])}"
 
-    text = f"the values expected of {told(source)}" if len(sources) == 1 else f"values expected of other {noun}"
+    text = f"the values expected of {row_name(source)}" if len(sources) == 1 else f"values expected of other {noun}"
     if len(sources) > 1:
-        text += f" ({told(token)} holds {told(source)})"
+        text += f" ({row_name(token)} holds {row_name(source)})"
     return Fit("stale", explained, text, covers=len(moved) / len(kept))

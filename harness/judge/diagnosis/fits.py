@@ -1,4 +1,7 @@
-"""Fits of wrong values to the values expected: one factor, one offset, and the names by which they are known."""
+"""Explanations of wrong values: a factor or an offset on the expected values, with known names, and weaker ones without a fit.
+
+Weaker ones: a constant, truncated or rounded values, a factor for each row, part of a sum, unrelated values, noise.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,27 @@ from attnfuzz.oracles.formats import Format, half_ulp
 __all__ = ["constant", "factor", "known_factor", "noise", "offset", "part", "per_row", "rounded", "truncated", "unrelated"]
 
 _BARELY = 9.0
-"""Mean squared error in budgets below which the choice of the wrong elements is part of what is seen in them."""
+"""Mean squared error in budgets below which selecting the wrong elements biases a fit."""
 _CHANCE = 0.01
-"""Odds that a value known by name is met by accident, at most."""
+"""Highest odds that a value known by name fits by accident."""
+_ENOUGH = 16
+_MANY = 64
+_ROWS = 256
+_PER_ROW = 0.95
+_COARSER = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def _unselected(sample: Sample, around: Sample) -> Sample:
-    """The elements to fit: the wrong ones, or all of their rows where errors hardly exceed the budget.
+    """Return the elements to fit: the wrong ones, or all of their rows where errors hardly exceed the budget.
 
-    There the wrong elements are those in which error and effect happened to add up, and would tell of too large an effect.
+    There the wrong elements are those where rounding error and effect add up, so that the effect would seem too large.
     """
     size = ((sample.got - sample.expected) * sample.weight).square().mean()
     return around if len(around) and float(size) < _BARELY else sample
 
 
 def factor(problem: Problem, sample: Sample, around: Sample) -> Fit | None:
-    """got = c * expected."""
+    """Fit got = c * expected."""
     basis = _unselected(sample, around)
     x, y = basis.expected * basis.weight, basis.got * basis.weight
     below = float(x @ x)
@@ -48,7 +56,7 @@ def factor(problem: Problem, sample: Sample, around: Sample) -> Fit | None:
 
 
 def offset(problem: Problem, sample: Sample, around: Sample) -> Fit | None:
-    """got = expected + b."""
+    """Fit got = expected + b."""
     error = sample.got - sample.expected
     basis, weights = _unselected(sample, around), sample.weight.square()
     b = float((basis.weight.square() * (basis.got - basis.expected)).sum() / basis.weight.square().sum())
@@ -68,7 +76,7 @@ def offset(problem: Problem, sample: Sample, around: Sample) -> Fit | None:
 
 
 def known_factor(problem: Problem, name: OutputName, sample: Sample) -> Fit | None:
-    """A factor or offset known by name that meets every one of too few elements, where chance would not."""
+    """Return a factor or offset known by name that fits each of too few elements, and hardly by chance."""
     null = (sample.got - sample.expected).abs()
     odds = float((sample.tolerance / null).clamp(max=1.0).prod())
     candidates = [("scaled", c, text) for text, c in _factors(problem)]
@@ -109,21 +117,14 @@ def _offsets(problem: Problem) -> list[tuple[str, float]]:
 
 
 def _known_as(value: float, named: list[tuple[str, float]], error: float) -> str:
-    """The names whose value this is to within its error; "" where the error is too large to tell."""
+    """Return the names whose values equal `value` within its error; "" if the error is too large."""
     if error > 0.02 * abs(value):
         return ""
     return ", ".join(text for text, each in named if abs(value - each) <= max(4 * error, 5e-4 * abs(each)))
 
 
-_ENOUGH = 16
-_MANY = 64
-_ROWS = 256
-_PER_ROW = 0.95
-_COARSER = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
 def truncated(problem: Problem, name: OutputName, sample: Sample) -> Fit | None:
-    """Rounded toward zero: always nearer to 0 than expected, by less than one unit in the last place."""
+    """Recognise rounding toward zero: always nearer to 0 than expected, by less than one unit in the last place."""
     form = Format.of("float32" if name == "lse" else problem.dtype)
     error = (sample.got - sample.expected) * torch.sign(sample.expected)
     unit = 2 * half_ulp(sample.expected, form)
@@ -138,7 +139,7 @@ def truncated(problem: Problem, name: OutputName, sample: Sample) -> Fit | None:
 
 
 def constant(sample: Sample) -> Fit | None:
-    """One value nearly everywhere, where those expected differ."""
+    """Recognise one value nearly everywhere, where the expected values differ."""
     value = sample.got[0]
     if (sample.got == value).double().mean() < 0.95 or float(sample.expected.std()) == 0:
         return None
@@ -146,7 +147,7 @@ def constant(sample: Sample) -> Fit | None:
 
 
 def per_row(sample: Sample) -> Fit | None:
-    """got = c_i * expected for each row i: told from chance by 16 elements of each row or more, all of its columns counted."""
+    """Fit got = c_i * expected for each row i, over all its columns: at least 16, so that it is not by chance."""
     rows = torch.stack([sample.head, sample.token]).unique(dim=1)
     rows = rows[:, :: max(1, rows.shape[1] // _ROWS)]
     got, expected, allowed = (x[rows[0], rows[1]] for x in (sample.of_got, sample.of_expected, sample.of_allowed))
@@ -165,7 +166,7 @@ def per_row(sample: Sample) -> Fit | None:
 
 
 def unrelated(sample: Sample) -> Fit | None:
-    """Values of the right size that have nothing to do with those expected."""
+    """Recognise values of the right size that do not correlate with the expected ones."""
     if len(sample) < _MANY:
         return None
     got, expected = ((x - x.mean()) for x in (sample.got, sample.expected))
@@ -180,7 +181,7 @@ def unrelated(sample: Sample) -> Fit | None:
 
 
 def noise(sample: Sample) -> Fit:
-    """None of the others: how large the errors are against the budget."""
+    """Return the size of errors without a pattern in units of the budget."""
     error = sample.got - sample.expected
     size = float((error * sample.weight).square().mean().sqrt())
     known = float(sample.allowed.square().sum())
@@ -189,7 +190,7 @@ def noise(sample: Sample) -> Fit:
 
 
 def rounded(problem: Problem, name: OutputName, sample: Sample) -> Fit | None:
-    """All values fit a coarser dtype than the output's own: rounded to it on the way. One does by chance once in 8 at most."""
+    """Recognise values that all fit a coarser dtype than the output's; one value fits by chance once in 8 at most."""
     own = "float32" if name == "lse" else problem.dtype
     coarser = [dtype for dtype in ("bfloat16", "float16") if own == "float32" or (own, dtype) == ("float16", "bfloat16")]
     distinct = sample.got.unique()
@@ -202,11 +203,11 @@ def rounded(problem: Problem, name: OutputName, sample: Sample) -> Fit | None:
 
 
 def part(problem: Problem, sample: Sample) -> Fit | None:
-    """expected = got + rest with a rest unrelated to got: terms of a sum are missing.
+    """Recognise missing terms of a sum: expected = got + rest, with a rest unrelated to got.
 
-    The slope of expected on got must be 1. Its error counts columns of a head, not elements: neighbouring rows are much alike.
+    The slope of expected on got must be 1. Its error counts columns of a head, not elements, since neighbouring rows are alike.
     """
-    # Without weights: those follow expected, and would bend the slope.
+    # Without weights, since those depend on expected and would bias the slope.
     x, y = sample.got, sample.expected
     got, both, whole = float(x @ x), float(x @ y), float(y @ y)
     if len(sample) < _MANY or not 0 < 0.02 * whole <= got <= 0.95 * whole:

@@ -1,4 +1,4 @@
-"""Where an output is wrong and what the wrong values look like, as data and in words. No torch is needed to read it."""
+"""A diagnosis as data and in words: where an output is wrong and what its wrong values look like. Readable without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RUN = 0.8
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Indices start, start + step, ... below stop."""
+    """The indices start, start + step, ... below stop."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
         return len(range(self.start, self.stop, self.step))
 
     def words(self) -> str:
-        """ "5", "64-127", or "every 2nd from 1 to 7"."""
+        """Describe it: "5", "64-127", or "every 2nd from 1 to 7"."""
         last = range(self.start, self.stop, self.step)[-1]
         if self.step > 1:
             return f"every {_ordinal(self.step)} from {self.start} to {last}"
@@ -52,8 +52,8 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The smallest simple region that holds all wrong elements: sequences x rows x heads x columns.
 
-    Rows are positions within their sequence (queries of O, LSE and dQ, keys of dK and dV), columns are dims (none for LSE). Where
-    positions or columns are too scattered to be listed they are one span from first to last, and `share` tells how thin they lie.
+    Rows are positions within their sequence (queries of O, LSE and dQ, keys of dK and dV), columns are dims (none for LSE). If
+    positions or columns are too scattered to be listed, they are one span from first to last, and `share` is small.
     """
 
     sequences: tuple[Span, ...]
@@ -63,29 +63,29 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     share: float
     """Wrong elements / elements of the region."""
     rows_are: tuple[str, ...] = ()
-    """What these rows are by themselves: "the last row of each sequence", "rows that see no key"."""
+    """What these rows have in common: "the last row of each sequence", "rows that see no key"."""
     tiles: str = ""
-    """How the rows lie on the kernel's tiles; "" where the evidence does not tell."""
+    """How the rows lie on the kernel's tiles; "" where that does not show."""
     text: str = ""
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that wrong values look like, and how sure that is."""
+    """One description of wrong values, and its confidence."""
 
     kind: LookKind
     share: float
-    """Wrong elements that this speaks of / all wrong elements."""
+    """Share of the wrong elements that it describes."""
     confidence: float
-    """Share of the squared error that it explains (1: all); of what is counted and not fitted, 1."""
+    """Share of the squared error that it explains; 1 for looks that are counted, not fitted."""
     value: float | None = None
-    """The factor, the offset, the shift, the error in budgets: what the kind is about."""
+    """The kind's number: a factor, an offset, a shift, or an error in budgets."""
     name: str = ""
-    """What that value is known as: "1/ln 2"."""
+    """Name of a known value: "1/ln 2"."""
     text: str
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one output: where it is wrong, what it looks like (most telling first; none where too little is wrong to tell)."""
+    """Where one output is wrong, and its looks, most informative first; none if too few elements are wrong."""
 
     where: Region
     looks: tuple[Look, ...] = ()
@@ -93,34 +93,34 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def spans(indices: Iterable[int], thin: bool = False) -> tuple[Span, ...]:
-    """Sorted indices in at most four Spans; where they are more scattered than that, one from the first to the last.
+    """Return sorted indices as at most four Spans; if they need more, as one from the first to the last.
 
-    `thin`: what lies between may have been passed over by luck, so that 80 % of a run are a run.
+    `thin`: indices in between may be right by chance, so that 80 % of a run count as a run.
     """
-    found = list(indices)
-    if not found:
+    ordered = list(indices)
+    if not ordered:
         return ()
-    if thin and len(found) > 2 and len(found) >= _RUN * (found[-1] + 1 - found[0]):
-        return (Span(found[0], found[-1] + 1),)
-    steps = {b - a for a, b in pairwise(found)}
-    if len(steps) == 1 and len(found) > 2:
+    if thin and len(ordered) > 2 and len(ordered) >= _RUN * (ordered[-1] + 1 - ordered[0]):
+        return (Span(ordered[0], ordered[-1] + 1),)
+    steps = {b - a for a, b in pairwise(ordered)}
+    if len(steps) == 1 and len(ordered) > 2:
         (step,) = steps
-        return (Span(found[0], found[-1] + 1, step),)
-    starts = [found[0], *(b for a, b in pairwise(found) if b > a + 1)]
-    stops = [*(a + 1 for a, b in pairwise(found) if b > a + 1), found[-1] + 1]
+        return (Span(ordered[0], ordered[-1] + 1, step),)
+    starts = [ordered[0], *(b for a, b in pairwise(ordered) if b > a + 1)]
+    stops = [*(a + 1 for a, b in pairwise(ordered) if b > a + 1), ordered[-1] + 1]
     if len(starts) > _MOST_SPANS:
-        return (Span(found[0], found[-1] + 1),)
+        return (Span(ordered[0], ordered[-1] + 1),)
     return tuple(Span(a, b) for a, b in zip(starts, stops, strict=True))
 
 
-def span_words(noun: str, found: Sequence[Span], total: int | None = None) -> str:
-    """ "row 5", "heads 0-1 and 6", "every 2nd head from 1 to 7"; with the total, where that helps: "head 3 (of 8)"."""
+def span_words(noun: str, parts: Sequence[Span], total: int | None = None) -> str:
+    """Describe spans: "row 5", "heads 0-1 and 6", "every 2nd head from 1 to 7"; with a total: "head 3 (of 8)"."""
     of = "" if total is None else f" (of {total})"
-    if len(found) == 1 and found[0].step > 1:
-        each = found[0]
+    if len(parts) == 1 and parts[0].step > 1:
+        each = parts[0]
         return f"every {_ordinal(each.step)} {noun} from {each.start} to {range(each.start, each.stop, each.step)[-1]}{of}"
-    words = [each.words() for each in found]
-    plural = "s" if sum(map(len, found)) > 1 else ""
+    words = [each.words() for each in parts]
+    plural = "s" if sum(map(len, parts)) > 1 else ""
     listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     return f"{noun}{plural} {listed}{of}"
 

@@ -1,4 +1,4 @@
-"""Where the wrong elements lie: sequences, heads, rows and columns, and how the rows lie on the kernel's tiles."""
+"""The region of wrong elements: sequences, heads, rows and columns, and how the rows lie on the kernel's tiles."""
 
 from __future__ import annotations
 
@@ -8,30 +8,59 @@ import torch
 from torch import Tensor
 
 from attnfuzz.harness.judge.diagnosis.model import Region, span_words, spans
+from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["BY_QUERY", "Tiled", "Tokens", "on_tiles", "region", "tile_of", "tokens_of"]
+__all__ = ["Tiled", "Tokens", "on_tiles", "region", "tile_of", "tokens_of"]
 
-BY_QUERY = ("o", "lse", "dq")
 _DENSE = 0.8
-"""Rows of a region that must be wrong for it to be called by a name: an element may be right by luck."""
+"""Share of a region's rows that must be wrong to give it a name: an element may be right by chance."""
 _NEARLY = 0.9
 _THIN = 0.5
-"""Share of wrong elements below which a right row, head or column between wrong ones is no sign of anything."""
+"""Share of wrong elements below which a right row, head or column between wrong ones may be by chance."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """The rows of an output over the batch, int64 on the CPU.
+
+    `sequence`, `position`: `(tokens,)`. For each sequence, `(batch,)`: `lengths`, `others` (lengths of the other side, keys for
+    queries), and `start` in the batch.
+    """
+
+    sequence: Tensor
+    position: Tensor
+    lengths: Tensor
+    others: Tensor
+    start: Tensor
+
+    def ends(self, mask: Tensor, last: bool) -> Tensor:
+        """Return the first (or last) position in `mask` of each sequence, -1 where it has none."""
+        positions = torch.full_like(self.lengths, -1)
+        reduce = "amax" if last else "amin"
+        return positions.scatter_reduce_(0, self.sequence[mask], self.position[mask], reduce, include_self=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiled:
+    """Rows that tiles explain, bool `(tokens,)`, and how in words."""
+
+    mask: Tensor
+    text: str
 
 
 def tile_of(config: Config, name: OutputName) -> int:
-    """Rows of this output that a tile of the Config holds; 1 where it has no such tile.
+    """Return the rows of this output in a tile of the Config; 1 if it has no such tile.
 
-    Gradients have tiles of their own where the Config names them so: back_tile_m, back_tile_n.
+    For gradients, back_tile_m and back_tile_n come first, if the Config has them.
     """
     usual = config.tile("tile_m" if name in BY_QUERY else "tile_n")
     return usual if name in ("o", "lse") else config.tile("back_tile_m" if name in BY_QUERY else "back_tile_n", usual)
 
 
 def tokens_of(problem: Problem, name: OutputName) -> Tokens:
-    """Sequence, position and length of each row of an output, on the CPU."""
+    """Return the Tokens of an output."""
     lengths, others = problem.seqlens_q, problem.seqlens_k
     if name not in BY_QUERY:
         lengths, others = others, lengths
@@ -42,7 +71,7 @@ def tokens_of(problem: Problem, name: OutputName) -> Tokens:
 
 
 def region(problem: Problem, config: Config, name: OutputName, bad: Tensor) -> Region:
-    """The region of the wrong elements `bad`, bool `(heads, tokens[, dim])`, at least one of them true."""
+    """Return the Region of the wrong elements `bad`, bool `(heads, tokens[, dim])`, at least one of them true."""
     by_row = bad.any(-1) if bad.dim() == 3 else bad
     heads = by_row.any(1).nonzero().flatten().tolist()
     columns = bad.any(0).any(0).nonzero().flatten().tolist() if bad.dim() == 3 else []
@@ -53,7 +82,7 @@ def region(problem: Problem, config: Config, name: OutputName, bad: Tensor) -> R
     in_heads, in_columns = spans(heads, thin), spans(columns, thin)
     wide = sum(map(len, in_heads)), sum(map(len, in_columns))
     size = wide[0] * int(rows.mask.sum()) * max(1, wide[1])
-    found = Region(
+    area = Region(
         sequences=spans(sequences),
         heads=in_heads,
         rows=spans(tokens.position[rows.mask].unique().tolist()),
@@ -63,13 +92,13 @@ def region(problem: Problem, config: Config, name: OutputName, bad: Tensor) -> R
         tiles=rows.tiles,
     )
     dims = bad.shape[2] if bad.dim() == 3 else 0
-    words = _words(problem, name, found, tokens, rows, heads=(wide[0], bad.shape[0]), dims=(wide[1], dims))
-    return Region(**{**{field: getattr(found, field) for field in Region.__struct_fields__}, "text": words})
+    words = _words(problem, name, area, tokens, rows, heads=(wide[0], bad.shape[0]), dims=(wide[1], dims))
+    return Region(**{**{field: getattr(area, field) for field in Region.__struct_fields__}, "text": words})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of the region, bool `(tokens,)`: all of those sequences or not, what they are, how they lie on tiles."""
+    """Rows of the region, bool `(tokens,)`; `whole`: all rows of their sequences; `are`, `tiles`: as in Region."""
 
     mask: Tensor
     whole: bool
@@ -85,7 +114,7 @@ def _rows(problem: Problem, name: OutputName, tokens: Tokens, bad: Tensor, tile:
         return _Rows(inside, whole=True)
     named = [(text, mask & inside) for text, mask in _known(problem, name, tokens)]
     fitting = [(text, mask) for text, mask in named if not torch.equal(mask, inside) and _fits(tokens, bad, mask)]
-    # Two readings that hold the same rows are both told; of those that differ, the one that holds the fewest.
+    # Keep the descriptions with the fewest rows; two that cover the same rows are both reported.
     fewest = min((int(mask.sum()) for _, mask in fitting), default=0)
     fitting = [(text, mask) for text, mask in fitting if int(mask.sum()) == fewest]
     are = tuple(text for text, _ in fitting[:2])
@@ -105,14 +134,14 @@ def _rows(problem: Problem, name: OutputName, tokens: Tokens, bad: Tensor, tile:
 
 
 def _fits(tokens: Tokens, bad: Tensor, mask: Tensor) -> bool:
-    """Whether the rows of `mask` are the wrong ones: none outside, most inside, and the first and last of each sequence wrong."""
+    """Whether `mask` describes the wrong rows: none outside, most inside, and the first and last of each sequence wrong."""
     if not mask.any() or (bad & ~mask).any() or int(bad.sum()) < _DENSE * int(mask.sum()):
         return False
     return all(torch.equal(tokens.ends(bad, last), tokens.ends(mask, last)) for last in (False, True))
 
 
 def _known(problem: Problem, name: OutputName, tokens: Tokens) -> list[tuple[str, Tensor]]:
-    """Rows that are special by themselves, most special first."""
+    """Return rows with a name, most special first."""
     row, other = ("row", "seqlen_k") if name in BY_QUERY else ("key", "seqlen_q")
     blind = _blind(problem, name, tokens)
     length, beyond = tokens.lengths[tokens.sequence], tokens.others[tokens.sequence]
@@ -130,7 +159,7 @@ def _known(problem: Problem, name: OutputName, tokens: Tokens) -> list[tuple[str
 
 
 def _blind(problem: Problem, name: OutputName, tokens: Tokens) -> Tensor:
-    """Rows that the mask leaves no partner: bool `(tokens,)`. Query i and key j meet where lo <= j - i - shift <= hi."""
+    """Return rows without a partner under the mask: bool `(tokens,)`. Query i sees key j if lo <= j - i - shift <= hi."""
     far = 1 << 40
     left, right = problem.window or (None, None)
     lo, hi = -far if left is None else -left, far if right is None else right
@@ -148,46 +177,46 @@ def _blind(problem: Problem, name: OutputName, tokens: Tokens) -> Tensor:
 def _words(
     problem: Problem,
     name: OutputName,
-    found: Region,
+    area: Region,
     tokens: Tokens,
     rows: _Rows,
     heads: tuple[int, int],
     dims: tuple[int, int],
 ) -> str:
     noun, batch = "row" if name in BY_QUERY else "key", problem.batch
-    count, full = sum(map(len, found.sequences)), int((tokens.lengths > 0).sum())
+    count, full = sum(map(len, area.sequences)), int((tokens.lengths > 0).sum())
     every = count == full
     parts = []
-    sequences = span_words("sequence", found.sequences, batch) + _special(problem, tokens, found)
+    sequences = span_words("sequence", area.sequences, batch) + _special(problem, tokens, area)
     if rows.whole:
         parts.append("" if every else sequences)
     else:
-        listed = found.rows_are[0] if found.rows_are and not found.tiles else span_words(noun, found.rows)
-        if len(found.rows_are) > 1 and not found.tiles:
-            listed += f" ({found.rows_are[1]})"
+        listed = area.rows_are[0] if area.rows_are and not area.tiles else span_words(noun, area.rows)
+        if len(area.rows_are) > 1 and not area.tiles:
+            listed += f" ({area.rows_are[1]})"
         if every:
             inside = "" if batch == 1 or "each sequence" in listed else " of each sequence" if count == batch else ""
         else:
             inside = f" of {sequences}"
             listed = listed.replace(" of each sequence", "")
-        notes = [*([found.tiles] if found.tiles else []), *(found.rows_are if found.tiles else ())]
+        notes = [*([area.tiles] if area.tiles else []), *(area.rows_are if area.tiles else ())]
         parts.append(f"{listed}{inside}" + (f" ({'; '.join(notes)})" if notes else ""))
     kind = "head" if name in BY_QUERY else "kv head"
     if heads[0] < heads[1]:
-        parts.append(span_words(kind, found.heads, heads[1]))
+        parts.append(span_words(kind, area.heads, heads[1]))
     elif heads[1] > 1 and parts[0]:
         parts.append(f"all {kind}s")
     if dims[0] < dims[1]:
-        parts.append(span_words("dim", found.columns, dims[1]))
+        parts.append(span_words("dim", area.columns, dims[1]))
     where = ", ".join(part for part in parts if part) or "everywhere"
-    if found.share >= _NEARLY:
+    if area.share >= _NEARLY:
         return where
-    return f"{where} ({_percent(found.share)} of the elements{'' if where == 'everywhere' else ' there'})"
+    return f"{where} ({_percent(area.share)} of the elements{'' if where == 'everywhere' else ' there'})"
 
 
-def _special(problem: Problem, tokens: Tokens, found: Region) -> str:
-    """What the wrong sequences have in common that the others have not; two of each kind are asked for where no length is 0."""
-    wrong = {index for each in found.sequences for index in range(each.start, each.stop, each.step)}
+def _special(problem: Problem, tokens: Tokens, area: Region) -> str:
+    """Describe what only the wrong sequences have in common; kinds without an empty side need two sequences in and out."""
+    wrong = {index for each in area.sequences for index in range(each.start, each.stop, each.step)}
     able = {index for index, length in enumerate(tokens.lengths.tolist()) if length}
     pairs = list(zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     kinds = [
@@ -207,34 +236,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """The rows of an output over the batch, int64 on the CPU: `sequence`, `position` `(tokens,)`; per sequence `lengths`,
-    `others` (the lengths on the other side, keys for queries) and `start` in the batch `(batch,)`."""
-
-    sequence: Tensor
-    position: Tensor
-    lengths: Tensor
-    others: Tensor
-    start: Tensor
-
-    def ends(self, mask: Tensor, last: bool) -> Tensor:
-        """The first (or last) position in `mask` of each sequence, -1 where it has none."""
-        found = torch.full_like(self.lengths, -1)
-        reduce = "amax" if last else "amin"
-        return found.scatter_reduce_(0, self.sequence[mask], self.position[mask], reduce, include_self=False)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tiled:
-    """Rows that tiles tell, bool `(tokens,)`, and how."""
-
-    mask: Tensor
-    text: str
-
-
 def on_tiles(tokens: Tokens, bad: Tensor, inside: Tensor, tile: int, noun: str, dense: float) -> Tiled | None:
-    """How the wrong rows `bad` lie on tiles of `tile` rows, None where that does not show.
+    """Return how the wrong rows `bad` lie on tiles of `tile` rows, None where that does not show.
 
     `inside`: all rows of the sequences that have wrong ones. `dense`: the share of a tile's rows that must be wrong, its first
     and last among them. Tiles start with each sequence, or, where that does not fit, with the batch.
@@ -242,12 +245,12 @@ def on_tiles(tokens: Tokens, bad: Tensor, inside: Tensor, tile: int, noun: str, 
     if tile <= 1:
         return None
     number = tokens.position // tile
-    found = _whole(tokens, bad, inside, tile, number, dense) or _periodic(tokens, bad, inside, tile, noun)
-    if found is not None or not (tokens.start % tile).any():
-        return found
+    tiled = _whole(tokens, bad, inside, tile, number, dense) or _periodic(tokens, bad, inside, tile, noun)
+    if tiled is not None or not (tokens.start % tile).any():
+        return tiled
     token = torch.arange(len(bad))
     mask = _union(token // tile, bad, torch.ones_like(bad), dense)
-    # A tile that is one whole sequence, or more of them, may as well be those sequences.
+    # A tile of one or more whole sequences is better described by those sequences.
     if mask is None or torch.equal(mask, inside):
         return None
     count = int((token // tile)[mask].unique().numel())
@@ -256,7 +259,7 @@ def on_tiles(tokens: Tokens, bad: Tensor, inside: Tensor, tile: int, noun: str, 
 
 
 def _union(number: Tensor, bad: Tensor, inside: Tensor, dense: float) -> Tensor | None:
-    """The rows of all tiles with wrong rows, if those tiles are wrong from first to last row and others are not at all."""
+    """Return the rows of all tiles with wrong rows, if `dense` of each tile are wrong, its first and last row among them."""
     _, tile_of = number.unique(return_inverse=True)
     count = int(tile_of.max()) + 1
     ones = torch.ones(len(bad))
@@ -295,7 +298,7 @@ def _whole(tokens: Tokens, bad: Tensor, inside: Tensor, tile: int, number: Tenso
 
 
 def _periodic(tokens: Tokens, bad: Tensor, inside: Tensor, tile: int, noun: str) -> Tiled | None:
-    """The same run of rows in each tile, seen in at least two tiles of one sequence."""
+    """Recognise the same run of rows in each tile, wrong in at least two tiles of one sequence."""
     offset = tokens.position % tile
     hit = torch.zeros(tile, dtype=torch.bool)
     hit[offset[bad]] = True

@@ -1,4 +1,4 @@
-"""A sample of wrong elements, and how well something explains their errors."""
+"""A sample of wrong elements, and tests of how well a fit explains their errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _STRIDE = 17
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Wrong elements with finite values, all `(n,)`: where they are, got, expected and allowed.
+    """Wrong elements with finite values, all `(n,)`: their places, got, expected and allowed.
 
-    `tolerance` is the allowed error and one rounding; `weight` its inverse: errors count in budgets, and a few large
-    values do not decide alone. `of_...` are the whole outputs, `(heads, tokens, dim)`.
+    `tolerance` is the allowed error plus one rounding; `weight` its inverse, so that a few large values do not dominate. `of_...`
+    are the whole outputs, `(heads, tokens, dim)`.
     """
 
     head: Tensor
@@ -45,7 +45,7 @@ class Sample:
         return len(self.got)
 
     def where(self, chosen: Tensor) -> Sample:
-        """The elements of `chosen`, bool or indices `(n,)`."""
+        """Return the elements of `chosen`, bool or indices `(n,)`."""
         whole = {"of_got", "of_expected", "of_allowed"}
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Sample(**{name: x if name in whole else x[chosen] for name, x in values.items()})
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What explains the errors of a sample, and which part of their squares; `covers`: the share of the sample it speaks of."""
+    """An explanation of a sample's errors, and the part of their squares it explains; `covers`: its share of the sample."""
 
     kind: LookKind
     explained: float
@@ -63,14 +63,14 @@ class Fit:
     covers: float = 1.0
 
     def look(self, share: float) -> Look:
-        """As a Look, where the sample stands for `share` of the wrong elements."""
+        """Return it as a Look, where the sample stands for `share` of the wrong elements."""
         share *= self.covers
         text = self.text if share >= 0.995 else f"{self.text} ({100 * share:.2g} % of them)"
         return Look(kind=self.kind, share=share, confidence=self.explained, value=self.value, name=self.name, text=text)
 
 
 def sampled(problem: Problem, name: OutputName, got: Tensor, expected: Tensor, allowed: Tensor, chosen: Tensor) -> Sample | None:
-    """At most 16,384 of the elements `chosen`, spread evenly without a period; None where there are none."""
+    """Sample up to 16,384 of the elements `chosen`, spread evenly without a period; None if there are none."""
     flat = chosen.flatten().nonzero().flatten()
     if not len(flat):
         return None
@@ -82,13 +82,13 @@ def sampled(problem: Problem, name: OutputName, got: Tensor, expected: Tensor, a
 
 
 def around(problem: Problem, name: OutputName, sample: Sample) -> Sample:
-    """Elements of the same rows, wrong or not, that are finite; for outputs without columns the sample itself."""
+    """Return finite elements of the same rows, wrong or not; for outputs without columns the sample itself."""
     dims = sample.of_got.shape[2]
     if dims == 1:
         return sample
     dim = (torch.arange(len(sample), device=sample.dim.device) * _STRIDE + sample.dim) % dims
-    found = _taken(problem, name, sample.head, sample.token, dim, sample.of_got, sample.of_expected, sample.of_allowed)
-    return found.where(torch.isfinite(found.got) & torch.isfinite(found.expected))
+    rows = _taken(problem, name, sample.head, sample.token, dim, sample.of_got, sample.of_expected, sample.of_allowed)
+    return rows.where(torch.isfinite(rows.got) & torch.isfinite(rows.expected))
 
 
 def _taken(
@@ -104,22 +104,22 @@ def _taken(
 
 
 def fitted(sample: Sample, rest: Tensor) -> float:
-    """The part of the squared errors, in budgets, that is gone where `rest` (n,) is all that remains of them."""
+    """Return the explained part of the squared errors, in budgets, where `rest` (n,) is what remains of the errors."""
     before = (sample.got - sample.expected) * sample.weight
     return float(1 - (rest * sample.weight).square().sum() / before.square().sum())
 
 
 def accepted(sample: Sample, rest: Tensor, explained: float) -> bool:
-    """Explained to 0.95; or to 0.8, and what remains is within the budget in 99 % of the elements: nothing is left to explain."""
+    """Whether 0.95 is explained, or 0.8 with the rest within the budget in 99 % of the elements."""
     if explained >= _EXPLAINED:
         return True
     return explained >= _MOSTLY and float((rest.abs() <= sample.tolerance).double().mean()) >= _WITHIN
 
 
 def followed(sample: Sample, rest: Tensor) -> bool:
-    """Whether got less `rest` goes up and down as got does, to 0.95 of its own variance or to within the budget.
+    """Whether got - `rest` follows got, to 0.95 of its variance or to within the budget.
 
-    A factor or an offset alone would take up what is merely far from the values expected.
+    Otherwise a factor or an offset could fit values that are only far from the expected ones.
     """
     weights = sample.weight.square()
     mean = (weights * sample.got).sum() / weights.sum()

@@ -18,8 +18,8 @@ import torch
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.kernel_ref import unpacked
-from attnfuzz.harness.trial.build import built
-from attnfuzz.harness.trial.errors import this_is_a_child, told, trace
+from attnfuzz.harness.trial.build import build_kernel
+from attnfuzz.harness.trial.errors import describe_exception, format_traceback, mark_as_child
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Device, Inputs, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -32,7 +32,7 @@ __all__ = ["main", "run_launches"]
 def main(arguments: list[str]) -> None:
     """Do the task; the result file says how far it came: "started", "launched", "raised", "refused", "broken" or "done"."""
     task, result = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
-    this_is_a_child()
+    mark_as_child()
 
     def say(stage: str, told_more: str = "") -> None:
         result.write_text(json.dumps({"stage": stage, "text": told_more}))
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
     except _KernelError as error:
         say("raised", str(error))
     except BaseException as error:  # whatever it is, the parent shall know
-        say("broken", trace(error))
+        say("broken", format_traceback(error))
     else:
         say("done")
 
@@ -65,7 +65,7 @@ def run_launches(kernel: Kernel, case: Case, device: Device, say: Any) -> None:
     """
     before = earlier_problems(kernel, case, device) if case.check in CALLS else ()
     for problem in (*before, case.problem):
-        ready = built(kernel, problem, case.config, device)
+        ready = build_kernel(kernel, problem, case.config, device)
         inputs = _on(device, materialise(problem, case.recipe, "cpu"))
         say("launched")
         _launch(ready, inputs, problem, device)
@@ -87,7 +87,7 @@ def _launch(ready: Any, inputs: Inputs, problem: Problem, device: Device) -> Non
                 environment.synchronise(device)
                 del gradients
     except BaseException as error:  # a kernel may raise anything
-        raise _KernelError(told(error)) from error
+        raise _KernelError(describe_exception(error)) from error
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What is asked of a Case besides the comparison with the oracle."""
+"""Checks of a Case other than the comparison with the oracle."""

@@ -1,6 +1,6 @@
-"""Sequences of calls in one process: what an earlier call leaves behind must not show in a later one.
+"""Checks of several calls in one process: an earlier call must not change the results of a later one.
 
-The Case's own Problem is always the last call, and is judged by the oracle. Before it come the calls that its check names
+The Case's own Problem is always the last call, and is judged by the oracle. Before it come the calls of its check
 (strategies/earlier_calls.py); compiled code is shared where the compile key is equal, the inputs are fresh copies for each call.
 """
 
@@ -17,7 +17,7 @@ from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong
-from attnfuzz.harness.trial.checks.unwritten import told_apart
+from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
@@ -28,32 +28,32 @@ __all__ = ["CALL_CHECKS"]
 
 
 def after_other_calls(bench: Bench) -> Verdict:
-    """The calls of the Case's check, its own last: judged, and compared with the first where that was an equal call."""
+    """Run the calls of the Case's check, its own last; judge that, and compare it with the first equal call."""
     problem, first, kept = bench.case.problem, None, None
     held = []
     for earlier in earlier_problems(bench.kernel, bench.case, bench.device):
         held.append(Bands())
-        made = _earlier(bench, earlier, held[-1])
+        outputs = _earlier(bench, earlier, held[-1])
         if earlier == problem and first is None:
-            # A kernel may return the same memory every time: what it held must not be lost.
-            first, kept = made, _cloned(made)
+            # A kernel may return the same memory every time, so keep a copy of the values.
+            first, kept = outputs, _cloned(outputs)
     ready, inputs = bench.ready(), bench.inputs()
     last = bench.launch(ready, inputs)
     expected = bench.truth(inputs)
     verdict = bench.judge(inputs, last, expected)
     with bench.clock.stage("judge"):
-        found = [*_overstepped(bench, held)]
+        failures = [*_overstepped(bench, held)]
         if first is not None and kept is not None:
-            found += _compared(bench, verdict, first, kept, last, expected)
-    verdict = told_apart(bench, ready, inputs, last, verdict)
-    return replace(verdict, status="fail", failures=(*found, *verdict.failures)) if found else verdict
+            failures += _compared(bench, verdict, first, kept, last, expected)
+    verdict = name_unwritten(bench, ready, inputs, last, verdict)
+    return replace(verdict, status="fail", failures=(*failures, *verdict.failures)) if failures else verdict
 
 
 CALL_CHECKS: dict[Check, Callable[[Bench], Verdict]] = dict.fromkeys(CALLS, after_other_calls)
 
 
 def _overstepped(bench: Bench, held: list[Bands]) -> Iterator[Failure]:
-    """Memory of earlier calls that a later one wrote past: a workspace kept for other lengths, say."""
+    """Yield a Failure for memory of earlier calls that a later one wrote past, such as a workspace for other lengths."""
     for each in held:
         if message := each.broken():
             yield Failure(
@@ -67,22 +67,22 @@ def _overstepped(bench: Bench, held: list[Bands]) -> Iterator[Failure]:
 def _compared(
     bench: Bench, verdict: Verdict, first: Outputs, kept: Outputs, last: Outputs, expected: dict[OutputName, Truth]
 ) -> list[Failure]:
-    """What two equal calls differ in; outputs that the judge has refused are left to it."""
+    """Return the differences of two equal calls, without outputs that break the contract."""
     refused = {each.output for each in verdict.failures if each.kind == "contract"}
-    # Of a batch that is judged head by head there is no Truth at once: only what is declared deterministic is compared.
+    # A batch judged head by head has no whole Truth: only outputs declared deterministic are compared.
     judged = {name: expected.get(name) for name in bench.case.problem.needs.outputs if name not in refused}
     return [*_differences(bench, kept, last, judged), *_reused(bench, first, last)]
 
 
 def _earlier(bench: Bench, problem: Problem, bands: Bands) -> Outputs:
-    """One call before the Case's own; what goes wrong there says so."""
+    """Run one call before the Case's own; a Failure there says so."""
     try:
         return bench.launch(bench.ready(problem), bench.inputs(problem), bands=bands)
     except WentWrong as error:
         if problem == bench.case.problem:
             raise
-        told = f"{error.failure.message} (in the call before, of check {bench.case.check})"
-        raise WentWrong(replace(error.failure, message=told)) from error
+        message = f"{error.failure.message} (in the call before, of check {bench.case.check})"
+        raise WentWrong(replace(error.failure, message=message)) from error
 
 
 def _cloned(outputs: Outputs) -> Outputs:
@@ -91,7 +91,7 @@ def _cloned(outputs: Outputs) -> Outputs:
 
 
 def _plain(value: object) -> bool:
-    """Whether it is a tensor whose elements can be read: what else a kernel may return, the judge names."""
+    """Whether it is a tensor with readable elements; the judge reports other values."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False
     assert isinstance(value, torch.Tensor)
@@ -101,7 +101,7 @@ def _plain(value: object) -> bool:
 
 
 def _differences(bench: Bench, first: Outputs, last: Outputs, expected: dict[OutputName, Truth | None]) -> Iterator[Failure]:
-    """Outputs of two equal calls that are not equal: to the bit where so declared, else within another order of additions."""
+    """Yield outputs of two equal calls that differ: at all if declared deterministic, else by more than an order of additions."""
     for name, true in expected.items():
         before, after = getattr(first, name), getattr(last, name)
         exact = name in bench.kernel.capabilities.deterministic
@@ -127,7 +127,7 @@ def _difference(
     count = int((~same).sum())
     if not count:
         return None
-    # A NaN on one side alone is the worst there is.
+    # NaN on one side only counts as the largest difference.
     size = torch.where(same, -1.0, (now - was).abs().nan_to_num(nan=torch.inf))
     place = place_of(problem, name, int(size.flatten().argmax()), now, Truth(expected=was, allowed=limit))
     rule = "declared deterministic" if exact else f"another order of additions explains {place.allowed:.3g}"
@@ -139,7 +139,7 @@ def _difference(
 
 
 def _reused(bench: Bench, first: Outputs, last: Outputs) -> Iterator[Failure]:
-    """Outputs of the last call in the memory of the first call's, which a caller may still hold."""
+    """Yield a Failure for outputs of the last call in the memory of the first's, which a caller may still use."""
     for name in bench.case.problem.needs.outputs:
         before, after = getattr(first, name), getattr(last, name)
         if not (_plain(before) and _plain(after) and before.numel() and after.numel()):

@@ -1,7 +1,7 @@
-"""NaN that a kernel computed, told apart from NaN that it found in memory which it never wrote.
+"""Memory never written, distinguished from NaN that a kernel computed.
 
-A launch fills what the kernel allocates with NaN. Where NaN shows in an output, one more launch with another filling tells: an
-element that is not NaN then is that memory, or was computed from it.
+A launch fills the kernel's allocations with NaN. If an output has NaN, a second launch uses another filling: an element that is
+then not NaN is unwritten memory, or was computed from it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from attnfuzz.kernels.contract import Built, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.kernels.support.memory import told_stores
 
-__all__ = ["told_apart"]
+__all__ = ["OTHER_FILL", "name_unwritten"]
 
-_OTHER = 0.34375
-"""Exact in every dtype, and no value that attention gives of itself."""
+OTHER_FILL = 0.34375
+"""The filling of the second launch: exact in every dtype, and not a usual result of attention."""
 
 
-def told_apart(bench: Bench, ready: Built, inputs: Inputs, outputs: Outputs, verdict: Verdict) -> Verdict:
-    """`verdict` of `outputs`, with kind "unwritten" for "nonfinite" where that is what it is.
+def name_unwritten(bench: Bench, ready: Built, inputs: Inputs, outputs: Outputs, verdict: Verdict) -> Verdict:
+    """Return the verdict with kind "unwritten" in place of "nonfinite" where NaN is from memory never written.
 
     Raises:
         DeviceLost: the second launch broke the device for this process.
@@ -36,8 +36,8 @@ def told_apart(bench: Bench, ready: Built, inputs: Inputs, outputs: Outputs, ver
     # Before the second launch: it may return the same memory.
     first = {name: heads_first(inputs.problem, name, getattr(outputs, name)) for name in names}
     try:
-        again = bench.launch(ready, inputs, fill=_OTHER)
-    except WentWrong:  # whatever that is, the NaN is what was seen first
+        again = bench.launch(ready, inputs, fill=OTHER_FILL)
+    except WentWrong:  # the NaN came first, and is reported
         return verdict
     with bench.clock.stage("judge"):
         failures = tuple(_renamed(each, inputs.problem, first, again) for each in verdict.failures)
@@ -62,7 +62,7 @@ def _renamed(failure: Failure, problem: Problem, first: dict[OutputName, torch.T
     place = place_of(problem, name, int(changed.flatten().double().argmax()), was, Truth(expected=zeros, allowed=zeros))
     if failure.place is not None:
         place = replace(place, expected=failure.place.expected, allowed=failure.place.allowed)
-    never = bool((now[changed] == _OTHER).all())
+    never = bool((now[changed] == OTHER_FILL).all())
     said = "were never written" if never else "come from memory that was never written"
     message = f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements {said}; first at {where(name, place)}"
     if stores := told_stores(second):

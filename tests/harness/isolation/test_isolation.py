@@ -30,7 +30,7 @@ from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, reproduce
-from attnfuzz.harness.trial.build import built
+from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -116,7 +116,7 @@ def test_a_config_that_the_kernel_cannot_read_is_refused_as_any_other(config: Co
     with pytest.raises(BadArgument, match=r"triton.flex does not support it: config=.*: not among configs"):
         executor.trial(Case(kernel=kernel.name, problem=problem, config=config))
     with pytest.raises(BadArgument, match=r"triton.flex does not take it: config=.*: not among configs"):
-        built(kernel, problem, config, "cpu")
+        build_kernel(kernel, problem, config, "cpu")
 
 
 # --- what a death says

@@ -37,7 +37,7 @@ from attnfuzz.harness.trial.errormaps import error_maps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs
 from attnfuzz.kernels.problem import BadArgument, Needs
-from attnfuzz.oracles.attention import visible
+from attnfuzz.oracles.attention import visible_keys
 
 BEYOND = EXACT + STEPS
 """The worst level within the budget."""
@@ -178,7 +178,7 @@ def test_the_mask_is_the_oracles(causal: Any) -> None:
     case = spoilt_case(right, causal=causal)
     found = mask(mapped(right, causal=causal))
     for index, (rows, columns) in enumerate(((slice(5), slice(6)), (slice(5, 12), slice(6, 15)))):
-        assert torch.equal(found[rows, columns] == 2, visible(case.problem, index))
+        assert torch.equal(found[rows, columns] == 2, visible_keys(case.problem, index))
     assert (found[:5, 6:] == OUTSIDE).all()
     assert (found[5:, :6] == OUTSIDE).all()
 

@@ -22,8 +22,8 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case, Check
 from attnfuzz.strategies.cases import cases
-from attnfuzz.strategies.earlier_calls import drawn_call
 from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.trials import call_checks
 
 CASES = 150
 
@@ -33,7 +33,7 @@ def with_calls(only: Check | None = None):
 
     def mixed(kernel: Kernel, *, device: Device, **chosen) -> st.SearchStrategy[Case]:
         def checked(case: Case) -> st.SearchStrategy[Case]:
-            checks = drawn_call(kernel, case.problem, case.config, device)
+            checks = call_checks(kernel, case.problem, case.config, device)
             wanted = checks if only is None else checks.filter(lambda check: check == only)
             return wanted.map(lambda check: replace(case, check=check))
 

@@ -160,7 +160,7 @@ def test_samples_are_rows_and_keys_that_see_something(most: int) -> None:
     for frame in frames(problem, 1 << 20):
         placed = Placed(tokens_of(inputs), frame)
         rows, keys = placed.sampled(most)
-        seen = placed.seen()
+        seen = placed.visible()
         seen = seen.expand(len(frame.sequences) * len(frame.kv_heads), -1, -1)
         assert seen.any(2).flatten()[rows].all()
         assert seen.any(1).flatten()[keys].all()

@@ -107,7 +107,7 @@ def test_every_score_is_in_one_frame(name: str) -> None:
             for i in frame.sequences:
                 counts[i][frame.rows.start : frame.rows.stop, frame.keys.start : frame.keys.stop] += len(frame.kv_heads)
         for i, count in counts.items():
-            seen = attention.visible(problem, i)
+            seen = attention.visible_keys(problem, i)
             assert (count[seen] == problem.kv_heads).all()
             assert (count <= problem.kv_heads).all()
 
@@ -115,7 +115,7 @@ def test_every_score_is_in_one_frame(name: str) -> None:
 def test_a_block_of_rows_gets_the_keys_that_it_sees() -> None:
     for problem in PROBLEMS.values():
         for i, n_q in enumerate(problem.seqlens_q):
-            seen = attention.visible(problem, i)
+            seen = attention.visible_keys(problem, i)
             for start in range(0, n_q, 7):
                 rows = range(start, min(start + 7, n_q))
                 keys = key_range(problem, i, rows)

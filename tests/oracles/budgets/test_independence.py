@@ -24,21 +24,21 @@ from attnfuzz.oracles.budgets.bounds import budgets  # noqa: E402
 from attnfuzz.oracles.budgets.independence import Independence  # noqa: E402
 from attnfuzz.strategies.case import Recipe  # noqa: E402
 
-ACCUSED = sorted((CORPUS / "accused").glob("*.json"))
+FALSE_ALARMS = sorted((CORPUS / "false_alarms").glob("*.json"))
 BY_KEY = ["sub", ["score"], ["mul", ["const", 0.5], ["float", ["kv_idx"]]]]
 PLAIN = Problem(
     seqlens_q=(96, 200), seqlens_k=(128, 200), packing="ragged", heads=4, kv_heads=2, dim_qk=64, dim_v=64, causal="bottom_right"
 )
 
 
-def looked_at(problem: Problem, recipe: Recipe) -> dict[str, tuple[float, float]]:
+def figures(problem: Problem, recipe: Recipe) -> dict[str, tuple[float, float]]:
     made = budgets(materialise(problem, recipe, "cpu"), Deviations(), "cpu", generic=False, independent=True)
     assert made.independence is not None
     return made.independence.figures()
 
 
-@pytest.mark.parametrize("path", ACCUSED, ids=lambda path: path.stem)
-def test_what_a_correct_kernel_was_accused_of(path: Path) -> None:
+@pytest.mark.parametrize("path", FALSE_ALARMS, ids=lambda path: path.stem)
+def test_a_false_alarm_of_before_passes(path: Path) -> None:
     environment.prepare("cpu")
     assert run_trial(read_case(path).case, "cpu").failures == ()
 
@@ -46,7 +46,7 @@ def test_what_a_correct_kernel_was_accused_of(path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_generic_values_are_independent(dtype: str, seed: int) -> None:
-    found = looked_at(replace(PLAIN, dtype=dtype), Recipe(seed=seed))
+    found = figures(replace(PLAIN, dtype=dtype), Recipe(seed=seed))
     assert set(found) == {"o", "dq", "dk", "dv"}
     assert max(z for z, _ in found.values()) < Independence.Z_LIMIT
     assert max(c for _, c in found.values()) < 0.4, "R's limit is about the common one"
@@ -54,13 +54,13 @@ def test_generic_values_are_independent(dtype: str, seed: int) -> None:
 
 def test_a_slope_beside_which_scores_are_nothing_is_rounded_alike_in_every_row() -> None:
     problem = replace(PLAIN, score_mod=BY_KEY, window=(7, None), dtype="bfloat16")
-    assert looked_at(problem, Recipe(pattern="tiny"))["o"][0] > 2 * Independence.Z_LIMIT
-    assert looked_at(replace(problem, score_mod=None), Recipe())["o"][0] < Independence.Z_LIMIT
+    assert figures(problem, Recipe(pattern="tiny"))["o"][0] > 2 * Independence.Z_LIMIT
+    assert figures(replace(problem, score_mod=None), Recipe())["o"][0] < Independence.Z_LIMIT
 
 
 def test_where_rows_see_one_or_two_keys_a_rows_error_is_a_single_number() -> None:
     few = replace(PLAIN, seqlens_q=(2,) * 20, seqlens_k=(2,) * 20, causal=None)
-    assert looked_at(few, Recipe(pattern="uniform01"))["dq"][1] > 0.5
+    assert figures(few, Recipe(pattern="uniform01"))["dq"][1] > 0.5
 
 
 @pytest.mark.parametrize("output", ["o", "dq", "dv"])

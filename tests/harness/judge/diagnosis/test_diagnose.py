@@ -17,7 +17,7 @@ from support.emulated import Emulated
 
 from attnfuzz.harness.campaign.corpus import Corpus, read_case
 from attnfuzz.harness.campaign.events import Finding
-from attnfuzz.harness.judge.diagnosis.diagnose import pattern
+from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern, Span, span_words, spans
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.judge import judge, truth
@@ -66,7 +66,7 @@ class Plant:
 
     def found(self, config: Config = TILES, others: dict[OutputName, torch.Tensor] | None = None) -> Pattern:
         bad = ~((self.got - self.expected).abs() <= self.allowed)
-        return pattern(self.problem, config, self.name, self.got, self.expected, self.allowed, bad, others)
+        return diagnose(self.problem, config, self.name, self.got, self.expected, self.allowed, bad, others)
 
 
 ALL = slice(None)
@@ -259,7 +259,7 @@ def test_an_infinity_that_was_expected_is_told() -> None:
     plant.got[:, :10] = -30000.0
     bad = torch.zeros_like(plant.wrong)
     bad[:, :10] = True
-    found = pattern(RAGGED, TILES, "lse", plant.got, plant.expected, plant.allowed, bad)
+    found = diagnose(RAGGED, TILES, "lse", plant.got, plant.expected, plant.allowed, bad)
     assert found.text == "rows 0-9 of sequence 0 (of 4), all heads: finite values where an infinity is expected"
 
 
@@ -327,7 +327,7 @@ def test_any_mask_has_a_pattern(data: st.DataObject) -> None:
     plant.expected = plant.expected * data.draw(st.sampled_from([0.0, 1.0, 1e30]))
     plant.allowed = plant.allowed * data.draw(st.sampled_from([0.0, 1.0, NAN, math.inf]))
     got = torch.where(bad, value, plant.expected)
-    found = pattern(problem, TILES, plant.name, got, plant.expected, plant.allowed, bad)
+    found = diagnose(problem, TILES, plant.name, got, plant.expected, plant.allowed, bad)
     region = found.where
     heads, rows, columns = (
         [i for s in each for i in range(s.start, s.stop, s.step)] for each in (region.heads, region.rows, region.columns)
@@ -348,7 +348,7 @@ def test_ten_million_elements_take_about_a_second() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        pattern(problem, TILES, "o", plant.got, plant.expected, plant.allowed, bad)
+        diagnose(problem, TILES, "o", plant.got, plant.expected, plant.allowed, bad)
     finally:
         torch.set_num_threads(threads)
     assert time.process_time() - start < 4

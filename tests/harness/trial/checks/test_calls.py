@@ -25,7 +25,8 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Device
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
 from attnfuzz.strategies.case import CALLS, Case, Check, Recipe
-from attnfuzz.strategies.earlier_calls import drawn_call, earlier_problems, other_problems, why_not_call
+from attnfuzz.strategies.earlier_calls import earlier_problems, other_problems, why_not_call
+from attnfuzz.strategies.trials import call_checks
 
 
 def tried(subject: Subject, check: Check, problem: Problem = PROBLEM, seed: int = 0) -> Verdict:
@@ -126,7 +127,7 @@ def test_only_checks_that_make_sense_are_drawn_the_oracle_first() -> None:
     def drawn(subject: Subject) -> set[str]:
         found: set[str] = set()
 
-        @given(drawn_call(subject, PROBLEM, Config(), "cpu"))
+        @given(call_checks(subject, PROBLEM, Config(), "cpu"))
         @settings(max_examples=80, database=None)
         def draw(check: str) -> None:
             found.add(check)

@@ -163,7 +163,7 @@ def test_where_there_is_no_memory_nothing_is_judged_and_the_reason_is_told(monke
     def refused(*_args: object) -> torch.Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(strides, "_stretched", refused)
+    monkeypatch.setattr(strides, "_stretch", refused)
     registry.register(Long())
     verdict = trial.run_trial(Case(kernel="test.long", problem=problem(5, 7), check="huge_strides"), "cpu")
     registry.unregister("test.long")
@@ -176,7 +176,7 @@ def test_a_huge_pitch_puts_the_last_row_beyond_two_to_the_31() -> None:
         inputs = materialise(
             replace(each, layout_q=Layout(), layout_k=Layout(), layout_v=Layout(), layout_do=Layout()), Recipe(), "cpu"
         )
-        wide = getattr(strides.stretched(dataclasses.replace(inputs, problem=each)), name)
+        wide = getattr(strides.stretch(dataclasses.replace(inputs, problem=each)), name)
         assert 2**31 <= (wide.shape[0] - 1) * wide.stride(0) < 2**31 + 2**8
         assert torch.equal(wide, getattr(inputs, name))
 
@@ -279,7 +279,7 @@ def test_correct_kernels_pass_what_is_drawn(subject: Kernel) -> None:
 
 
 HALF, BFLOAT = "float16", "bfloat16"
-ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
+FALSE_ALARMS: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
     # Kernels on a GPU were told to be wrong there, and so was an emulated one with the same numbers. Equal P are rounded alike,
     ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (249,), "dim_qk": 192, "dim_v": 128, "dtype": BFLOAT,
                                 "softmax_scale": 0.0}, Recipe(), {}),
@@ -306,8 +306,8 @@ ONCE_ACCUSED: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], .
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "check", "values", "recipe", "choices"), ONCE_ACCUSED)
-def test_what_a_correct_kernel_was_accused_of(name: str, check: Check, values, recipe: Recipe, choices) -> None:
+@pytest.mark.parametrize(("name", "check", "values", "recipe", "choices"), FALSE_ALARMS)
+def test_a_false_alarm_of_before_passes(name: str, check: Check, values, recipe: Recipe, choices) -> None:
     kernel, problem = registry.get(name), Problem(**values)
     tried = [each for each in kernel.configs(problem) if each["mma"] == "f32" and dict(each) | choices == dict(each)]
     assert tried
