@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.harness.trial.bench import Bench, Clock
+from attnfuzz.harness.trial.bench import Bench
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
@@ -52,7 +53,7 @@ def drawn(kernel: Kernel, count: int, number: int) -> list[Case]:
 def seconds(case: Case, kernel: Kernel, *, check: bool) -> float:
     """Seconds of one forward and backward."""
     memory.check(check)
-    bench = Bench(case, kernel, "cpu", Clock(lambda _: None))
+    bench = Bench(case, kernel, "cpu", Clock())
     ready, inputs = bench.ready(), bench.inputs()
     bench.launch(ready, inputs)
     return bench.clock.seconds["kernel"]

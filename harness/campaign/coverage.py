@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 
-from attnfuzz.harness.campaign.events import Phase, Worst
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.problem import LAYOUTS, Layout, OutputName
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Tally", "drawn_values", "features"]
+__all__ = ["EDGES", "Phase", "Tally", "Worst", "bin_of", "drawn_values", "features"]
 
+Phase = Literal["replay", "generate", "shrink", "rerun"]
+"""Why a Case runs. rerun: it ran before, and runs again for its failure rate or against the oracle alone."""
+EDGES: Final = (*(round(0.05 * n, 2) for n in range(1, 21)), 2.0, 5.0, 10.0, 100.0, 1000.0)
+"""Upper ends of the bins of error over budget; two more bins: above the last of them, and infinite or NaN."""
 
 _MOST_VALUES = 40
 _OTHERS = "others"
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """One output's record over a kernel's Cases: judged, not judged, the worst error over its budget, wrong.
+
+    `doubted`: of the judged Cases those of which elements are left out, since mask_mod is in doubt (`Figures.doubted`).
+    """
+
+    cases: int = 0
+    unjudged: int = 0
+    worst: float = 0.0
+    failures: int = 0
+    sigmas: float = 0.0
+    r: float = 0.0
+    z: float = 0.0
+    aggregated: int = 0
+    """Cases in which R and z were taken."""
+    doubted: int = 0
 
 
 @dataclass(slots=True)
@@ -32,6 +55,8 @@ class Tally:
     features: dict[str, int] = field(default_factory=dict)
     drawn: dict[str, dict[str, int]] = field(default_factory=dict)
     """Cases by what was drawn and its value; rare values beyond the first 40 are counted together."""
+    histograms: dict[OutputName, list[int]] = field(default_factory=dict)
+    """Cases by the bin of an output's worst error over its budget."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds spent in each stage of all trials."""
 
@@ -63,6 +88,8 @@ class Tally:
                 aggregated=old.aggregated + (figures.r is not None),
                 doubted=old.doubted + (bool(figures.doubted) and not skipped),
             )
+            if not skipped:
+                self.histograms.setdefault(name, [0] * (len(EDGES) + 2))[bin_of(figures.worst)] += 1
         for failure in verdict.failures:
             if failure.output:
                 old = self.outputs.get(failure.output, Worst())
@@ -75,6 +102,13 @@ class Tally:
             counts = self.drawn.setdefault(name, {})
             key = value if value in counts or len(counts) < _MOST_VALUES else _OTHERS
             counts[key] = counts.get(key, 0) + 1
+
+
+def bin_of(ratio: float) -> int:
+    """The bin of an error over its budget."""
+    if not math.isfinite(ratio):
+        return len(EDGES) + 1
+    return next((index for index, edge in enumerate(EDGES) if ratio <= edge), len(EDGES))
 
 
 def features(case: Case) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from attnfuzz.harness.campaign.coverage import Phase, Tally, Worst
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import OutputName
@@ -33,11 +34,8 @@ __all__ = [
     "Shrunk",
     "TrialFinished",
     "Worst",
-    "to_all",
 ]
 
-Phase = Literal["replay", "generate", "shrink", "rerun"]
-"""Why a Case runs. rerun: it ran before, and runs again for its failure rate or against the oracle alone."""
 Rate = tuple[int, int]
 """(runs that failed, all runs) of one Case."""
 
@@ -115,11 +113,15 @@ class CaseResumed:
 
 @dataclass(frozen=True, slots=True)
 class KernelStarted:
-    """A kernel is about to be tried: variants in its pool, how many of them need a compile first."""
+    """A kernel is about to be tried: variants in its pool, how many of them need a compile first, and counts of its trials.
+
+    `tally` is the run's own: it grows while the kernel is tried.
+    """
 
     kernel: str
     variants: int
     compiles: int
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,25 +168,6 @@ class FailureMapped:
     reason: str = ""
     first: str | None = None
     """Those of the Case as it was found, where that is another: a larger one shows where errors lie."""
-
-
-@dataclass(frozen=True, slots=True)
-class Worst:
-    """One output's record over a kernel's Cases: judged, not judged, the worst error over its budget, wrong.
-
-    `doubted`: of the judged Cases those of which elements are left out, since mask_mod is in doubt (`Figures.doubted`).
-    """
-
-    cases: int = 0
-    unjudged: int = 0
-    worst: float = 0.0
-    failures: int = 0
-    sigmas: float = 0.0
-    r: float = 0.0
-    z: float = 0.0
-    aggregated: int = 0
-    """Cases in which R and z were taken."""
-    doubted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,13 +251,3 @@ Event = (
     | CampaignFinished
 )
 Listener = Callable[[Event], None]
-
-
-def to_all(*listeners: Listener) -> Listener:
-    """One listener that calls each of `listeners`, in their order."""
-
-    def call_all(event: Event) -> None:
-        for each in listeners:
-            each(event)
-
-    return call_all

@@ -131,7 +131,7 @@ class KernelRun:
     def run(self) -> None:
         """Compile the variants where the device needs that, then try Cases of them; DeviceLost ends it, once it is kept."""
         compiles = self.context.settings.device in self.kernel.capabilities.compiles_on
-        self.context.listener(KernelStarted(self.kernel.name, len(self.variants), len(self.variants) if compiles else 0))
+        self.context.listener(KernelStarted(self.kernel.name, len(self.variants), len(self.variants) * compiles, self.tally))
         if compiles:
             self.variants = self._compiler.compiled(self.variants, self.limits)
         self.try_cases()

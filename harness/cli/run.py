@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from attnfuzz.harness.campaign.events import to_all
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -29,6 +28,7 @@ from attnfuzz.harness.cli.options import (
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
+from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject

@@ -19,10 +19,11 @@ import msgspec
 import torch
 
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.gate.subjects import load_kernel, why_absent
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.truth import Truth, Truths
-from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child
 from attnfuzz.harness.trial.inputs import materialise

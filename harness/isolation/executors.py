@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,17 +72,12 @@ class InProcess:
     def finish(self) -> Verdict:
         """Run the Trial."""
         from attnfuzz.harness.trial.trial import run_trial
-        from attnfuzz.kernels.support import memory
 
         case, self._begun = self._begun, None
         assert case is not None
         self.statistics.tasks += 1
-        before = memory.checking()
-        memory.check(self._memory_check)
-        try:
+        with self._memory_checked():
             return run_trial(case, self.device)
-        finally:
-            memory.check(before)
 
     def compiled(
         self,
@@ -102,7 +98,19 @@ class InProcess:
         """Run it in this process."""
         from attnfuzz.harness.trial.errormaps import error_maps
 
-        return error_maps(case, self.device)
+        with self._memory_checked():
+            return error_maps(case, self.device)
+
+    @contextlib.contextmanager
+    def _memory_checked(self) -> Iterator[None]:
+        from attnfuzz.kernels.support import memory
+
+        before = memory.checking()
+        memory.check(self._memory_check)
+        try:
+            yield
+        finally:
+            memory.check(before)
 
     def fresh(self) -> None:
         """Do nothing: there is only one process."""

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from msgspec.structs import replace
 
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.contract import broken_contract, heads_first, why_unfit
 from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern
@@ -20,7 +21,7 @@ from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Pla
 from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict
-from attnfuzz.kernels.contract import Config, Inputs, Outputs
+from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
 from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets import aggregate
@@ -42,6 +43,16 @@ def judge(
         return _head_by_head(kernel, inputs, outputs, expected, config)
     with torch.inference_mode():
         return _judged(kernel, inputs, outputs, expected, config)
+
+
+def judge_by_oracle(
+    kernel: str, inputs: Inputs, outputs: Outputs, deviations: Deviations, config: Config, device: str, clock: Clock
+) -> Verdict:
+    """Compute oracle and budgets for `inputs`, then judge; stages "oracle" and "judge" of `clock`."""
+    with clock.stage("oracle"):
+        expected = truth(inputs, deviations, device)
+    with clock.stage("judge"):
+        return judge(kernel, inputs, outputs, expected, config)
 
 
 def compare(

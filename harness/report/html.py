@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from attnfuzz.harness.campaign.corpus import repro_line
+from attnfuzz.harness.campaign.coverage import EDGES
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.errormap import read_maps
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report import plots
 from attnfuzz.harness.report.merge import Merged, value
-from attnfuzz.harness.report.runfile import EDGES, FailureRecord, KernelRecord, OutputRecord
+from attnfuzz.harness.report.runfile import FailureRecord, KernelRecord, OutputRecord
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 
 __all__ = ["HEIGHT", "WIDTH", "Bar", "Histogram", "Page", "histogram", "page"]

@@ -24,7 +24,6 @@ from attnfuzz.harness.report.runfile import (
     OutputRecord,
     Refused,
     RunRecord,
-    bin_of,
     number,
     write_run,
 )
@@ -81,12 +80,10 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         """Keep what an event tells."""
-        handler = getattr(self, f"_on_{type(event).__name__}", None)
-        if handler is None:
-            return
-        handler(event)
-        at_once = not isinstance(event, events.TrialFinished | events.CompileFinished)
-        if at_once or time.monotonic() - self._written > _EVERY:
+        if (handler := getattr(self, f"_on_{type(event).__name__}", None)) is not None:
+            handler(event)
+        frequent = isinstance(event, events.TrialFinished | events.CompileFinished)
+        if (handler and not frequent) or (frequent and time.monotonic() - self._written > _EVERY):
             self._write()
 
     def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
@@ -103,19 +100,12 @@ class Recorder:
 
     def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
         self._kernel(event.kernel).variants = event.variants
+        self._tallies[event.kernel] = event.tally
 
     def _on_CompileFinished(self, event: events.CompileFinished) -> None:  # noqa: N802
         kernel = self._kernel(event.kernel)
         kernel.compiles += 1
         kernel.compile_seconds += event.seconds
-
-    def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
-        self._tallies.setdefault(event.kernel, Tally()).add(event.phase, event.case, event.verdict)
-        if event.phase not in ("shrink", "rerun"):
-            outputs = self._kernel(event.kernel).outputs
-            for name, figures in event.verdict.figures.items():
-                if not figures.unjudged:
-                    outputs.setdefault(name, OutputRecord()).histogram[bin_of(figures.worst)] += 1
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
         self._keep(event.finding)
@@ -202,6 +192,7 @@ def _count(kernel: KernelRecord, tally: Tally) -> None:
     kernel.features, kernel.drawn, kernel.stages = tally.features, tally.drawn, tally.stages
     for name, worst in tally.outputs.items():
         output = kernel.outputs.setdefault(name, OutputRecord())
+        output.histogram = tally.histograms.get(name, output.histogram)
         output.cases, output.unjudged, output.failures = worst.cases, worst.unjudged, worst.failures
         output.doubted = worst.doubted
         output.worst, output.sigmas, output.r, output.z = map(number, (worst.worst, worst.sigmas, worst.r, worst.z))

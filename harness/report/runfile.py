@@ -10,12 +10,12 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from attnfuzz.harness.campaign.coverage import EDGES
 from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument, reject
 
 __all__ = [
-    "EDGES",
     "FORMAT",
     "MOST_BYTES",
     "Broken",
@@ -25,7 +25,6 @@ __all__ = [
     "OutputRecord",
     "Refused",
     "RunRecord",
-    "bin_of",
     "number",
     "read_run",
     "runs_of",
@@ -35,8 +34,6 @@ __all__ = [
 FORMAT: Final = 1
 MOST_BYTES: Final = 32 << 20
 """Of one file: what is larger was not written here."""
-EDGES: Final = (*(round(0.05 * n, 2) for n in range(1, 21)), 2.0, 5.0, 10.0, 100.0, 1000.0)
-"""Upper ends of the bins of error over budget; two more bins: beyond the last of them, and infinite or NaN."""
 Number: TypeAlias = float | Literal["inf", "-inf", "nan"]
 """JSON has no infinities."""
 State = Literal["running", "finished", "interrupted", "error"]
@@ -164,13 +161,6 @@ def number(value: float) -> Number:
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-
-
-def bin_of(ratio: float) -> int:
-    """The bin of an error over its budget."""
-    if not math.isfinite(ratio):
-        return len(EDGES) + 1
-    return next((index for index, edge in enumerate(EDGES) if ratio <= edge), len(EDGES))
 
 
 def write_run(folder: Path, run: RunRecord) -> Path:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.contract import heads_first, why_unfit
 from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Built, Device, Gradients, Inputs, Kernel, Outputs
@@ -95,6 +96,9 @@ class _Recording(Bench):
             # The launch that tells unwritten memory apart is not the one to look at.
             self.found.inputs, self.found.outputs = inputs, made
         return made
+
+    def verdict(self, inputs: Inputs, outputs: Outputs) -> Verdict:
+        return self.judge(inputs, outputs, self.truth(inputs))
 
     def judge(self, inputs: Inputs, outputs: Outputs, expected: Any) -> Verdict:
         verdict = super().judge(inputs, outputs, expected)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure
-from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, truth
+from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.inputs import materialise
@@ -20,7 +18,7 @@ from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel,
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.strategies.case import Case, Recipe
 
-__all__ = ["Bench", "Clock", "WentWrong"]
+__all__ = ["Bench", "WentWrong"]
 
 
 class WentWrong(Exception):
@@ -29,24 +27,6 @@ class WentWrong(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds spent in each stage; `enter` is called with the name of each as it begins."""
-
-    enter: Callable[[str], None]
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time the block as part of stage `name`."""
-        self.enter(name)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +68,11 @@ class Bench:
         if isinstance(outcome, Failure):
             raise WentWrong(outcome)
         return outcome
+
+    def verdict(self, inputs: Inputs, outputs: Outputs) -> Verdict:
+        """Compute the truth and judge outputs against it."""
+        can = self.kernel.capabilities
+        return judge_by_oracle(self.case.kernel, inputs, outputs, can.deviations, self.case.config, self.device, self.clock)
 
     def truth(self, inputs: Inputs) -> Truths | HeadTruths:
         """Compute oracle and budgets."""

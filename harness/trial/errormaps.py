@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.contract import broken_contract, heads_first
 from attnfuzz.harness.judge.diagnosis.region import tile_of
 from attnfuzz.harness.judge.errormap import (
@@ -36,7 +37,7 @@ from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.harness.judge.intervals import Measurement
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_head
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.checks.unwritten import OTHER_FILL
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
 from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
@@ -69,6 +70,10 @@ class _Watched(Bench):
 
     by_output: dict[OutputName, _Levels] = field(default_factory=dict)
 
+    def verdict(self, inputs: Inputs, outputs: Outputs) -> Verdict:
+        """Keep levels instead of judging."""
+        return self.judge(inputs, outputs, self.truth(inputs))
+
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
         """Keep the levels of every output that fulfils the contract; always pass."""
         with self.clock.stage("judge"), torch.no_grad():
@@ -92,7 +97,7 @@ class _Watched(Bench):
             old.unjudged = each.figures.unjudged
 
 
-def error_maps(case: Case, device: Device, enter: Callable[[str], None] = lambda _: None) -> ErrorMaps | str:
+def error_maps(case: Case, device: Device, enter: Callable[[str], None] | None = None) -> ErrorMaps | str:
     """Run `case` again and map its outputs, or return why there is nothing to map. `enter` is called with each stage's name.
 
     Raises:

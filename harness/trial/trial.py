@@ -8,9 +8,10 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.bench import Bench, Clock, WentWrong
+from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
@@ -30,7 +31,7 @@ def against_oracle(bench: Bench) -> Verdict:
     """Run one launch, and compare it with the float64 oracle."""
     ready, inputs = bench.ready(), bench.inputs()
     outputs = bench.launch(ready, inputs)
-    return name_unwritten(bench, ready, inputs, outputs, bench.judge(inputs, outputs, bench.truth(inputs)))
+    return name_unwritten(bench, ready, inputs, outputs, bench.verdict(inputs, outputs))
 
 
 CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
@@ -56,7 +57,7 @@ def check_runnable(case: Case, device: Device) -> Kernel:
 def run_trial(
     case: Case,
     device: Device,
-    enter: Callable[[str], None] = lambda _: None,
+    enter: Callable[[str], None] | None = None,
     bench: Callable[[Case, Kernel, Device, Clock], Bench] = Bench,
 ) -> Verdict:
     """Run the Case's check: compute inputs, run the kernel forward and backward, run the oracle, judge.

@@ -12,6 +12,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Inputs, Kernel, why_unsupported
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.support import memory
 from attnfuzz.oracles import attention
 
 Made = dict[str, Any]
@@ -134,6 +135,13 @@ def _nothing(inputs: Inputs, made: Made, calls: int) -> None:
     made["lse"] = None
 
 
+def _wrong_where_unchecked(inputs: Inputs, made: Made, calls: int) -> None:
+    """An element of dV is wrong; a process that checks memory accesses is refused."""
+    if memory.checking():
+        raise RuntimeError("memory accesses are checked")
+    _one_element(inputs, made, calls)
+
+
 def _lse_of_blind_rows(inputs: Inputs, made: Made, calls: int) -> None:
     made["lse"] = made["lse"].nan_to_num(neginf=-1e30)
 
@@ -179,8 +187,10 @@ EXITS: Kernel = Plain("acme.exits", _exits)
 DIFFERS: Kernel = Plain("acme.differs", _differs)
 REUSES: Kernel = Plain("acme.reuses", _reuses)
 CAPTURED: Kernel = Plain("acme.captured", _captured)
+UNCHECKED: Kernel = Plain("acme.unchecked", _wrong_where_unchecked)
 ALL = (
     RIGHT, ELEMENT, UNWRITTEN, PAST, INPUT, SHAPE, DTYPE, NOTHING, BLIND, RAISES, EXITS, DIFFERS, REUSES, CAPTURED,
+    UNCHECKED,
 )  # fmt: skip
 
 

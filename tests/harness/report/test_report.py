@@ -19,7 +19,7 @@ from support.report import Spoilt, failure, kernel_record, record, right, spoilt
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign import maps as gallery
 from attnfuzz.harness.campaign.campaign import campaign
-from attnfuzz.harness.campaign.coverage import drawn_values
+from attnfuzz.harness.campaign.coverage import EDGES, Tally, bin_of, drawn_values
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.core import files
@@ -28,7 +28,7 @@ from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.report import runfile
 from attnfuzz.harness.report.recorder import Recorder
-from attnfuzz.harness.report.runfile import EDGES, MOST_BYTES, RunRecord, bin_of, read_run, runs_of
+from attnfuzz.harness.report.runfile import MOST_BYTES, RunRecord, read_run, runs_of
 from attnfuzz.harness.trial.errormaps import error_maps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Inputs
@@ -127,16 +127,18 @@ def identity(number: int) -> Identity:
     return Identity(kernel="test.spoilt", kind="exception", output=None, check="forward", message=f"{number}")
 
 
-def started(recorder: Recorder) -> None:
+def started(recorder: Recorder, tally: Tally | None = None) -> None:
     described = {"device": "cpu (x86_64)", "cores": 2, "versions": {}}
     recorder(events.CampaignStarted({}, described, ("test.spoilt",), None))
-    recorder(events.KernelStarted("test.spoilt", 3, 0))
+    recorder(events.KernelStarted("test.spoilt", 3, 0, tally or Tally()))
 
 
 def test_a_run_that_is_killed_has_left_what_it_had_come_to() -> None:
     recorder, case = Recorder("found"), spoilt_case(right)
-    started(recorder)
+    tally = Tally()
+    started(recorder, tally)
     passed = Verdict(status="pass", figures={"o": Figures(elements=3, worst=0.5)})
+    tally.add("generate", case, passed)
     recorder(events.TrialFinished("test.spoilt", "generate", case, passed))
     wrong = Verdict(status="fail", failures=(Failure(kernel="test.spoilt", kind="exception", check="forward", message="x"),))
     recorder(events.FailureFound(events.Finding(wrong.failures[0].identity, case, wrong, "found/cases/a.json", 1, 0.5)))

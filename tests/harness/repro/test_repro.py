@@ -308,3 +308,17 @@ def test_to_pass_unjudged_is_not_to_be_fixed(
     result = repro(path, "--json")
     assert (json.loads(result.stdout)["outcome"], result.exit_code) == (outcome, code)
     assert repro(path).stdout.startswith(outcome)
+
+
+@pytest.mark.parametrize("where", ["--in-process", "in a child"])
+def test_the_run_for_a_plot_checks_memory_no_more_than_the_run_before(where: str) -> None:
+    """The kernel refuses a process that checks memory accesses."""
+    pytest.importorskip("matplotlib")
+    path = stored("acme.unchecked", identity={"kernel": "acme.unchecked", "kind": "mismatch", "check": "element", "output": "dv"})
+    arguments = ["repro", path, "--device", "cpu", "--plot", "a.png", "--json", *(["--in-process"] if where[0] == "-" else [])]
+    unchecked = json.loads(CliRunner().invoke(cli.main, [*arguments, "--no-memory-check"]).stdout)
+    assert (unchecked["outcome"], unchecked["verdict"]["failures"][0]["kind"]) == ("FAILED", "mismatch")
+    assert unchecked["plot"] == "a.png", unchecked
+    checked = json.loads(CliRunner().invoke(cli.main, arguments).stdout)
+    assert checked["verdict"]["failures"][0]["kind"] == "exception"
+    assert "memory accesses are checked" in checked["no_plot"]

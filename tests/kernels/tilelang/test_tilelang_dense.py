@@ -123,9 +123,7 @@ def test_shares_are_summed_in_single_precision_whatever_the_groups() -> None:
     problem = replace(PROBLEM, heads=16, kv_heads=1, seqlens_q=(33, 33))
     outputs = []
     for kernel in (GQA_ATOMIC, GQA_SPLIT):
-        bench = Bench(
-            Case(kernel=kernel.name, problem=problem, recipe=Recipe(), config=SMALL), kernel, "cpu", Clock(lambda _: None)
-        )
+        bench = Bench(Case(kernel=kernel.name, problem=problem, recipe=Recipe(), config=SMALL), kernel, "cpu", Clock())
         outputs.append(bench.launch(bench.ready(), bench.inputs()))
     for name in ("dk", "dv"):
         one, other = (getattr(each, name) for each in outputs)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
-from attnfuzz.harness.trial.bench import Bench, Clock
+from attnfuzz.harness.trial.bench import Bench
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
@@ -100,7 +101,7 @@ def told(case: Case, verdict: Verdict) -> str:
 
 def emulated(case: Case) -> Verdict:
     """The Case with stand-ins for the ops, on the CPU, judged as ever."""
-    bench = Bench(case, registry.get(case.kernel), "cpu", Clock(lambda _: None))
+    bench = Bench(case, registry.get(case.kernel), "cpu", Clock())
     ready = bench.kernel.build(case.problem, case.config, "cuda")
     inputs = bench.inputs()
     return bench.judge(inputs, bench.launch(ready, inputs), bench.truth(inputs))
