@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
-from attnfuzz.harness.campaign.events import CampaignFinished, Event, FailureFound, Found, KernelStarted, TrialFinished
+from attnfuzz.harness.campaign.events import (
+    CampaignFinished,
+    Event,
+    FailureFound,
+    Found,
+    KernelStarted,
+    KernelSummary,
+    TrialFinished,
+)
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Rate, tries
-from attnfuzz.harness.gate.result import Finding, Part, PartName
+from attnfuzz.harness.gate.result import Finding, Outcome, Part, PartName
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -22,7 +32,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["InterruptedCampaignError", "findings_of", "fixed_campaign", "replay", "stored_cases"]
+__all__ = ["InterruptedCampaignError", "campaign_part", "findings_of", "fixed_campaign", "replay", "stored_cases"]
 
 Progress = Callable[[str], None]
 
@@ -67,11 +77,13 @@ def replay(
         if reason := why_not_case(kernel, each.case, device):
             skipped.append(f"{each.path.name}: {reason}")
             continue
+        stored_identity, shown = each.found.get("identity"), set[Identity]()
         for _ in range(tries(each.rate)):
             executor.begin(each.case, patient=True)
             verdict = executor.finish()
-            if verdict.failures:
-                findings += findings_of("replay", each.case, verdict, str(each.path))
+            findings += findings_of("replay", each.case, verdict, str(each.path), seen=shown)
+            # Where a Case also fails in another way, the failure that shows only sometimes must have its runs.
+            if shown and (not isinstance(stored_identity, dict) or _is_among(stored_identity, shown)):
                 break
     if not cases:
         return Part("replay", "pass", "no stored case of this kernel")
@@ -81,6 +93,11 @@ def replay(
     return Part("replay", "fail" if findings else "pass", summary, tuple(findings), {"cases": len(cases), "skipped": skipped})
 
 
+def _is_among(stored: dict[str, Any], shown: set[Identity]) -> bool:
+    """Return whether a case file's identity has shown; only several runs compared show one that is nondeterministic."""
+    return stored.get("kind") == "nondeterministic" or any(msgspec.to_builtins(each) == stored for each in shown)
+
+
 def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progress: Progress = lambda _: None) -> Part:
     """The campaign of `settings`; every failure that its minimal Cases show is a finding.
 
@@ -88,9 +105,16 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
         InterruptedCampaignError: by the user.
     """
     done = campaign([kernel], settings, _Told(progress), executor)
-    findings = tuple(dict.fromkeys(finding for each in done.found for finding in _of_found(each)))
-    summary = done.summaries[0]
-    text = f"{summary.cases} cases in {summary.seconds:.1f} s, {len(done.found)} failure{'s' * (len(done.found) != 1)}"
+    part = campaign_part(done.summaries[0], done, settings)
+    if done.interrupted:
+        raise InterruptedCampaignError(part)
+    return part
+
+
+def campaign_part(summary: KernelSummary, done: CampaignFinished, settings: Settings) -> Part:
+    """Return what a campaign found of one kernel; every failure that its minimal Cases show is a finding."""
+    findings = tuple(dict.fromkeys(finding for each in summary.found for finding in _of_found(each)))
+    text = f"{summary.cases} cases in {summary.seconds:.1f} s, {len(summary.found)} failure{'s' * (len(summary.found) != 1)}"
     text += f"; stopped early: {done.lost}" if done.lost else ""
     text += f"; not all Cases could be kept on disk: {done.not_kept}" if done.not_kept else ""
     figures = {
@@ -100,19 +124,14 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
         "refused": summary.refused,
     }
     failed = bool(findings or done.lost)
-    part = Part("campaign", "fail" if failed else "pass", text, findings, figures, complete=_to_the_end(done, settings))
-    part = replace(part, not_kept=done.not_kept or "")
-    if done.interrupted:
-        raise InterruptedCampaignError(part)
-    return part
-
-
-def _to_the_end(done: CampaignFinished, settings: Settings) -> bool:
-    """Whether the number of Cases ended it, which is the same on every machine, and not the time."""
-    return not done.lost and settings.max_examples is not None and done.summaries[0].cases >= settings.max_examples
+    # The number of Cases is the same on every machine; what ends with the time proves nothing.
+    to_the_end = not done.lost and settings.max_examples is not None and summary.cases >= settings.max_examples
+    outcome: Outcome = "fail" if failed else "pass"
+    return Part("campaign", outcome, text, findings, figures, not_kept=done.not_kept or "", complete=to_the_end)
 
 
 def _of_found(found: Found) -> Iterator[Finding]:
+    """Yield a finding for each failure that the minimal Case shows."""
     yield from findings_of("campaign", found.case, found.verdict, found.path, found.rate)
 
 

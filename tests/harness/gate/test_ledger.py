@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.gate.ledger import Ledger, let_through, read_ledger, spent
 from attnfuzz.harness.gate.result import Finding, KernelGate, Part
 from attnfuzz.kernels.problem import BadArgument
@@ -71,6 +73,23 @@ def test_an_entry_lets_its_failure_through_until_it_expires(tmp_path: Path) -> N
     assert "entry 1 (acme.flash: mismatch in dK, https://example.org/acme/issues/12): it expired on 2026-06-30" in text
 
 
+def test_an_entry_holds_only_with_its_versions(tmp_path: Path) -> None:
+    here = without(versions=f'{{ torch = "{versions()["torch"]}", click = "{metadata.version("click")}" }}')
+    other = {**ENTRY, "versions": '{ torch = "1.0", nothing = "2" }'}
+    ledger = read(tmp_path, here, other)
+    before = gated(Part("replay", "pass", ""), campaign(WRONG_DK))
+    assert [each.number for each in ledger.in_force(TODAY)] == [1]
+    assert let_through(before, ledger, TODAY).outcome == "known"
+    wrong, notes = spent(ledger, [before], TODAY)
+    assert not wrong
+    assert ": not used: it holds for nothing 2, torch 1.0, which is not installed here" in notes[0]
+    alone = read(tmp_path, other)
+    assert let_through(before, alone, TODAY).outcome == "fail"
+    wrong, notes = spent(alone, [gated(Part("replay", "pass", ""), campaign())], TODAY)
+    assert (wrong, len(notes)) == ((), 1), "it may show with its own versions"
+    assert spent(alone, [], date(2026, 7, 1))[0], "an entry expires with any versions"
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -127,8 +146,15 @@ def test_a_campaign_that_time_ended_proves_nothing_but_the_entrys_case_does(tmp_
     assert "give the entry its case file" in notes[0]
     (tmp_path / "case.json").write_text("{}")
     wrong, notes = spent(read(tmp_path, {**ENTRY, "case": '"case.json"'}), [short], TODAY)
-    assert "its case case.json passes" in wrong[0][0]
+    assert "its case case.json does not show it" in wrong[0][0]
     assert not notes
+
+
+def test_a_case_that_is_not_taken_here_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "case.json").write_text("{}")
+    ledger = read(tmp_path, {**ENTRY, "case": '"case.json"'})
+    skipped = gated(Part("replay", "pass", "", figures={"skipped": ["case.json: no dims 64/64"]}), campaign())
+    assert spent(ledger, [skipped], TODAY) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -139,18 +165,21 @@ def test_a_campaign_that_time_ended_proves_nothing_but_the_entrys_case_does(tmp_
         (without("kernel"), "it has no kernel"),
         (without("kind"), "neither a kind nor a part"),
         ({**ENTRY, "part": '"accuracy"'}, "a kind and a part"),
-        ({**ENTRY, "kind": '"mismatched"'}, "kind='mismatched' is none"),
+        ({**ENTRY, "kind": '"mismatched"'}, "kind='mismatched': there is no such kind"),
         ({**ENTRY, "output": '"dW"'}, "use one of O, LSE, dQ, dK, dV"),
-        ({**ENTRY, "issue": '"later"'}, "issue='later' names no issue"),
-        ({**ENTRY, "issue": "12"}, "issue=12 is no text"),
-        ({**ENTRY, "kernel": '""'}, "kernel='' is no text"),
-        ({**ENTRY, "expires": '"soon"'}, "expires='soon' is no day"),
-        ({**ENTRY, "expires": "2026-06-30T10:00:00"}, "is no day"),
+        ({**ENTRY, "issue": '"later"'}, "issue='later' is not a reference to an issue"),
+        ({**ENTRY, "issue": "12"}, "issue=12 must be a text"),
+        ({**ENTRY, "kernel": '""'}, "kernel='' must be a text"),
+        ({**ENTRY, "expires": '"soon"'}, "expires='soon' is not a day"),
+        ({**ENTRY, "expires": "2026-06-30T10:00:00"}, "is not a day"),
         ({**ENTRY, "expires": "2027-04-01"}, "more than a year ahead"),
-        ({**ENTRY, "owner": '"me"'}, "it has 'owner', which means nothing"),
+        ({**ENTRY, "owner": '"me"'}, "'owner' is not a field of an entry"),
         ({**ENTRY, "case": '"gone.json"'}, "there is no such file"),
-        (part_entry("campaign"), "part='campaign' is none"),
-        (part_entry("speed", case='"x.json"'), "a part has no case"),
+        ({**ENTRY, "versions": '"2.11.0"'}, "versions='2.11.0' must be a table of texts"),
+        ({**ENTRY, "versions": "{}"}, "versions={} must be a table of texts"),
+        ({**ENTRY, "versions": "{ torch = 2 }"}, "versions={'torch': 2} must be a table of texts"),
+        (part_entry("campaign"), "part='campaign': there is no such part"),
+        (part_entry("speed", case='"x.json"'), "a part cannot have a case"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -163,18 +192,18 @@ def test_a_broken_entry_is_told_with_its_number_and_line(entry: dict[str, str], 
 
 
 def test_an_entry_twice(tmp_path: Path) -> None:
-    with pytest.raises(BadArgument, match=r"entry 2 \(line 8\): it says the same as entry 1; keep one"):
+    with pytest.raises(BadArgument, match=r"entry 2 \(line 8\): it repeats entry 1; keep one"):
         read(tmp_path, ENTRY, {**ENTRY, "issue": '"#13"'})
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[[known]\n", "it is no TOML: .*line 1"),
+        ("[[known]\n", "it is not TOML: .*line 1"),
         ("known = " + "[" * 5000 + "]" * 5000, "it is nested too deeply"),
-        ("[known]\nkernel = 'a'\n", "known is no list of tables"),
-        ("known = [1]\n", "known is no list of tables"),
-        ("[[waived]]\n", "it has 'waived', which means nothing"),
+        ("[known]\nkernel = 'a'\n", "known must be a list of tables"),
+        ("known = [1]\n", "known must be a list of tables"),
+        ("[[waived]]\n", "'waived' is not a field of a ledger"),
     ],
 )
 def test_a_broken_file(text: str, told: str, tmp_path: Path) -> None:
@@ -186,7 +215,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match="cannot be read"):
         read_ledger(tmp_path / "none.toml", TODAY)
     (tmp_path / "latin.toml").write_bytes(b"# \xe9\n")
-    with pytest.raises(BadArgument, match="no UTF-8"):
+    with pytest.raises(BadArgument, match="not UTF-8"):
         read_ledger(tmp_path / "latin.toml", TODAY)
 
 
