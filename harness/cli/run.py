@@ -172,7 +172,8 @@ def _show_waived(terminal: Console, known: Known, waived: Waived) -> None:
     for text in (*waived.shown, *waived.notes):
         terminal.print(f"[yellow]{escape(text)}[/]", highlight=False, soft_wrap=True)
     for text, line in waived.wrong:
-        terminal.print(f"[red]{escape(f'{known.ledger.path}:{line}: {text}')}[/]", highlight=False, soft_wrap=True)
+        where = f"{known.ledger.path}:{line}: " if line else f"{known.ledger.path}: "
+        terminal.print(f"[red]{escape(where + text)}[/]", highlight=False, soft_wrap=True)
     counts = f"{sum(map(bool, waived.pleas))} of {len(waived.pleas)} failures known, {len(waived.wrong)} ledger errors"
     terminal.print(f"{known.ledger.path}: {counts}", highlight=False, soft_wrap=True, markup=False)
 

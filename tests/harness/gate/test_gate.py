@@ -349,7 +349,7 @@ def test_an_entry_of_an_unknown_kernel_and_a_broken_case_end_with_2(local: Repos
     local.write("attnfuzz-ledger.toml", entry)
     ran = attnfuzz("--base", "HEAD", "--kernel", "acme.rough:KERNEL")
     assert ran.exit_code == 2
-    assert "line 1: entry 1 (acme.gone: mismatch, #1) is of no kernel that is known here" in ran.output
+    assert "line 1: entry 1 (acme.gone: mismatch, #1): there is no such kernel here" in ran.output
     (local.root / "attnfuzz-ledger.toml").unlink()
     local.write("cases/broken.json", "{")
     ran = attnfuzz("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--corpus", "cases", "--json")

@@ -8,11 +8,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from support.paths import ROOT
 
 from attnfuzz.harness.core.environment import versions
-from attnfuzz.harness.gate.ledger import Ledger, let_through, read_ledger, spent
+from attnfuzz.harness.gate.ledger import Ledger, case_of, check_kernels, let_through, read_ledger, spent
 from attnfuzz.harness.gate.result import Finding, KernelGate, Part
+from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.problem import BadArgument
 
 TODAY = date(2026, 3, 1)
@@ -227,3 +230,27 @@ def test_inline_entries_have_no_line(tmp_path: Path) -> None:
     inside: dict[str, Any] = {**ENTRY, "issue": '"later"'}
     with pytest.raises(BadArgument, match=r"entry 1: issue='later'"):
         read(tmp_path, text="known = [{" + ", ".join(f"{name} = {value}" for name, value in inside.items()) + "}]")
+
+
+PEERS = ROOT / "tests/corpus/peers"
+
+
+def test_the_ledger_of_pytorchs_kernels_has_every_kept_case() -> None:
+    ledger = read_ledger(PEERS / "ledger.toml", date.today())
+    assert sorted(each.case for each in ledger.entries if each.case) == sorted(PEERS.glob("*.json"))
+    check_kernels(ledger, ())
+    for entry in ledger.entries:
+        stored = case_of(entry)
+        assert stored is not None
+        assert entry.kernel.startswith("torch."), "our own kernels are mended"
+        assert dict(entry.versions) == {"torch": stored.found["versions"]["torch"]}
+        identity = msgspec.convert(stored.found["identity"], Identity)
+        assert entry.covers(Finding.of("campaign", identity, stored.found["message"]))
+
+
+def test_a_case_of_another_kernel_than_its_entrys(tmp_path: Path) -> None:
+    (case, *_) = sorted(PEERS.glob("torch.cudnn-*.json"))
+    (tmp_path / "case.json").write_bytes(case.read_bytes())
+    (entry,) = read(tmp_path, {**ENTRY, "case": '"case.json"'}).entries
+    with pytest.raises(BadArgument, match=r"it is of torch.cudnn, and named by the ledger's entry 1 \(acme.flash"):
+        case_of(entry)
