@@ -43,7 +43,7 @@ from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.events import CampaignFinished
-    from attnfuzz.harness.gate.known import Known, Waived
+    from attnfuzz.harness.gate.known import Known, LedgerResult
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.recorder import Recorder
 
@@ -141,7 +141,7 @@ def _bytes(gib: float) -> int:
 
 def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool) -> int:
     from attnfuzz.harness.campaign.campaign import campaign
-    from attnfuzz.harness.gate.known import Waived
+    from attnfuzz.harness.gate.known import LedgerResult
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
 
@@ -149,46 +149,46 @@ def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: 
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
         finished = campaign(kernels, settings, to_all(terminal, recorder, figures))
-    waived = known.judge(finished, settings) if known else Waived(((),) * len(finished.found))
+    result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.found))
     if known:
-        _show_waived(terminal.console, known, waived)
+        _show_ledger(terminal.console, known, result)
     if as_json:
-        click.echo(dumps(_run_object(finished, figures, known, waived)))
+        click.echo(dumps(_run_object(finished, figures, known, result)))
     if table is not None:
-        failures = [found for found, pleas in zip(finished.found, waived.pleas, strict=True) if not pleas]
-        notes = [*waived.shown, *(text for text, _ in waived.wrong), *waived.notes]
+        failures = [failure for failure, pleas in zip(finished.found, result.pleas, strict=True) if not pleas]
+        notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
         write_file(table, figures.markdown(finished, _command(settings.device), failures, notes), "table")
     if finished.not_kept:
         # Only the terminal says so: a machine must not take what is in the folder for all failures.
         return WRONG_USE
-    if finished.lost or waived.wrong or not all(waived.pleas):
+    if finished.lost or result.wrong or not all(result.pleas):
         return FAILURES
-    if finished.broken or waived.broken:
+    if finished.broken or result.broken:
         return WRONG_USE
-    return INTERRUPTED if finished.interrupted or waived.interrupted else CLEAN
+    return INTERRUPTED if finished.interrupted or result.interrupted else CLEAN
 
 
-def _show_waived(terminal: Console, known: Known, waived: Waived) -> None:
-    for text in (*waived.shown, *waived.notes):
+def _show_ledger(terminal: Console, known: Known, result: LedgerResult) -> None:
+    for text in (*result.entries, *result.notes):
         terminal.print(f"[yellow]{escape(text)}[/]", highlight=False, soft_wrap=True)
-    for text, line in waived.wrong:
+    for text, line in result.wrong:
         where = f"{known.ledger.path}:{line}: " if line else f"{known.ledger.path}: "
         terminal.print(f"[red]{escape(where + text)}[/]", highlight=False, soft_wrap=True)
-    counts = f"{sum(map(bool, waived.pleas))} of {len(waived.pleas)} failures known, {len(waived.wrong)} ledger errors"
+    counts = f"{sum(map(bool, result.pleas))} of {len(result.pleas)} failures known, {len(result.wrong)} ledger errors"
     terminal.print(f"{known.ledger.path}: {counts}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _run_object(finished: CampaignFinished, figures: Figures, known: Known | None, waived: Waived) -> dict[str, Any]:
+def _run_object(finished: CampaignFinished, figures: Figures, known: Known | None, result: LedgerResult) -> dict[str, Any]:
     run = machine.campaign_object(finished)
     for row in run["kernels"]:
         row["wrong"] = figures.of(row["kernel"])
-    for failure, pleas in zip(run["failures"], waived.pleas, strict=True):
+    for failure, pleas in zip(run["failures"], result.pleas, strict=True):
         failure["known"] = [asdict(each) for each in pleas]
     return {
         **run,
         "ledger": str(known.ledger.path) if known else None,
-        "ledger_errors": [{"error": text, "line": line} for text, line in waived.wrong],
-        "notes": [*waived.shown, *waived.notes],
+        "ledger_errors": [{"error": text, "line": line} for text, line in result.wrong],
+        "notes": [*result.entries, *result.notes],
     }
 
 

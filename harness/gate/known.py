@@ -32,15 +32,15 @@ from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["Known", "Waived", "read_known"]
+__all__ = ["Known", "LedgerResult", "read_known"]
 
 
 @dataclass(frozen=True, slots=True)
-class Waived:
+class LedgerResult:
     """What a ledger says of a run: `pleas` of each failure in order, none where it is not known."""
 
     pleas: tuple[tuple[Plea, ...], ...] = ()
-    shown: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
     """Entries whose failure showed, and where."""
     wrong: tuple[tuple[str, int], ...] = ()
     """What fails the run, and the line in the ledger's file: entries that may not stay, and Cases that fail in another way."""
@@ -64,13 +64,13 @@ class Known:
         """Return whether a Trial's failure is known."""
         return knows(self.in_force, failure)
 
-    def judge(self, done: CampaignFinished, settings: Settings) -> Waived:
+    def judge(self, done: CampaignFinished, settings: Settings) -> LedgerResult:
         """Return what the ledger says of a run; the Cases of entries that the campaign did not show are tried again."""
         broken = {each.kernel for each in done.broken}
         rows = [row for row in done.summaries if row.kernel not in broken]
         gated = [self._marked(KernelGate(row.kernel, "", (campaign_part(row, done, settings),))) for row in rows]
         interrupted = False
-        # After a run that ended early, what did not show is no evidence.
+        # After a run that ended early, what did not show proves nothing.
         if not done.interrupted and not done.lost:
             try:
                 gated = [self._replayed(each, settings) for each in gated]
@@ -78,9 +78,9 @@ class Known:
                 interrupted = True
         wrong, notes = spent(self.ledger, gated, self.today)
         errors = [part.summary for each in gated for part in each.parts if part.outcome == "error"]
-        return Waived(
+        return LedgerResult(
             pleas=tuple(self._pleas(each) for each in done.found),
-            shown=tuple(self._shown(gated)),
+            entries=tuple(self._entries(gated)),
             wrong=(*wrong, *self._otherwise(gated)),
             notes=(*notes, *errors),
             broken=bool(errors),
@@ -107,12 +107,12 @@ class Known:
                 part = Part("replay", "error", f"{gated.kernel}: the cases of the ledger could not be tried: {error}")
         return self._marked(replace(gated, parts=(part, *gated.parts)))
 
-    def _pleas(self, found: Found) -> tuple[Plea, ...]:
-        findings = tuple(findings_of("campaign", found.case, found.verdict, found.path, found.rate))
+    def _pleas(self, failure: Found) -> tuple[Plea, ...]:
+        findings = tuple(findings_of("campaign", failure.case, failure.verdict, failure.path, failure.rate))
         part = part_through(Part("campaign", "fail", "", findings), self.in_force)
         return tuple(dict.fromkeys(each.plea for each in part.findings if each.plea)) if part.outcome == "known" else ()
 
-    def _shown(self, gated: Sequence[KernelGate]) -> Iterator[str]:
+    def _entries(self, gated: Sequence[KernelGate]) -> Iterator[str]:
         for entry in self.in_force:
             parts = [finding.part for each in gated for finding in each.findings if entry.covers(finding)]
             if parts:

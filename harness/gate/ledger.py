@@ -62,7 +62,7 @@ class Entry:
     case: Path | None = None
     """Its case file, which is replayed to see whether the failure still shows."""
     versions: tuple[tuple[str, str], ...] = ()
-    """(package, version): the entry holds only with all of these; other versions may have mended or moved the failure."""
+    """(package, version): the entry holds only with all of these; with others it may be fixed, or another one."""
 
     def covers(self, finding: Finding) -> bool:
         """Return whether `finding` is the entry's failure."""

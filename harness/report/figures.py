@@ -124,10 +124,10 @@ class Figures:
             yield "interrupted"
 
 
-def _failure(found: Found) -> str:
-    parts = "; ".join(f"{name} {value}" for name, value in describe_case(found.case)[1:])
-    rate = f" It shows in {found.rate[0]} of {found.rate[1]} runs." if found.rate else ""
-    return f"{found.identity}: {parts}. {' '.join(describe_verdict(found.verdict))}{rate} `{found.case.canonical()}`"
+def _failure(failure: Found) -> str:
+    parts = "; ".join(f"{name} {value}" for name, value in describe_case(failure.case)[1:])
+    rate = f" It shows in {failure.rate[0]} of {failure.rate[1]} runs." if failure.rate else ""
+    return f"{failure.identity}: {parts}. {' '.join(describe_verdict(failure.verdict))}{rate} `{failure.case.canonical()}`"
 
 
 def _number(value: float) -> str:

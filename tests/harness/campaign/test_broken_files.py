@@ -20,6 +20,7 @@ from support import adapters as support
 from attnfuzz.harness.campaign import corpus
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.cli.options import writable, write_file
+from attnfuzz.harness.core import files
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import dense
 from attnfuzz.kernels.problem import BadArgument
@@ -346,7 +347,7 @@ def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(monkeypatch:
     Path("there.py").write_text("before")
     with pytest.raises(BadArgument, match=r"script='/dev/full': it cannot be written \(No space left on device\); give a file"):
         write_file(Path("/dev/full"), "text", "script")
-    monkeypatch.setattr(corpus, "write_whole", no_space)
+    monkeypatch.setattr(files, "write_whole", no_space)
     for name in ("there.py", "new.py"):
         with pytest.raises(BadArgument, match=rf"script='{name}': it cannot be written"):
             write_file(writable(name, "script"), "text", "script")
