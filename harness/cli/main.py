@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from attnfuzz.harness.cli.calibrate import calibrate_command
 from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
 from attnfuzz.harness.cli.gate import gate_command
@@ -116,7 +115,6 @@ for _command in (
     compile_command,
     check_adapter_command,
     report_command,
-    calibrate_command,
     demo_command,
     selftest_group,
 ):

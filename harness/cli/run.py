@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
+from rich.markup import escape
 
 from attnfuzz.harness.cli.options import (
     CLEAN,
@@ -24,6 +30,8 @@ from attnfuzz.harness.cli.options import (
     no_memory_check_option,
     out_option,
     seed_option,
+    writable,
+    write_file,
 )
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
@@ -34,6 +42,9 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
+    from attnfuzz.harness.campaign.events import CampaignFinished
+    from attnfuzz.harness.gate.known import Known, LedgerResult
+    from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.recorder import Recorder
 
 __all__ = ["demo_command", "run_command"]
@@ -44,7 +55,7 @@ __all__ = ["demo_command", "run_command"]
 @kernels_option
 @device_option
 @click.option("--budget", metavar="60s", help="Time for trials, compiles and shrinking not counted [default: the profile's].")
-@click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, instead of or besides a budget.")
+@click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, with a budget or without.")
 @click.option("--max-failures", type=int, metavar="N", help="Failures after which a kernel's turn ends.")
 @seed_option
 @click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How much is tried.")
@@ -60,6 +71,10 @@ __all__ = ["demo_command", "run_command"]
 @in_process_option
 @no_memory_check_option
 @click.option("--no-maps", is_flag=True, help="Keep no maps of the errors of minimal Cases for `attnfuzz report`.")
+@click.option("--plain", is_flag=True, help="Only one call against the oracle: no sequences of calls, no relations.")
+@click.option("--no-replay", is_flag=True, help="Do not try the stored Cases first.")
+@click.option("--ledger", metavar="FILE", help="Known failures, as those of `attnfuzz gate`: they count only once they are gone.")
+@click.option("--table", metavar="FILE", help="Write figures of every kernel and output as Markdown.")
 @json_option
 def run_command(
     kernels: tuple[str, ...],
@@ -77,6 +92,10 @@ def run_command(
     in_process: bool,
     no_memory_check: bool,
     no_maps: bool,
+    plain: bool,
+    no_replay: bool,
+    ledger: str | None,
+    table: str | None,
     as_json: bool,
 ) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
@@ -96,37 +115,94 @@ def run_command(
         in_process=in_process,
         memory_check=not no_memory_check,
         maps=not no_maps,
+        plain=plain,
+        replay=not no_replay,
     )
     if in_process:
-        # Triton has one mode for a process, chosen at its import; somebody else's module may import it.
+        # Triton has one mode for a process, chosen at its import; another package's module may import it.
         prepare(settings.device)
     chosen = asked_for(kernels, more_kernels)
-    click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
+    known = None if ledger is None else _known(ledger, chosen)
+    file = None if table is None else writable(table, "table")
+    click.get_current_context().exit(_campaign(chosen, settings, known, file, as_json=as_json))
+
+
+def _known(path: str, kernels: list[Kernel]) -> Known:
+    from attnfuzz.harness.gate.known import read_known
+
+    return read_known(Path(path), kernels, date.today())
 
 
 def _bytes(gib: float) -> int:
     if gib != gib:
-        raise reject("memory", gib, "it is no number", "give GiB, such as 8")
+        raise reject("memory", gib, "it must be a number", "give GiB, such as 8")
     return int(gib * (1 << 30))
 
 
-def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
+def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool) -> int:
     from attnfuzz.harness.campaign.campaign import campaign
+    from attnfuzz.harness.gate.known import LedgerResult
+    from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
 
     terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
+    figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
-        finished = campaign(kernels, settings, to_all(terminal, recorder))
+        finished = campaign(kernels, settings, to_all(terminal, recorder, figures))
+    result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
+    if known:
+        _show_ledger(terminal.console, known, result)
     if as_json:
-        click.echo(dumps(machine.campaign_object(finished)))
+        click.echo(dumps(_run_object(finished, figures, known, result)))
+    if table is not None:
+        failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
+        notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
+        write_file(table, figures.markdown(finished, _command(settings.device), failures, notes), "table")
     if finished.not_kept:
-        # Told on the terminal alone: a machine must not take what is in the folder for all that was found.
+        # Only the terminal says so: a machine must not take what is in the folder for all failures.
         return WRONG_USE
-    if finished.findings or finished.lost:
+    if finished.lost or result.wrong or not all(result.waivers):
         return FAILURES
-    if finished.broken:
+    if finished.broken or result.broken:
         return WRONG_USE
-    return INTERRUPTED if finished.interrupted else CLEAN
+    return INTERRUPTED if finished.interrupted or result.interrupted else CLEAN
+
+
+def _show_ledger(terminal: Console, known: Known, result: LedgerResult) -> None:
+    for text in (*result.entries, *result.notes):
+        terminal.print(f"[yellow]{escape(text)}[/]", highlight=False, soft_wrap=True)
+    for text, line in result.wrong:
+        where = f"{known.ledger.path}:{line}: " if line else f"{known.ledger.path}: "
+        terminal.print(f"[red]{escape(where + text)}[/]", highlight=False, soft_wrap=True)
+    counts = f"{sum(map(bool, result.waivers))} of {len(result.waivers)} failures known, {len(result.wrong)} ledger errors"
+    terminal.print(f"{known.ledger.path}: {counts}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _run_object(finished: CampaignFinished, figures: Figures, known: Known | None, result: LedgerResult) -> dict[str, Any]:
+    run = machine.campaign_object(finished)
+    for row in run["kernels"]:
+        row["wrong"] = figures.of(row["kernel"])
+    for failure, waivers in zip(run["failures"], result.waivers, strict=True):
+        failure["known"] = [asdict(each) for each in waivers]
+    return {
+        **run,
+        "ledger": str(known.ledger.path) if known else None,
+        "ledger_errors": [{"error": text, "line": line} for text, line in result.wrong],
+        "notes": [*result.entries, *result.notes],
+    }
+
+
+def _command(device: Device) -> str:
+    """The command line as it was given, less where results go."""
+    context = click.get_current_context()
+    words = ["attnfuzz", "run", *context.params["kernels"]]
+    for option in context.command.params:
+        name, value = str(option.name), context.params[str(option.name)]
+        left_out = name in ("kernels", "device", "out", "table", "as_json")
+        if not left_out and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            values = value if isinstance(value, tuple) else (value,)
+            words += [word for each in values for word in (option.opts[0], *([] if each is True else [str(each)]))]
+    return shlex.join([*words, "--device", device])
 
 
 def _recorder(settings: Any) -> Recorder:

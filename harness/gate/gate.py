@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
-from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
+from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
 from attnfuzz.harness.gate.base.base import Base
 from attnfuzz.harness.gate.base.baseline import FromFile
 from attnfuzz.harness.gate.base.commit import Commit
 from attnfuzz.harness.gate.base.write import written
 from attnfuzz.harness.gate.kernel import KernelGateRun, why_not_here
-from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, read_ledger, spent
+from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, case_of, check_kernels, read_ledger, spent
 from attnfuzz.harness.gate.parts.correctness import stored_cases
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Listener, Part
@@ -63,11 +63,11 @@ def _gated(
     done = list(_without_head(broken, base, explicit=bool(plan.kernels)))
     _check_places(chosen, base, explicit=bool(plan.kernels))
     if ledger is not None and not broken:
-        _check_names(ledger, {each.name for each in chosen})
+        check_kernels(ledger, {each.name for each in chosen})
     why = {each.name: _why(each, plan, base) for each in chosen}
     gated = [each for each in chosen if why[each.name] is not None]
     entries = ledger.entries if ledger else ()
-    in_force = [each for each in entries if not each.expired(today)]
+    in_force = ledger.in_force(today) if ledger else ()
     stored = _stored(plan, entries)
     interrupted, described = False, {}
     if any(why_not_here(each.kernel, plan.device) is None for each in gated):
@@ -112,19 +112,6 @@ def _ledger(plan: Plan, today: date) -> Ledger | None:
         return read_ledger(plan.ledger, today)
     default = plan.folder / DEFAULT
     return read_ledger(default, today) if default.exists() else None
-
-
-def _check_names(ledger: Ledger, chosen: set[str]) -> None:
-    """Reject entries of unknown kernels: they let nothing through, and no run would show that they are stale."""
-    for entry in ledger.entries:
-        if entry.kernel in chosen or entry.kernel in registry.names():
-            continue
-        try:
-            registry.get(entry.kernel)
-        except BadArgument as error:
-            where = f"line {entry.line}: " if entry.line else ""
-            remedy = "remove the entry, or name the kernel by --kernel as well"
-            raise reject("ledger", str(ledger.path), f"{where}{entry}: its kernel is not known here ({error})", remedy) from None
 
 
 def _check_places(chosen: Sequence[Subject], base: Base, *, explicit: bool) -> None:
@@ -201,10 +188,6 @@ def _not_here(subject: Subject, why: str, plan: Plan, base: Base) -> KernelGate:
 def _stored(plan: Plan, entries: Sequence[Entry]) -> tuple[CaseFile, ...]:
     stored = {each.case: each for each in stored_cases(plan.out, plan.corpora)}
     for entry in entries:
-        if entry.case is not None:
-            file = read_case(entry.case)
-            if file.case.kernel != entry.kernel:
-                reason = f"its kernel is {file.case.kernel}, but the ledger's {entry} names it"
-                raise reject("case", str(entry.case), reason, "give a case of the entry's kernel")
+        if (file := case_of(entry)) is not None:
             stored.setdefault(file.case, file)
     return tuple(stored.values())

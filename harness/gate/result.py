@@ -59,7 +59,7 @@ class Finding:
     """The Case as one word (harness/campaign/blob.py), for machines without that file."""
     described: tuple[tuple[str, str], ...] = ()
     """The Case in words: (name, value)."""
-    plea: Waiver | None = None
+    waiver: Waiver | None = None
     """The ledger's entry that lets it through."""
 
     @property

@@ -1,1 +1,1 @@
-"""`attnfuzz check-adapter`: whether an adapter fulfils the contract."""
+"""`attnfuzz check-adapter`: check an adapter against the contract."""

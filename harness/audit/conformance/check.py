@@ -1,7 +1,6 @@
-"""Whether an adapter fulfils the contract: a list of checks that are run, each with what was found and how to mend it.
+"""Run the list of checks of the adapter contract; each gives what is wrong and how to mend it.
 
-What needs no call of the kernel is asked in this process; everything else happens in child processes, so that a kernel that
-crashes or hangs is a row like others.
+Checks without a call of the kernel run in this process, all others in child processes: a kernel that crashes or hangs is a row.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from attnfuzz.harness.audit.conformance import declared as conformance_form
-from attnfuzz.harness.audit.conformance import features as conformance_features
+from attnfuzz.harness.audit.conformance import declared, features
 from attnfuzz.harness.audit.conformance.row import Row, failing, shortened
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.executors import InProcess
@@ -31,13 +29,13 @@ from attnfuzz.strategies.shapes import all_variants
 
 __all__ = ["Bed", "Conformance", "Row", "check_adapter"]
 
-_PROBES = "attnfuzz.harness.audit.conformance.probes:asked"
+_PROBES = "attnfuzz.harness.audit.conformance.probes:run_probe"
 _DEADLINE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """What became of every check of `kernel` on `device`."""
+    """Results of every check of `kernel` on `device`."""
 
     kernel: str
     device: Device
@@ -46,61 +44,61 @@ class Conformance:
 
     @property
     def wrong(self) -> tuple[Row, ...]:
-        """What breaks the contract."""
+        """Rows that break the contract."""
         return tuple(row for row in self.rows if row.status == "wrong")
 
     @property
     def complete(self) -> bool:
-        """Whether every check could be run."""
+        """Return whether every check could be run."""
         return all(row.status != "not run" for row in self.rows)
 
 
 class Bed(Protocol):
-    """Where a kernel is called."""
+    """Where a kernel is called: in child processes or in this one."""
 
     def trial(self, case: Case) -> Verdict:
-        """A Trial's Verdict."""
+        """Run a Trial."""
 
     def ask(self, probe: str, kernel: Kernel, case: Case, **more: Any) -> Any:
-        """What a probe (harness/audit/conformance/probes.py) found; a str where there was no answer: why."""
+        """Return the result of a probe (harness/audit/conformance/probes.py); a str says why there is none."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release processes and files."""
 
 
 def check_adapter(
-    called: str, device: Device, listener: Callable[[Row], None] = lambda _: None, *, in_process: bool = False
+    target: str, device: Device, listener: Callable[[Row], None] = lambda _: None, *, in_process: bool = False
 ) -> Conformance:
-    """Run the conformance list on the kernel called `called`.
+    """Run the conformance list on the kernel `target`.
 
     Args:
-        called: its name, or "package.module:OBJECT".
+        target: its name, or "package.module:OBJECT".
         device: where it is called.
-        listener: hears every row as it is known.
+        listener: called with each row.
         in_process: call it in this process, for a debugger.
 
     Raises:
-        BadArgument: nothing is called so, or it cannot be imported.
+        BadArgument: there is no such kernel, or it cannot be imported.
     """
     start, rows = time.monotonic(), list[Row]()
-    found = registry.find(called)
-    for row in _rows(called, found, device, in_process=in_process):
+    kernel = registry.find(target)
+    for row in _rows(target, kernel, device, in_process=in_process):
         rows.append(row)
         listener(row)
-    name = getattr(found, "name", called)
-    return Conformance(name if isinstance(name, str) else called, device, tuple(rows), time.monotonic() - start)
+    name = getattr(kernel, "name", target)
+    return Conformance(name if isinstance(name, str) else target, device, tuple(rows), time.monotonic() - start)
 
 
-def _rows(called: str, found: Any, device: Device, *, in_process: bool) -> Iterator[Row]:
+def _rows(target: str, candidate: Any, device: Device, *, in_process: bool) -> Iterator[Row]:
     wrong = False
-    for row in conformance_form.members(found):
+    for row in declared.members(candidate):
         yield row
         wrong |= row.status == "wrong"
     if wrong:
         yield _not_run("all else", "the contract's members come first")
         return
-    kernel = registry.get(called)
-    for row in conformance_form.declarations(kernel, device):
+    kernel = registry.get(target)
+    for row in declared.declarations(kernel, device):
         yield row
         wrong |= row.status == "wrong" and row.check in ("capabilities", "variants", "configs")
     reason = "nothing can be drawn from what is declared" if wrong else kernel.unavailable(device)
@@ -115,7 +113,7 @@ def _rows(called: str, found: Any, device: Device, *, in_process: bool) -> Itera
 
 
 def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
-    case = conformance_features.plain_case(kernel, all_variants(kernel, device)[0])
+    case = features.plain_case(kernel, all_variants(kernel, device)[0])
     answer = bed.ask("identity", kernel, case)
     here = [kernel.name, kernel.compile_key(case.problem, case.config), [dict(each) for each in kernel.configs(case.problem)]]
     yield _identity(answer, here)
@@ -132,16 +130,16 @@ def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
         ("repeated", "deterministic as declared", "mend the kernel, or leave the output out of `deterministic`"),
         ("arguments", "wrong arguments raise", "let build raise a BadArgument wherever supports gives a reason"),
     ):
-        yield _told(title, bed.ask(probe, kernel, case), remedy)
-    for each in conformance_features.features(kernel, device):
+        yield _probe_row(title, bed.ask(probe, kernel, case), remedy)
+    for each in features.features(kernel, device):
         if each.declared:
-            yield conformance_features.declared_row(each, [bed.trial(case) for case in each.cases])
-        elif (row := conformance_features.undeclared_row(each, kernel, bed.ask)) is not None:
+            yield features.declared_row(each, [bed.trial(case) for case in each.cases])
+        elif (row := features.undeclared_row(each, kernel, bed.ask)) is not None:
             yield row
 
 
 def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
-    """The plainest Case's Verdict, told in parts: first whether it ran at all."""
+    """Split the plainest Case's Verdict into rows: first whether it ran at all."""
     by_form = [each for each in verdict.failures if each.kind in ("contract", "unwritten")]
     by_input = [each for each in verdict.failures if each.kind == "guard"]
     by_value = [each for each in verdict.failures if each.output and each not in by_form]
@@ -183,13 +181,13 @@ def _identity(answer: Any, here: list[Any]) -> Row:
         return Row(check, "wrong", shortened(answer), remedy)
     for what, there, this in zip(("name", "compile_key", "configs"), answer, here, strict=True):
         if there != this:
-            found = f"{what} is {there!r} there and {this!r} here"
-            return Row(check, "wrong", shortened(found), "build it from the Problem and the Config alone: no id(), no hash()")
+            text = f"{what} is {there!r} there and {this!r} here"
+            return Row(check, "wrong", shortened(text), "build it from the Problem and the Config alone: no id(), no hash()")
     return Row(check, "ok", "same name, compile_key and configs there")
 
 
-def _told(check: str, answer: Any, remedy: str) -> Row:
-    """A probe's answer: {"wrong": [...], "right": what was tried}."""
+def _probe_row(check: str, answer: Any, remedy: str) -> Row:
+    """Make a row of a probe's answer: {"wrong": [...], "right": what was tried}."""
     if isinstance(answer, str):
         return Row(check, "wrong", shortened(answer), "mend the kernel")
     wrong = answer["wrong"]

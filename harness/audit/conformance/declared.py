@@ -1,4 +1,4 @@
-"""What an adapter says of itself: the contract's members, capabilities, configs, supports, compile keys, files."""
+"""Check what an adapter declares: the contract's members, capabilities, configs, supports, compile keys, files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnfuzz.strategies.shapes import Variant, all_variants
 __all__ = ["declarations", "members"]
 
 _METHODS = {"configs": 1, "unavailable": 1, "supports": 3, "compile_key": 2, "build": 3}
-"""How many arguments each is given."""
+"""Number of arguments of each method."""
 _PROBLEMS = 200
 _PACKINGS: tuple[Packing, ...] = get_args(Packing)
 _DEVICES: tuple[Device, ...] = get_args(Device)
@@ -31,19 +31,19 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{8,}")
 
 
 def members(kernel: Any) -> Iterator[Row]:
-    """Whether it has what a Kernel has, of the right kind."""
+    """Check that the kernel has the members of a Kernel, of the right types."""
     missing = registry.missing_members(kernel)
     if inspect.isclass(kernel) or missing:
-        found = f"it lacks {', '.join(missing)}" if missing else f"it is a class, {kernel.__name__}"
-        yield Row("members", "wrong", found, "fulfil attnfuzz.kernels.contract.Kernel, or use attnfuzz.kernels.adapters")
+        lack = f"it lacks {', '.join(missing)}" if missing else f"it is a class, {kernel.__name__}"
+        yield Row("members", "wrong", lack, "fulfil attnfuzz.kernels.contract.Kernel, or use attnfuzz.kernels.adapters")
         return
     wrong = []
     for name in ("name", "backend"):
         value = getattr(kernel, name)
         if not isinstance(value, str) or not value or any(each.isspace() or each in ":/" for each in value):
-            wrong.append(f"{name}={value!r} is no plain name")
+            wrong.append(f"{name}={value!r} must be a text without blanks, ':' or '/'")
     if not isinstance(kernel.files, tuple) or not all(isinstance(each, str) for each in kernel.files):
-        wrong.append(f"files={kernel.files!r} is no tuple of paths")
+        wrong.append(f"files={kernel.files!r} must be a tuple of paths")
     if not isinstance(kernel.capabilities, Capabilities):
         wrong.append(f"capabilities is a {type(kernel.capabilities).__name__}")
     wrong += [
@@ -66,18 +66,18 @@ def _why_not_callable(method: Any, count: int) -> str | None:
 
 
 def declarations(kernel: Kernel, device: Device) -> Iterator[Row]:
-    """What it declares and answers, without a call of what it computes."""
+    """Check what the kernel declares and answers, without calling it."""
     can = kernel.capabilities
     wrong = list(_contradictions(can))
     yield _row("capabilities", wrong, "declare what the kernel can do, and no more", "consistent")
-    yield _asked("files", lambda: _files(kernel), "name files that exist, by absolute paths: __file__, inspect.getsourcefile")
-    yield _asked("unavailable", lambda: _unavailable(kernel), "return None where it runs, and otherwise why it does not")
+    yield _answered("files", lambda: _files(kernel), "name files that exist, by absolute paths: __file__, inspect.getsourcefile")
+    yield _answered("unavailable", lambda: _unavailable(kernel), "return None where it runs, and otherwise why it does not")
     if wrong:
         return
-    yield _asked("configs", lambda: _configs(kernel), "return the same tuple of distinct Configs each time, the default first")
-    yield _asked("variants", lambda: _variants(kernel, device), "let supports take what capabilities declare, or declare less")
-    yield _asked("supports", lambda: _supports(kernel), "return None or the reason, at least that of why_unsupported(...)")
-    yield _asked(
+    yield _answered("configs", lambda: _configs(kernel), "return the same tuple of distinct Configs each time, the default first")
+    yield _answered("variants", lambda: _variants(kernel, device), "let supports take what capabilities declare, or declare less")
+    yield _answered("supports", lambda: _supports(kernel), "return None or the reason, at least that of why_unsupported(...)")
+    yield _answered(
         "compile_key", lambda: _compile_key(kernel), "make a str of what the compiled code depends on, and of nothing else"
     )
 
@@ -86,17 +86,17 @@ def _row(check: str, wrong: list[str], remedy: str, right: str) -> Row:
     return Row(check, "wrong", shortened("; ".join(wrong)), remedy) if wrong else Row(check, "ok", right)
 
 
-def _asked(check: str, ask: Callable[[], tuple[list[str], str]], remedy: str) -> Row:
-    """A check whose questions may raise: somebody else's code answers them."""
+def _answered(check: str, ask: Callable[[], tuple[list[str], str]], remedy: str) -> Row:
+    """Run a check of the adapter's own code, which may raise."""
     try:
         wrong, right = ask()
-    except Exception as error:  # that is the finding
+    except Exception as error:  # that is the result
         wrong, right = [f"it raised {describe_exception(error)}"], ""
     return _row(check, wrong, remedy, right)
 
 
 def _contradictions(can: Capabilities) -> Iterator[str]:
-    """What in the capabilities is of a wrong type, empty, or at odds with the rest."""
+    """Yield what is of a wrong type, empty, or contradicts the rest of the capabilities."""
     try:
         msgspec.convert(msgspec.to_builtins(can), Capabilities)
     except (msgspec.ValidationError, TypeError) as error:
@@ -123,8 +123,8 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
     if can.dlse and not {"lse", "dq"} <= set(can.outputs):
         yield "dlse: a gradient of LSE needs LSE and a backward"
     if stray := [name for name in can.deterministic if name not in can.outputs]:
-        yield f"deterministic={can.deterministic}: {', '.join(stray)} is no output of it"
-    # compiles_on has a default, which says nothing of a kernel for another device.
+        yield f"deterministic={can.deterministic}: not among outputs: {', '.join(stray)}"
+    # compiles_on is left out: its default does not fit a kernel for another device.
     if elsewhere := sorted(can.dtypes_on.keys() - set(can.devices)):
         yield f"dtypes_on: {', '.join(elsewhere)} is not among devices={can.devices}"
     if can.captured_gradients and not can.score_mod:
@@ -132,10 +132,10 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
 
 
 def _files(kernel: Kernel) -> tuple[list[str], str]:
-    wrong = [] if kernel.files else ["none is named: a gate could not tell when this kernel changes"]
+    wrong = [] if kernel.files else ["none is named: a gate could not see that this kernel has changed"]
     for each in kernel.files:
         if not Path(each).is_file():
-            wrong.append(f"{each} is no file")
+            wrong.append(f"{each} is not a file")
         elif not Path(each).is_absolute():
             wrong.append(f"{each} is relative: from another folder it is another file")
     return wrong, f"{len(kernel.files)} there"
@@ -150,7 +150,7 @@ def _unavailable(kernel: Kernel) -> tuple[list[str], str]:
 
 
 def _probes(kernel: Kernel) -> list[Problem]:
-    """The smallest Problem of each declared dtype, mask and dims."""
+    """Return the smallest Problem of each declared dtype, mask and dims."""
     can = kernel.capabilities
     dtypes = dict.fromkeys(dtype for device in can.devices for dtype in can.dtypes_for(device))
     product = itertools.product(dtypes, can.causal, can.dims)
@@ -174,22 +174,22 @@ def _configs(kernel: Kernel) -> tuple[list[str], str]:
 
 
 def _variants(kernel: Kernel, device: Device) -> tuple[list[str], str]:
-    """Every dtype, mask and pair of dims that is declared is taken by `supports` in some variant."""
+    """Check that `supports` takes every declared dtype, mask and pair of dims in some variant."""
     can = kernel.capabilities
     if device not in can.devices:
         return [], f"none: {device} is not declared"
     try:
-        found = all_variants(kernel, device)
+        variants = all_variants(kernel, device)
     except BadArgument as error:
         return [str(error)], ""
     wrong = []
     for name, declared in (("dtype", can.dtypes_for(device)), ("causal", can.causal), ("dims", can.dims)):
         for value in declared:
-            if not any(getattr(each, name) == value for each in found):
-                problem = replace(found[0].problem(can), **_as_problem(name, value))
+            if not any(getattr(each, name) == value for each in variants):
+                problem = replace(variants[0].problem(can), **_as_problem(name, value))
                 reason = kernel.supports(problem, kernel.configs(problem)[0], device)
                 wrong.append(f"{name}={value!r} is declared, and never taken: {reason}")
-    return wrong, f"{len(found)} on {device}"
+    return wrong, f"{len(variants)} on {device}"
 
 
 def _as_problem(name: str, value: Any) -> dict[str, Any]:
@@ -197,14 +197,14 @@ def _as_problem(name: str, value: Any) -> dict[str, Any]:
 
 
 def _supports(kernel: Kernel) -> tuple[list[str], str]:
-    """Problems of all sorts, most of them beyond what is declared, and a Config of somebody else's."""
+    """Try Problems of all sorts, most of them beyond what is declared, and a Config of another kernel."""
     can, wrong = kernel.capabilities, list[str]()
     sample = _sample(can)
     default = kernel.configs(sample[0])[0]
     for problem, device in itertools.product(sample, _DEVICES):
         try:
             answer = kernel.supports(problem, default, device)
-        except Exception as error:  # that is the finding
+        except Exception as error:  # that is the result
             wrong.append(f"it raised {describe_exception(error)} for {_spelled(problem)}")
             continue
         if answer is not None and not (isinstance(answer, str) and answer):
@@ -214,7 +214,7 @@ def _supports(kernel: Kernel) -> tuple[list[str], str]:
     foreign = Config(no_such_choice=12345)
     if kernel.supports(sample[0], foreign, can.devices[0]) is None:
         wrong.append(f"it takes {foreign!r}")
-    return list(dict.fromkeys(wrong))[:3], f"{2 * len(sample)} problems asked"
+    return list(dict.fromkeys(wrong))[:3], f"{2 * len(sample)} problems tried"
 
 
 def _spelled(problem: Problem) -> str:
@@ -222,12 +222,12 @@ def _spelled(problem: Problem) -> str:
 
 
 def _sample(can: Capabilities) -> list[Problem]:
-    """The same for the same capabilities: the first is the smallest that they have."""
+    """Draw Problems, the same for the same capabilities; the first is the smallest that they allow."""
     rng, dtypes = random.Random("attnfuzz"), get_args(Dtype)
     causal: tuple[Any, ...] = (None, "bottom_right", "top_left")
     base = Variant(can.dtypes_for(can.devices[0])[0], can.causal[0], can.dims[0], Config()).problem(can)
-    found = [base]
-    while len(found) < _PROBLEMS:
+    problems = [base]
+    while len(problems) < _PROBLEMS:
         batch, groups, kv_heads = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 8)), rng.choice((1, 2))
         lengths = [tuple(rng.choice((0, 1, 2, 7, 64, 65, 1000)) for _ in range(batch)) for _ in range(2)]
         packing = rng.choice(_PACKINGS)
@@ -241,10 +241,10 @@ def _sample(can: Capabilities) -> list[Problem]:
             "slack_q": rng.choice((0, 3)),
             "needs": rng.choice((Needs(), Needs(outputs=("o",)), Needs(dlse=True))),
         }
-        # One or two of them at a time, so that the plain ones are seen as well.
+        # One or two of them at a time, so that plain Problems occur as well.
         for name in rng.sample(list(changes), rng.choice((3, 4, 5))):
             del changes[name]
-        found.append(
+        problems.append(
             Problem(
                 seqlens_q=lengths[0],
                 seqlens_k=lengths[1],
@@ -258,18 +258,18 @@ def _sample(can: Capabilities) -> list[Problem]:
                 **changes,
             )
         )
-    return found
+    return problems
 
 
 def _compile_key(kernel: Kernel) -> tuple[list[str], str]:
     wrong, keys = list[str](), set[str]()
     for problem in _probes(kernel):
         for config in kernel.configs(problem):
-            # Equal, and not the same objects.
+            # Equal objects, not the same ones.
             again = msgspec.convert(msgspec.to_builtins(problem), Problem)
             one, other = kernel.compile_key(problem, config), kernel.compile_key(again, Config(dict(config)))
             if not isinstance(one, str) or not one:
-                wrong.append(f"it gives {one!r}, no str")
+                wrong.append(f"it gives {one!r}, which must be a str")
             elif one != other:
                 wrong.append(f"equal Problems have {one!r} and {other!r}")
             elif _ADDRESS.search(one):

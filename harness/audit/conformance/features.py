@@ -1,4 +1,4 @@
-"""The features that a kernel may declare, each with Cases that show it: what is declared must work, the rest may."""
+"""Features that a kernel may declare, each with Cases that need it: what is declared must work, the rest may."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One thing that capabilities declare or not, and Cases that need it: each must pass."""
+    """One thing that capabilities may declare, and Cases that need it: where it is declared, each must pass."""
 
     name: str
     spelled: str
@@ -38,30 +38,30 @@ class Feature:
 
 
 def plain_case(kernel: Kernel, variant: Variant) -> Case:
-    """A little more than a tile of queries and keys, one head, normal values."""
+    """Return a Case of a little more than a tile of queries and keys, one head, normal values."""
     return _case(kernel, variant, {})
 
 
 def features(kernel: Kernel, device: Device) -> Iterator[Feature]:
-    """All of them, as far as Cases can be made that need nothing else that is undeclared."""
+    """Yield every feature whose Cases need nothing else that is undeclared."""
     can, variants = kernel.capabilities, all_variants(kernel, device)
     for make in (_variants, _packings, _heads, _masks, _scales, _lengths, _memory):
         for name, spelled, declared, widened, changes in make(can, variants[0]):
             wide = replace(can, **widened)
-            found = (_changed(kernel, variants, each) for each in changes)
-            cases = tuple(case for case in found if case is not None and why_unsupported(wide, case.problem, device) is None)
+            candidates = (_changed(kernel, variants, each) for each in changes)
+            cases = tuple(case for case in candidates if case is not None and why_unsupported(wide, case.problem, device) is None)
             if cases and not (declared and any(kernel.supports(case.problem, case.config, device) for case in cases)):
                 yield Feature(name, spelled, declared, cases, widened)
 
 
 def declared_row(feature: Feature, verdicts: Sequence[Verdict]) -> Row:
-    """Whether what is declared works."""
+    """Check that a declared feature works."""
     failures = [failure for verdict in verdicts for failure in verdict.failures]
     return failing(feature.name, failures, f"mend the kernel, or do not declare {feature.spelled}", "declared, and works")
 
 
 def undeclared_row(feature: Feature, kernel: Kernel, ask: Callable[..., Any]) -> Row | None:
-    """Whether what is not declared works all the same, where that can be tried."""
+    """Check whether an undeclared feature works, where that can be tried."""
     for case in feature.cases:
         answer = ask("widened", kernel, case, widened=msgspec.to_builtins(feature.widened))
         if isinstance(answer, str) or answer["wrong"]:
@@ -121,9 +121,9 @@ def _masks(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
     unequal = [{"seqlens_q": (n,), "seqlens_k": (long,)}] if can.unequal else []
     for kind in ("bottom_right", "top_left"):
         changes: list[dict[str, Any]] = [{"causal": kind, **each} for each in ({}, *unequal)]
-        # With equal lengths the two are one: nothing would be known of the kernel.
-        told = kind in can.causal or bool(unequal) or not any(can.causal)
-        if told and (kind in can.causal or not (any(can.causal) and not unequal)):
+        # With equal lengths both masks are one, and show nothing of the kernel.
+        distinct = kind in can.causal or bool(unequal) or not any(can.causal)
+        if distinct and (kind in can.causal or not (any(can.causal) and not unequal)):
             widened = {"causal": tuple(dict.fromkeys((*can.causal, kind)))}
             yield f"causal {kind}", f"{kind!r} in causal", kind in can.causal, widened, changes
     windows: list[dict[str, Any]] = [{"window": (5, 3), **each} for each in ({}, *unequal)]
@@ -183,7 +183,7 @@ def _memory(can: Capabilities, _: Variant) -> Iterator[_Tried]:
 
 
 def _length(can: Capabilities, plain: Variant) -> tuple[int, int]:
-    """A length of a tile and a bit, and one of three tiles and a bit, as far as they are declared."""
+    """Return lengths of a little over one tile and three tiles, as far as they are declared."""
     tile = plain.config.tile("tile_m", _TILE)
     most = can.length_max or 1 << 20
     n = min(max(tile + 3, can.min_seqlen_k), most)
@@ -196,7 +196,7 @@ def _grouped(can: Capabilities, change: dict[str, Any], kv_heads: int) -> dict[s
 
 
 def _changed(kernel: Kernel, variants: Sequence[Variant], changes: dict[str, Any]) -> Case | None:
-    """The plain Case with `changes`, of the first variant that fits them; None where there is no such Problem."""
+    """Return the plain Case with `changes`, of the first variant that fits; None where there is no such Problem."""
     wanted = dict(changes)
     if "dim_qk" in wanted:
         wanted["dims"] = wanted.pop("dim_qk"), wanted["dim_v"]
@@ -209,12 +209,12 @@ def _changed(kernel: Kernel, variants: Sequence[Variant], changes: dict[str, Any
 
 
 def _case(kernel: Kernel, variant: Variant, changes: dict[str, Any]) -> Case:
-    can, given = kernel.capabilities, dict(changes)
+    can, fields = kernel.capabilities, dict(changes)
     n, _ = _length(can, variant)
     problem = variant.problem(can)
-    if given.pop("dlse", False):
-        given["needs"] = replace(problem.needs, dlse=True)
-    problem = replace(problem, **{"seqlens_q": (n,), "seqlens_k": (n,), **given})
+    if fields.pop("dlse", False):
+        fields["needs"] = replace(problem.needs, dlse=True)
+    problem = replace(problem, **{"seqlens_q": (n,), "seqlens_k": (n,), **fields})
     configs = kernel.configs(problem)
     config = variant.config if variant.config in configs or not configs else configs[0]
     return Case(kernel=kernel.name, problem=problem, recipe=Recipe(seed=7), config=config)

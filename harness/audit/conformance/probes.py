@@ -1,4 +1,4 @@
-"""What an adapter is asked by calls of its kernel that are no Trials, in a child process or in this one."""
+"""Probes: calls of a kernel other than Trials, in a child process or in this one."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, D
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, case_from_json
 
-__all__ = ["asked", "probed"]
+__all__ = ["probed", "run_probe"]
 
 _RUNS = 4
 _CLEAN = (ValueError, TypeError, NotImplementedError, RuntimeError, BuildError)
 
 
-def asked(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
-    """A child's task. `payload`: probe, kernel (as shipped), case (canonical JSON), device, and what the probe takes besides."""
+def run_probe(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
+    """Run a child's task. `payload`: probe, kernel (as shipped), case (canonical JSON), device, and the probe's own arguments."""
     kernel, case = kernel_of(payload), case_from_json(payload["case"])
     enter("kernel")
     return msgspec.to_builtins(probed(payload["probe"], kernel, case, payload["device"], payload)), False
 
 
 def probed(probe: str, kernel: Kernel, case: Case, device: Device, more: dict[str, Any]) -> Any:
-    """What `probe` finds."""
+    """Return the result of `probe`."""
     environment.prepare(device)
     if probe == "identity":
         return [kernel.name, kernel.compile_key(case.problem, case.config), [dict(each) for each in kernel.configs(case.problem)]]
     if probe == "widened":
         return _widened(kernel, case, device, more["widened"])
-    found = {"settings": _settings, "repeated": _repeated, "arguments": _arguments}[probe](kernel, case, device)
-    return {"wrong": found[0], "right": found[1]}
+    wrong, right = {"settings": _settings, "repeated": _repeated, "arguments": _arguments}[probe](kernel, case, device)
+    return {"wrong": wrong, "right": right}
 
 
 def _settings(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
-    """The same results whatever torch's settings are, which stay as they are."""
+    """Check that results do not depend on torch's settings, and that the kernel leaves these as they are."""
     ready = build_kernel(kernel, case.problem, case.config, device)
     inputs = materialise(case.problem, case.recipe, device)
     expected = truth(inputs, kernel.capabilities.deviations, device)
     wrong = []
     for name, setting in _SETTINGS.items():
-        given = copied(inputs, Bands())
+        copies = copied(inputs, Bands())
         with setting():
             before = _state()
             try:
-                outputs = _called(ready, given, device)
-            except Exception as error:  # that is the finding
+                outputs = _called(ready, copies, device)
+            except Exception as error:  # that is the result
                 wrong.append(f"with {name} it raised {describe_exception(error)}")
                 continue
             changed = [what for what, value in _state().items() if not _same(value, before[what])]
@@ -116,27 +116,27 @@ def _same(one: Any, other: Any) -> bool:
     return bool(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other)
 
 
-def _called(ready: Built, given: Inputs, device: Device) -> Outputs:
-    """Forward and backward, with nothing poisoned and torch as it is set."""
-    o, lse = ready.forward(given)
+def _called(ready: Built, inputs: Inputs, device: Device) -> Outputs:
+    """Run forward and backward, with nothing poisoned and torch as it is set."""
+    o, lse = ready.forward(inputs)
     dq = dk = dv = None
-    if {"dq", "dk", "dv"} & set(given.problem.needs.outputs):
-        (dq, dk, dv), _ = split(ready.backward(given, o, lse))
+    if {"dq", "dk", "dv"} & set(inputs.problem.needs.outputs):
+        (dq, dk, dv), _ = split(ready.backward(inputs, o, lse))
     environment.synchronise(device)
     return Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv)
 
 
 def _repeated(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
-    """Outputs that are declared deterministic, from several launches, bit for bit."""
+    """Compare outputs declared deterministic bit for bit over several launches."""
     names = [name for name in kernel.capabilities.deterministic if name in case.problem.needs.outputs]
     if not names:
         return [], "no output is declared deterministic"
     ready = build_kernel(kernel, case.problem, case.config, device)
     inputs = materialise(case.problem, case.recipe, device)
-    found = [launch(case, ready, inputs, device) for _ in range(_RUNS)]
-    if broken := [each for each in found if isinstance(each, Failure)]:
+    results = [launch(case, ready, inputs, device) for _ in range(_RUNS)]
+    if broken := [each for each in results if isinstance(each, Failure)]:
         return [broken[0].message], ""
-    first, *others = (each for each in found if isinstance(each, Outputs))
+    first, *others = (each for each in results if isinstance(each, Outputs))
     wrong = [
         f"{OUTPUT_TITLES[name]} differs between {_RUNS} runs"
         for name in names
@@ -146,7 +146,7 @@ def _repeated(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], st
 
 
 def _arguments(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
-    """`build` refuses, in words, what `supports` refuses."""
+    """Check that `build` refuses, with a message, what `supports` refuses."""
     wrong, tried = [], []
     for what, problem, config in _refused(kernel, case):
         if kernel.supports(problem, config, device) is None:
@@ -156,8 +156,8 @@ def _arguments(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], s
             kernel.build(problem, config, device)
         except _CLEAN as error:
             if not str(error).strip():
-                wrong.append(f"for {what} build raised {type(error).__name__} without a word")
-        except BaseException as error:  # that is the finding
+                wrong.append(f"for {what} build raised {type(error).__name__} without a message")
+        except BaseException as error:  # that is the result
             wrong.append(f"for {what} build raised {describe_exception(error)}")
         else:
             wrong.append(f"build takes {what}, which supports refuses")
@@ -177,7 +177,7 @@ def _refused(kernel: Kernel, case: Case) -> Iterator[tuple[str, Problem, Config]
 
 
 def _widened(kernel: Kernel, case: Case, device: Device, fields: dict[str, Any]) -> dict[str, Any]:
-    """A Trial of a copy of the kernel that declares `fields` as well: {"wrong": [message], "right": ""}."""
+    """Run a Trial of a copy of the kernel that also declares `fields`; return {"wrong": [message], "right": ""}."""
     can = msgspec.convert({**msgspec.to_builtins(kernel.capabilities), **fields}, Capabilities)
     try:
         wide = copy.copy(kernel)
@@ -190,7 +190,7 @@ def _widened(kernel: Kernel, case: Case, device: Device, fields: dict[str, Any])
         if reason := wide.supports(case.problem, case.config, device):
             return {"wrong": [reason], "right": ""}
         verdict = run_trial(case, device)
-    except Exception as error:  # what it does beyond its declaration is nobody's fault
+    except Exception as error:  # beyond what is declared, an error breaks nothing
         return {"wrong": [describe_exception(error)], "right": ""}
     finally:
         if local:

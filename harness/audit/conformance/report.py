@@ -1,4 +1,4 @@
-"""`attnfuzz check-adapter` on a terminal and for a machine."""
+"""Show the result of `attnfuzz check-adapter` on a terminal, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLES: dict[Status, str] = {"ok": "green", "wrong": "bold red", "hint": "cyan"
 
 
 class ConformanceProgress:
-    """Shows which check was done last; a context, so that the terminal is left as it was."""
+    """Show the last check; a context manager, which restores the terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -35,13 +35,13 @@ class ConformanceProgress:
         self._progress.stop()
 
     def __call__(self, row: Row) -> None:
-        """A check is done."""
+        """Show that a check is done."""
         self._done += 1
         self._progress.update(self._task, description=f"{self._done} checks done; last: {escape(row.check)}")
 
 
 def show_conformance(console: Console, done: Conformance) -> None:
-    """Each check on a line, with how to mend it beneath; then the sum."""
+    """Print each check with its remedy, then the verdict."""
     width = max(len(row.check) for row in done.rows)
     for row in done.rows:
         style = _STYLES[row.status]
@@ -50,16 +50,16 @@ def show_conformance(console: Console, done: Conformance) -> None:
         if row.remedy:
             console.print(f"{'':<9}{'':<{width}}  -> {row.remedy}", highlight=False, soft_wrap=True, markup=False)
     hints = sum(row.status == "hint" for row in done.rows)
-    said = f"{len(done.wrong)} of {len(done.rows)} checks failed" if done.wrong else f"{len(done.rows)} checks"
+    counts = f"{len(done.wrong)} of {len(done.rows)} checks failed" if done.wrong else f"{len(done.rows)} checks"
     verdict = "[bold red]breaks the contract[/]" if done.wrong else "[green]fulfils the contract[/]"
     if not done.wrong and not done.complete:
         verdict = "[yellow]could not be checked here[/]"
     more = f", {hints} hint{'s' * (hints > 1)}" if hints else ""
-    console.print(f"{escape(done.kernel)} on {done.device}: {verdict} ({said}{more}, {done.seconds:.1f} s)", highlight=False)
+    console.print(f"{escape(done.kernel)} on {done.device}: {verdict} ({counts}{more}, {done.seconds:.1f} s)", highlight=False)
 
 
 def conformance_object(done: Conformance) -> dict[str, Any]:
-    """The same as plain values."""
+    """Return the result as plain values."""
     return {
         "kernel": done.kernel,
         "device": done.device,

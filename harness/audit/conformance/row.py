@@ -1,4 +1,4 @@
-"""One check of the conformance list, and what it found."""
+"""One check of the conformance list and its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one check found. `hint`: it works, though it is not declared; `absent`: not declared, and it does not work."""
+    """Result of one check. `hint`: it works, though it is not declared; `absent`: not declared, and it does not work."""
 
     check: str
     status: Status
@@ -25,13 +25,13 @@ class Row:
 
 
 def failing(check: str, failures: Sequence[Failure], remedy: str, right: str) -> Row:
-    """A check that `failures` break, or that is fulfilled: `right`."""
+    """Make a row: wrong by `failures`, or fulfilled as `right` says."""
     if not failures:
         return Row(check, "ok", right)
     return Row(check, "wrong", shortened("; ".join(f"{each.kind}: {each.message}" for each in failures)), remedy)
 
 
 def shortened(text: str) -> str:
-    """`text` on one line, of a length that a table can hold."""
+    """Return `text` on one line, cut to a length that fits a table."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."

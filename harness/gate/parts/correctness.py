@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
-from attnfuzz.harness.campaign.events import CampaignFinished, Event, FailureFound, KernelStarted, Rate, TrialFinished
+from attnfuzz.harness.campaign.events import (
+    CampaignFinished,
+    Event,
+    FailureFound,
+    KernelStarted,
+    KernelSummary,
+    Rate,
+    TrialFinished,
+)
+from attnfuzz.harness.campaign.events import Finding as CampaignFinding
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.gate.result import Finding, Part, PartName
+from attnfuzz.harness.gate.result import Finding, Outcome, Part, PartName
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -22,7 +30,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["InterruptedCampaignError", "findings_of", "fixed_campaign", "replay", "stored_cases"]
+__all__ = ["InterruptedCampaignError", "campaign_part", "findings_of", "fixed_campaign", "replay", "stored_cases"]
 
 Progress = Callable[[str], None]
 
@@ -68,14 +76,28 @@ def replay(
         if reason := why_not_case(kernel, each.case, device):
             skipped.append(f"{each.path.name}: {reason}")
             continue
-        verdict = runner.run(each.case, "replay", rate=each.rate, patient=True)
-        findings += findings_of("replay", each.case, verdict, str(each.path))
+        findings += _replayed(each, runner)
     if not cases:
         return Part("replay", "pass", "no stored case of this kernel")
     wrong = len({each.case for each in findings})
     summary = f"{len(cases)} stored case{'s' * (len(cases) > 1)}: {wrong} fail"
     summary += f", {len(skipped)} not taken here ({skipped[0]})" if skipped else ""
     return Part("replay", "fail" if findings else "pass", summary, tuple(findings), {"cases": len(cases), "skipped": skipped})
+
+
+def _replayed(stored: CaseFile, runner: TrialRunner) -> list[Finding]:
+    """Run a stored Case until its failure shows, as often as its rate demands, and keep every failure on the way."""
+    findings: list[Finding] = []
+    shown: set[Identity] = set()
+    identity = stored.finding.identity
+
+    def shows(verdict: Verdict) -> bool:
+        findings.extend(findings_of("replay", stored.case, verdict, str(stored.path), reported=shown))
+        # Where a Case also fails in another way, the failure that shows only sometimes must have its runs.
+        return bool(shown) and (identity is None or identity.kind == "nondeterministic" or identity in shown)
+
+    runner.run(stored.case, "replay", rate=stored.rate, patient=True, shows=shows)
+    return findings
 
 
 def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progress: Progress = lambda _: None) -> Part:
@@ -85,15 +107,18 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
         InterruptedCampaignError: the user pressed Ctrl-C.
     """
     done = campaign([kernel], settings, _CampaignProgress(progress), executor)
-    findings = tuple(
-        dict.fromkeys(
-            finding
-            for each in done.findings
-            for finding in findings_of("campaign", each.case, each.verdict, each.path, each.rate)
-        )
+    part = campaign_part(done.summaries[0], done, settings)
+    if done.interrupted:
+        raise InterruptedCampaignError(part)
+    return part
+
+
+def campaign_part(summary: KernelSummary, done: CampaignFinished, settings: Settings) -> Part:
+    """Return what a campaign found of one kernel; every failure that its minimal Cases show is a finding."""
+    findings = tuple(dict.fromkeys(finding for each in summary.findings for finding in _of_finding(each)))
+    text = (
+        f"{summary.cases} cases in {summary.seconds:.1f} s, {len(summary.findings)} failure{'s' * (len(summary.findings) != 1)}"
     )
-    summary = done.summaries[0]
-    text = f"{summary.cases} cases in {summary.seconds:.1f} s, {len(done.findings)} failure{'s' * (len(done.findings) != 1)}"
     text += f"; stopped early: {done.lost}" if done.lost else ""
     text += f"; not all Cases could be kept on disk: {done.not_kept}" if done.not_kept else ""
     figures = {
@@ -103,16 +128,15 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
         "refused": summary.refused,
     }
     failed = bool(findings or done.lost)
-    part = Part("campaign", "fail" if failed else "pass", text, findings, figures, complete=_to_the_end(done, settings))
-    part = replace(part, not_kept=done.not_kept or "")
-    if done.interrupted:
-        raise InterruptedCampaignError(part)
-    return part
+    # The number of Cases is the same on every machine; what ends with the time proves nothing.
+    to_the_end = not done.lost and settings.max_examples is not None and summary.cases >= settings.max_examples
+    outcome: Outcome = "fail" if failed else "pass"
+    return Part("campaign", outcome, text, findings, figures, not_kept=done.not_kept or "", complete=to_the_end)
 
 
-def _to_the_end(done: CampaignFinished, settings: Settings) -> bool:
-    """Whether the number of Cases ended it, the same on every machine, and not the time."""
-    return not done.lost and settings.max_examples is not None and done.summaries[0].cases >= settings.max_examples
+def _of_finding(found: CampaignFinding) -> Iterator[Finding]:
+    """Yield a finding for each failure that the minimal Case shows."""
+    yield from findings_of("campaign", found.case, found.verdict, found.path, found.rate)
 
 
 def findings_of(

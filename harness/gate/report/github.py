@@ -61,10 +61,10 @@ def annotation_lines(done: Gate) -> Iterator[str]:
 def _of_finding(gated: KernelGate, finding: Finding) -> str:
     lines = [finding.message, *(f"{name}: {value}" for name, value in finding.described)]
     lines += [f"{name}: {line}" for name, line in finding.again]
-    if finding.plea:
-        lines.append(f"known: {finding.plea.issue}, until {finding.plea.expires}")
+    if finding.waiver:
+        lines.append(f"known: {finding.waiver.issue}, until {finding.waiver.expires}")
     title = f"{gated.kernel}: {finding.kind or finding.part}"
-    level = "notice" if finding.plea else "error"
+    level = "notice" if finding.waiver else "error"
     return annotation(level, "\n".join(lines), file=gated.file, line=gated.line, title=title)
 
 

@@ -55,7 +55,7 @@ def _case(suite: Xml.Element, gated: KernelGate, part: Part) -> None:
     element = Xml.SubElement(case, kind, message=_clean(part.summary))
     lines = []
     for each in part.findings:
-        lines.append(each.message + (f" (known: {each.plea.issue}, until {each.plea.expires})" if each.plea else ""))
+        lines.append(each.message + (f" (known: {each.waiver.issue}, until {each.waiver.expires})" if each.waiver else ""))
         lines += [f"  {name}: {value}" for name, value in each.described]
         lines += [f"  {name}: {line}" for name, line in each.again]
         lines += [each.detail] if each.detail else []

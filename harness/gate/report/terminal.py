@@ -86,13 +86,13 @@ def show_gate(console: Console, done: Gate) -> None:
 
 
 def _show_finding(console: Console, number: int, gated: KernelGate, finding: Finding) -> None:
-    style = "yellow" if finding.plea else "bold red"
+    style = "yellow" if finding.waiver else "bold red"
     console.print(f"\n[{style}]{number}. {escape(_title(finding))}[/]", highlight=False, soft_wrap=True)
     rows = [("why gated", gated.why), *finding.described, ("found", finding.message)]
     if gated.file:
         rows.append(("file", f"{gated.file}:{gated.line}"))
-    if finding.plea:
-        rows.append(("known", f"{finding.plea.issue}, until {finding.plea.expires}"))
+    if finding.waiver:
+        rows.append(("known", f"{finding.waiver.issue}, until {finding.waiver.expires}"))
     rows += finding.again
     for name, value in rows:
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
@@ -182,7 +182,7 @@ def markdown(done: Gate) -> str:
 
 
 def _finding_markdown(gated: KernelGate, finding: Finding) -> list[str]:
-    known = f" (known: {finding.plea.issue}, until {finding.plea.expires})" if finding.plea else ""
+    known = f" (known: {finding.waiver.issue}, until {finding.waiver.expires})" if finding.waiver else ""
     rows = [*finding.described, ("found", finding.message)]
     if gated.file:
         rows.append(("file", f"{gated.file}:{gated.line}"))

@@ -120,9 +120,9 @@ DECLARED: dict[str, tuple[Any, str, str]] = {
     "nothing at all": (object(), "members", "it lacks name, backend, files, capabilities, configs"),
     "no compile_key": (Planted(compile_key=None), "members", "it lacks compile_key"),
     "a class": (Planted, "members", "it lacks name"),
-    "a name with a space": (Planted(name="my kernel"), "members", "name='my kernel' is no plain name"),
+    "a name with a space": (Planted(name="my kernel"), "members", "name='my kernel' must be a text without blanks"),
     "capabilities of another type": (Planted(capabilities={"dims": 8}), "members", "capabilities is a dict"),
-    "a list of files": (Planted(files=[__file__]), "members", "is no tuple of paths"),
+    "a list of files": (Planted(files=[__file__]), "members", "must be a tuple of paths"),
     "supports of two arguments": (
         Planted(supports=lambda problem, config: None),
         "members",
@@ -136,10 +136,10 @@ DECLARED: dict[str, tuple[Any, str, str]] = {
     "deterministic in what it has not": (
         Planted(capabilities=with_(outputs=("o",), dlse=False)),
         "capabilities",
-        "lse, dq, dk, dv is no output of it",
+        "not among outputs: lse, dq, dk, dv",
     ),
     "no files": (Planted(files=()), "files", "none is named"),
-    "a file that is not there": (Planted(files=("/nowhere/kernel.py",)), "files", "/nowhere/kernel.py is no file"),
+    "a file that is not there": (Planted(files=("/nowhere/kernel.py",)), "files", "/nowhere/kernel.py is not a file"),
     "a relative file": (Planted(files=("kernel.py",)), "files", "kernel.py is "),
     "available everywhere": (Planted(unavailable=lambda device: None), "unavailable", "gives None, though cuda is not declared"),
     "unavailable without a reason": (Planted(unavailable=lambda device: ""), "unavailable", "unavailable('cpu') gives ''"),
@@ -167,7 +167,7 @@ DECLARED: dict[str, tuple[Any, str, str]] = {
     ),
     "a key that counts": (Planted(compile_key=lambda *_: str(next(counter))), "compile_key", "equal Problems have "),
     "a key with an address": (Planted(compile_key=lambda *_: repr(GOOD.build)), "compile_key", "address"),
-    "no key": (Planted(compile_key=lambda *_: None), "compile_key", "it gives None, no str"),
+    "no key": (Planted(compile_key=lambda *_: None), "compile_key", "it gives None, which must be a str"),
 }
 
 

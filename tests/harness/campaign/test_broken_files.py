@@ -357,14 +357,7 @@ def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(monkeypatch:
 
 def test_a_table_that_cannot_be_written_is_known_before_the_run() -> None:
     Path("there").mkdir()
-    assert_refused(attnfuzz("calibrate", "theirs.flash", "--device", "cpu", "--write", "there"), "write='there': it is a folder")
+    assert_refused(attnfuzz("run", "theirs.flash", "--device", "cpu", "--table", "there"), "table='there': it is a folder")
     Path("file").write_text("")
-    result = attnfuzz("calibrate", "theirs.flash", "--device", "cpu", "--write", "file/table.md")
-    assert_refused(result, "write='file/table.md': it cannot be written")
-
-
-def test_known_defects_that_are_broken_are_refused() -> None:
-    Path("known").mkdir()
-    Path("known/torch.flash.json").write_text("{")
-    result = attnfuzz("calibrate", "theirs.flash", "--device", "cpu", "--known", "known")
-    assert_refused(result, "case='known/torch.flash.json'", "not JSON")
+    result = attnfuzz("run", "theirs.flash", "--device", "cpu", "--table", "file/table.md")
+    assert_refused(result, "table='file/table.md': it cannot be written")

@@ -20,7 +20,7 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 
 KERNEL = registry.get("torch.reference_cpu")
-PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64)
+PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
 CASE = Case(kernel=KERNEL.name, problem=PROBLEM, config=KERNEL.configs(PROBLEM)[0])
 WRONG = Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong")
 RELATION = Failure(kernel=KERNEL.name, kind="relation", output="o", check="split_batch", message="O breaks split_batch")

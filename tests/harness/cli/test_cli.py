@@ -411,7 +411,8 @@ def test_json_of_the_whole_way() -> None:
     assert result.exit_code == 1
     assert "attnfuzz on cpu" in result.stderr
     found = json.loads(result.stdout)
-    assert set(found) == {"kernels", "skipped", "failures", "seconds", "interrupted", "broken", "lost", "not_kept"}
+    keys = {"kernels", "skipped", "failures", "seconds", "interrupted", "broken", "lost", "not_kept"}
+    assert set(found) == keys | {"ledger", "ledger_errors", "notes"}
     assert (found["skipped"], found["interrupted"], found["lost"]) == ([], False, None)
     [row] = found["kernels"]
     assert set(row) == {
@@ -428,6 +429,7 @@ def test_json_of_the_whole_way() -> None:
         "processes_replaced",
         "refused",
         "seconds_to_recover",
+        "wrong",
     }
     assert (row["kernel"], row["cases"], row["failures"]) == ("acme.flash", 25, 1)
     assert set(row["outputs"]) == {"o", "lse", "dq", "dk", "dv"}
@@ -443,6 +445,7 @@ def test_json_of_the_whole_way() -> None:
         "seconds_to_find",
         "shrink_trials",
         "rate",
+        "known",
     }
     assert failure["identity"]["kind"] == "exception"
     assert failure["repro"] == f"attnfuzz repro {failure['path']}"

@@ -170,7 +170,7 @@ def test_a_slower_kernel_fails_the_speed_part(done: Done) -> None:
 def test_an_entry_in_force_lets_a_failure_through_and_an_expired_one_does_not(done: Done) -> None:
     known = done.found["acme.known"]
     assert known["outcome"] == "known"
-    assert {each["plea"]["issue"] for each in parts_of(known)["accuracy"]["findings"]} == {"#12"}
+    assert {each["waiver"]["issue"] for each in parts_of(known)["accuracy"]["findings"]} == {"#12"}
     (error,) = done.whole["ledger_errors"]
     assert error["error"].startswith("entry 1 (acme.rough: accuracy in dQ, #12): it expired on ")
     assert "::notice file=src/acme/known.py" in done.stderr
@@ -229,9 +229,9 @@ def test_a_known_failure_of_the_sample_hides_no_other(broken: str, more: str, lo
     done = gate(plan, lambda _: None)
     [part] = [each for each in done.kernels[0].parts if each.name == "accuracy"]
     assert (done.outcome, part.outcome) == ("fail", "fail")
-    pleas = {each.output: each.plea is not None for each in part.findings}
-    assert pleas["dk"] is True
-    assert pleas[more] is False
+    waivers = {each.output: each.waiver is not None for each in part.findings}
+    assert waivers["dk"] is True
+    assert waivers[more] is False
 
 
 def test_a_gate_that_cannot_keep_a_case_tells_it_and_ends_with_2(local: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_ledger_entry_lets_it_through_until_it_expires(local: Repository) -> N
     plan = Plan(device="cpu", base="HEAD", kernels=("acme.rough:KERNEL",), folder=local.root, max_examples=3, cases=12)
     through = gate(plan, lambda _: None, today=last)
     assert (through.outcome, through.kernels[0].outcome, through.stale) == ("pass", "known", ())
-    assert all(each.plea is not None and each.plea.issue == "#12" for each in through.kernels[0].findings)
+    assert all(each.waiver is not None and each.waiver.issue == "#12" for each in through.kernels[0].findings)
     expired = gate(plan, lambda _: None, today=last + timedelta(days=1))
     assert (expired.outcome, expired.kernels[0].outcome) == ("fail", "fail")
     assert "entry 1 (acme.rough: accuracy in dQ, #12): it expired" in expired.stale[0][0]
@@ -349,7 +349,7 @@ def test_an_entry_of_an_unknown_kernel_and_a_broken_case_end_with_2(local: Repos
     local.write("attnfuzz-ledger.toml", entry)
     ran = attnfuzz("--base", "HEAD", "--kernel", "acme.rough:KERNEL")
     assert ran.exit_code == 2
-    assert "line 1: entry 1 (acme.gone: mismatch, #1): its kernel is not known here" in ran.output
+    assert "line 1: entry 1 (acme.gone: mismatch, #1): there is no such kernel here" in ran.output
     (local.root / "attnfuzz-ledger.toml").unlink()
     local.write("cases/broken.json", "{")
     ran = attnfuzz("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--corpus", "cases", "--json")

@@ -11,18 +11,22 @@ import msgspec
 import pytest
 import torch
 
+from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding
 from attnfuzz.harness.core.statistics import paired_ratio_of_medians, paired_ratio_of_rms
 from attnfuzz.harness.gate.base.baseline import FromFile, read_baseline, recorded, write_baseline
 from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.parts import compiles
 from attnfuzz.harness.gate.parts.accuracy import FEWEST, accuracy, determinism
 from attnfuzz.harness.gate.parts.compiles import CompileTableError, NoSuchTableError, compare_tables
+from attnfuzz.harness.gate.parts.correctness import replay
 from attnfuzz.harness.gate.parts.sample import accuracy_cases, speed_cases
 from attnfuzz.harness.gate.parts.speed import speed
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.side import BrokenSideError
 from attnfuzz.harness.gate.tasks import error_figures
+from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.truth import Truth
+from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import BadArgument, OutputName, Problem
@@ -315,3 +319,34 @@ def test_a_baseline_that_is_not_there_or_of_another_device(tmp_path: Path) -> No
 def test_a_plan_that_makes_no_sense(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(BadArgument, match=told):
         Plan(**{"device": "cpu", "base": "main", **changed})
+
+
+@pytest.mark.parametrize(
+    ("stored", "runs", "outputs"),
+    [({}, 1, ["o"]), ({"kind": "mismatch"}, 3, ["o", "dq"]), ({"kind": "nondeterministic"}, 1, ["o"])],
+    ids=["no identity", "its own failure", "nondeterministic"],
+)
+def test_another_failure_does_not_end_a_rates_runs(stored: dict[str, Any], runs: int, outputs: list[str]) -> None:
+    shown: tuple[OutputName, ...] = ("o", "o", "dq", "dv")
+    verdicts = [
+        Verdict(status="fail", failures=(Failure(kernel=KERNEL, kind="mismatch", output=name, check="element", message="wrong"),))
+        for name in shown
+    ]
+
+    class Executor:
+        calls = 0
+
+        def begin(self, case: Case, *, patient: bool) -> None:
+            self.calls += 1
+
+        def finish(self) -> Verdict:
+            return verdicts[self.calls - 1]
+
+    identity = {"kernel": KERNEL, "output": "dq", "check": "element", "message": "", **stored} if stored else None
+    problem = Problem(seqlens_q=(8,), seqlens_k=(8,), dim_qk=64, dim_v=64, dtype="float32")
+    case = CaseFile(
+        Case(kernel=KERNEL, problem=problem), StoredFinding.read({"rate": [3, 12], "identity": identity}), Path("case.json")
+    )
+    executor = Executor()
+    part = replay(registry.get(KERNEL), "cpu", [case], executor)  # type: ignore[arg-type]
+    assert (executor.calls, [each.output for each in part.findings]) == (runs, outputs)

@@ -28,7 +28,7 @@ def result(*findings: Finding, outcome: str = "fail", **changed: object) -> Gate
     return Gate(against="3f2a91c4d0 (main)", kernels=(gated,), seconds=2.0, **changed)  # type: ignore[arg-type]
 
 
-def finding(message: str = NASTY, plea: Waiver | None = None) -> Finding:
+def finding(message: str = NASTY, waiver: Waiver | None = None) -> Finding:
     described = (("kernel", "acme.flash"), ("heads", "3 query, 1 key/value (groups of 3)"))
     return Finding(
         "campaign",
@@ -40,7 +40,7 @@ def finding(message: str = NASTY, plea: Waiver | None = None) -> Finding:
         case="found/c.json",
         blob="AF1-abc=",
         described=described,
-        plea=plea,
+        waiver=waiver,
     )
 
 

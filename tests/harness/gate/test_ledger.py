@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 
-from attnfuzz.harness.gate.ledger import Ledger, let_through, read_ledger, spent
+from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.gate.ledger import Ledger, case_of, check_kernels, let_through, read_ledger, spent
 from attnfuzz.harness.gate.result import Finding, KernelGate, Part
 from attnfuzz.kernels.problem import BadArgument
 
@@ -60,8 +63,8 @@ def test_an_entry_lets_its_failure_through_until_it_expires(tmp_path: Path) -> N
     before = gated(campaign(WRONG_DK))
     through = let_through(before, ledger, date(2026, 6, 30))
     assert through.outcome == "known"
-    assert through.findings[0].plea is not None
-    assert through.findings[0].plea.issue == "https://example.org/acme/issues/12"
+    assert through.findings[0].waiver is not None
+    assert through.findings[0].waiver.issue == "https://example.org/acme/issues/12"
     assert spent(ledger, [through], date(2026, 6, 30)) == ((), ())
     after = let_through(before, ledger, date(2026, 7, 1))
     assert after.outcome == "fail"
@@ -69,6 +72,23 @@ def test_an_entry_lets_its_failure_through_until_it_expires(tmp_path: Path) -> N
     assert not rest
     assert line == 2
     assert "entry 1 (acme.flash: mismatch in dK, https://example.org/acme/issues/12): it expired on 2026-06-30" in text
+
+
+def test_an_entry_holds_only_with_its_versions(tmp_path: Path) -> None:
+    here = without(versions=f'{{ torch = "{versions()["torch"]}", click = "{metadata.version("click")}" }}')
+    other = {**ENTRY, "versions": '{ torch = "1.0", nothing = "2" }'}
+    ledger = read(tmp_path, here, other)
+    before = gated(Part("replay", "pass", ""), campaign(WRONG_DK))
+    assert [each.number for each in ledger.in_force(TODAY)] == [1]
+    assert let_through(before, ledger, TODAY).outcome == "known"
+    wrong, notes = spent(ledger, [before], TODAY)
+    assert not wrong
+    assert ": not used: it holds for nothing 2, torch 1.0, which is not installed here" in notes[0]
+    alone = read(tmp_path, other)
+    assert let_through(before, alone, TODAY).outcome == "fail"
+    wrong, notes = spent(alone, [gated(Part("replay", "pass", ""), campaign())], TODAY)
+    assert (wrong, len(notes)) == ((), 1), "it may show with its own versions"
+    assert spent(alone, [], date(2026, 7, 1))[0], "an entry expires with any versions"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +104,7 @@ def test_an_entry_lets_its_failure_through_until_it_expires(tmp_path: Path) -> N
 def test_another_failure_is_not_let_through(other: Finding, tmp_path: Path) -> None:
     found = let_through(gated(campaign(WRONG_DK, other)), read(tmp_path, ENTRY), TODAY)
     assert found.outcome == "fail"
-    assert [each.plea is not None for each in found.findings] == [True, False]
+    assert [each.waiver is not None for each in found.findings] == [True, False]
 
 
 def test_an_entry_by_message_and_check(tmp_path: Path) -> None:
@@ -127,8 +147,15 @@ def test_a_campaign_that_time_ended_proves_nothing_but_the_entrys_case_does(tmp_
     assert "give the entry its case file" in notes[0]
     (tmp_path / "case.json").write_text("{}")
     wrong, notes = spent(read(tmp_path, {**ENTRY, "case": '"case.json"'}), [short], TODAY)
-    assert "its case case.json passes" in wrong[0][0]
+    assert "its case case.json does not show it" in wrong[0][0]
     assert not notes
+
+
+def test_a_case_that_is_not_taken_here_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "case.json").write_text("{}")
+    ledger = read(tmp_path, {**ENTRY, "case": '"case.json"'})
+    skipped = gated(Part("replay", "pass", "", figures={"skipped": ["case.json: no dims 64/64"]}), campaign())
+    assert spent(ledger, [skipped], TODAY) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -139,18 +166,21 @@ def test_a_campaign_that_time_ended_proves_nothing_but_the_entrys_case_does(tmp_
         (without("kernel"), "it has no kernel"),
         (without("kind"), "neither a kind nor a part"),
         ({**ENTRY, "part": '"accuracy"'}, "a kind and a part"),
-        ({**ENTRY, "kind": '"mismatched"'}, "kind='mismatched' is none"),
+        ({**ENTRY, "kind": '"mismatched"'}, "kind='mismatched': there is no such kind"),
         ({**ENTRY, "output": '"dW"'}, "use one of O, LSE, dQ, dK, dV"),
-        ({**ENTRY, "issue": '"later"'}, "issue='later' names no issue"),
-        ({**ENTRY, "issue": "12"}, "issue=12 is no text"),
-        ({**ENTRY, "kernel": '""'}, "kernel='' is no text"),
-        ({**ENTRY, "expires": '"soon"'}, "expires='soon' is no day"),
-        ({**ENTRY, "expires": "2026-06-30T10:00:00"}, "is no day"),
+        ({**ENTRY, "issue": '"later"'}, "issue='later' is not a reference to an issue"),
+        ({**ENTRY, "issue": "12"}, "issue=12 must be a text"),
+        ({**ENTRY, "kernel": '""'}, "kernel='' must be a text"),
+        ({**ENTRY, "expires": '"soon"'}, "expires='soon' is not a day"),
+        ({**ENTRY, "expires": "2026-06-30T10:00:00"}, "is not a day"),
         ({**ENTRY, "expires": "2027-04-01"}, "more than a year ahead"),
-        ({**ENTRY, "owner": '"me"'}, "it has 'owner', which means nothing"),
+        ({**ENTRY, "owner": '"me"'}, "'owner' is not a field of an entry"),
         ({**ENTRY, "case": '"gone.json"'}, "there is no such file"),
-        (part_entry("campaign"), "part='campaign' is none"),
-        (part_entry("speed", case='"x.json"'), "a part has no case"),
+        ({**ENTRY, "versions": '"2.11.0"'}, "versions='2.11.0' must be a table of texts"),
+        ({**ENTRY, "versions": "{}"}, "versions={} must be a table of texts"),
+        ({**ENTRY, "versions": "{ torch = 2 }"}, "versions={'torch': 2} must be a table of texts"),
+        (part_entry("campaign"), "part='campaign': there is no such part"),
+        (part_entry("speed", case='"x.json"'), "a part cannot have a case"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -163,18 +193,18 @@ def test_a_broken_entry_is_told_with_its_number_and_line(entry: dict[str, str], 
 
 
 def test_an_entry_twice(tmp_path: Path) -> None:
-    with pytest.raises(BadArgument, match=r"entry 2 \(line 8\): it says the same as entry 1; keep one"):
+    with pytest.raises(BadArgument, match=r"entry 2 \(line 8\): it repeats entry 1; keep one"):
         read(tmp_path, ENTRY, {**ENTRY, "issue": '"#13"'})
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[[known]\n", "it is no TOML: .*line 1"),
+        ("[[known]\n", "it is not TOML: .*line 1"),
         ("known = " + "[" * 5000 + "]" * 5000, "it is nested too deeply"),
-        ("[known]\nkernel = 'a'\n", "known is no list of tables"),
-        ("known = [1]\n", "known is no list of tables"),
-        ("[[waived]]\n", "it has 'waived', which means nothing"),
+        ("[known]\nkernel = 'a'\n", "known must be a list of tables"),
+        ("known = [1]\n", "known must be a list of tables"),
+        ("[[waived]]\n", "'waived' is not a field of a ledger"),
     ],
 )
 def test_a_broken_file(text: str, told: str, tmp_path: Path) -> None:
@@ -186,7 +216,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match="cannot be read"):
         read_ledger(tmp_path / "none.toml", TODAY)
     (tmp_path / "latin.toml").write_bytes(b"# \xe9\n")
-    with pytest.raises(BadArgument, match="no UTF-8"):
+    with pytest.raises(BadArgument, match="not UTF-8"):
         read_ledger(tmp_path / "latin.toml", TODAY)
 
 
@@ -198,3 +228,28 @@ def test_inline_entries_have_no_line(tmp_path: Path) -> None:
     inside: dict[str, Any] = {**ENTRY, "issue": '"later"'}
     with pytest.raises(BadArgument, match=r"entry 1: issue='later'"):
         read(tmp_path, text="known = [{" + ", ".join(f"{name} = {value}" for name, value in inside.items()) + "}]")
+
+
+PEERS = ROOT / "tests/corpus/peers"
+
+
+def test_the_ledger_of_pytorchs_kernels_has_every_kept_case() -> None:
+    ledger = read_ledger(PEERS / "ledger.toml", date.today())
+    assert sorted(each.case for each in ledger.entries if each.case) == sorted(PEERS.glob("*.json"))
+    check_kernels(ledger, ())
+    for entry in ledger.entries:
+        stored = case_of(entry)
+        assert stored is not None
+        assert entry.kernel.startswith("torch."), "our own kernels are mended"
+        assert dict(entry.versions) == {"torch": stored.finding.versions["torch"]}
+        identity = stored.finding.identity
+        assert identity is not None
+        assert entry.covers(Finding.of("campaign", identity, stored.finding.message))
+
+
+def test_a_case_of_another_kernel_than_its_entrys(tmp_path: Path) -> None:
+    (case, *_) = sorted(PEERS.glob("torch.cudnn-*.json"))
+    (tmp_path / "case.json").write_bytes(case.read_bytes())
+    (entry,) = read(tmp_path, {**ENTRY, "case": '"case.json"'}).entries
+    with pytest.raises(BadArgument, match=r"it is of torch.cudnn, and named by the ledger's entry 1 \(acme.flash"):
+        case_of(entry)

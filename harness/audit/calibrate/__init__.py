@@ -1,1 +1,0 @@
-"""`attnfuzz calibrate`: how near correct kernels come to their budgets."""
