@@ -1,43 +1,75 @@
-"""`attnfuzz selftest verdict` on a terminal: progress, correct kernels by family, faults beside their floors and the rivals."""
+"""The verdict on an emulated kernel, right in every family of values and then with 36 numeric faults, beside three other rules.
+
+    python benchmarks/verdict.py [--cases N] [--jobs N] [--seed N] [--json]
+
+Exit code 0 if no correct kernel fails and every fault is found as often as its floor says, 1 if not, 130 after Ctrl-C. A
+false alarm's Case is printed; in the folder tests, `attnfuzz repro FILE --kernel support.emulated.kernel:KERNEL` (or
+`:PRESCALED`) runs it again.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
-from types import TracebackType
+from pathlib import Path
 
+import click
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from attnfuzz.harness.audit.selftest.rivals import RIVALS, TITLES
-from attnfuzz.harness.audit.selftest.verdict import FamilyRow, FaultRow, Rate, VerdictTried
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console
 from attnfuzz.harness.core.text import dumps
 
-__all__ = ["CaseProgress", "show_verdict"]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-_ALARMS_SHOWN = 5
+from support.verdict import rates
+from support.verdict.other_rules import RULES, TITLES
+from support.verdict.processes import LostProcess
+from support.verdict.rates import FamilyRow, FaultRow, Rate, VerdictTried
+
+ALARMS_SHOWN = 5
+COLUMNS = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
 
 
-class CaseProgress:
-    """A bar over all Cases; a context, so that the terminal is left as it was."""
+@click.command()
+@click.option(
+    "--cases",
+    default=rates.CASES,
+    show_default=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Correct Cases; faulty ones in proportion.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes [default: the cores].")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), metavar="N", help="Same seed, same Cases.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def main(cases: int, jobs: int | None, seed: int, as_json: bool) -> None:
+    """Judge emulated kernels, right ones and 36 that are wrong by little: exit 0 only if all verdicts are as they should be."""
+    cores = len(os.sched_getaffinity(0))
+    terminal = console(stderr=as_json)
+    try:
+        with Progress(*COLUMNS, console=terminal, disable=not terminal.is_terminal, transient=True) as progress:
+            bar = progress.add_task("starting", total=None)
 
-    def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._progress.add_task("starting", total=None)
+            def show(doing: str, done: int, total: int) -> None:
+                progress.update(bar, description=doing, completed=done, total=total)
 
-    def __enter__(self) -> CaseProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.stop()
-
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        """Show how many Cases are done."""
-        self._progress.update(self._task, description=escape(doing), completed=done, total=total)
+            done = rates.verdict(cases, seed=seed, jobs=min(jobs or cores, cores), progress=show)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except LostProcess as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(WRONG_USE)
+    if as_json:
+        click.echo(dumps(rates.machine_object(done)))
+    else:
+        show_verdict(console(), done)
+    sys.exit(CLEAN if done.right else FAILURES)
 
 
 def show_verdict(console: Console, done: VerdictTried) -> None:
@@ -50,15 +82,15 @@ def show_verdict(console: Console, done: VerdictTried) -> None:
         "only where they pass the correct kernel on the same case. Yellow: under the floor, not below its confidence limit.",
         highlight=False,
     )
-    for alarm in done.alarms[:_ALARMS_SHOWN]:
+    for alarm in done.alarms[:ALARMS_SHOWN]:
         console.print(f"[red]false alarm[/] ({escape(alarm.family)}): {escape(alarm.message)}", highlight=False)
         console.print(dumps(alarm.case), highlight=False, markup=False, soft_wrap=True)
-    if len(done.alarms) > _ALARMS_SHOWN:
-        console.print(f"and {len(done.alarms) - _ALARMS_SHOWN} more false alarms: see --json", highlight=False)
+    if len(done.alarms) > ALARMS_SHOWN:
+        console.print(f"and {len(done.alarms) - ALARMS_SHOWN} more false alarms: see --json", highlight=False)
     for row in done.below:
         for name, rate in (("E", row.element), ("all", row.every)):
             if rate.below:
-                console.print(f"[red]{escape(row.fault)}, {row.table} cases, {name}: {_told(rate)}[/]", highlight=False)
+                console.print(f"[red]{escape(row.fault)}, {row.table} cases, {name}: {_as_text(rate)}[/]", highlight=False)
     console.print(_last_line(done), highlight=False)
 
 
@@ -75,7 +107,7 @@ def _last_line(done: VerdictTried) -> str:
     )
 
 
-def _told(rate: Rate) -> str:
+def _as_text(rate: Rate) -> str:
     return f"found in {rate.hits} of {rate.cases}, {rate.rate:.0f} %; the floor is {rate.floor} %, its limit {rate.limit:.1f} %"
 
 
@@ -83,12 +115,12 @@ def _family_table(rows: Iterable[FamilyRow]) -> Table:
     """Correct kernels."""
     table = Table(title="correct kernels", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("family")
-    for column in ("cases", "worst ratio", "sigmas", "R", "z", "not judged", "alarms", *(TITLES[each] for each in RIVALS)):
+    for column in ("cases", "worst ratio", "sigmas", "R", "z", "not judged", "alarms", *(TITLES[each] for each in RULES)):
         table.add_column(column, justify="right")
-    total = [0] * (3 + len(RIVALS))
+    total = [0] * (3 + len(RULES))
     for row in rows:
-        rivals = [row.rivals[each] for each in RIVALS]
-        total = [a + b for a, b in zip(total, (row.cases, row.alarms, row.rival_cases, *rivals), strict=True)]
+        broken = [row.other_rules[each] for each in RULES]
+        total = [a + b for a, b in zip(total, (row.cases, row.alarms, row.comparable, *broken), strict=True)]
         alarms = f"[red]{row.alarms}[/]" if row.alarms else "0"
         table.add_row(
             row.family,
@@ -99,26 +131,26 @@ def _family_table(rows: Iterable[FamilyRow]) -> Table:
             _statistic(row.z),
             str(row.unjudged or ""),
             alarms,
-            *(_percent(each, row.rival_cases) for each in rivals),
+            *(_percent(each, row.comparable) for each in broken),
         )
-    rates = (_percent(each, total[2]) for each in total[3:])
+    percents = (_percent(each, total[2]) for each in total[3:])
     table.add_section()
-    table.add_row("all", str(total[0]), "", "", "", "", "", str(total[1]), *rates)
+    table.add_row("all", str(total[0]), "", "", "", "", "", str(total[1]), *percents)
     return table
 
 
 def _fault_table(rows: Iterable[FaultRow]) -> Table:
     table = Table(title="planted faults", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("fault", no_wrap=True)
-    rivals = tuple(TITLES[each] for each in RIVALS)
+    titles = tuple(TITLES[each] for each in RULES)
     for kind in ("A", "B"):
-        for column in ("n", "E", "all", *rivals):
+        for column in ("n", "E", "all", *titles):
             table.add_column(f"{kind} {column}" if column in ("n", "E") else column, justify="right")
     cells: dict[str, list[str]] = {}
     for row in rows:
         name = f"{row.fault} (gray)" if row.gray else row.fault
-        rates = [_percent(row.rivals[each], row.cases) for each in RIVALS]
-        cells.setdefault(name, []).extend((str(row.cases), _cell(row.element), _cell(row.every), *rates))
+        percents = [_percent(row.other_rules[each], row.cases) for each in RULES]
+        cells.setdefault(name, []).extend((str(row.cases), _cell(row.element), _cell(row.every), *percents))
     for name, values in cells.items():
         table.add_row(escape(name), *values)
     return table
@@ -135,3 +167,7 @@ def _statistic(value: float | None) -> str:
 
 def _percent(hits: int, cases: int) -> str:
     return f"{100 * hits / cases:.0f}" if cases else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,97 +1,64 @@
-"""Many like tasks over a few processes of plain Python: what has no kernel under test in it needs no more isolation than this."""
+"""Many like tasks over a few processes of plain Python; no kernel under test runs in them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import signal
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
+from typing import TypeVar
 
-__all__ = ["LostProcess", "finished"]
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _PR_SET_PDEATHSIG = -1, -3, 1
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
 class LostProcess(RuntimeError):
-    """A process ended in the middle of a task, or the task raised."""
+    """A process ended in the middle of a task."""
 
 
 def finished(function: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
-    """function(task) for all tasks, as they end: over `jobs` processes, or in this one if that is 1.
-
-    `function` is a module's own, tasks and results can be pickled. A process ends with the one that started it.
+    """Yield function(task) for all tasks as they end, from `jobs` processes, or from this one if that is 1.
 
     Raises:
-        LostProcess: a process ended, or `function` raised in one; the text holds its traceback.
+        LostProcess: a process ended in the middle of a task. What `function` raises is raised as it is.
     """
     if min(jobs, len(tasks)) <= 1:
         yield from map(function, tasks)
         return
-    context = multiprocessing.get_context("spawn")
-    workers: dict[Connection, BaseProcess] = {}
+    others = active_children()
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn"), initializer=_prepare)
     try:
-        left = list(reversed(tasks))
-        for _ in range(min(jobs, len(tasks))):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-            process.start()
-            theirs.close()
-            workers[ours] = process
-            ours.send(left.pop())
-        busy = set(workers)
-        while busy:
-            for ready in wait(list(busy)):
-                assert isinstance(ready, Connection)
-                yield _received(ready, workers[ready])
-                if left:
-                    ready.send(left.pop())
-                else:
-                    busy.discard(ready)
+        with _without_ctrl_c():
+            futures = [pool.submit(function, task) for task in tasks]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        raise LostProcess("a process ended in the middle of a task, for lack of memory perhaps; try fewer --jobs") from None
     finally:
-        for connection, worker in workers.items():
-            connection.close()
-            worker.kill()
-        for worker in workers.values():
-            worker.join()
+        for process in active_children():
+            if process not in others:
+                process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
-def _received(connection: Connection, process: BaseProcess) -> Any:
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Processes that start in the block ignore Ctrl-C: the parent answers it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        error, result = connection.recv()
-    except (EOFError, OSError):
-        process.join(5)
-        raise LostProcess(f"a process of the self-test ended with {process.exitcode} in the middle of a task") from None
-    if error:
-        raise LostProcess(f"a task of the self-test failed:\n{error}")
-    return result
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _serve(connection: Connection, function: Callable[[Any], Any]) -> None:
-    """Do tasks until the other end is closed: Ctrl-C is the parent's to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _keep_memory()
-    try:
-        while True:
-            task = connection.recv()
-            try:
-                answer = "", function(task)
-            except Exception:
-                answer = traceback.format_exc(), None
-            connection.send(answer)
-    except (EOFError, OSError):
-        return
-
-
-def _keep_memory() -> None:
-    """Have freed memory kept: large tensors come and go by the thousand, and a third of the time would go into page faults."""
+def _prepare() -> None:
+    """End with the parent, and keep freed memory: else a third of the time goes into page faults of large tensors."""
     with contextlib.suppress(AttributeError):  # another C library than GNU's
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        library = ctypes.CDLL(None)
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        library.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
