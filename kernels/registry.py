@@ -66,9 +66,6 @@ _BUILT_IN = {
 }
 _HIDDEN = {
     "demo.varlen": "attnfuzz.kernels.faults.planted:demo_kernel",
-    "emulated": "attnfuzz.kernels.emulated.kernel:KERNEL",
-    "emulated.prescaled": "attnfuzz.kernels.emulated.kernel:PRESCALED",
-    "emulated.tf32": "attnfuzz.kernels.emulated.kernel:TF32",
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
 }
@@ -212,8 +209,6 @@ def _at(target: str, folder: str | None) -> Kernel:
 
 def _fault(slug: str) -> Kernel | None:
     backend, dot, rest = slug.partition(".")
-    if backend == "numeric":
-        return importlib.import_module("attnfuzz.kernels.emulated.kernel").fault_kernel(rest)  # type: ignore[no-any-return]
     if dot and backend == "memory":
         return importlib.import_module("attnfuzz.kernels.faults.memory").fault_kernel(rest)  # type: ignore[no-any-return]
     if dot:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import click
 import pytest
 import torch
 from msgspec.structs import replace
+from support.benchmarks import FOLDER, loaded
 
 from attnfuzz.harness.core.environment import has_cuda
 from attnfuzz.harness.trial.inputs import materialise
@@ -22,18 +22,6 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe
-
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_of_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +207,17 @@ def test_the_memory_checkers_cost_is_a_ratio(tmp_path: Path) -> None:
     assert done.returncode == (told["median"] > 1.25)
 
 
-def test_the_memory_checkers_cost_needs_a_kernel_that_runs_here() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "memory_check.py"), "nothing"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("memory_check", ["nothing"], "kernel='nothing'"),
+        ("verdict", ["--cases", "0"], "'--cases': 0 is not in the range"),
+        ("verdict", ["--seed", "-1"], "'--seed': -1 is not in the range"),
+    ],
+)
+def test_wrong_use_is_refused(name: str, arguments: list[str], expected: str) -> None:
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "kernel='nothing'" in done.stderr
+    assert expected in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from attnfuzz.harness.cli.options import CLEAN, FAILURES, console, device_option, json_option, seed_option
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.kernels.problem import reject
 
 __all__ = ["selftest_group"]
 
@@ -37,28 +34,6 @@ def selftest_faults_command(kernels: tuple[str, ...], device: str, as_json: bool
         click.echo(dumps({"right": done.right, "leaks_wrong": list(done.leaks.wrong), **msgspec.to_builtins(done)}))
     else:
         show_faults(console(), done)
-    click.get_current_context().exit(CLEAN if done.right else FAILURES)
-
-
-@selftest_group.command("verdict")
-@click.option("--cases", default=3000, show_default=True, type=int, metavar="N", help="Correct cases; faulty ones in proportion.")
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes [default: the cores].")
-@seed_option
-@json_option
-def selftest_verdict_command(cases: int, jobs: int | None, seed: int, as_json: bool) -> None:
-    """Judge emulated kernels, right ones and 36 that are wrong by little: exit 0 only if none is accused and all are found."""
-    if seed < 0:
-        raise reject("seed", seed, "it cannot be negative", "give 0 or more")
-    jobs = None if jobs is None else min(jobs, len(os.sched_getaffinity(0)))
-    from attnfuzz.harness.audit.selftest.verdict import machine_object, verdict
-    from attnfuzz.harness.audit.selftest.verdict_report import CaseProgress, show_verdict
-
-    with CaseProgress(console(stderr=as_json)) as progress:
-        done = verdict(cases, seed=seed, jobs=jobs, progress=progress)
-    if as_json:
-        click.echo(dumps(machine_object(done)))
-    else:
-        show_verdict(console(), done)
     click.get_current_context().exit(CLEAN if done.right else FAILURES)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
-from support.emulated import Emulated
+from support.emulated.whole import Emulated
 from support.faults import TRITON
 from support.runs import try_variants
 

@@ -1,4 +1,4 @@
-"""`attnfuzz selftest faults`: the harness tried on kernels whose faults are known."""
+"""`attnfuzz selftest faults`: the harness on kernels whose faults are known."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation import reaper
+from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
@@ -21,7 +22,7 @@ from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, Dtype, Problem, reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults"]
+__all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults", "summaries_of"]
 
 _CASES = 150
 _FOUR_BUGS_CASES = 400
@@ -30,14 +31,14 @@ _GOOD: dict[Device, tuple[str, ...]] = {"cpu": ("torch.reference_cpu",), "cuda":
 _DEADLINE: dict[Device, float] = {"cpu": 3.0, "cuda": 5.0}
 _MEMORY: dict[Device, int | None] = {"cpu": 1 << 30, "cuda": None}
 _FOUR = {("crash", "0x1"), ("exception", "1x1"), ("hang", "1x17"), ("mismatch", "1x1")}
-"""Kinds and minimal Cases of the kernel with four bugs; that of groups has two query heads."""
+"""(kind, lengths of the minimal Case) of the kernel with four bugs."""
 _MEMORY_GROWTH = 64 << 20
 _READY = 5
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """One fault: what is expected of the harness, what it said, and whether that is right."""
+    """One fault: what the harness should find, what it finds, and what is wrong with that."""
 
     kernel: str
     title: str
@@ -50,12 +51,11 @@ class FaultRow:
     recovery: float | None
     """Median of the seconds from a death to the next verdict."""
     wrong: tuple[str, ...]
-    """What is not as it should be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """The parent before and after many restarts: file descriptors, bytes of memory, and what is left of the run."""
+    """The parent before and after many restarts: file descriptors, bytes of memory, and processes left over."""
 
     restarts: int
     seconds: float
@@ -63,17 +63,17 @@ class Leaks:
     memory: tuple[int, int]
     left: tuple[str, ...]
     ready: float = 0.0
-    """Median seconds from a death to the next verdict where a spare stands ready."""
+    """Median seconds from a death to the next verdict with a spare child ready."""
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """What is not as it should be."""
-        found = [f"left behind: {each}" for each in self.left]
+        """What grew, and what is left over."""
+        reasons = [f"left behind: {each}" for each in self.left]
         if self.descriptors[1] > self.descriptors[0]:
-            found.append(f"file descriptors grew from {self.descriptors[0]} to {self.descriptors[1]}")
+            reasons.append(f"file descriptors grew from {self.descriptors[0]} to {self.descriptors[1]}")
         if self.memory[1] - self.memory[0] > _MEMORY_GROWTH:
-            found.append(f"memory grew by {(self.memory[1] - self.memory[0]) >> 20} MiB")
-        return tuple(found)
+            reasons.append(f"memory grew by {(self.memory[1] - self.memory[0]) >> 20} MiB")
+        return tuple(reasons)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,47 +104,32 @@ def fault_names(device: Device) -> tuple[str, ...]:
 
 
 def faults(device: Device, listener: Listener, only: Sequence[str] = (), restarts: int | None = None) -> Faults:
-    """Run every fault kernel through one campaign, correct kernels after them, and then many restarts.
+    """Run a campaign over every fault kernel and then correct ones, and then restart children many times.
 
     Args:
         device: where.
-        listener: hears the campaigns.
+        listener: gets the events of the campaigns.
         only: names of fault kernels; empty: all.
         restarts: how many; None: 200 on the CPU, 10 on CUDA, where each takes seconds.
 
     Raises:
-        BadArgument: an unknown fault kernel.
+        BadArgument: an unknown fault kernel, or no correct kernel runs here.
     """
     start = time.monotonic()
-    names = fault_names(device)
-    for each in only:
-        if each not in names:
-            raise reject("fault", each, "no such fault kernel", f"use one of {', '.join(names)}")
-    chosen = [name for name in names if not only or name in only]
-    good = [name for name in _GOOD[device] if registry.get(name).unavailable(device) is None]
-    if not good:
-        raise BadArgument(
-            f"device={device!r}: no correct kernel can run here to follow the faulty ones; install torch and triton"
-        )
+    chosen, good = _chosen(device, only), _good(device)
     backends = sorted({registry.get(name).backend for name in (*chosen, *good)})
     compiles = _DEADLINE[device] if device == "cpu" else None
     executor = Isolated(device, backends=backends, deadline=_DEADLINE[device], compile_deadline=compiles, memory=_MEMORY[device])
     try:
         with tempfile.TemporaryDirectory() as folder:
             summaries: list[KernelSummary] = []
-            for group, most, most_failures in ((_but_four(chosen) + good, _CASES, 1), (_four(chosen), _FOUR_BUGS_CASES, None)):
-                if not group:
-                    continue
+            one_bug = [name for name in chosen if name != "fault.four"] + good
+            four_bugs = [name for name in chosen if name == "fault.four"]
+            for names, most, most_failures in ((one_bug, _CASES, 1), (four_bugs, _FOUR_BUGS_CASES, None)):
                 settings = Settings(
                     device=device, max_examples=most, max_failures=most_failures, out=folder, plain=True, maps=False
                 )
-                kernels = [registry.get(name) for name in group]
-                finished = campaign(kernels, settings, listener, executor)
-                if finished.interrupted:
-                    raise KeyboardInterrupt
-                for broken in finished.broken:
-                    raise ExecutionError(f"{broken.kernel}: {broken.error}")
-                summaries += finished.summaries
+                summaries += summaries_of(names, settings, listener, executor) if names else ()
         rows = tuple(_row(device, summary) for summary in summaries)
         leaks = _restarted(executor, device, _RESTARTS[device] if restarts is None else restarts)
         described = executor.describe()
@@ -155,35 +140,60 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
     return Faults(rows, leaks, time.monotonic() - start, described)
 
 
-def _but_four(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name != "fault.four"]
+def summaries_of(names: Sequence[str], settings: Settings, listener: Listener, executor: Executor) -> tuple[KernelSummary, ...]:
+    """Run a campaign over the kernels of these names.
+
+    Raises:
+        ExecutionError: a kernel could not be tried.
+        KeyboardInterrupt: the campaign was interrupted.
+    """
+    finished = campaign([registry.get(name) for name in names], settings, listener, executor)
+    if finished.interrupted:
+        raise KeyboardInterrupt
+    for broken in finished.broken:
+        raise ExecutionError(f"{broken.kernel}: {broken.error}")
+    return finished.summaries
 
 
-def _four(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name == "fault.four"]
+def _chosen(device: Device, only: Sequence[str]) -> list[str]:
+    names = fault_names(device)
+    for each in only:
+        if each not in names:
+            raise reject("fault", each, "no such fault kernel", f"use one of {', '.join(names)}")
+    return [name for name in names if not only or name in only]
+
+
+def _good(device: Device) -> list[str]:
+    """Names of the correct kernels that can run here."""
+    names = [name for name in _GOOD[device] if registry.get(name).unavailable(device) is None]
+    if not names:
+        raise BadArgument(
+            f"device={device!r}: no correct kernel can run here to follow the faulty ones; install torch and triton"
+        )
+    return names
 
 
 def _row(device: Device, summary: KernelSummary) -> FaultRow:
     title, expected, minimal, sometimes = _expectation(device, summary.kernel)
-    found, wrong = summary.findings, []
+    findings, wrong = summary.findings, []
     if summary.kernel == "fault.four":
-        told = {(each.identity.kind, lengths(each.case)) for each in found}
-        wrong += [f"{kind} with {case} is missing" for kind, case in sorted(_FOUR - told)]
-        wrong += [f"{kind} with {case} is too much" for kind, case in sorted(told - _FOUR)]
+        kinds = {(each.identity.kind, lengths(each.case)) for each in findings}
+        wrong += [f"{kind} with {case} is missing" for kind, case in sorted(_FOUR - kinds)]
+        wrong += [f"{kind} with {case} is unexpected" for kind, case in sorted(kinds - _FOUR)]
     elif expected == "nothing":
-        wrong += [f"found {each.identity}" for each in found]
-    elif not found:
+        wrong += [f"found {each.identity}" for each in findings]
+    elif not findings:
         wrong.append(f"nothing found in {summary.cases} cases")
     else:
-        wrong += _wrong(found[0], expected, minimal, sometimes=sometimes)
-    wrong += [f"{each.identity.kind} is only partly shrunk" for each in found if each.partly]
+        wrong += _wrong(findings[0], expected, minimal, sometimes=sometimes)
+    wrong += [f"{each.identity.kind} is only partly shrunk" for each in findings if each.partly]
     return FaultRow(
         kernel=summary.kernel,
         title=title,
         expected=expected,
-        got=", ".join(sorted(each.identity.kind for each in found)) or "nothing",
-        minimal=", ".join(lengths(each.case) for each in sorted(found, key=lambda each: each.identity.kind)),
-        rate=", ".join(f"{each.rate[0]}/{each.rate[1]}" for each in found if each.rate),
+        got=", ".join(sorted(each.identity.kind for each in findings)) or "nothing",
+        minimal=", ".join(lengths(each.case) for each in sorted(findings, key=lambda each: each.identity.kind)),
+        rate=", ".join(f"{each.rate[0]}/{each.rate[1]}" for each in findings if each.rate),
         cases=summary.cases,
         trials=summary.shrink_cases,
         recovery=statistics.median(summary.recoveries) if summary.recoveries else None,
@@ -191,14 +201,14 @@ def _row(device: Device, summary: KernelSummary) -> FaultRow:
     )
 
 
-def _wrong(found: Finding, expected: str, minimal: str, *, sometimes: bool) -> list[str]:
+def _wrong(finding: Finding, expected: str, minimal: str, *, sometimes: bool) -> list[str]:
     wrong = []
-    if found.identity.kind != expected:
-        wrong.append(f"it is no {found.identity.kind}")
-    if lengths(found.case) != minimal or found.case.problem.heads != 1:
+    if finding.identity.kind != expected:
+        wrong.append(f"its kind is {finding.identity.kind}, not {expected}")
+    if lengths(finding.case) != minimal or finding.case.problem.heads != 1:
         wrong.append(f"the minimal case is {minimal} with 1 head")
-    if (found.rate is not None) != sometimes:
-        wrong.append("it shows only sometimes" if sometimes else f"it shows every time, not in {found.rate} runs")
+    if (finding.rate is not None) != sometimes:
+        wrong.append("it shows only sometimes" if sometimes else f"it shows every time, not in {finding.rate} runs")
     return wrong
 
 
@@ -220,7 +230,7 @@ def _expectation(device: Device, name: str) -> tuple[str, str, str, bool]:
 
 
 def _restarted(executor: Isolated, device: Device, count: int) -> Leaks:
-    """One fault `count` times, a process each; then a few more, with a spare that stands ready and a correct Case after each."""
+    """Run one fault `count` times, a process each; then time a few with a spare child ready and a correct Case after each."""
     name, dim = ("fault.abort", 16) if device == "cpu" else ("fault.triton.address", 64)
     dtype: Dtype = "float32" if device == "cpu" else "float16"
     kernel = registry.get(name)

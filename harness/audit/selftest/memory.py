@@ -1,4 +1,4 @@
-"""`attnfuzz selftest memory`: the memory checker tried on faults of memory that are known, and on kernels that have none."""
+"""`attnfuzz selftest memory`: the memory checker on known faults of memory, and on kernels that have none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.audit.selftest.faults import summaries_of
 from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.faults.memory import FAULTS, MODULE, PlantedFault
 from attnfuzz.kernels.faults.planted import planted_source
 from attnfuzz.kernels.problem import BadArgument, reject
 
-__all__ = ["CLEAN_CASES", "CleanRow", "FaultRow", "MemoryTried", "memory"]
+__all__ = ["CLEAN_CASES", "CleanRow", "MemoryRow", "MemoryTried", "memory"]
 
 CLEAN_CASES = 200
 _CASES = 200
@@ -27,8 +27,8 @@ _BACKEND = "triton"
 
 
 @dataclass(frozen=True, slots=True)
-class FaultRow:
-    """One planted fault: the kind and the source line that are expected, what was found, and whether that is right."""
+class MemoryRow:
+    """One planted fault: its expected kind and source line, what the checker finds, and what is wrong with that."""
 
     fault: str
     title: str
@@ -40,12 +40,11 @@ class FaultRow:
     minimal: str
     cases: int
     wrong: tuple[str, ...]
-    """What is not as it should be."""
 
 
 @dataclass(frozen=True, slots=True)
 class CleanRow:
-    """A kernel without a known fault: whatever is found in it is an alarm."""
+    """A kernel without a known fault: every finding in it is a false alarm."""
 
     kernel: str
     cases: int
@@ -54,24 +53,24 @@ class CleanRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTried:
-    """All of it."""
+    """All rows."""
 
-    rows: tuple[FaultRow, ...]
+    rows: tuple[MemoryRow, ...]
     clean: tuple[CleanRow, ...]
     seconds: float
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
-        """Whether every fault is found as what it is, where it is, and nothing is found in the kernels without one."""
+        """Whether every fault is found with its kind and line, and nothing is found in the kernels without one."""
         return not any(row.wrong for row in self.rows) and not any(row.alarms or not row.cases for row in self.clean)
 
 
 def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASES, seed: int = 0) -> MemoryTried:
-    """Hunt for each planted fault, and then in every Triton kernel that runs on the CPU.
+    """Run a campaign for each planted fault, and one over every Triton kernel that runs on the CPU.
 
     Args:
-        listener: hears the campaigns.
+        listener: gets the events of the campaigns.
         only: slugs of faults; empty: all.
         cases: distinct Cases of each kernel without a fault.
         seed: same seed, same Cases.
@@ -85,7 +84,7 @@ def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASE
         if slug not in known:
             raise reject("fault", slug, "no such fault", f"use some of {', '.join(known)}")
     if cases < 1:
-        raise reject("cases", cases, "nothing would be tried on kernels without a fault", "give 1 or more")
+        raise reject("cases", cases, "must be positive", "give 1 or more")
     chosen = [each for each in FAULTS if not only or each.slug in only]
     clean = _clean()
     executor = Isolated("cpu", backends=[_BACKEND])
@@ -95,17 +94,12 @@ def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASE
             def run(names: Sequence[str], most: int, *, faulty: bool) -> tuple[KernelSummary, ...]:
                 failures = 1 if faulty else None
                 settings = Settings(max_examples=most, max_failures=failures, out=folder, seed=seed, plain=faulty, maps=False)
-                finished = campaign([registry.get(name) for name in names], settings, listener, executor)
-                if finished.interrupted:
-                    raise KeyboardInterrupt
-                for broken in finished.broken:
-                    raise ExecutionError(f"{broken.kernel}: {broken.error}")
-                return finished.summaries
+                return summaries_of(names, settings, listener, executor)
 
             summaries = run([f"fault.memory.{each.slug}" for each in chosen], _CASES, faulty=True)
             rows = tuple(_row(fault, summary) for fault, summary in zip(chosen, summaries, strict=True))
             good = tuple(
-                CleanRow(each.kernel, each.cases, tuple(_alarm(found) for found in each.findings))
+                CleanRow(each.kernel, each.cases, tuple(_alarm(finding) for finding in each.findings))
                 for each in run(clean, cases, faulty=False)
             )
         described = executor.describe()
@@ -116,52 +110,51 @@ def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASE
 
 def _clean() -> list[str]:
     """The listed Triton kernels that are interpreted on the CPU."""
-    found, told = [], []
+    names, reasons = [], []
     for name in registry.names():
         kernel = registry.get(name)
         if kernel.backend == _BACKEND and "cpu" in kernel.capabilities.devices:
             reason = kernel.unavailable("cpu")
-            (told.append(reason) if reason else found.append(name))
-    if not found:
-        raise BadArgument(f"triton: no kernel of it can run on the CPU here: {'; '.join(told)}")
-    return found
+            (reasons.append(reason) if reason else names.append(name))
+    if not names:
+        raise BadArgument(f"backend={_BACKEND!r}: none of its kernels can run on the CPU here: {'; '.join(reasons)}")
+    return names
 
 
-def _row(fault: PlantedFault, summary: KernelSummary) -> FaultRow:
-    found = summary.findings[0] if summary.findings else None
+def _row(fault: PlantedFault, summary: KernelSummary) -> MemoryRow:
+    finding = summary.findings[0] if summary.findings else None
     line, wrong = _line(fault), []
-    message = _message(found) if found else ""
-    if found is None:
+    message = _message(finding) if finding else ""
+    if finding is None:
         wrong.append(f"not found in {summary.cases} cases")
     else:
-        if found.identity.kind != fault.kind:
-            wrong.append(f"it is no {found.identity.kind}")
+        if finding.identity.kind != fault.kind:
+            wrong.append(f"its kind is {finding.identity.kind}, not {fault.kind}")
         if line not in message:
             wrong.append("another line is named, or none")
-    return FaultRow(
+    return MemoryRow(
         fault=fault.slug,
         title=fault.title,
         expected=str(fault.kind),
         line=line,
-        got=found.identity.kind if found else "nothing",
+        got=finding.identity.kind if finding else "nothing",
         message=message,
-        minimal=lengths(found.case) if found else "",
+        minimal=lengths(finding.case) if finding else "",
         cases=summary.cases,
         wrong=tuple(wrong),
     )
 
 
 def _line(fault: PlantedFault) -> str:
-    """Where the faulty statement stands, as a Failure must tell it."""
+    """Return the place of the faulty statement, as a Failure must name it."""
     file, source = planted_source(MODULE, fault.edits)
     number = next(number for number, text in enumerate(source.splitlines(), 1) if text.strip() == fault.line)
     return f"{file}:{number}: {fault.line}"
 
 
-def _message(found: Finding) -> str:
-    failures = found.verdict.failures
-    return next((each.message for each in failures if each.identity == found.identity), "")
+def _message(finding: Finding) -> str:
+    return next((each.message for each in finding.verdict.failures if each.identity == finding.identity), "")
 
 
-def _alarm(found: Finding) -> str:
-    return re.sub(r"\s+", " ", f"{found.identity}: {_message(found)} ({found.case.canonical()})")
+def _alarm(finding: Finding) -> str:
+    return re.sub(r"\s+", " ", f"{finding.identity}: {_message(finding)} ({finding.case.canonical()})")

@@ -17,7 +17,7 @@ __all__ = ["FaultProgress", "show_faults", "show_memory"]
 
 
 class FaultProgress:
-    """Listens to the campaigns of a selftest; a context, so that the terminal is left as it was."""
+    """Show the progress of a self-test's campaigns; a context, which leaves the terminal as it was."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
@@ -44,7 +44,7 @@ class FaultProgress:
 
 
 def show_faults(console: Console, done: Faults) -> None:
-    """The table of faults, the restarts, and one line of verdict."""
+    """Print the table of faults, the restarts, and one line of verdict."""
     table = Table()
     for column in ("fault", "found", "minimal case", "shows in", "cases", "shrunk in", "next verdict", "right"):
         table.add_column(column, justify="right" if column in ("cases", "shrunk in", "next verdict") else "left", overflow="fold")
@@ -57,7 +57,7 @@ def show_faults(console: Console, done: Faults) -> None:
         f"memory {leaks.memory[0] >> 20} -> {leaks.memory[1] >> 20} MiB, {len(leaks.left)} processes left",
         highlight=False,
     )
-    console.print(f"next verdict after a death, with a spare that stands ready: {leaks.ready * 1000:.0f} ms", highlight=False)
+    console.print(f"next verdict after a death, with a spare child ready: {leaks.ready * 1000:.0f} ms", highlight=False)
     wrong = sum(1 for row in done.rows if row.wrong)
     for each in leaks.wrong:
         console.print(f"[red]{escape(each)}[/]", highlight=False)
@@ -81,7 +81,7 @@ def _cells(row: FaultRow) -> tuple[str, ...]:
 
 
 def show_memory(console: Console, done: MemoryTried) -> None:
-    """The table of faults, the kernels without one, and one line of verdict."""
+    """Print the table of faults, the kernels without one, and one line of verdict."""
     table = Table()
     for column in ("fault", "found", "at", "minimal case", "cases", "right"):
         table.add_column(column, justify="right" if column == "cases" else "left", overflow="fold")
@@ -102,11 +102,11 @@ def show_memory(console: Console, done: MemoryTried) -> None:
     if unchecked := done.environment.get("unchecked"):
         console.print(f"[red]{escape(unchecked)}[/]", highlight=False, soft_wrap=True)
     wrong = sum(bool(row.wrong) for row in done.rows)
-    told = (
+    verdict = (
         "[green]every fault is found, and no false alarm[/]"
         if done.right
         else f"[red]{wrong} of {len(done.rows)} rows are wrong[/]"
     )
     if wrong == 0 and not done.right:
-        told = "[red]false alarms, or nothing tried[/]"
-    console.print(f"{told} ({done.environment.get('device')}, {done.seconds:.0f} s)", highlight=False)
+        verdict = "[red]false alarms, or nothing tried[/]"
+    console.print(f"{verdict} ({done.environment.get('device')}, {done.seconds:.0f} s)", highlight=False)

@@ -92,7 +92,11 @@ def test_a_row_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [summary] = finished("fault.abort", tmp_path)[0].summaries
     right = selftest._row("cpu", summary)
     assert (right.wrong, right.got, right.minimal) == ((), "crash", "1x3")
-    for fault, told in (("kill", None), ("raises", "it is no crash"), ("onelength", "the minimal case is 17x1 with 1 head")):
+    for fault, told in (
+        ("kill", None),
+        ("raises", "its kind is crash, not exception"),
+        ("onelength", "the minimal case is 17x1 with 1 head"),
+    ):
         wrong = selftest._row("cpu", _renamed(summary, fault))
         assert (told is None) == (not wrong.wrong)
         assert told is None or told in wrong.wrong

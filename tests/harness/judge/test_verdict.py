@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
-from support.emulated import Emulated
+from support.emulated.whole import Emulated
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge.judge import judge, truth

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from support.emulated.kernel import KERNEL, registered
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnfuzz.harness.trial import trial
@@ -53,7 +54,7 @@ LEAVES = {
     "b": torch.tensor(1), "h": torch.tensor(2), "q_idx": torch.arange(6)[:, None], "kv_idx": torch.arange(5)[None],
     "seqlen_q": 6, "seqlen_k": 5,
 }  # fmt: skip
-WHOLE = registry.get("emulated").capabilities
+WHOLE = KERNEL.capabilities
 POOL = pooled(WHOLE, 48, 7)
 PLAIN = {"seqlens_q": (9, 9), "seqlens_k": (7, 7), "packing": "dense", "dim_qk": 16, "dim_v": 16, "heads": 4, "kv_heads": 2}
 
@@ -232,12 +233,12 @@ def test_eager_flex_is_of_the_oracles_mind(changes) -> None:
 @pytest.mark.parametrize("changes", POOL[:12])
 def test_a_correct_kernel_passes(changes, dtype: str) -> None:
     """The emulated kernel under drawn modifiers, LSE's gradient and those of captured tensors."""
-    kernel = registry.get("emulated")
     problem = Problem(
         **{**PLAIN, "seqlens_q": (40, 40), "seqlens_k": (33, 33)}, **dict(changes), dtype=dtype, needs=Needs(dlse=True)
     )
-    config = next(each for each in kernel.configs(problem) if kernel.supports(problem, each, "cpu") is None)
-    verdict = trial.run_trial(Case(kernel="emulated", problem=problem, config=config), "cpu")
+    config = next(each for each in KERNEL.configs(problem) if KERNEL.supports(problem, each, "cpu") is None)
+    with registered():
+        verdict = trial.run_trial(Case(kernel="emulated", problem=problem, config=config), "cpu")
     assert not verdict.failures, verdict.failures
 
 
@@ -262,7 +263,7 @@ def test_another_modifier_is_found(name: str) -> None:
 
     asked, true = ({key: to_data(tree) for key, tree in each.items()} for each in WRONG[name])
     sizes = {**PLAIN, "seqlens_q": (40, 40), "seqlens_k": (33, 33), "dtype": "float16"}
-    kernel = registry.get("emulated")
+    kernel = KERNEL
     made = materialise(Problem(**sizes, **asked), Recipe(), "cpu")
     built = kernel.build(made.problem, kernel.configs(made.problem)[0], "cpu")
     o, lse = built.forward(made)
@@ -279,7 +280,7 @@ def test_a_wrong_gradient_of_a_captured_tensor_is_found() -> None:
     from attnfuzz.harness.trial.launch import split
     from attnfuzz.kernels.contract import Outputs
 
-    kernel = registry.get("emulated")
+    kernel = KERNEL
     problem = Problem(**{**PLAIN, "seqlens_q": (40, 40), "seqlens_k": (33, 33)}, score_mod=to_data(SCORES["relative_bias"]))
     inputs = materialise(problem, Recipe(), "cpu")
     built = kernel.build(problem, kernel.configs(problem)[0], "cpu")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.emulated import Emulated
+from support.emulated.kernel import KERNEL, kernel_named
+from support.emulated.whole import Emulated
+from support.verdict.cases import drawn_case
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnfuzz.harness.audit.selftest.verdict_cases import drawn
 from attnfuzz.harness.judge import intervals as measure
 from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.judge.truth import is_tiny
 from attnfuzz.harness.trial.inputs import materialise
-from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles import attention, blockwise
@@ -196,7 +196,7 @@ def test_a_huge_sequence_blinds_no_other() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_values_near_overflow_hide_no_wrong_output(fault: float, output: str, dtype: str) -> None:
     problem = Problem(seqlens_q=(256,), seqlens_k=(256,), dim_qk=32, dim_v=32, dtype=dtype)
-    kernel = registry.get("emulated")
+    kernel = KERNEL
     inputs = materialise(problem, Recipe(pattern="near_overflow", v_scale=16.0), "cpu")
     built = kernel.build(problem, kernel.configs(problem)[0], "cpu")
     o, lse = built.forward(inputs)
@@ -218,8 +218,8 @@ def test_no_part_of_one_row(n_q: int) -> None:
 
 
 def test_equal_rows_are_no_alarm_in_the_smallest_parts() -> None:
-    case = drawn("correct", 902, 143).case
-    kernel = registry.get(case.kernel)
+    case = drawn_case("correct", 902, 143).case
+    kernel = kernel_named(case.kernel)
     inputs = materialise(case.problem, case.recipe, "cpu")
     built = kernel.build(case.problem, case.config, "cpu")
     o, lse = built.forward(inputs)

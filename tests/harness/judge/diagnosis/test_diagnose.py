@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.emulated import Emulated
+from support.emulated.whole import Emulated
 
 from attnfuzz.harness.campaign.corpus import Corpus, read_case
 from attnfuzz.harness.campaign.events import Finding

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
-from support.emulated import WIDE, Emulated
+from support.emulated.kernel import kernel_named, registered
+from support.emulated.whole import WIDE, Emulated
 from support.long import CAN, FAR, Long
 from support.runs import FunctionExecutor
 
@@ -308,11 +309,12 @@ FALSE_ALARMS: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], .
 
 @pytest.mark.parametrize(("name", "check", "values", "recipe", "choices"), FALSE_ALARMS)
 def test_a_false_alarm_of_before_passes(name: str, check: Check, values, recipe: Recipe, choices) -> None:
-    kernel, problem = registry.get(name), Problem(**values)
+    kernel, problem = kernel_named(name), Problem(**values)
     tried = [each for each in kernel.configs(problem) if each["mma"] == "f32" and dict(each) | choices == dict(each)]
     assert tried
     for config in tried[:6]:
-        verdict = trial.run_trial(Case(kernel=name, problem=problem, recipe=recipe, config=config, check=check), "cpu")
+        with registered():
+            verdict = trial.run_trial(Case(kernel=name, problem=problem, recipe=recipe, config=config, check=check), "cpu")
         assert not verdict.failures, (config, verdict.failures)
 
 

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem, reject
 
-__all__ = ["Choices", "drawn_config", "sample"]
-
 _SAMPLE = 24
 _RZ_WORK, _TC_WORK = 12_000_000, 800_000
 """Multiplications of one product up to which the slow accumulations are drawn."""
@@ -52,11 +50,11 @@ class Choices:
             kind, values = _KINDS[name], _VALUES.get(name)
             if type(value) is not kind or (values is not None and value not in values) or (type(value) is int and value < 0):
                 raise reject(f"config.{name}", value, "no such value", f"use {_described(name)}")
-        found: dict[str, Any] = dict(config)
+        choices: dict[str, Any] = dict(config)
         for name in ("tile_m", "tile_n"):
-            if found.get(name, 1) < 1:
-                raise reject(f"config.{name}", found[name], "a tile has rows", "use 1 or more")
-        return Choices(**found)
+            if choices.get(name, 1) < 1:
+                raise reject(f"config.{name}", choices[name], "a tile has rows", "use 1 or more")
+        return Choices(**choices)
 
     def config(self) -> Config:
         """As a Config, every choice spelled out."""
@@ -108,8 +106,8 @@ def sample(problem: Problem) -> tuple[Config, ...]:
     """The default and some two dozen others, the same for equal dtypes and sizes: what strategies draw from."""
     rng = random.Random(f"emulated:{problem.dtype}")
     small = Problem(seqlens_q=(16,), seqlens_k=(16,), dim_qk=16, dim_v=16, dtype=problem.dtype)
-    found = [Choices(tile_m=32, tile_n=32).config()]
-    while len(found) < _SAMPLE:
-        config = drawn_config(rng, small, plain_mma=len(found) > _SAMPLE // 4)
-        found += [config] if config not in found else []
-    return tuple(found)
+    configs = [Choices(tile_m=32, tile_n=32).config()]
+    while len(configs) < _SAMPLE:
+        config = drawn_config(rng, small, plain_mma=len(configs) > _SAMPLE // 4)
+        configs += [config] if config not in configs else []
+    return tuple(configs)

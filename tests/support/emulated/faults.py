@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.emulated.choices import Choices
-from attnfuzz.kernels.problem import Problem
+from support.emulated.choices import Choices
 
-__all__ = ["FAULTS", "LOG2_E", "Change", "NumericFault", "fault"]
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import Problem
 
 LOG2_E: Final = math.log2(math.e)
 
@@ -152,8 +151,3 @@ FAULTS: Final = (
     NumericFault("log2e_1.4424_bwd", "the same in the backward only", Change(log2_e_backward=_FOUR_DIGITS), _base2),
     NumericFault("causal_edge_off1", "causal edge one key too far", Change(causal_shift=1), _causal),
 )
-
-
-def fault(slug: str) -> NumericFault | None:
-    """The fault called `slug`, or None."""
-    return next((each for each in FAULTS if each.slug == slug), None)

@@ -1,4 +1,4 @@
-"""The Cases of `attnfuzz selftest verdict`: number i of a table is the same for a seed, whatever process draws it.
+"""The Cases for the verdict's rates: number i of a table is the same for a seed, in every process.
 
 Shapes follow those on which the floors were measured: small ones mostly, one in twenty of a thousand rows or a few very long
 ones, rarely a large one.
@@ -10,16 +10,15 @@ import math
 import random
 from typing import Final, Literal, NamedTuple
 
-from attnfuzz.kernels.emulated.choices import drawn_config
+from support.emulated.choices import drawn_config
+
 from attnfuzz.kernels.problem import Causal, Dtype, Problem
 from attnfuzz.strategies.case import FAMILIES, PATTERNS, Case, Pattern, Recipe
-
-__all__ = ["PADDED", "Drawn", "Table", "drawn", "families"]
 
 Table = Literal["correct", "plain", "mixed"]
 """correct: all patterns and dtypes, for false alarms. plain: normal values, table A of the floors. mixed: 27 families, B."""
 PADDED: Final = "padmask"
-"""Sequences of very different key lengths in one batch, with rows beyond the last: the family that is no pattern of values."""
+"""Sequences of very different key lengths in one batch, with rows beyond the last: the one family without a pattern of values."""
 
 ZERO_Q: Final = "zero_q"
 """q is all but 0 (in float16: 0), and k is not, as it is in the pattern "zeros": every P is 1/n, and dQ is not 0."""
@@ -43,8 +42,8 @@ _HALF: tuple[Dtype, ...] = ("float16", "bfloat16")
 _ALL: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 
 
-class Drawn(NamedTuple):
-    """A Case and the family that its values are of."""
+class FamilyCase(NamedTuple):
+    """A Case and the name of its values' family."""
 
     family: str
     case: Case
@@ -59,18 +58,18 @@ def families(table: Table) -> tuple[str, ...]:
     return (*(each for each in FAMILIES if each != "zeros"), ZERO_Q, PADDED)
 
 
-def drawn(table: Table, seed: int, index: int) -> Drawn:
+def drawn_case(table: Table, seed: int, index: int) -> FamilyCase:
     """Case number `index` of a table."""
     rng = random.Random(f"{table}:{seed}:{index}")
     if table == "plain":
-        return Drawn("normal", _plain(rng, index))
+        return FamilyCase("normal", _plain(rng, index))
     names = families(table)
     family = names[index % len(names)]
     dtype = rng.choice(_HALF if table == "mixed" else _ALL)
     problem = _problem(rng, dtype, table, padded=family == PADDED)
     kernel = _PRESCALED if table == "correct" and dtype != "float32" and rng.random() < 0.1 else _KERNEL
     config = drawn_config(rng, problem, plain_mma=table == "mixed")
-    return Drawn(family, Case(kernel=kernel, problem=problem, recipe=_recipe(rng, family), config=config))
+    return FamilyCase(family, Case(kernel=kernel, problem=problem, recipe=_recipe(rng, family), config=config))
 
 
 def _recipe(rng: random.Random, family: str) -> Recipe:
@@ -158,6 +157,6 @@ def _batch(rng: random.Random, n: int, m: int) -> tuple[list[tuple[int, int]], b
     n, m = max(1, math.isqrt(n * n // 3)), max(1, math.isqrt(m * m // 3))
     if rng.random() < 0.4:
         return [(n, m)] * rng.randint(2, 3), True
-    found = [(rng.choice((0, 1, n, n)), rng.choice((0, 1, m, m))) for _ in range(rng.randint(1, 3))]
-    found.insert(rng.randrange(len(found) + 1), (n, m))
-    return found, False
+    lengths = [(rng.choice((0, 1, n, n)), rng.choice((0, 1, m, m))) for _ in range(rng.randint(1, 3))]
+    lengths.insert(rng.randrange(len(lengths) + 1), (n, m))
+    return lengths, False

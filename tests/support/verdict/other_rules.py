@@ -1,4 +1,4 @@
-"""Three rules by which attention kernels are usually accepted, applied to the same outputs as the verdict, to compare with it.
+"""Three other rules by which attention kernels are usually accepted, for the same outputs as the verdict.
 
 - `close`: every |error| <= 1e-2 + 1e-2 |reference|, the default of many test suites.
 - `twice`: flash-attention's: max |error| <= 2 max |error of a low-precision reference| + 2 max |(ref + 0.3 - 0.3) - ref|.
@@ -19,11 +19,8 @@ from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData, sequences, visible_keys
 
-__all__ = ["RIVALS", "Compared", "Rival", "alarms", "close", "compared", "mean", "twice"]
-
-Rival = Literal["close", "twice", "mean"]
-RIVALS: Final[tuple[Rival, ...]] = ("close", "twice", "mean")
-TITLES: Final[dict[Rival, str]] = {"close": "1e-2", "twice": "FA", "mean": "flex"}
+Rule = Literal["close", "twice", "mean"]
+TITLES: Final[dict[Rule, str]] = {"close": "1e-2", "twice": "FA", "mean": "flex"}
 
 _JUDGED: tuple[OutputName, ...] = ("o", "dq", "dk", "dv")
 _TOLERANCE, _TIMES, _SHIFT, _FUDGE = 1e-2, 2.0, 0.3, 1.1
@@ -68,16 +65,16 @@ def mean(x: Compared) -> bool:
     return bool(error <= _FUDGE * allowed)
 
 
-_RULES: dict[Rival, Callable[[Compared], bool]] = {"close": close, "twice": twice, "mean": mean}
+RULES: Final[dict[Rule, Callable[[Compared], bool]]] = {"close": close, "twice": twice, "mean": mean}
 
 
-def alarms(outputs: Mapping[OutputName, Compared]) -> frozenset[Rival]:
+def alarms(outputs: Mapping[OutputName, Compared]) -> frozenset[Rule]:
     """The rules that some of the outputs break."""
-    return frozenset(name for name, rule in _RULES.items() if not all(rule(each) for each in outputs.values()))
+    return frozenset(name for name, rule in RULES.items() if not all(rule(each) for each in outputs.values()))
 
 
 class References(NamedTuple):
-    """What the rules need besides a kernel's outputs, the same for every kernel."""
+    """What the rules need beside a kernel's outputs, the same for every kernel."""
 
     inputs: Inputs
     exact: _Parts
@@ -104,11 +101,11 @@ def references(inputs: Inputs, exact: Mapping[OutputName, torch.Tensor]) -> Refe
 def compared(outputs: Outputs, against: References) -> dict[OutputName, Compared]:
     """A kernel's outputs beside the references."""
     problem = against.inputs.problem
-    found = {}
+    pairs = {}
     for name in _JUDGED:
         got: torch.Tensor = getattr(outputs, name)
         lengths = problem.seqlens_q if name in ("o", "dq") else problem.seqlens_k
-        found[name] = Compared(
+        pairs[name] = Compared(
             _DTYPES[problem.dtype],
             _heads_first(problem, got, lengths),
             against.exact[name],
@@ -116,7 +113,7 @@ def compared(outputs: Outputs, against: References) -> dict[OutputName, Compared
             against.rounded_steps[name],
             against.half_products[name],
         )
-    return found
+    return pairs
 
 
 def _heads_first(problem: Problem, x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

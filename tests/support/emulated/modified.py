@@ -10,8 +10,6 @@ from attnfuzz.kernels.expressions.evaluation import evaluate
 from attnfuzz.kernels.expressions.tree import Captured, Expression
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 
-__all__ = ["Modified", "unmasked"]
-
 
 def _leaves(inputs: Inputs, index: int) -> dict[str, torch.Tensor]:
     """Coordinates of `[kv_heads, groups, n, m]`."""

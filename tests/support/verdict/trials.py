@@ -1,6 +1,6 @@
-"""One Case of the verdict's self-test: correct outputs and faulty ones, each judged by the verdict and by its rivals.
+"""One Case for the verdict's rates: correct outputs and faulty ones, each judged by the verdict and by the other rules.
 
-The oracle, the budgets and the rivals' references are made once for a Case and serve all its faults.
+The oracle, the budgets and the other rules' references are made once for a Case and serve all its faults.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.emulated.kernel import fault_kernel, kernel_named
+from support.verdict.cases import FamilyCase, Table, drawn_case
+from support.verdict.other_rules import References, Rule, alarms, compared, references
 
-from attnfuzz.harness.audit.selftest.rivals import References, Rival, alarms, compared, references
-from attnfuzz.harness.audit.selftest.verdict_cases import Drawn, Table, drawn
 from attnfuzz.harness.judge.judge import Truth, Truths, judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.inputs import materialise
-from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Inputs, Outputs
+from attnfuzz.kernels.contract import Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName
 from attnfuzz.strategies.case import Case
-
-__all__ = ["Alarm", "Judged", "Shown", "Work", "work"]
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -48,14 +46,13 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class FaultJudged:
     """A fault on one Case. `element`: some element (or its shape or dtype) fails; `every`: that, or R or z."""
 
     changed: bool
     element: bool = False
     every: bool = False
-    rivals: frozenset[Rival] = frozenset()
-    """Rules that it breaks."""
+    broken_rules: frozenset[Rule] = frozenset()
     outputs: tuple[str, ...] = ()
 
 
@@ -66,17 +63,17 @@ class Judged:
     table: Table
     index: int
     family: str
-    rivalled: bool
-    """Whether the rivals are made for it: float16 or bfloat16, q not prescaled."""
+    comparable: bool
+    """Whether the other rules are made for it: float16 or bfloat16, q not prescaled."""
     elements: int
     worst: float
     sigmas: float
     r: float | None
     z: float | None
     unjudged: bool
-    rivals: frozenset[Rival]
+    broken_rules: frozenset[Rule]
     alarm: Alarm | None
-    faults: dict[str, Shown] = field(default_factory=dict)
+    faults: dict[str, FaultJudged] = field(default_factory=dict)
 
 
 def work(task: Work) -> list[Judged]:
@@ -85,52 +82,52 @@ def work(task: Work) -> list[Judged]:
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
-            return [_judged(task.table, i, drawn(task.table, task.seed, i), faults) for i, faults in task.indices.items()]
+            return [_judged(task.table, i, drawn_case(task.table, task.seed, i), faults) for i, faults in task.indices.items()]
     finally:
         torch.set_num_threads(threads)
 
 
-def _judged(table: Table, index: int, one: Drawn, faults: tuple[str, ...]) -> Judged:
+def _judged(table: Table, index: int, one: FamilyCase, faults: tuple[str, ...]) -> Judged:
     case = one.case
-    kernel = registry.get(case.kernel)
+    kernel = kernel_named(case.kernel)
     inputs = materialise(case.problem, case.recipe, "cpu")
     with torch.enable_grad():
         expected = truth(inputs, kernel.capabilities.deviations, "cpu")
     against = references(inputs, {name: each.expected for name, each in expected.items()})
-    made = _outputs(case, case.kernel, inputs)
+    outputs = _outputs(case, kernel, inputs)
     fresh = _copies(expected)
-    told = judge(case.kernel, inputs, made, fresh())
-    shown = {slug: _shown(case, f"fault.numeric.{slug}", inputs, fresh(), against, made) for slug in faults}
-    figures = told.figures.values()
+    verdict = judge(case.kernel, inputs, outputs, fresh())
+    judged = {slug: _fault_judged(case, slug, inputs, fresh(), against, outputs) for slug in faults}
+    figures = verdict.figures.values()
     return Judged(
         table=table,
         index=index,
         family=one.family,
-        rivalled=case.problem.dtype != "float32" and not kernel.capabilities.deviations.prescaled_q,
+        comparable=case.problem.dtype != "float32" and not kernel.capabilities.deviations.prescaled_q,
         elements=sum(each.elements for each in figures),
         worst=max((each.worst for each in figures), default=0.0),
         sigmas=max((each.sigmas for each in figures), default=0.0),
         r=max((each.r for each in figures if each.r is not None), default=None),
         z=max((each.z for each in figures if each.z is not None), default=None),
         unjudged=any(each.unjudged for each in figures),
-        rivals=alarms(compared(made, against)),
-        alarm=_alarm(table, index, one, told),
-        faults=shown,
+        broken_rules=alarms(compared(outputs, against)),
+        alarm=_alarm(table, index, one, verdict),
+        faults=judged,
     )
 
 
-def _outputs(case: Case, name: str, inputs: Inputs) -> Outputs:
-    built = registry.get(name).build(case.problem, case.config, "cpu")
+def _outputs(case: Case, kernel: Kernel, inputs: Inputs) -> Outputs:
+    built = kernel.build(case.problem, case.config, "cpu")
     o, lse = built.forward(inputs)
     return Outputs(o, lse, *built.backward(inputs, o, lse))
 
 
 class _Copy(Truths):
-    """A Truths as it was made, whatever was judged with it before; ties are counted once for all copies."""
+    """A copy of a fresh Truths; ties are counted once for all copies."""
 
-    def __init__(self, made: Truths, tied: Callable[[], Truths]) -> None:
-        dict.__init__(self, made)
-        self.__dict__.update(vars(made))
+    def __init__(self, fresh: Truths, tied: Callable[[], Truths]) -> None:
+        dict.__init__(self, fresh)
+        self.__dict__.update(vars(fresh))
         self._tied = tied
 
     def count_ties(self) -> None:
@@ -140,11 +137,11 @@ class _Copy(Truths):
         self.ties, self.budgets = tied.ties, tied.budgets
 
 
-def _copies(made: dict[OutputName, Truth]) -> Callable[[], dict[OutputName, Truth]]:
+def _copies(fresh: dict[OutputName, Truth]) -> Callable[[], dict[OutputName, Truth]]:
     """A judge may count ties and keep them, which the next kernel on the same Case must not see: each gets a copy."""
-    if not isinstance(made, Truths):
-        return lambda: made
-    plain = made
+    if not isinstance(fresh, Truths):
+        return lambda: fresh
+    plain = fresh
     tied = copy.copy(plain)
 
     def counted() -> Truths:
@@ -155,17 +152,18 @@ def _copies(made: dict[OutputName, Truth]) -> Callable[[], dict[OutputName, Trut
     return lambda: _Copy(plain, counted)
 
 
-def _shown(case: Case, name: str, inputs: Inputs, expected: Any, against: References, correct: Outputs) -> Shown:
-    made = _outputs(case, name, inputs)
-    if all(_same_bits(getattr(made, each), getattr(correct, each)) for each in OUTPUT_NAMES):
-        return Shown(changed=False)
-    told: Verdict = judge(name, inputs, made, expected)
-    return Shown(
+def _fault_judged(case: Case, slug: str, inputs: Inputs, expected: Any, against: References, correct: Outputs) -> FaultJudged:
+    kernel = fault_kernel(slug)
+    outputs = _outputs(case, kernel, inputs)
+    if all(_same_bits(getattr(outputs, each), getattr(correct, each)) for each in OUTPUT_NAMES):
+        return FaultJudged(changed=False)
+    verdict = judge(kernel.name, inputs, outputs, expected)
+    return FaultJudged(
         changed=True,
-        element=any(each.kind != "aggregate" for each in told.failures),
-        every=told.status != "pass",
-        rivals=alarms(compared(made, against)),
-        outputs=tuple(sorted({each.output for each in told.failures if each.output})),
+        element=any(each.kind != "aggregate" for each in verdict.failures),
+        every=verdict.status != "pass",
+        broken_rules=alarms(compared(outputs, against)),
+        outputs=tuple(sorted({each.output for each in verdict.failures if each.output})),
     )
 
 
@@ -174,8 +172,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.view(bits), b.view(bits)))
 
 
-def _alarm(table: Table, index: int, one: Drawn, told: Verdict) -> Alarm | None:
-    if told.status == "pass":
+def _alarm(table: Table, index: int, one: FamilyCase, verdict: Verdict) -> Alarm | None:
+    if verdict.status == "pass":
         return None
-    message = told.failure.message if told.failure else "failed without a reason"
+    message = verdict.failure.message if verdict.failure else "failed without a reason"
     return Alarm(table, index, one.family, one.case.to_object(), message)

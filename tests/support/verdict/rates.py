@@ -1,7 +1,7 @@
-"""`attnfuzz selftest verdict`: the verdict tried on emulated kernels that are right, and on ones that are wrong by little.
+"""The verdict tried on emulated kernels that are right, and on ones that are wrong by little.
 
-What is right must pass every time; each planted fault must be found as often as the criterion's prototype found it (see
-verdict_floors.py for the rates, and for when one is below). Three usual rules judge the same outputs beside it.
+What is right must pass every time; each planted fault must be found as often as the criterion's prototype found it
+(floors.py has the rates, and when one is below). Three other rules judge the same outputs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from attnfuzz.harness.audit.selftest.parallel import finished
-from attnfuzz.harness.audit.selftest.rivals import RIVALS, Rival
-from attnfuzz.harness.audit.selftest.verdict_cases import Table, drawn, families
-from attnfuzz.harness.audit.selftest.verdict_floors import FLOORS, Floor
-from attnfuzz.harness.audit.selftest.verdict_trials import Alarm, Judged, Work, work
-from attnfuzz.kernels.emulated.faults import FAULTS
-from attnfuzz.kernels.problem import reject
+import msgspec
+from support.emulated.faults import FAULTS
+from support.verdict.cases import Table, drawn_case, families
+from support.verdict.floors import FLOORS, Floor
+from support.verdict.other_rules import RULES, Rule
+from support.verdict.processes import finished
+from support.verdict.trials import Alarm, Judged, Work, work
 
-__all__ = ["CASES", "FamilyRow", "FaultRow", "Progress", "Rate", "VerdictTried", "verdict"]
+from attnfuzz.kernels.problem import reject
 
 CASES: Final = 3000
 _PER_FAULT: dict[Table, int] = {"plain": 100, "mixed": 129}
@@ -31,12 +31,12 @@ _CHUNK: dict[Table, int] = {"correct": 20, "plain": 1, "mixed": 3}
 _TABLES: tuple[Table, ...] = ("plain", "mixed")
 
 Progress = Callable[[str, int, int], None]
-"""Hears (what is done, done, total)."""
+"""Gets (what is done, done, total)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyRow:
-    """Correct kernels on one family: cases, the worst ratio needed / allowed of any output, alarms."""
+    """Correct kernels on one family of values: cases, the worst ratio needed / allowed of any output, alarms."""
 
     family: str
     cases: int
@@ -47,9 +47,9 @@ class FamilyRow:
     alarms: int
     unjudged: int
     """Cases in which dQ and dK could not be judged: dS overflows float16."""
-    rival_cases: int
-    """Those that the rivals are made for: float16 or bfloat16, q not prescaled."""
-    rivals: dict[Rival, int]
+    comparable: int
+    """Cases that the other rules are made for: float16 or bfloat16, q not prescaled."""
+    other_rules: dict[Rule, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Rate:
 
     @property
     def below(self) -> bool:
-        """Whether it is below its floor, as verdict_floors.py defines it. No case at all is below any floor."""
+        """Whether it is below its floor, as floors.py defines it. No case at all is below any floor."""
         return not self.cases or self.rate < self.limit
 
     @property
@@ -79,7 +79,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """One fault in one table. `rivals`: found by that rule where it passes the correct kernel on the same case."""
+    """One fault in one table. `other_rules`: found by that rule where it passes the correct kernel on the same case."""
 
     fault: str
     title: str
@@ -87,7 +87,7 @@ class FaultRow:
     table: Table
     element: Rate
     every: Rate
-    rivals: dict[Rival, int]
+    other_rules: dict[Rule, int]
     outputs: dict[str, int]
     """In how many cases each output showed it."""
 
@@ -133,9 +133,9 @@ def verdict(
 
     Args:
         cases: correct ones; 3000 are the full run.
-        seed: same seed, same Cases and figures, whatever `jobs`.
+        seed: same seed, same Cases and figures, for any `jobs`.
         jobs: processes; None: one per core, 1: this one.
-        progress: hears how far it is.
+        progress: gets how far it is.
         faults: names of faults; empty: all.
 
     Raises:
@@ -143,7 +143,7 @@ def verdict(
     """
     start = time.monotonic()
     if cases < 1:
-        raise reject("cases", cases, "there is nothing to try", "give 1 or more")
+        raise reject("cases", cases, "must be positive", "give 1 or more")
     known = tuple(each.slug for each in FAULTS)
     for each in faults:
         if each not in known:
@@ -177,14 +177,14 @@ def _correct_work(seed: int, cases: int) -> list[Work]:
 
 def _fault_work(seed: int, cases: int, chosen: tuple[str, ...]) -> list[Work]:
     """Each fault on the first Cases of a table in which the step that it changes occurs; faults share Cases."""
-    found = []
+    tasks = []
     for table in _TABLES:
         wanted = max(_FEWEST, round(_PER_FAULT[table] * min(1.0, cases / CASES)))
         left = {each.slug: wanted for each in FAULTS if each.slug in chosen}
         assigned: dict[int, tuple[str, ...]] = {}
         index = 0
         while left:
-            case = drawn(table, seed, index).case
+            case = drawn_case(table, seed, index).case
             takes = tuple(each.slug for each in FAULTS if each.slug in left and each.applies(case.problem, case.config))
             for slug in takes:
                 left[slug] -= 1
@@ -194,14 +194,14 @@ def _fault_work(seed: int, cases: int, chosen: tuple[str, ...]) -> list[Work]:
                 assigned[index] = takes
             index += 1
         items, step = list(assigned.items()), _CHUNK[table]
-        found += [Work(table, seed, dict(items[at : at + step])) for at in range(0, len(items), step)]
-    return found
+        tasks += [Work(table, seed, dict(items[at : at + step])) for at in range(0, len(items), step)]
+    return tasks
 
 
 def _family(name: str, judged: Sequence[Judged]) -> FamilyRow:
     mine = [each for each in judged if each.family == name and each.table == "correct"]
-    plain = [each for each in mine if each.rivalled]
-    alarmed = Counter(rule for each in plain for rule in each.rivals)
+    comparable = [each for each in mine if each.comparable]
+    alarmed = Counter(rule for each in comparable for rule in each.broken_rules)
     return FamilyRow(
         family=name,
         cases=len(mine),
@@ -211,40 +211,38 @@ def _family(name: str, judged: Sequence[Judged]) -> FamilyRow:
         z=max((each.z for each in mine if each.z is not None), default=None),
         alarms=sum(each.alarm is not None for each in mine),
         unjudged=sum(each.unjudged for each in mine),
-        rival_cases=len(plain),
-        rivals={rule: alarmed[rule] for rule in RIVALS},
+        comparable=len(comparable),
+        other_rules={rule: alarmed[rule] for rule in RULES},
     )
 
 
 def _fault(slug: str, table: Table, judged: Sequence[Judged], *, same: bool) -> FaultRow:
-    found = next(each for each in FAULTS if each.slug == slug)
+    fault = next(each for each in FAULTS if each.slug == slug)
     floor: Floor = FLOORS[slug][_TABLES.index(table)]
     tried = [(each, each.faults[slug]) for each in judged if each.table == table and slug in each.faults]
-    changed = [(each, shown) for each, shown in tried if shown.changed]
+    changed = [(each, faulty) for each, faulty in tried if faulty.changed]
     n = len(changed)
-    net = Counter(rule for each, shown in changed for rule in shown.rivals - each.rivals)
-    outputs: Counter[str] = Counter(output for _, shown in changed for output in shown.outputs)
-    element = sum(shown.element for _, shown in changed)
-    every = sum(shown.every for _, shown in changed)
+    net = Counter(rule for each, faulty in changed for rule in faulty.broken_rules - each.broken_rules)
+    outputs: Counter[str] = Counter(output for _, faulty in changed for output in faulty.outputs)
+    element = sum(faulty.element for _, faulty in changed)
+    every = sum(faulty.every for _, faulty in changed)
     return FaultRow(
         fault=slug,
-        title=found.title,
-        gray=found.gray,
+        title=fault.title,
+        gray=fault.gray,
         table=table,
         element=Rate(element, n, floor.element, floor.limit(every=False, cases=n, same=same)),
         every=Rate(every, n, floor.every, floor.limit(every=True, cases=n, same=same)),
-        rivals={rule: net[rule] for rule in RIVALS},
+        other_rules={rule: net[rule] for rule in RULES},
         outputs=dict(sorted(outputs.items())),
     )
 
 
 def machine_object(done: VerdictTried) -> dict[str, Any]:
     """Everything as plain JSON values."""
-    import msgspec
-
-    found: dict[str, Any] = msgspec.to_builtins(done)
-    for row, told in zip(done.faults, found["faults"], strict=True):
+    values: dict[str, Any] = msgspec.to_builtins(done)
+    for row, fault in zip(done.faults, values["faults"], strict=True):
         for name in ("element", "every"):
             rate: Rate = getattr(row, name)
-            told[name] |= {"rate": rate.rate, "below": rate.below, "short": rate.short}
-    return {"right": done.right, "below": [f"{row.fault} ({row.table})" for row in done.below], **found}
+            fault[name] |= {"rate": rate.rate, "below": rate.below, "short": rate.short}
+    return {"right": done.right, "below": [f"{row.fault} ({row.table})" for row in done.below], **values}

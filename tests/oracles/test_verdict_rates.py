@@ -1,4 +1,4 @@
-"""The verdict's self-test: rivals on hand-made outputs, floors, and that a blunt or a nervous judge is caught."""
+"""The verdict's rates: the other rules on hand-made outputs, floors, and that a blunt or a nervous judge is caught."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
+from support.benchmarks import FOLDER, loaded
+from support.emulated.faults import FAULTS
+from support.emulated.kernel import KERNEL, kernel_named, registered
+from support.verdict import processes, rates, trials
+from support.verdict.cases import drawn_case, families
+from support.verdict.floors import FLOORS, Floor, least_hits, lower_limit
+from support.verdict.other_rules import RULES, Compared, alarms, close, compared, mean, references, twice
+from support.verdict.rates import Rate, machine_object, verdict
+from support.verdict.trials import Work, work
 
-from attnfuzz.harness.audit.selftest import parallel, rivals, verdict_trials
-from attnfuzz.harness.audit.selftest import verdict as selftest_verdict
-from attnfuzz.harness.audit.selftest.rivals import Compared, alarms, close, compared, mean, references, twice
-from attnfuzz.harness.audit.selftest.verdict import Rate, machine_object, verdict
-from attnfuzz.harness.audit.selftest.verdict_cases import drawn, families
-from attnfuzz.harness.audit.selftest.verdict_floors import FLOORS, Floor, least_hits, lower_limit
-from attnfuzz.harness.audit.selftest.verdict_trials import Work, work
-from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.judge.judge import truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
-from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Outputs
-from attnfuzz.kernels.emulated.faults import FAULTS
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import FAMILIES, Recipe, case_from_object
 
@@ -41,10 +40,10 @@ SURE = ("O_lastrow_missing", "drop_key_fwdbwd")
 
 @pytest.fixture(autouse=True)
 def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest_verdict, "_FEWEST", 3)
+    monkeypatch.setattr(rates, "_FEWEST", 3)
 
 
-# ---------------------------------------------------------------- the rivals
+# ---------------------------------------------------------------- the other rules
 
 
 def hand_made(got: float, exact: float, steps: float, products: float, count: int = 4) -> Compared:
@@ -103,7 +102,7 @@ def test_outputs_of_dense_and_ragged_batches_are_compared_with_their_own_rows() 
     for packing in ("dense", "ragged"):
         problem = Problem(seqlens_q=(9, 9), seqlens_k=(5, 5), dim_qk=16, dim_v=16, heads=2, packing=packing, slack_q=3, slack_k=2)
         inputs = materialise(problem, Recipe(), "cpu")
-        kernel = registry.get("emulated")
+        kernel = KERNEL
         built = kernel.build(problem, kernel.configs(problem)[0], "cpu")
         o, lse = built.forward(inputs)
         made = Outputs(o, lse, *built.backward(inputs, o, lse))
@@ -156,12 +155,12 @@ def test_a_rate_is_below_short_or_neither() -> None:
 
 @pytest.mark.parametrize("table", ["correct", "plain", "mixed"])
 def test_drawn_cases_are_supported_and_the_same_again(table: Any) -> None:
-    found = [drawn(table, 5, index) for index in range(120)]
+    found = [drawn_case(table, 5, index) for index in range(120)]
     for each in found:
-        kernel = registry.get(each.case.kernel)
+        kernel = kernel_named(each.case.kernel)
         assert kernel.supports(each.case.problem, each.case.config, "cpu") is None
-    assert found == [drawn(table, 5, index) for index in range(120)]
-    assert found != [drawn(table, 6, index) for index in range(120)]
+    assert found == [drawn_case(table, 5, index) for index in range(120)]
+    assert found != [drawn_case(table, 6, index) for index in range(120)]
     assert {each.family for each in found} == set(families(table))
     assert set(families("mixed")) == {*FAMILIES, "padmask", "zero_q"} - {"zeros"}
     assert len(families("mixed")) == 27
@@ -185,11 +184,11 @@ def test_a_sharp_judge_is_right_and_the_figures_do_not_depend_on_the_processes()
 
 
 def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """The command on few faults, in this process."""
+    """The benchmark on few faults, in this process."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    few = selftest_verdict.verdict
-    monkeypatch.setattr(selftest_verdict, "verdict", lambda cases, **options: few(cases, **options, faults=SURE))
-    return CliRunner().invoke(main, ["selftest", "verdict", "--cases", "6", "--jobs", "1", *arguments])
+    few = rates.verdict
+    monkeypatch.setattr(rates, "verdict", lambda cases, **options: few(cases, **options, faults=SURE))
+    return CliRunner().invoke(loaded("verdict").main, ["--cases", "6", "--jobs", "1", *arguments])
 
 
 def test_the_command_ends_with_0_and_shows_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +205,7 @@ def test_the_command_tells_a_machine_everything(monkeypatch: pytest.MonkeyPatch)
     assert told["right"] is True
     assert {"families", "faults", "alarms", "cases", "elements", "seconds", "seed", "below"} <= set(told)
     assert {"rate", "floor", "limit", "hits", "cases", "below", "short"} == set(told["faults"][0]["element"])
-    assert set(told["faults"][0]["rivals"]) == set(rivals.RIVALS)
+    assert set(told["faults"][0]["other_rules"]) == set(RULES)
 
 
 def passing(name: str, inputs: Any, outputs: Any, expected: Any) -> Verdict:
@@ -214,7 +213,7 @@ def passing(name: str, inputs: Any, outputs: Any, expected: Any) -> Verdict:
 
 
 def test_a_judge_that_calls_everything_right_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict_trials, "judge", passing)
+    monkeypatch.setattr(trials, "judge", passing)
     done = cli(monkeypatch)
     assert done.exit_code == 1, done.output
     assert "found in 0 of" in done.output
@@ -223,7 +222,7 @@ def test_a_judge_that_calls_everything_right_is_caught(monkeypatch: pytest.Monke
 
 def test_a_judge_that_calls_a_right_case_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the correct cases, and nothing else, is failed."""
-    true, calls = verdict_trials.judge, []
+    true, calls = trials.judge, []
 
     def nervous(name: str, inputs: Any, outputs: Any, expected: Any) -> Verdict:
         told = true(name, inputs, outputs, expected)
@@ -232,7 +231,7 @@ def test_a_judge_that_calls_a_right_case_wrong_is_caught(monkeypatch: pytest.Mon
             return msgspec.structs.replace(told, status="fail")
         return told
 
-    monkeypatch.setattr(verdict_trials, "judge", nervous)
+    monkeypatch.setattr(trials, "judge", nervous)
     done = cli(monkeypatch)
     assert done.exit_code == 1, done.output
     assert "1 false alarms" in done.output
@@ -240,14 +239,14 @@ def test_a_judge_that_calls_a_right_case_wrong_is_caught(monkeypatch: pytest.Mon
 
 
 def test_a_judge_of_a_hundred_times_the_budget_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = verdict_trials.truth
+    true = trials.truth
 
     def widened(*arguments: Any) -> Any:
         import dataclasses
 
         return {name: dataclasses.replace(each, allowed=each.allowed * 100) for name, each in true(*arguments).items()}
 
-    monkeypatch.setattr(verdict_trials, "truth", widened)
+    monkeypatch.setattr(trials, "truth", widened)
     done = verdict(6, jobs=1, faults=("LSE_stored_half", "S_rounded_half", "P_bf16_fwd"))
     assert not done.right
     # Of three cases chance may do much; none at all of what is found always is too few.
@@ -259,13 +258,14 @@ def test_a_false_alarm_on_a_faults_case_counts(monkeypatch: pytest.MonkeyPatch) 
     def failing(name: str, inputs: Any, outputs: Any, expected: Any) -> Verdict:
         return Verdict(status="fail")
 
-    monkeypatch.setattr(verdict_trials, "judge", failing)
+    monkeypatch.setattr(trials, "judge", failing)
     judged = work(Work("plain", 0, {0: ("O_truncated",)}))
     assert judged[0].alarm is not None
     assert judged[0].faults["O_truncated"].every
     case = case_from_object(judged[0].alarm.case)
     monkeypatch.undo()
-    assert run_trial(case, "cpu").status == "pass", "the Case of an alarm is one that `attnfuzz repro` can run"
+    with registered():
+        assert run_trial(case, "cpu").status == "pass", "the Case of an alarm is one that `attnfuzz repro` can run"
 
 
 def test_a_fault_is_judged_as_if_it_were_alone() -> None:
@@ -278,7 +278,7 @@ def test_a_fault_is_judged_as_if_it_were_alone() -> None:
 
 def test_rows_that_see_one_key_almost_alone_are_generic() -> None:
     # Their largest P is 1 in every row: truncated values of O stay within each element's budget, and R alone tells.
-    case = drawn("mixed", 0, 0).case
+    case = drawn_case("mixed", 0, 0).case
     (judged,) = work(Work("mixed", 0, {0: ("O_truncated",)}))
     assert case.problem.scale == 1.5
     assert judged.r is not None
@@ -292,7 +292,6 @@ def test_wrong_arguments_are_refused() -> None:
         verdict(0)
     with pytest.raises(BadArgument, match="fault='nothing'"):
         verdict(1, faults=("nothing",))
-    assert CliRunner().invoke(main, ["selftest", "verdict", "--cases", "0"]).exit_code == 2
 
 
 # ---------------------------------------------------------------- its processes
@@ -300,21 +299,20 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_tasks_are_done_in_this_process_or_in_others() -> None:
     for jobs in (1, 2):
-        assert sorted(parallel.finished(math.sqrt, [1.0, 4.0, 9.0], jobs)) == [1.0, 2.0, 3.0]
+        assert sorted(processes.finished(math.sqrt, [1.0, 4.0, 9.0], jobs)) == [1.0, 2.0, 3.0]
 
 
 def test_a_task_that_raises_or_kills_its_process_ends_the_run_with_its_reason() -> None:
-    with pytest.raises(ValueError, match=r"domain|nonnegative"):
-        list(parallel.finished(math.sqrt, [1.0, -1.0], 1))
-    with pytest.raises(parallel.LostProcess, match="ValueError"):
-        list(parallel.finished(math.sqrt, [1.0, -1.0], 2))
-    with pytest.raises(parallel.LostProcess, match="ended with -9"):
-        list(parallel.finished(signal.raise_signal, [signal.SIGKILL, signal.SIGKILL], 2))
+    for jobs in (1, 2):
+        with pytest.raises(ValueError, match=r"domain|nonnegative"):
+            list(processes.finished(math.sqrt, [1.0, -1.0], jobs))
+    with pytest.raises(processes.LostProcess, match="a process ended in the middle of a task"):
+        list(processes.finished(signal.raise_signal, [signal.SIGKILL, signal.SIGKILL], 2))
 
 
 def test_ctrl_c_ends_all_processes_at_once() -> None:
     """130, nothing left behind."""
-    command = [sys.executable, "-m", "attnfuzz.harness.cli", "selftest", "verdict", "--jobs", "2"]
+    command = [sys.executable, str(FOLDER / "verdict.py"), "--jobs", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     group, deadline = process.pid, time.monotonic() + 60
     try:
@@ -322,7 +320,8 @@ def test_ctrl_c_ends_all_processes_at_once() -> None:
             time.sleep(0.2)
         assert len(members(group)) >= 3
         os.killpg(group, signal.SIGINT)
-        assert process.wait(30) == 130
+        out, error = process.communicate(timeout=30)
+        assert (process.returncode, out, error) == (130, "", "interrupted\n")
         while members(group) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not members(group)

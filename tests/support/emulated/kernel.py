@@ -1,28 +1,28 @@
-"""The emulated kernel as subjects: "emulated", "emulated.prescaled", "emulated.tf32", "fault.numeric.<slug>". Never listed.
+"""A tiled flash attention emulated on the CPU, correct in many ways, and with numeric faults planted in it.
 
-They try the judge: the correct ones must always pass, the faulty ones be found (`attnfuzz selftest verdict`).
+The kernels "emulated", "emulated.prescaled", "emulated.tf32" must always pass; "fault.numeric.<slug>" must be found
+(benchmarks/verdict.py). `registered` makes the correct ones known by name.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import torch
+from support.emulated.arithmetic import DTYPES
+from support.emulated.choices import Choices, sample
+from support.emulated.faults import FAULTS, Change
+from support.emulated.modified import Modified, unmasked
+from support.emulated.tiled import Sequence, Tiled
 
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Gradients, Inputs, why_unsupported
-from attnfuzz.kernels.emulated.arithmetic import DTYPES
-from attnfuzz.kernels.emulated.choices import Choices, sample
-from attnfuzz.kernels.emulated.faults import Change, fault
-from attnfuzz.kernels.emulated.modified import Modified, unmasked
-from attnfuzz.kernels.emulated.tiled import Sequence, Tiled
 from attnfuzz.kernels.modified import score_of, tensors_of
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
 
-__all__ = ["FAULT_PREFIX", "KERNEL", "PRESCALED", "TF32", "Emulated", "fault_kernel"]
-
-FAULT_PREFIX: Final = "fault.numeric."
 _FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 _CORRECT: Final = Change()
 
@@ -55,7 +55,7 @@ def _capabilities(*, prescaled_q: bool, tf32: bool) -> Capabilities:
 
 
 class Emulated:
-    """Tiled flash attention in torch on the CPU; deterministic, whatever its Config draws."""
+    """Tiled flash attention in torch on the CPU; deterministic with every Config."""
 
     backend = "torch"
     files = _FILES
@@ -82,7 +82,7 @@ class Emulated:
             return f"mma={choices.mma!r}: tensor cores take float16 and bfloat16"
         return why_unsupported(self.capabilities, problem, device)
 
-    def compile_key(self, problem: Problem, config: Config) -> str:  # noqa: ARG002 - the contract's signature
+    def compile_key(self, problem: Problem, config: Config) -> str:
         """Nothing is compiled: one key for all."""
         return self.name
 
@@ -208,9 +208,26 @@ def _seen(problem: Problem, index: int, shift: int) -> torch.Tensor:
 KERNEL: Final = Emulated("emulated")
 PRESCALED: Final = Emulated("emulated.prescaled", prescaled_q=True)
 TF32: Final = Emulated("emulated.tf32", tf32=True)
+_CORRECT_KERNELS: Final = {"KERNEL": KERNEL, "PRESCALED": PRESCALED, "TF32": TF32}
 
 
-def fault_kernel(slug: str) -> Emulated | None:
-    """The kernel called "fault.numeric." and `slug`; None: there is none."""
-    found = fault(slug)
-    return None if found is None else Emulated(FAULT_PREFIX + slug, found.change)
+def kernel_named(name: str) -> Emulated:
+    """Return the correct kernel of that name."""
+    return next(each for each in _CORRECT_KERNELS.values() if each.name == name)
+
+
+def fault_kernel(slug: str) -> Emulated:
+    """Return the kernel with the fault `slug`."""
+    return Emulated(f"fault.numeric.{slug}", next(each.change for each in FAULTS if each.slug == slug))
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Make the correct kernels known by their names while the block runs."""
+    for attribute, kernel in _CORRECT_KERNELS.items():
+        registry.register(kernel, f"{__name__}:{attribute}")
+    try:
+        yield
+    finally:
+        for kernel in _CORRECT_KERNELS.values():
+            registry.unregister(kernel.name)

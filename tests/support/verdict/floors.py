@@ -2,14 +2,14 @@
 
 The rates are those that the criterion's prototype had, written before this code and apart from it: per cent of single cases in
 which the fault changed a bit. On plain normal cases (50 drawn) they are the prototype's own. On mixed cases they were measured
-anew, with the prototype on the very Cases that this self-test draws with seed 0: those of its first measurement were not kept,
+again, with the prototype on the very Cases that seed 0 draws here: those of its first measurement were not kept,
 and other ones of the same families are as hard only by chance. `element` counts the interval rule on all five outputs, `every`
-the aggregate tests R and z as well; where R and z were not measured anew, `every` is `element`.
+the aggregate tests R and z as well; where R and z were not measured again, `every` is `element`.
 
 (On the 93 mixed cases of that first measurement it found, per cent: bf16 P 98, bf16 dS 80, a lost rescale of O 91 and of the
 row sum 92, dQ and dK 0.1 % off 39, a key dropped from dQ 82, base-2 factors 86 and 55, half atomics 18, a row sum of rounded P
 84; but half partials 29 and 34. This code found the same cases as the prototype, but for at most two of some 110 a fault, and
-five of 122 for dKdV_seq_half with R and z. The prototype is no part of this repository: nothing here measures the floors again.)
+five of 122 for dKdV_seq_half with R and z. The prototype is not in this repository: nothing here measures the floors again.)
 
 A rate of some dozen cases has an error of its own: 36 per cent of 50 is anything from 25 to 49. With the Cases of seed 0, all of
 them, a rate is *below its floor* where it is below the floor's one-sided lower confidence limit of 95 per cent (Clopper and
@@ -25,8 +25,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Final
-
-__all__ = ["FLOORS", "Floor", "least_hits", "lower_limit"]
 
 _CONFIDENCE: Final = 0.95
 _FIGURES: Final = 144
@@ -57,13 +55,13 @@ class Floor:
 
 def least_hits(hits: int, cases: int, now: int, error: float = (1 - _CONFIDENCE) / _FIGURES) -> int:
     """The fewest of `now` cases that are not too few, where it has been `hits` of `cases`: Fisher's exact test, one-sided."""
-    for found in range(now + 1):
-        both = hits + found
+    for hits_now in range(now + 1):
+        both = hits + hits_now
         ways = math.comb(cases + now, both)
-        # As few as `found` among all ways to share out the hits of both.
-        fewer = sum(math.comb(now, k) * math.comb(cases, both - k) for k in range(max(0, both - cases), found + 1))
+        # As few as `hits_now` among all ways to share out the hits of both.
+        fewer = sum(math.comb(now, k) * math.comb(cases, both - k) for k in range(max(0, both - cases), hits_now + 1))
         if fewer > error * ways:
-            return found
+            return hits_now
     return now
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from support.emulated.arithmetic import cut_to_tf32, product, toward_zero
+from support.emulated.choices import Choices, drawn_config, sample
+from support.emulated.faults import FAULTS, NumericFault
+from support.emulated.kernel import KERNEL, PRESCALED, TF32, fault_kernel, registered
 
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs, Kernel, Outputs
-from attnfuzz.kernels.emulated.arithmetic import cut_to_tf32, product, toward_zero
-from attnfuzz.kernels.emulated.choices import Choices, drawn_config, sample
-from attnfuzz.kernels.emulated.faults import FAULTS, NumericFault
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Dtype, Needs, Problem
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.shapes import all_variants
@@ -25,6 +27,12 @@ from attnfuzz.strategies.shapes import all_variants
 PLAIN = Problem(seqlens_q=(80,), seqlens_k=(100,), dim_qk=32, dim_v=32, heads=4, kv_heads=2, causal="bottom_right")
 """All that the faults wait for: fp16, a causal mask, two query heads per group, four tiles of keys, the last one partial."""
 PLAIN_CONFIG = Choices(tile_m=32, tile_n=32, dq_order="permuted").config()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _by_name() -> Iterator[None]:
+    with registered():
+        yield
 
 
 def outputs(kernel: Kernel, problem: Problem, config: Config, inputs: Inputs) -> Outputs:
@@ -95,13 +103,13 @@ def test_each_choice_changes_bits_and_stays_right(change: dict[str, Any]) -> Non
     problem = PLAIN if change.keys() & {"mma", "delta", "ds_scale"} else msgspec.structs.replace(PLAIN, dtype="float32")
     base = Choices(tile_m=32, tile_n=32)
     config = dataclasses.replace(base, **change).config()
-    kernel, inputs = registry.get("emulated"), materialise(problem, Recipe(seed=3), "cpu")
+    kernel, inputs = KERNEL, materialise(problem, Recipe(seed=3), "cpu")
     assert not same(outputs(kernel, problem, base.config(), inputs), outputs(kernel, problem, config, inputs))
     assert run_trial(Case(kernel="emulated", problem=problem, recipe=Recipe(seed=3), config=config), "cpu").status == "pass"
 
 
 def test_it_is_deterministic_and_its_seed_matters() -> None:
-    kernel, inputs = registry.get("emulated"), materialise(PLAIN, Recipe(), "cpu")
+    kernel, inputs = KERNEL, materialise(PLAIN, Recipe(), "cpu")
     noisy = [Choices(exp2_noise_bits=22, dq_order="permuted", seed=seed).config() for seed in (1, 1, 2)]
     first, again, other = (outputs(kernel, PLAIN, config, inputs) for config in noisy)
     assert same(first, again)
@@ -114,7 +122,7 @@ def test_prescaled_q_is_declared_and_would_fail_undeclared() -> None:
     from attnfuzz.harness.judge.judge import judge, truth
     from attnfuzz.kernels.contract import Deviations
 
-    kernel = registry.get("emulated.prescaled")
+    kernel = PRESCALED
     made = outputs(kernel, problem, PLAIN_CONFIG, inputs)
     assert kernel.capabilities.deviations == Deviations(prescaled_q=True)
     assert judge("x", inputs, made, truth(inputs, kernel.capabilities.deviations, "cpu")).status == "pass"
@@ -125,9 +133,8 @@ def test_prescaled_q_is_declared_and_would_fail_undeclared() -> None:
 def test_each_fault_changes_bits_of_a_plain_case(planted: NumericFault) -> None:
     assert planted.applies(PLAIN, PLAIN_CONFIG)
     inputs = materialise(PLAIN, Recipe(), "cpu")
-    faulty = registry.get(f"fault.numeric.{planted.slug}")
-    assert faulty.name == f"fault.numeric.{planted.slug}"
-    correct = outputs(registry.get("emulated"), PLAIN, PLAIN_CONFIG, inputs)
+    faulty = fault_kernel(planted.slug)
+    correct = outputs(KERNEL, PLAIN, PLAIN_CONFIG, inputs)
     wrong = outputs(faulty, PLAIN, PLAIN_CONFIG, inputs)
     assert not same(correct, wrong)
     if planted.slug not in ("lse_nomax", "norescale_O", "norescale_l", "delta_bf16O"):
@@ -150,7 +157,7 @@ def test_a_fault_that_does_not_apply_changes_nothing(slug: str, problem: Problem
     fault = next(each for each in FAULTS if each.slug == slug)
     assert not fault.applies(problem, config)
     inputs = materialise(problem, Recipe(), "cpu")
-    correct, wrong = (outputs(registry.get(name), problem, config, inputs) for name in ("emulated", f"fault.numeric.{slug}"))
+    correct, wrong = (outputs(kernel, problem, config, inputs) for kernel in (KERNEL, fault_kernel(slug)))
     assert same(correct, wrong)
 
 
@@ -159,16 +166,18 @@ def test_there_are_35_faults_and_a_gray_one() -> None:
     assert [each.slug for each in FAULTS if each.gray] == ["l_from_rounded_P"]
 
 
-def test_they_are_found_by_name_and_never_listed() -> None:
-    assert not [name for name in registry.names() if "emulated" in name or name.startswith("fault.")]
+def test_the_correct_ones_are_known_by_name_and_where_other_processes_find_them() -> None:
+    for kernel in (KERNEL, PRESCALED, TF32):
+        assert isinstance(kernel, Kernel)
+        origin = registry.origin(kernel.name)
+        assert origin is not None
+        assert registry.get(kernel.name) is kernel is registry.found_at(origin.target)
     with pytest.raises(registry.UnknownKernel):
-        registry.get("fault.numeric.none")
-    for name in ("emulated", "emulated.prescaled", "fault.numeric.O_truncated"):
-        assert isinstance(registry.get(name), Kernel)
+        registry.get(fault_kernel("O_truncated").name)
 
 
 def test_a_config_that_it_does_not_know_is_refused() -> None:
-    kernel = registry.get("emulated")
+    kernel = KERNEL
     for config, text in (
         (Config(tile=3), "config='tile': no such choice"),
         (Config(mma="half"), "config.mma='half'"),
@@ -186,7 +195,7 @@ def test_a_config_that_it_does_not_know_is_refused() -> None:
 
 
 def test_its_configs_can_all_be_drawn() -> None:
-    kernel = registry.get("emulated")
+    kernel = KERNEL
     assert len(sample(PLAIN)) == len(set(sample(PLAIN)))
     variants = all_variants(kernel, "cpu")
     assert {each.config["mma"] for each in variants if each.dtype == "float16"} == {"f32", "rz", "tc"}
@@ -225,7 +234,7 @@ def test_tf32_is_within_its_budgets() -> None:
         seqlens_q=(2, 2), seqlens_k=(2, 2), packing="dense", dim_qk=64, dim_v=64, heads=3, kv_heads=3, dtype="float32",
         causal="top_left", softmax_scale=0.0078125,
     )  # fmt: skip
-    kernel = registry.get("emulated.tf32")
+    kernel = TF32
     for seed in range(40):
         for pattern in ("sink", "normal"):
             recipe = Recipe(pattern=pattern, seed=seed)

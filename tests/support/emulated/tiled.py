@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-
-from attnfuzz.kernels.emulated.arithmetic import Accumulation, product, rounded, truncated
-from attnfuzz.kernels.emulated.choices import Choices
-from attnfuzz.kernels.emulated.faults import Change, Rounding
-from attnfuzz.kernels.emulated.modified import Modified
-
-__all__ = ["Sequence", "Tiled"]
+from support.emulated.arithmetic import Accumulation, product, rounded, truncated
+from support.emulated.choices import Choices
+from support.emulated.faults import Change, Rounding
+from support.emulated.modified import Modified
 
 _INF = math.inf
 

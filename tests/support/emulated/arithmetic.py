@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["DTYPES", "Accumulation", "cut_to_tf32", "product", "rounded", "toward_zero", "truncated"]
-
 Accumulation = Literal["f32", "rz", "tc", "half", "tf32"]
 """f32: torch's own. rz: exact blocks of 16, added to float32 toward zero. tc: blocks of 16 aligned to the largest term and cut
 two bits below float32's last, as measured of Hopper's tensor cores (Fasi et al. 2021; Khattak and Mikaitis 2025). half: blocks
@@ -65,8 +63,8 @@ def product(
     if accumulation == "tf32":
         a, b = cut_to_tf32(a), cut_to_tf32(b)
     if accumulation in ("f32", "tf32"):
-        found = torch.matmul(a, b)
-        return found if start is None else start + found
+        whole = torch.matmul(a, b)
+        return whole if start is None else start + whole
     left, right = a.double(), b.double()
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     total = a.new_zeros((*batch, a.shape[-2], b.shape[-1]), dtype=torch.float64) if start is None else start.double()

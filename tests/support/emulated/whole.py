@@ -1,4 +1,4 @@
-"""An emulated kernel in plain torch float32: what a correct half-precision kernel does, with hooks that plant numeric faults."""
+"""The simpler emulated kernel: each sequence whole, in torch float32, with hooks that plant numeric faults."""
 
 from __future__ import annotations
 
