@@ -34,7 +34,7 @@ from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import met
 from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
 
-__all__ = ["campaign", "executor_for"]
+__all__ = ["executor_for", "run_campaign"]
 
 _MET = 3
 """So many times the variants' compiles, at most, for what else drawn Cases have compiled in."""
@@ -53,7 +53,7 @@ def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
     )
 
 
-def campaign(
+def run_campaign(
     kernels: Sequence[Kernel], settings: Settings, listener: Listener, executor: Executor | None = None
 ) -> CampaignFinished:
     """Try `kernels` one after the other, each with an even share of the budget.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from attnfuzz.harness.audit.calibrate.known import Known, matching
-from attnfuzz.harness.campaign.campaign import campaign, executor_for
+from attnfuzz.harness.campaign.campaign import executor_for, run_campaign
 from attnfuzz.harness.campaign.events import Event, FailureFound, Found, KernelStarted, KernelSummary, Shrunk, TrialFinished
 from attnfuzz.harness.campaign.settings import ProfileName, Settings
 from attnfuzz.harness.campaign.shrink import tries
@@ -133,7 +133,7 @@ def take_turn(asked: Asked, tell: Told) -> Turn:
         executor = executor_for([kernel], settings)
         environment = executor.describe()
         counter.versions = environment["versions"]
-        finished = campaign([kernel], settings, counter, executor)
+        finished = run_campaign([kernel], settings, counter, executor)
         summary = finished.summaries[0]
         seen = [] if finished.interrupted or finished.lost else counter.seen_again(executor)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Found, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation import reaper
@@ -139,7 +139,7 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
                     device=device, max_examples=most, max_failures=most_failures, out=folder, plain=True, maps=False
                 )
                 kernels = [registry.get(name) for name in group]
-                finished = campaign(kernels, settings, listener, executor)
+                finished = run_campaign(kernels, settings, listener, executor)
                 if finished.interrupted:
                     raise KeyboardInterrupt
                 for broken in finished.broken:

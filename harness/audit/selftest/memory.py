@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Found, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
@@ -95,7 +95,7 @@ def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASE
             def run(names: Sequence[str], most: int, *, faulty: bool) -> tuple[KernelSummary, ...]:
                 failures = 1 if faulty else None
                 settings = Settings(max_examples=most, max_failures=failures, out=folder, seed=seed, plain=faulty, maps=False)
-                finished = campaign([registry.get(name) for name in names], settings, listener, executor)
+                finished = run_campaign([registry.get(name) for name in names], settings, listener, executor)
                 if finished.interrupted:
                     raise KeyboardInterrupt
                 for broken in finished.broken:

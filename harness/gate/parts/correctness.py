@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnfuzz.harness.campaign.blob import blob_of
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.campaign.events import CampaignFinished, Event, FailureFound, Found, KernelStarted, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
@@ -87,7 +87,7 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
     Raises:
         InterruptedCampaignError: by the user.
     """
-    done = campaign([kernel], settings, _Told(progress), executor)
+    done = run_campaign([kernel], settings, _Told(progress), executor)
     findings = tuple(dict.fromkeys(finding for each in done.found for finding in _of_found(each)))
     summary = done.summaries[0]
     text = f"{summary.cases} cases in {summary.seconds:.1f} s, {len(done.found)} failure{'s' * (len(done.found) != 1)}"
