@@ -12,7 +12,7 @@ import my_attention
 import pytest
 from my_attention.subject import KERNEL
 
-from attnfuzz.harness.plugin import fuzz
+from attnfuzz.harness import fuzz
 
 test_kernel = fuzz(KERNEL, max_examples=12)
 

@@ -134,7 +134,8 @@ def test_a_case_that_kills_every_run_is_given_up(tmp_path: Path) -> None:
         "from attnfuzz.kernels import registry\n"
         "def dies(made): os.kill(os.getpid(), signal.SIGKILL)\n"
         "kernel = registry.register(attacks.Attack(dies))\n"
-        "done = run_campaign([kernel], Settings(max_examples=int(sys.argv[3]), in_process=True, out=sys.argv[2]), lambda _: None)\n"
+        "settings = Settings(max_examples=int(sys.argv[3]), in_process=True, out=sys.argv[2])\n"
+        "done = run_campaign([kernel], settings, lambda _: None)\n"
         "print('done', done.summaries[0].cases)"
     )
     out, here = tmp_path / "out", str(TESTS)

@@ -1,0 +1,46 @@
+"""Pages of the documentation and their fenced blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.paths import ROOT
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+README = ROOT / "README.md"
+"""Its one session is run by test_readme.py."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, what stands beside it, its text and its line."""
+
+    language: str
+    words: tuple[str, ...]
+    text: str
+    line: int
+
+    @property
+    def file(self) -> str | None:
+        return next((word.removeprefix("file=") for word in self.words if word.startswith("file=")), None)
+
+    @property
+    def commands(self) -> list[tuple[str, int]]:
+        """The commands of a session and the exit code of each."""
+        joined = re.sub(r"\\\n", " ", self.text)
+        found = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+        return [(re.sub(r"\s+# exit \d+$", "", one), int((re.findall(r"# exit (\d+)$", one) or ["0"])[0])) for one in found]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(match[1], tuple(match[2].split()), match[3], text[: match.start()].count("\n") + 1)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
