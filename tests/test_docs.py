@@ -19,8 +19,9 @@ from pathlib import Path
 
 import click
 import pytest
-from support.pages import PAGES, README, Block, blocks, name_of
+from support.pages import ARCHITECTURE, CONTRIBUTING, PAGES, README, Block, blocks, name_of
 from support.paths import ROOT
+from test_architecture import PACKAGES
 
 from attnfuzz.harness.cli.main import main
 
@@ -126,6 +127,31 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
     for name in re.findall(r"(?<![\w/.])(docs/[\w/-]+\.md)", text):
         assert (ROOT / name).exists(), f"{name_of(page)}: {name}"
+
+
+def test_the_architecture_has_the_packages_in_their_order() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| `harness/(\w+)/` \|", text, re.MULTILINE)) == PACKAGES
+    assert len(text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=name_of)
+def test_files_and_names_and_environments_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", line)
+        for path in paths:
+            # A line about a folder names what is in it without that folder.
+            assert (ROOT / path).exists() or (ROOT / paths[0] / path).exists(), f"{page.name}: {path}"
+    for path in re.findall(r"<br>([\w/.]+)", text):
+        assert (ROOT / path).exists() or (ROOT / "harness" / path).exists(), f"{page.name}: {path}"
+    for name, path in re.findall(r"`(\w+)`[^`|.]{0,4}\b(?:of|in) `([\w/]+\.py)`", text):
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), f"{page.name}: {name} in {path}"
+    tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
+    for name in re.findall(r"tox -e ([\w-]+)", text):
+        assert f"[testenv:{name}]" in tox, f"{page.name}: tox -e {name}"
+    for block in sessions(page):
+        assert all((ROOT / path).exists() for path in re.findall(r"\btests/[\w/.]+", block.text)), f"{page.name}:{block.line}"
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions write signatures otherwise")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from support.paths import ROOT
 
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+ARCHITECTURE, CONTRIBUTING = ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ARCHITECTURE, CONTRIBUTING]
 README = ROOT / "README.md"
 """Its one session is run by test_readme.py."""
 
