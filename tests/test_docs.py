@@ -1,4 +1,4 @@
-"""The docs tell the truth: the reference is the code's, links lead somewhere, and every command block is run.
+"""Documentation is right: the reference is the code's, links and names lead somewhere, and every command block is run.
 
 A fenced block of `console` is a session: its lines that begin with "$ " are run one after the other, in a folder of the page's
 own, and end with 0, or with what "# exit N" at the line's end says. After the word `console`: `slow` and `gpu` as pytest's marks,
@@ -46,7 +46,7 @@ def marked() -> Iterator[pytest.ParameterSet]:
 
 
 def wanted(block: Block, kind: str) -> bool:
-    """Whether a block is run in the test of `kind`: that kind's own blocks and, before them, the plain ones they build on."""
+    """Whether a block is of `kind`, slow or gpu; an empty `kind` stands for plain blocks."""
     if block.language != "console" or "elsewhere" in block.words:
         return False
     own = {"slow", "gpu"} & set(block.words)
@@ -68,11 +68,11 @@ def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path:
         if not (wanted(each, kind) or (kind and wanted(each, ""))):
             continue
         for command, code in each.commands:
-            told = f"{name_of(page)}:{each.line}: {command}"
+            where = f"{name_of(page)}:{each.line}: {command}"
             done = subprocess.run(
                 ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
             )
-            assert done.returncode == code, f"{told}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            assert done.returncode == code, f"{where}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
@@ -82,7 +82,7 @@ def test_every_block_is_of_a_known_kind(page: Path) -> None:
         where = f"{name_of(page)}:{each.line}"
         assert not set(each.words) - KINDS - {f"file={each.file}"}, where
         if each.language == "text" and generated:
-            # A usage line is no session; it is the code's own, as is its docstrings' text.
+            # Usage lines and docstrings look like sessions.
             continue
         if each.language != "console":
             lines = each.text.splitlines()
@@ -95,20 +95,19 @@ def test_every_block_is_of_a_known_kind(page: Path) -> None:
 
 
 def attnfuzz_calls(command: str) -> list[list[str]]:
-    """The calls of attnfuzz in a shell line, their words after that."""
-    found = []
+    """Return the arguments of each call of attnfuzz in a shell line."""
+    calls = []
     for part in re.split(r"&&|\|\||;|\|", command):
         words = shlex.split(part, comments=True)
-        words = [*words]
         while words and re.fullmatch(r"\w+=.*", words[0]):
             words.pop(0)
         if words and words[0] == "attnfuzz":
-            found.append([word for word in words[1:] if not re.match(r"\d?>", word)])
-    return found
+            calls.append([word for word in words[1:] if not re.match(r"\d?>", word)])
+    return calls
 
 
 def parse(argv: list[str], where: str) -> None:
-    """Whether the options are the command's."""
+    """Check that the options are the command's."""
     group: click.Command = main
     while isinstance(group, click.Group) and argv and not argv[0].startswith("-"):
         assert argv[0] in group.commands, f"{where}: no command {argv[0]}"
@@ -116,7 +115,7 @@ def parse(argv: list[str], where: str) -> None:
     known = {name for each in group.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h", "--version"}
     for word in argv:
         if word.startswith("-") and not re.fullmatch(r"-\d.*|-", word):
-            assert word.split("=")[0] in known, f"{where}: {word} is no option of {group.name}"
+            assert word.split("=")[0] in known, f"{where}: {group.name} has no option {word}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)

@@ -17,7 +17,7 @@ README = ROOT / "README.md"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, what stands beside it, its text and its line."""
+    """A fenced block: its language, the words after it, its text and its line."""
 
     language: str
     words: tuple[str, ...]
@@ -30,14 +30,14 @@ class Block:
 
     @property
     def commands(self) -> list[tuple[str, int]]:
-        """The commands of a session and the exit code of each."""
+        """Commands of a session, each with its exit code."""
         joined = re.sub(r"\\\n", " ", self.text)
-        found = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
-        return [(re.sub(r"\s+# exit \d+$", "", one), int((re.findall(r"# exit (\d+)$", one) or ["0"])[0])) for one in found]
+        lines = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+        return [(re.sub(r"\s+# exit \d+$", "", one), int((re.findall(r"# exit (\d+)$", one) or ["0"])[0])) for one in lines]
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page."""
+    """Yield the fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield Block(match[1], tuple(match[2].split()), match[3], text[: match.start()].count("\n") + 1)

@@ -1,4 +1,4 @@
-"""What attnfuzz is told of the kernel."""
+"""The kernel as declared to attnfuzz."""
 
 from attnfuzz.kernels import dense
 from my_attention import kernels
