@@ -13,32 +13,10 @@ from typing import Any
 import click
 
 FOLDER = Path(__file__).parent / "reference"
-MODULES = (
-    "attnfuzz.harness.plugin",
-    "attnfuzz.kernels.adapters",
-    "attnfuzz.kernels.contract",
-    "attnfuzz.kernels.problem",
-    "attnfuzz.kernels.registry",
-    "attnfuzz.kernels.lowering",
-    "attnfuzz.kernels.expressions.tree",
-    "attnfuzz.kernels.expressions.named",
-    "attnfuzz.kernels.expressions.tracing",
-    "attnfuzz.kernels.autograd",
-    "attnfuzz.strategies.case",
-    "attnfuzz.harness.campaign.settings",
-    "attnfuzz.harness.campaign.campaign",
-    "attnfuzz.harness.campaign.events",
-    "attnfuzz.harness.judge.failure",
-    "attnfuzz.harness.judge.verdict",
-    "attnfuzz.harness.campaign.corpus",
-    "attnfuzz.harness.campaign.blob",
-    "attnfuzz.harness.repro.reproduce",
-    "attnfuzz.oracles.attention",
-    "attnfuzz.oracles.budgets.bounds",
-)
-"""What others may build on, first what most will."""
+MODULES = ("attnfuzz.harness", "attnfuzz.kernels", "attnfuzz.kernels.expressions")
+"""What others may build on; tests/test_public.py holds documentation and examples to it."""
 EXIT_CODES = """\
-| exit code | of all commands | besides |
+| exit code | of all commands | in addition |
 |---|---|---|
 | 0 | clean | `repro`: FIXED; `gate`: passed, or let through by the ledger; `selftest`: all as it should be |
 | 1 | failures were found | `repro`: FAILED; `check-adapter`: the contract is not fulfilled |
@@ -49,7 +27,7 @@ NOTE = "<!-- Written by docs/generate.py from the code; a test compares. -->\n"
 
 
 def cli_page() -> str:
-    """Every command with its arguments and options."""
+    """Return the page of every command with its arguments and options."""
     from attnfuzz.harness.cli.main import main
 
     parts = [f"# Command line\n\n{NOTE}\n{EXIT_CODES}"]
@@ -64,28 +42,28 @@ def cli_page() -> str:
 
 
 def table(rows: list[str]) -> list[str]:
-    """The table of some options, if there are any."""
+    """Return the rows as a Markdown table, or nothing without rows."""
     return ["\n".join(["| option | |", "|---|---|", *rows]) + "\n"] if rows else []
 
 
 class Options:
-    """Stands for pytest's parser: keeps the options that it is given."""
+    """Stand-in for pytest's parser that keeps its options."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start without options."""
         self.rows: list[str] = []
 
     def getgroup(self, *_: str) -> Options:
-        """All groups are one."""
+        """Return this object: groups are not distinguished."""
         return self
 
     def addoption(self, name: str, **more: Any) -> None:
-        """Keep the row of an option."""
+        """Keep an option as a row."""
         self.rows.append(f"| `{cell(name + ' ' + more.get('metavar', ''))}` | {cell(more['help'])} |")
 
 
 def pytest_options() -> list[str]:
-    """What the plugin adds to pytest."""
+    """Return the section about the plugin's options."""
     from attnfuzz.harness.plugin.options import pytest_addoption
 
     options: Any = Options()
@@ -94,7 +72,7 @@ def pytest_options() -> list[str]:
 
 
 def commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
-    """The command and those within it, by name; a group that only holds others is left out."""
+    """Yield the command and its subcommands by name, groups left out."""
     if not isinstance(command, click.Group):
         yield path, command
         return
@@ -103,18 +81,18 @@ def commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Com
 
 
 def cell(text: str) -> str:
-    """Text that a table of Markdown may hold."""
+    """Escape `text` for a Markdown table."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
 
 
 def paragraphs(text: str) -> str:
-    """Click's help with its line breaks taken out."""
+    """Join the lines of each paragraph of click's help."""
     return "\n\n".join(re.sub(r"\s+", " ", each).strip() for each in inspect.cleandoc(text).split("\n\n"))
 
 
 def api_page() -> str:
-    """Every public name of the modules that others may build on."""
-    parts = [f"# API\n\n{NOTE}\nWhat `__all__` of these modules names. Modules not listed here may change without notice.\n"]
+    """Return the page of every public name of `MODULES`."""
+    parts = [f"# API\n\n{NOTE}\nThe public names. Everything else may change without notice.\n"]
     for name in MODULES:
         module = importlib.import_module(name)
         parts.append(f"## `{name}`\n\n{inspect.cleandoc(module.__doc__ or '')}\n")
@@ -123,7 +101,7 @@ def api_page() -> str:
 
 
 def entry(name: str, value: Any) -> str:
-    """One public name: its signature and its docstring."""
+    """Return the section of one public name: its signature and docstring."""
     own = inspect.isclass(value) or inspect.isfunction(value)
     title = f"### `{name}{signature(value) if own else ''}`\n"
     text = inspect.cleandoc(value.__doc__ or "") if own else f"`{type(value).__name__}`"
@@ -131,7 +109,7 @@ def entry(name: str, value: Any) -> str:
 
 
 def signature(value: Any) -> str:
-    """Its parameters as written; of a class without one of its own, nothing."""
+    """Return the parameters as written; an empty text for a class without a signature."""
     try:
         text = str(inspect.signature(value))
     except (TypeError, ValueError):
@@ -142,12 +120,12 @@ def signature(value: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages; with --check, say which are not what the code gives."""
+    """Write the pages; with --check, name those that are stale."""
     pages = {FOLDER / "cli.md": cli_page(), FOLDER / "api.md": api_page()}
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in arguments:
         for path in stale:
-            print(f"{path.name}: not what the code says; run python docs/generate.py")
+            print(f"{path.name} is stale; run python docs/generate.py")
         return 1 if stale else 0
     FOLDER.mkdir(exist_ok=True)
     for path in stale:

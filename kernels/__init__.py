@@ -1,1 +1,65 @@
-"""The subjects under test, and the one contract they all fulfil."""
+"""The subjects under test, and the one contract they all fulfil. Public are the names below."""
+
+from typing import TYPE_CHECKING
+
+from attnfuzz.kernels.support.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnfuzz.kernels.adapters import dense, varlen
+    from attnfuzz.kernels.autograd import attention, attention_padded, attention_varlen
+    from attnfuzz.kernels.contract import (
+        BuildError,
+        Built,
+        Capabilities,
+        Config,
+        Deviations,
+        Inputs,
+        Kernel,
+        Outputs,
+        why_unsupported,
+    )
+    from attnfuzz.kernels.errors import BadArgument
+    from attnfuzz.kernels.lowering import Lowers, MachineCode, Unit
+    from attnfuzz.kernels.problem import Layout, Needs, Problem
+    from attnfuzz.kernels.registry import get, names, register
+
+__all__ = [
+    "BadArgument",
+    "BuildError",
+    "Built",
+    "Capabilities",
+    "Config",
+    "Deviations",
+    "Inputs",
+    "Kernel",
+    "Layout",
+    "Lowers",
+    "MachineCode",
+    "Needs",
+    "Outputs",
+    "Problem",
+    "Unit",
+    "attention",
+    "attention_padded",
+    "attention_varlen",
+    "dense",
+    "get",
+    "names",
+    "register",
+    "varlen",
+    "why_unsupported",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "attnfuzz.kernels.adapters": "dense varlen",
+            "attnfuzz.kernels.autograd": "attention attention_padded attention_varlen",
+            "attnfuzz.kernels.contract": "BuildError Built Capabilities Config Deviations Inputs Kernel Outputs why_unsupported",
+            "attnfuzz.kernels.errors": "BadArgument",
+            "attnfuzz.kernels.lowering": "Lowers MachineCode Unit",
+            "attnfuzz.kernels.problem": "Layout Needs Problem",
+            "attnfuzz.kernels.registry": "get names register",
+        },
+    )

@@ -1,4 +1,4 @@
-"""The docs tell the truth: the reference is the code's, links lead somewhere, and every command block is run.
+"""Documentation is right: the reference is the code's, links and names lead somewhere, and every command block is run.
 
 A fenced block of `console` is a session: its lines that begin with "$ " are run one after the other, in a folder of the page's
 own, and end with 0, or with what "# exit N" at the line's end says. After the word `console`: `slow` and `gpu` as pytest's marks,
@@ -15,56 +15,22 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import pytest
+from support.pages import ARCHITECTURE, CONTRIBUTING, PAGES, README, Block, blocks, name_of
 from support.paths import ROOT
+from test_architecture import PACKAGES
 
 from attnfuzz.harness.cli.main import main
 
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
 KINDS = {"slow", "gpu", "elsewhere"}
-README = ROOT / "README.md"
-"""Its one session is run by test_readme.py."""
 GENERATED = "<!-- Written by docs/generate.py"
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, what stands beside it, its text and its line."""
-
-    language: str
-    words: tuple[str, ...]
-    text: str
-    line: int
-
-    @property
-    def file(self) -> str | None:
-        return next((word.removeprefix("file=") for word in self.words if word.startswith("file=")), None)
-
-    @property
-    def commands(self) -> list[tuple[str, int]]:
-        """The commands of a session and the exit code of each."""
-        joined = re.sub(r"\\\n", " ", self.text)
-        found = [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
-        return [(re.sub(r"\s+# exit \d+$", "", one), int((re.findall(r"# exit (\d+)$", one) or ["0"])[0])) for one in found]
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page."""
-    text = page.read_text(encoding="utf-8")
-    for match in re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield Block(match[1], tuple(match[2].split()), match[3], text[: match.start()].count("\n") + 1)
 
 
 def sessions(page: Path) -> list[Block]:
     return [each for each in blocks(page) if each.language == "console"]
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def marked() -> Iterator[pytest.ParameterSet]:
@@ -80,7 +46,7 @@ def marked() -> Iterator[pytest.ParameterSet]:
 
 
 def wanted(block: Block, kind: str) -> bool:
-    """Whether a block is run in the test of `kind`: that kind's own blocks and, before them, the plain ones they build on."""
+    """Whether a block is of `kind`, slow or gpu; an empty `kind` stands for plain blocks."""
     if block.language != "console" or "elsewhere" in block.words:
         return False
     own = {"slow", "gpu"} & set(block.words)
@@ -102,11 +68,11 @@ def test_the_commands_of_a_page_do_what_it_says(page: Path, kind: str, tmp_path:
         if not (wanted(each, kind) or (kind and wanted(each, ""))):
             continue
         for command, code in each.commands:
-            told = f"{name_of(page)}:{each.line}: {command}"
+            where = f"{name_of(page)}:{each.line}: {command}"
             done = subprocess.run(
                 ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
             )
-            assert done.returncode == code, f"{told}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            assert done.returncode == code, f"{where}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
@@ -116,7 +82,7 @@ def test_every_block_is_of_a_known_kind(page: Path) -> None:
         where = f"{name_of(page)}:{each.line}"
         assert not set(each.words) - KINDS - {f"file={each.file}"}, where
         if each.language == "text" and generated:
-            # A usage line is no session; it is the code's own, as is its docstrings' text.
+            # Usage lines and docstrings look like sessions.
             continue
         if each.language != "console":
             lines = each.text.splitlines()
@@ -129,20 +95,19 @@ def test_every_block_is_of_a_known_kind(page: Path) -> None:
 
 
 def attnfuzz_calls(command: str) -> list[list[str]]:
-    """The calls of attnfuzz in a shell line, their words after that."""
-    found = []
+    """Return the arguments of each call of attnfuzz in a shell line."""
+    calls = []
     for part in re.split(r"&&|\|\||;|\|", command):
         words = shlex.split(part, comments=True)
-        words = [*words]
         while words and re.fullmatch(r"\w+=.*", words[0]):
             words.pop(0)
         if words and words[0] == "attnfuzz":
-            found.append([word for word in words[1:] if not re.match(r"\d?>", word)])
-    return found
+            calls.append([word for word in words[1:] if not re.match(r"\d?>", word)])
+    return calls
 
 
 def parse(argv: list[str], where: str) -> None:
-    """Whether the options are the command's."""
+    """Check that the options are the command's."""
     group: click.Command = main
     while isinstance(group, click.Group) and argv and not argv[0].startswith("-"):
         assert argv[0] in group.commands, f"{where}: no command {argv[0]}"
@@ -150,7 +115,7 @@ def parse(argv: list[str], where: str) -> None:
     known = {name for each in group.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h", "--version"}
     for word in argv:
         if word.startswith("-") and not re.fullmatch(r"-\d.*|-", word):
-            assert word.split("=")[0] in known, f"{where}: {word} is no option of {group.name}"
+            assert word.split("=")[0] in known, f"{where}: {group.name} has no option {word}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
@@ -161,6 +126,31 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
     for name in re.findall(r"(?<![\w/.])(docs/[\w/-]+\.md)", text):
         assert (ROOT / name).exists(), f"{name_of(page)}: {name}"
+
+
+def test_the_architecture_has_the_packages_in_their_order() -> None:
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| `harness/(\w+)/` \|", text, re.MULTILINE)) == PACKAGES
+    assert len(text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=name_of)
+def test_files_and_names_and_environments_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", line)
+        for path in paths:
+            # A line about a folder names what is in it without that folder.
+            assert (ROOT / path).exists() or (ROOT / paths[0] / path).exists(), f"{page.name}: {path}"
+    for path in re.findall(r"<br>([\w/.]+)", text):
+        assert (ROOT / path).exists() or (ROOT / "harness" / path).exists(), f"{page.name}: {path}"
+    for name, path in re.findall(r"`(\w+)`[^`|.]{0,4}\b(?:of|in) `([\w/]+\.py)`", text):
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), f"{page.name}: {name} in {path}"
+    tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
+    for name in re.findall(r"tox -e ([\w-]+)", text):
+        assert f"[testenv:{name}]" in tox, f"{page.name}: tox -e {name}"
+    for block in sessions(page):
+        assert all((ROOT / path).exists() for path in re.findall(r"\btests/[\w/.]+", block.text)), f"{page.name}:{block.line}"
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions write signatures otherwise")

@@ -1,4 +1,4 @@
-"""The README tells the truth: its session is the demo's, its commands and files exist."""
+"""The README is right: its session is the demo's, its commands and files exist."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["campaign", "executor_for"]
+__all__ = ["executor_for", "run_campaign"]
 
 
 def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
@@ -43,7 +43,7 @@ def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
     )
 
 
-def campaign(
+def run_campaign(
     kernels: Sequence[Kernel], settings: Settings, listener: Listener, executor: Executor | None = None
 ) -> CampaignFinished:
     """Try `kernels` one after the other, each with an even share of the budget.

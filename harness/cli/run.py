@@ -140,7 +140,7 @@ def _bytes(gib: float) -> int:
 
 
 def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool) -> int:
-    from attnfuzz.harness.campaign.campaign import campaign
+    from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.gate.known import LedgerResult
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
@@ -148,7 +148,7 @@ def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: 
     terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
-        finished = campaign(kernels, settings, to_all(terminal, recorder, figures))
+        finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures))
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
         _show_ledger(terminal.console, known, result)
@@ -217,7 +217,7 @@ def _recorder(settings: Any) -> Recorder:
 @json_option
 def demo_command(out: str, seed: int, as_json: bool) -> None:
     """Find, shrink, show and reproduce a real bug planted in a copy of triton.varlen; exit 0 if all of that worked."""
-    from attnfuzz.harness.campaign.campaign import campaign
+    from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.harness.report.terminal import Terminal
 
@@ -227,7 +227,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     if not as_json:
         terminal.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
     with _recorder(settings) as recorder:
-        finished = campaign([registry.get("demo.varlen")], settings, to_all(Terminal(terminal), recorder))
+        finished = run_campaign([registry.get("demo.varlen")], settings, to_all(Terminal(terminal), recorder))
     planted = [each for each in finished.findings if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)

@@ -28,7 +28,7 @@ _EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
 
 def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
     """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one instead."""
-    from attnfuzz.harness.campaign.campaign import campaign
+    from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.kernels.problem import BadArgument
 
     subject, settings = _subject(kernel, request.config, shard, shards, most)
@@ -37,7 +37,7 @@ def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request:
         return
     try:
         with _recorder(settings, _again(subject, request)) as recorder:
-            finished = campaign([subject], settings, recorder, _executor(request.config, subject, settings))
+            finished = run_campaign([subject], settings, recorder, _executor(request.config, subject, settings))
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if finished.interrupted:

@@ -12,7 +12,7 @@ import my_attention
 import pytest
 from my_attention.subject import KERNEL
 
-from attnfuzz.harness.plugin import fuzz
+from attnfuzz.harness import fuzz
 
 test_kernel = fuzz(KERNEL, max_examples=12)
 
@@ -33,13 +33,13 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
-    failure = found(fault, tmp_path)
+    failure = first_failure(fault, tmp_path)
     assert failure["identity"]["output"] in FAULTS[fault][2], failure["identity"]
     assert failure["repro"].endswith("--kernel broken_attention.subject:KERNEL")
     assert Path(tmp_path, failure["path"]).is_file()
     if fault != next(iter(FAULTS)):
         return
-    # The line that was printed runs it again; the same case is FIXED once the kernel is mended.
+    # The line that was printed runs it again; the same case is FIXED once the kernel is right again.
     line, wrong, _ = FAULTS[fault]
     command = failure["repro"].split()[1:]
     assert attnfuzz(*command, "--device", "cpu", cwd=tmp_path).stdout.startswith("FAILED ")
@@ -48,7 +48,7 @@ def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     assert attnfuzz(*command, "--device", "cpu", cwd=tmp_path).stdout.startswith("FIXED ")
 
 
-def found(fault: str, folder: Path) -> dict[str, Any]:
+def first_failure(fault: str, folder: Path) -> dict[str, Any]:
     """The first failure of a copy of this package, broken_attention, that has the fault."""
     line, wrong, _ = FAULTS[fault]
     copy = folder / "broken_attention"

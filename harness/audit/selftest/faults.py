@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation import reaper
@@ -147,7 +147,7 @@ def summaries_of(names: Sequence[str], settings: Settings, listener: Listener, e
         ExecutionError: a kernel could not be tried.
         KeyboardInterrupt: the campaign was interrupted.
     """
-    finished = campaign([registry.get(name) for name in names], settings, listener, executor)
+    finished = run_campaign([registry.get(name) for name in names], settings, listener, executor)
     if finished.interrupted:
         raise KeyboardInterrupt
     for broken in finished.broken:

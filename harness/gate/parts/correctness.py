@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from attnfuzz.harness.campaign.blob import blob_of
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.campaign.events import (
     CampaignFinished,
@@ -106,7 +106,7 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
     Raises:
         InterruptedCampaignError: the user pressed Ctrl-C.
     """
-    done = campaign([kernel], settings, _CampaignProgress(progress), executor)
+    done = run_campaign([kernel], settings, _CampaignProgress(progress), executor)
     part = campaign_part(done.summaries[0], done, settings)
     if done.interrupted:
         raise InterruptedCampaignError(part)

@@ -18,7 +18,7 @@ import pytest
 from support.paths import CORPUS
 
 from attnfuzz.harness.campaign.blob import stored_case
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import Event, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
@@ -71,7 +71,7 @@ def test_the_same_seed_draws_the_same_cases(kernel: str, seed: int) -> None:
         pytest.skip(reason)
     events: list[Event] = []
     settings = Settings(device="cpu", seed=seed, max_examples=20, out=None, replay=False, maps=False)
-    campaign([registry.get(kernel)], settings, events.append, Nothing())
+    run_campaign([registry.get(kernel)], settings, events.append, Nothing())
     expected = [row["case"] for row in ROWS if (row["kernel"], row["seed"]) == (kernel, seed)]
     assert len(expected) == 20
     assert expected == [json.loads(each.case.canonical()) for each in events if isinstance(each, TrialFinished)]

@@ -15,7 +15,7 @@ import pytest
 from support import attacks
 from support.paths import TESTS
 
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation import reaper
@@ -75,7 +75,7 @@ def test_the_campaign_goes_on_and_the_next_kernel_is_right(
     kernels = [registry.register(attacks.Attack(each)) for each in (happens, None)]
     settings = Settings(max_examples=8, max_failures=1, out=str(tmp_path), seed=1)
     start = time.monotonic()
-    done = campaign(kernels, settings, lambda _: None, executor)
+    done = run_campaign(kernels, settings, lambda _: None, executor)
     assert time.monotonic() - start < 120
     assert not done.broken
     bad, good = done.summaries
@@ -104,7 +104,7 @@ def test_a_module_that_only_a_child_cannot_import_ends_its_own_turn(tmp_path: Pa
     monkeypatch.syspath_prepend(tmp_path)
     only_here = __import__("only_here")
     kernels = [registry.register(only_here.Mine(attacks.raises_unheard)), registry.register(attacks.Attack(None))]
-    done = campaign(kernels, Settings(max_examples=5, out=str(tmp_path / "out")), lambda _: None, executor)
+    done = run_campaign(kernels, Settings(max_examples=5, out=str(tmp_path / "out")), lambda _: None, executor)
     [broken] = done.broken
     assert broken.kernel == "attack.raises_unheard"
     assert "a child process cannot import it: OSError: not here" in broken.error
@@ -129,12 +129,13 @@ def test_closing_waits_for_no_stranger() -> None:
 def test_a_case_that_kills_every_run_is_given_up(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[1]); from support import attacks\n"
-        "from attnfuzz.harness.campaign.campaign import campaign\n"
+        "from attnfuzz.harness.campaign.campaign import run_campaign\n"
         "from attnfuzz.harness.campaign.settings import Settings\n"
         "from attnfuzz.kernels import registry\n"
         "def dies(made): os.kill(os.getpid(), signal.SIGKILL)\n"
         "kernel = registry.register(attacks.Attack(dies))\n"
-        "done = campaign([kernel], Settings(max_examples=int(sys.argv[3]), in_process=True, out=sys.argv[2]), lambda _: None)\n"
+        "settings = Settings(max_examples=int(sys.argv[3]), in_process=True, out=sys.argv[2])\n"
+        "done = run_campaign([kernel], settings, lambda _: None)\n"
         "print('done', done.summaries[0].cases)"
     )
     out, here = tmp_path / "out", str(TESTS)

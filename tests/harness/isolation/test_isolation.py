@@ -16,7 +16,7 @@ import pytest
 from support.runs import FunctionExecutor
 
 from attnfuzz.harness.audit.selftest import faults as selftest
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.corpus import Corpus, read_case
 from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event, Finding
 from attnfuzz.harness.campaign.journal import Journal, left_behind
@@ -85,7 +85,7 @@ def test_a_selftest_can_fail() -> None:
 def finished(name: str, tmp_path: Path, **changed: Any) -> tuple[Any, list[Event]]:
     events: list[Event] = []
     settings = Settings(**{"max_examples": 90, "max_failures": 1, "deadline": 5.0, "out": str(tmp_path), **changed})
-    return campaign([registry.get(name)], settings, events.append), events
+    return run_campaign([registry.get(name)], settings, events.append), events
 
 
 def test_a_row_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from support.report import Spoilt, failure, kernel_record, record, right, spoilt
 
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign import maps as gallery
-from attnfuzz.harness.campaign.campaign import campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.coverage import EDGES, Tally, bin_of, drawn_values
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
@@ -54,7 +54,7 @@ def run(spoil: Any = tail_keys, **changed: Any) -> tuple[events.CampaignFinished
     given = {"max_examples": 25, "max_failures": 1, "out": "found", "in_process": True, "plain": True, "seed": 1}
     settings = Settings(**{**given, **changed})
     with Recorder("found", said.append) as recorder:
-        return campaign([kernel], settings, recorder), said
+        return run_campaign([kernel], settings, recorder), said
 
 
 def the_run(folder: str = "found") -> RunRecord:

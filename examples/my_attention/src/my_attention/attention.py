@@ -27,11 +27,11 @@ class _Attention(torch.autograd.Function):
         do = do.contiguous()
         delta = (o.float() * do.float()).sum(-1).transpose(1, 2).contiguous()
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        given, constants = (q, k, v, do, lse, delta), ctx.constants
+        inputs, constants = (q, k, v, do, lse, delta), ctx.constants
         batch, seqlen_q, heads, _ = q.shape
         tiles_q, tiles_k = triton.cdiv(seqlen_q, constants["TILE_M"]), triton.cdiv(k.shape[1], constants["TILE_N"])
-        kernels.backward_queries[(tiles_q, heads, batch)](*given, dq, *ctx.sizes, **constants)
-        kernels.backward_keys[(tiles_k, k.shape[2], batch)](*given, dk, dv, *ctx.sizes, **constants)
+        kernels.backward_queries[(tiles_q, heads, batch)](*inputs, dq, *ctx.sizes, **constants)
+        kernels.backward_keys[(tiles_k, k.shape[2], batch)](*inputs, dk, dv, *ctx.sizes, **constants)
         return dq, dk, dv, None, None, None, None
 
 

@@ -22,10 +22,10 @@ def put(pointer, values, batch, rows, head, seqlen, heads, DIM: tl.constexpr):
 def scores(q, k, rows, keys, seqlen_q, seqlen_k, scale, CAUSAL: tl.constexpr):
     """Scaled scores in float32, -inf where a key is hidden: bottom-right aligned, as flash-attention's."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
+    visible = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
     if CAUSAL:
-        seen = seen & (keys[None, :] <= rows[:, None] + seqlen_k - seqlen_q)
-    return tl.where(seen, s, float("-inf"))
+        visible = visible & (keys[None, :] <= rows[:, None] + seqlen_k - seqlen_q)
+    return tl.where(visible, s, float("-inf"))
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""What attnfuzz is told of the kernel."""
+"""The kernel as declared to attnfuzz."""
 
-from attnfuzz.kernels.adapters import dense
+from attnfuzz.kernels import dense
 from my_attention import kernels
 from my_attention.attention import my_attention
 
