@@ -12,7 +12,9 @@ if TYPE_CHECKING:
         CampaignStarted,
         Event,
         FailureFound,
+        Finding,
         KernelFinished,
+        KernelSummary,
         Listener,
         Shrunk,
         TrialFinished,
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.judge.failure import Failure, Identity
     from attnfuzz.harness.judge.verdict import Verdict
     from attnfuzz.harness.plugin import fuzz
-    from attnfuzz.harness.repro.reproduce import Reproduction, reproduce
+    from attnfuzz.harness.repro.reproduce import Reproduction, Where, reproduce
     from attnfuzz.kernels.problem import Problem
     from attnfuzz.strategies.case import Case, Recipe
 
@@ -32,8 +34,10 @@ __all__ = [
     "Event",
     "Failure",
     "FailureFound",
+    "Finding",
     "Identity",
     "KernelFinished",
+    "KernelSummary",
     "Listener",
     "Problem",
     "Recipe",
@@ -42,6 +46,7 @@ __all__ = [
     "Shrunk",
     "TrialFinished",
     "Verdict",
+    "Where",
     "fuzz",
     "reproduce",
     "run_campaign",
@@ -55,13 +60,13 @@ if not TYPE_CHECKING:
         {
             "attnfuzz.harness.campaign.blob": "stored_case",
             "attnfuzz.harness.campaign.campaign": "run_campaign",
-            "attnfuzz.harness.campaign.events": "CampaignFinished CampaignStarted Event FailureFound KernelFinished Listener"
-            " Shrunk TrialFinished",
+            "attnfuzz.harness.campaign.events": "CampaignFinished CampaignStarted Event FailureFound Finding"
+            " KernelFinished KernelSummary Listener Shrunk TrialFinished",
             "attnfuzz.harness.campaign.settings": "Settings",
             "attnfuzz.harness.judge.failure": "Failure Identity",
             "attnfuzz.harness.judge.verdict": "Verdict",
             "attnfuzz.harness.plugin": "fuzz",
-            "attnfuzz.harness.repro.reproduce": "Reproduction reproduce",
+            "attnfuzz.harness.repro.reproduce": "Reproduction Where reproduce",
             "attnfuzz.kernels.problem": "Problem",
             "attnfuzz.strategies.case": "Case Recipe",
         },
