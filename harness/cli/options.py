@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
+from attnfuzz.harness.campaign.options import OPTIONS, Option
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -30,6 +32,7 @@ __all__ = [
     "kernels_option",
     "no_memory_check_option",
     "out_option",
+    "run_options",
     "seed_option",
     "writable",
     "write_file",
@@ -37,15 +40,9 @@ __all__ = [
 ]
 
 CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+_Decorator = Callable[[Any], Any]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-device_option = click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    metavar="auto|cpu|cuda",
-    help="Where the kernels run; auto takes CUDA if there is one.",
-)
 _KERNEL_HELP = "A kernel by its name, or one from anywhere: package.module:OBJECT, seen from the current folder."
 kernels_option = click.option(
     "--kernel", "more_kernels", multiple=True, metavar="MODULE:OBJECT", help=f"{_KERNEL_HELP} As KERNEL; may be repeated."
@@ -53,19 +50,31 @@ kernels_option = click.option(
 kernel_option = click.option(
     "--kernel", "owner", metavar="MODULE:OBJECT", help=f"The case's kernel, where its name alone does not find it. {_KERNEL_HELP}"
 )
-out_option = click.option("--out", default=".attnfuzz", show_default=True, metavar="DIR", help="Folder of case files.")
-in_process_option = click.option(
-    "--in-process", is_flag=True, help="No child processes, for a debugger: a kernel that crashes or hangs takes attnfuzz along."
+
+
+def _click_option(option: Option) -> _Decorator:
+    """Return the decorator that declares an option of the table."""
+    kind: Any = option.type
+    if option.least is not None:
+        of_range = click.IntRange if option.type is int else click.FloatRange
+        kind = of_range(option.least, option.most)  # type: ignore[arg-type]
+    flag: dict[str, Any] = (
+        {"is_flag": True} if option.type is bool else {"type": kind, "show_default": option.default is not None}
+    )
+    return click.option(f"--{option.name}", default=option.default, metavar=option.metavar, help=option.help, **flag)
+
+
+_RUN = {option.name: _click_option(option) for option in OPTIONS if option.only != "pytest"}
+device_option, seed_option, out_option, deadline_option, in_process_option, no_memory_check_option = (
+    _RUN[name] for name in ("device", "seed", "out", "deadline", "in-process", "no-memory-check")
 )
-deadline_option = click.option(
-    "--deadline", metavar="60s", help="Time that a stage of a trial may take before it hangs [default: 60s]."
-)
-no_memory_check_option = click.option(
-    "--no-memory-check", is_flag=True, help="Do not check every access to memory of interpreted kernels (Triton on the CPU)."
-)
-seed_option = click.option(
-    "--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order."
-)
+
+
+def run_options(command: Any) -> Any:
+    """Declare all options of the table."""
+    for decorator in reversed(_RUN.values()):
+        command = decorator(command)
+    return command
 
 
 def asked_for(kernels: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Kernel]:

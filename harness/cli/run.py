@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from attnfuzz.harness.campaign.events import to_all
+from attnfuzz.harness.campaign.options import settings_from
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -17,13 +18,10 @@ from attnfuzz.harness.cli.options import (
     WRONG_USE,
     asked_for,
     console,
-    deadline_option,
-    device_option,
-    in_process_option,
     json_option,
     kernels_option,
-    no_memory_check_option,
     out_option,
+    run_options,
     seed_option,
 )
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
@@ -31,7 +29,6 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.report.recorder import Recorder
@@ -42,72 +39,16 @@ __all__ = ["demo_command", "run_command"]
 @click.command("run")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @kernels_option
-@device_option
-@click.option("--budget", metavar="60s", help="Time for trials, compiles and shrinking not counted [default: the profile's].")
-@click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, instead of or besides a budget.")
-@click.option("--max-failures", type=int, metavar="N", help="Failures after which a kernel's turn ends.")
-@seed_option
-@click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How much is tried.")
-@out_option
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
-@deadline_option
-@click.option(
-    "--memory",
-    type=click.FloatRange(1, 1 << 20),
-    metavar="GIB",
-    help="Memory that a child process may hold, in GiB [default: half of the machine's].",
-)
-@in_process_option
-@no_memory_check_option
-@click.option("--no-maps", is_flag=True, help="Keep no maps of the errors of minimal Cases for `attnfuzz report`.")
+@run_options
 @json_option
-def run_command(
-    kernels: tuple[str, ...],
-    more_kernels: tuple[str, ...],
-    device: str,
-    budget: str | None,
-    max_examples: int | None,
-    max_failures: int | None,
-    seed: int,
-    profile: str,
-    out: str,
-    jobs: int | None,
-    deadline: str | None,
-    memory: float | None,
-    in_process: bool,
-    no_memory_check: bool,
-    no_maps: bool,
-    as_json: bool,
-) -> None:
+def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
-    from attnfuzz.harness.campaign import settings as options
-
-    settings = options.Settings(
-        device=resolve_device(device),
-        profile=options.profile(profile).name,
-        budget=None if budget is None else options.duration(budget),
-        max_examples=max_examples,
-        max_failures=max_failures,
-        seed=seed,
-        out=out,
-        jobs=jobs,
-        deadline=None if deadline is None else options.duration(deadline, "deadline"),
-        memory=None if memory is None else _bytes(memory),
-        in_process=in_process,
-        memory_check=not no_memory_check,
-        maps=not no_maps,
-    )
-    if in_process:
-        # Triton has one mode for a process, chosen at its import; somebody else's module may import it.
+    settings = settings_from(options, resolve_device(options["device"]))
+    if settings.in_process:
+        # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
     chosen = asked_for(kernels, more_kernels)
     click.get_current_context().exit(_campaign(chosen, settings, as_json=as_json))
-
-
-def _bytes(gib: float) -> int:
-    if gib != gib:
-        raise reject("memory", gib, "it is no number", "give GiB, such as 8")
-    return int(gib * (1 << 30))
 
 
 def _campaign(kernels: list[Kernel], settings: Any, *, as_json: bool) -> int:
