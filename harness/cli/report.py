@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, json_option, writable, write_file
+from attnfuzz.harness.cli.options import CLEAN, console, json_option, writable, write_file
 from attnfuzz.harness.core.text import dumps, printable
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -30,6 +29,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
     """Write one self-contained HTML page of what the runs in DIR came to (default: .attnfuzz)."""
     from attnfuzz.harness.report.html import page
     from attnfuzz.harness.report.merge import chosen, merged
+    from attnfuzz.harness.report.progress import progress_on
     from attnfuzz.harness.report.runfile import Broken, runs_of
 
     found = list(runs_of(_existing(folder)))
@@ -39,8 +39,9 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
         raise _nothing(folder, broken)
     told = merged(runs, broken)
     target = writable(output or str(Path(folder) / "report.html"), "output")
-    with click.progressbar(length=len(told.failures), label="drawing", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-        made = page(told, Path(folder), pictures=pictures, step=lambda: bar.update(1))
+    with progress_on(console(stderr=True), bar=True, count=True) as progress:
+        task = progress.add_task("drawing", total=len(told.failures))
+        made = page(told, Path(folder), pictures=pictures, step=lambda: progress.advance(task))
     write_file(target, made.text, "output")
     for each in broken:
         click.echo(f"warning: left out: {printable(each.error)}", err=True)

@@ -205,11 +205,12 @@ def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> in
 
 
 def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> int:
-    from attnfuzz.harness.repro.report import progress_on, repetition_object, show_repetition
+    from attnfuzz.harness.report.progress import progress_on
+    from attnfuzz.harness.repro.report import repetition_object, show_repetition
     from attnfuzz.harness.repro.reproduce import repeat
 
     failed = 0
-    with progress_on(console(stderr=True)) as progress:
+    with progress_on(console(stderr=True), bar=True, note=True, left=True) as progress:
         task = progress.add_task("running", total=max(1, count), note="")
 
         def each(runs: int, verdict: Any) -> None:
@@ -228,12 +229,13 @@ def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> i
 def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) -> int:
     from attnfuzz.harness.campaign.blob import is_blob
     from attnfuzz.harness.report.describe import lengths
-    from attnfuzz.harness.repro.report import progress_on, reshrunk_object, show_reshrunk
+    from attnfuzz.harness.report.progress import progress_on
+    from attnfuzz.harness.repro.report import reshrunk_object, show_reshrunk
     from attnfuzz.harness.repro.reshrink import shrink_further
 
     # Beside a blob is where the user stands.
     folder = Path() if is_blob(str(stored.path)) else stored.path.parent
-    with progress_on(console(stderr=True)) as progress:
+    with progress_on(console(stderr=True), note=True) as progress:
         task = progress.add_task("shrinking", total=None, note="")
         done = shrink_further(
             stored, seconds, where, folder,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress as Bars
-from rich.progress import TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 from rich.table import Table
 
 from attnfuzz.harness.audit.calibrate.calibrate import Calibration
@@ -21,6 +19,7 @@ from attnfuzz.harness.campaign.events import Worst
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.machine import found_object
+from attnfuzz.harness.report.progress import ProgressView, progress_on
 from attnfuzz.harness.report.terminal import show_found
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
@@ -36,31 +35,23 @@ _LEGEND = (
 )
 
 
-class CalibrationProgress:
+class CalibrationProgress(ProgressView):
     """Shows how far each kernel is, one line each; a context, so that the terminal is left as it was."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description:<22}"), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-        self._bars = Bars(*columns, console=console, disable=not console.is_terminal, transient=True)
+        super().__init__(progress_on(console, note=True, width=22))
         self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> CalibrationProgress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bars.stop()
 
     def __call__(self, progress: Progress) -> None:
         """Show how far a kernel is."""
         if progress.over:
             if (task := self._tasks.pop(progress.kernel, None)) is not None:
-                self._bars.remove_task(task)
+                self.bars.remove_task(task)
             return
         note = f"{progress.cases} cases, {progress.failures} failures, {progress.doing}"
         if progress.kernel not in self._tasks:
-            self._tasks[progress.kernel] = self._bars.add_task(escape(progress.kernel), total=None, note=note)
-        self._bars.update(self._tasks[progress.kernel], note=note)
+            self._tasks[progress.kernel] = self.bars.add_task(escape(progress.kernel), total=None, note=note)
+        self.bars.update(self._tasks[progress.kernel], note=note)
 
 
 def show_calibration(console: Console, done: Calibration) -> None:

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from attnfuzz.harness.audit.selftest.rivals import RIVALS, TITLES
 from attnfuzz.harness.audit.selftest.verdict import FamilyRow, FaultRow, Rate, VerdictTried
 from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["CaseProgress", "show_verdict"]
 
 _ALARMS_SHOWN = 5
 
 
-class CaseProgress:
+class CaseProgress(ProgressView):
     """A bar over all Cases; a context, so that the terminal is left as it was."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._progress.add_task("starting", total=None)
-
-    def __enter__(self) -> CaseProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.stop()
+        super().__init__(progress_on(console, bar=True, count=True, left=True, width=24))
+        self._task = self.bars.add_task("starting", total=None)
 
     def __call__(self, doing: str, done: int, total: int) -> None:
         """Show how many Cases are done."""
-        self._progress.update(self._task, description=escape(doing), completed=done, total=total)
+        self.bars.update(self._task, description=escape(doing), completed=done, total=total)
 
 
 def show_verdict(console: Console, done: VerdictTried) -> None:
