@@ -18,7 +18,7 @@ from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
-__all__ = ["Terminal", "kernel_table", "show_found", "show_stored", "summary_table"]
+__all__ = ["Terminal", "show_found", "show_stored", "summary_table"]
 
 
 class Terminal:
@@ -186,25 +186,6 @@ def show_stored(console: Console, stored: CaseFile) -> None:
     line = repro_line(str(stored.path), stored.case.kernel, stored.found.get("target"))
     console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
-
-
-def kernel_table(rows: list[dict[str, Any]]) -> Table:
-    """`attnfuzz list`: each kernel, what it does, and where it can run here or why not."""
-    table = Table()
-    for column in ("kernel", "packings", "dtypes", "causal", "dim_qk/dim_v", "runs here on", "else"):
-        table.add_column(column, overflow="fold", no_wrap=column == "kernel")
-    for row in rows:
-        cells = (
-            row["kernel"],
-            ", ".join(row["packings"]),
-            ", ".join(row["dtypes"]),
-            ", ".join(each or "no" for each in row["causal"]),
-            " ".join(f"{qk}/{v}" for qk, v in row["dims"]),
-            ", ".join(row["runs_on"]) or "-",
-            "; ".join(f"{device}: {reason}" for device, reason in row["reasons"].items()),
-        )
-        table.add_row(*(escape(cell) for cell in cells))
-    return table
 
 
 def _ratio(value: float) -> str:
