@@ -6,15 +6,17 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from attnfuzz.harness.campaign.options import OPTIONS, Option
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "CLEAN",
@@ -108,10 +110,12 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
 
 def console(*, stderr: bool = False) -> Console:
     """The terminal's own width; wide enough for every table where the output is a file or a pipe."""
-    made = Console(stderr=stderr)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = 120
-    return made
+    from rich.console import Console
+
+    terminal = Console(stderr=stderr)
+    if not terminal.is_terminal and "COLUMNS" not in os.environ:
+        terminal.width = 120
+    return terminal
 
 
 def writable(path: str, name: str = "write") -> Path:

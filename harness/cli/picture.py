@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from attnfuzz.harness.cli.options import writable
 from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from attnfuzz.harness.campaign.corpus import CaseFile
     from attnfuzz.harness.repro.reproduce import Reproduction
 

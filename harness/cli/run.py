@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from attnfuzz.harness.campaign.events import to_all
 from attnfuzz.harness.campaign.options import settings_from
@@ -31,6 +30,8 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from attnfuzz.harness.report.recorder import Recorder
 
 __all__ = ["demo_command", "run_command"]
