@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, options, the console."""
+"""Exit codes, options, the console and output files, shared by the commands."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ def run_options(command: Any) -> Any:
 
 
 def asked_for(kernels: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Kernel]:
-    """The kernels that a command line names by KERNEL and by --kernel, each once; all that are listed where it names none.
+    """Return the kernels named by KERNEL and --kernel, each once; by default all that are listed.
 
     Raises:
-        BadArgument: one of them is not there, or is no kernel.
+        BadArgument: there is no kernel of a name, or the object is not one.
     """
-    found = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
-    return list(found.values())
+    chosen = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
+    return list(chosen.values())
 
 
 def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:
-    """Make the kernel of a case file known: the one that --kernel names, if it does.
+    """Make the kernel of a case file known, from --kernel where it is given.
 
     Raises:
-        BadArgument: that is another kernel; or the case's is found nowhere, though the file tells where it came from.
+        BadArgument: --kernel names another one; or it is not installed, and the file names the object that it was.
     """
     if owner is not None:
         if (kernel := registry.get(owner)).name != case_kernel:
@@ -109,7 +109,7 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The terminal's own width; wide enough for every table where the output is a file or a pipe."""
+    """Return a console as wide as the terminal, or 120 columns for a file or a pipe."""
     from rich.console import Console
 
     terminal = Console(stderr=stderr)
@@ -119,7 +119,11 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def writable(path: str, name: str = "write") -> Path:
-    """Known before the run, which takes long, that its result can be kept; `name` is the option's."""
+    """Check before a long run that its result can be written; `name` is the option's.
+
+    Raises:
+        BadArgument: it cannot.
+    """
     file = Path(path)
     if file.is_dir():
         raise reject(name, path, "it is a folder", "give a file")
@@ -127,9 +131,9 @@ def writable(path: str, name: str = "write") -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8"):
             return file
-    except FileExistsError:  # of mkdir: what should be a folder is a file
+    except FileExistsError:  # from mkdir: the parent is a file
         raise reject(
-            name, path, f"it cannot be written ({file.parent} is no folder)", "give a file that can be written"
+            name, path, f"it cannot be written ({file.parent} is not a folder)", "give a file that can be written"
         ) from None
     except OSError as error:
         raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
@@ -137,7 +141,7 @@ def writable(path: str, name: str = "write") -> Path:
 
 @contextlib.contextmanager
 def writing(file: Path, name: str) -> Iterator[None]:
-    """What writes the file that the option `name` asks for.
+    """Context of a write to the file of the option `name`.
 
     Raises:
         BadArgument: it cannot be written.
@@ -147,15 +151,15 @@ def writing(file: Path, name: str) -> Iterator[None]:
     except OSError as error:
         with contextlib.suppress(OSError):
             if file.is_file() and not file.stat().st_size:
-                file.unlink()  # made by `writable`
+                file.unlink()  # from `writable`
         raise reject(name, str(file), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
 
 
 def write_file(file: Path, text: str, name: str) -> None:
-    """Write the file that the option `name` asks for, whole or not at all.
+    """Write the file of the option `name`, whole or not at all.
 
     Raises:
-        BadArgument: it cannot be written; what it held before is there still.
+        BadArgument: it cannot be written; what it held before is kept.
     """
     from attnfuzz.harness.core.files import write_whole
 

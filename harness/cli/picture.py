@@ -18,10 +18,10 @@ __all__ = ["Picture"]
 
 
 class Picture:
-    """Where error maps of a case file go: a file, or a folder, in which they are named like the case file.
+    """The picture file of a case file's error maps: `target`, or in the folder `target` named like the case file.
 
     Raises:
-        BadArgument: matplotlib is not installed, or that file cannot be drawn or written. Known before anything runs.
+        BadArgument: matplotlib is not installed, or the file has no known format or cannot be written. Checked before any run.
     """
 
     def __init__(self, target: str, stored: CaseFile) -> None:
@@ -39,8 +39,8 @@ class Picture:
         if not existed:
             path.unlink()
 
-    def drawn(self, done: Reproduction, *, deadline: float | None = None, in_process: bool = False) -> dict[str, Any]:
-        """Run the Case once more, where it ran, and draw it: {"plot": path}, or {"plot": None, "no_plot": why}."""
+    def draw(self, done: Reproduction, *, deadline: float | None = None, in_process: bool = False) -> dict[str, Any]:
+        """Run the Case again where it ran, and draw it; return {"plot": path}, or {"plot": None, "no_plot": why}."""
         from attnfuzz.harness.report import plots
         from attnfuzz.harness.repro.reproduce import mapped
 
@@ -53,7 +53,7 @@ class Picture:
         return {"plot": str(self.path)}
 
     def show(self, console: Console, done: Reproduction, *, deadline: float | None = None, in_process: bool = False) -> None:
-        """Draw it, and say where it is or why it is not."""
-        made = self.drawn(done, deadline=deadline, in_process=in_process)
-        told = f"plot: {made['plot']}" if made["plot"] else f"no plot: {made['no_plot']}"
-        console.print(told, highlight=False, soft_wrap=True, markup=False)
+        """Draw it, and print its path or why there is none."""
+        result = self.draw(done, deadline=deadline, in_process=in_process)
+        text = f"plot: {result['plot']}" if result["plot"] else f"no plot: {result['no_plot']}"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)

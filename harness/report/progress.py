@@ -44,8 +44,8 @@ def progress_on(
     columns.append(TextColumn(f"{{task.description:<{width}}}" if width else "{task.description}"))
     columns += [BarColumn(bar_width=24)] * bar + [MofNCompleteColumn()] * count
     columns += [TextColumn("{task.fields[note]}")] * note + [TimeElapsedColumn()] + [TimeRemainingColumn()] * left
-    shown = console.is_terminal if live is None else live
-    return Progress(*columns, console=console, disable=not shown, transient=True)
+    live = console.is_terminal if live is None else live
+    return Progress(*columns, console=console, disable=not live, transient=True)
 
 
 class ProgressView:

@@ -359,7 +359,7 @@ def test_what_cannot_be_reported_ends_with_2(as_json: bool) -> None:
     remedy = "run `attnfuzz run --out DIR` first, or give its DIR"
     for folder, reason in (
         ("none", "report='none': no such folder; give the folder that `attnfuzz run --out DIR` wrote to"),
-        ("file", "report='file': it is no folder; give the folder that `attnfuzz run --out DIR` wrote to"),
+        ("file", "report='file': it is not a folder; give the folder that `attnfuzz run --out DIR` wrote to"),
         ("empty", f"report='empty': no run is recorded there; {remedy}"),
         ("broken", "run='broken/runs/a.json': it is broken (Input data was truncated); "
          "remove it, or report with the version that wrote it"),
@@ -396,7 +396,7 @@ def test_what_the_page_needs_is_named_when_it_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "jinja2", None)
     done = attnfuzz("report", "found", "--output", "other.html")
     assert done.exit_code == 2
-    assert done.stderr == "error: jinja2: it is not installed, and makes the page; pip install 'attnfuzz[report]'\n"
+    assert done.stderr == "error: jinja2: it is not installed, and the page needs it; pip install 'attnfuzz[report]'\n"
 
 
 def test_the_page_goes_where_it_is_sent() -> None:
