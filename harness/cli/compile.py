@@ -41,9 +41,7 @@ _COMPILERS = ("triton", "tilelang", "nvcc")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @click.option("--arch", metavar="sm_80,sm_90a,sm_100a", help="Architectures [default: all that each kernel declares].")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
-@click.option(
-    "--max", "most", type=click.IntRange(min=1), metavar="N", help="Variants of a kernel, spread evenly [default: all]."
-)
+@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Variants of a kernel, spread out [default: all].")
 @click.option("--cover", is_flag=True, help="Few variants that have every Config, dtype, mask and dims [default: all].")
 @click.option("--deadline", metavar="600s", help="Time limit of all functions of a variant together [default: 600s].")
 @click.option(

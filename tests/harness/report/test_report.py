@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from support.report import Spoilt, failure, kernel_record, record, right, spoilt_case, written
 
-from attnfuzz.harness.campaign import corpus, events
+from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign import maps as gallery
 from attnfuzz.harness.campaign.campaign import campaign
 from attnfuzz.harness.campaign.coverage import drawn_values
@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_has_left_what_it_had_come_to() -> None:
     assert (found.kernels[0].cases, found.kernels[0].ended) == (1, False)
     assert [each.shrunk for each in found.failures] == [False]
     text = page("found")
-    assert "has not ended: it was killed, or is still going on" in text
+    assert "has not ended: it was killed, or is still running" in text
     assert "Case as found: the run ended before it was shrunk" in text
 
 
@@ -425,7 +425,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     written(Path("found"), record())
-    monkeypatch.setattr(corpus, "write_whole", full)
+    monkeypatch.setattr("attnfuzz.harness.core.files.write_whole", full)
     Path("old.html").write_text("old")
     for name in ("old.html", "new.html"):
         done = attnfuzz("report", "found", "--output", name)
