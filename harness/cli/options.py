@@ -56,14 +56,13 @@ kernel_option = click.option(
 
 def _click_option(option: Option) -> _Decorator:
     """Return the decorator that declares an option of the table."""
-    kind: Any = option.type
-    if option.least is not None:
-        of_range = click.IntRange if option.type is int else click.FloatRange
-        kind = of_range(option.least, option.most)  # type: ignore[arg-type]
-    flag: dict[str, Any] = (
-        {"is_flag": True} if option.type is bool else {"type": kind, "show_default": option.default is not None}
-    )
-    return click.option(f"--{option.name}", default=option.default, metavar=option.metavar, help=option.help, **flag)
+    more: dict[str, Any] = {"type": option.type, "show_default": option.default is not None}
+    if option.type is bool:
+        more = {"is_flag": True}
+    elif option.least is not None:
+        of_range: Any = click.IntRange if option.type is int else click.FloatRange
+        more["type"] = of_range(option.least, option.most)
+    return click.option(f"--{option.name}", default=option.default, metavar=option.metavar, help=option.help, **more)
 
 
 _RUN = {option.name: _click_option(option) for option in OPTIONS if option.only != "pytest"}
