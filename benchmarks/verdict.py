@@ -18,11 +18,11 @@ import click
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console
 from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.report.progress import progress_on
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -32,7 +32,6 @@ from support.verdict.processes import LostProcess
 from support.verdict.rates import FamilyRow, FaultRow, Rate, VerdictTried
 
 ALARMS_SHOWN = 5
-COLUMNS = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 @click.command()
@@ -52,7 +51,7 @@ def main(cases: int, jobs: int | None, seed: int, as_json: bool) -> None:
     cores = len(os.sched_getaffinity(0))
     terminal = console(stderr=as_json)
     try:
-        with Progress(*COLUMNS, console=terminal, disable=not terminal.is_terminal, transient=True) as progress:
+        with progress_on(terminal, bar=True, count=True, left=True, width=24) as progress:
             bar = progress.add_task("starting", total=None)
 
             def show(doing: str, done: int, total: int) -> None:

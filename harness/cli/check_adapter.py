@@ -17,7 +17,7 @@ __all__ = ["check_adapter_command"]
 @in_process_option
 @json_option
 def check_adapter_command(kernel: str, device: str, in_process: bool, as_json: bool) -> None:
-    """Check that a kernel (a name, or package.module:OBJECT) fulfils the contract, and say what is missing and how to mend it.
+    """Check that a kernel (a name, or package.module:OBJECT) fulfils the contract; say what is missing, and the remedy.
 
     Exit 0: it does, 1: it does not, 2: it cannot be imported, or cannot run on this machine.
     """
@@ -26,7 +26,7 @@ def check_adapter_command(kernel: str, device: str, in_process: bool, as_json: b
 
     where = resolve_device(device)
     if in_process:
-        # Triton has one mode for a process, chosen at its import; somebody else's module may import it.
+        # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(where)
     with ConformanceProgress(console(stderr=as_json)) as progress:
         done = check_adapter(kernel, where, progress, in_process=in_process)

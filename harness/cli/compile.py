@@ -41,14 +41,14 @@ _COMPILERS = ("triton", "tilelang", "nvcc")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @click.option("--arch", metavar="sm_80,sm_90a,sm_100a", help="Architectures [default: all that each kernel declares].")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
-@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Variants of a kernel, well spread [default: all].")
-@click.option("--cover", is_flag=True, help="As few variants as show every Config, dtype, mask and dims [default: all together].")
-@click.option("--deadline", metavar="600s", help="Time that all functions of a variant may take together [default: 600s].")
+@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Variants of a kernel, spread out [default: all].")
+@click.option("--cover", is_flag=True, help="Few variants that have every Config, dtype, mask and dims [default: all].")
+@click.option("--deadline", metavar="600s", help="Time limit of all functions of a variant together [default: 600s].")
 @click.option(
-    "--baseline", metavar="FILE", help="Fail only for what is worse than there: a failure, spills, a lost tensor-core path."
+    "--baseline", metavar="FILE", help="Fail only for what is worse than in FILE: a failure, spills, a lost tensor-core path."
 )
-@click.option("--write", "written", metavar="FILE", help="Write the table there: a baseline for later.")
-@click.option("--markdown", metavar="FILE", help="Write the table there, for people: into a page between its marks.")
+@click.option("--write", "written", metavar="FILE", help="Write the table to FILE, for a later --baseline.")
+@click.option("--markdown", metavar="FILE", help="Write the table as Markdown, between the marks of an existing page.")
 @click.option("--case", metavar="FILE", help="Compile the kernel of one case file again: FIXED (exit 0) or FAILED (1).")
 @kernel_option
 @out_option
@@ -74,33 +74,32 @@ def compile_command(
     from attnfuzz.harness.compile import baseline as compiling_baseline
     from attnfuzz.harness.compile import compile as compiling
 
-    # All that can be wrong with the arguments, before compiles that take hours.
+    # All checks of the arguments come first: compiles take hours.
     seconds = compiling.DEADLINE if deadline is None else duration(deadline, "deadline")
     before = None if baseline is None else compiling_baseline.read(baseline)
     targets = {name: writable(path, name) for name, path in (("write", written), ("markdown", markdown)) if path is not None}
     corpus = Corpus(Path(out) / "compile")
     corpus.check()
-    asked = None if arch is None else _architectures(arch)
+    archs = None if arch is None else _architectures(arch)
     if owner is not None and case is None:
         raise reject("kernel", owner, "it is for --case", "give the kernel without --kernel")
     planned, left = (
-        _one(case, kernels, owner, asked) if case else compiling.planned(_kernels(kernels), asked, most=most, cover=cover)
+        _one(case, kernels, owner, archs) if case else compiling.planned(_kernels(kernels), archs, most=most, cover=cover)
     )
     rows, interrupted = _compile(planned, jobs, seconds, None if case else corpus, as_json=as_json)
-    found: dict[str, Any] = {"rows": rows, "left": left, "versions": _compilers()}
-    compared = None
+    compilers, compared = _compilers(), None
     if before is not None and baseline is not None:
         chosen = {(each.case.kernel, each.arch) for each in planned}
-        compared = compiling_baseline.compare(rows, before, baseline, found["versions"], chosen)
+        compared = compiling_baseline.compare(rows, before, baseline, compilers, chosen)
     if interrupted:
         for path in targets.values():
             if not path.stat().st_size:
-                path.unlink()  # made to see that it can be written
+                path.unlink()  # from the check that it can be written
     else:
-        _write(targets, rows, left, found["versions"])
-    _tell(rows, left, compared, case, as_json=as_json, interrupted=interrupted)
+        _write(targets, rows, left, compilers)
+    _report(rows, left, compared, case, as_json=as_json, interrupted=interrupted)
     failed = compared.worse if compared is not None else any(not each.ok for each in rows)
-    # A gate must not pass on nothing.
+    # Where nothing was compiled, nothing passed.
     nothing = bool(kernels) and not rows
     if nothing and not interrupted:
         click.echo("error: nothing was compiled; name a kernel that is compiled for CUDA, and an architecture of it", err=True)
@@ -110,10 +109,10 @@ def compile_command(
 
 
 def _architectures(text: str) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
-    if not found:
+    names = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+    if not names:
         raise reject("arch", text, "it names no architecture", "give some, such as sm_80,sm_90a")
-    return found
+    return names
 
 
 def _kernels(names: Sequence[str]) -> list[Any]:
@@ -121,9 +120,9 @@ def _kernels(names: Sequence[str]) -> list[Any]:
 
 
 def _one(
-    path: str, kernels: Sequence[str], owner: str | None, asked: Sequence[str] | None
+    path: str, kernels: Sequence[str], owner: str | None, architectures: Sequence[str] | None
 ) -> tuple[tuple[Job, ...], tuple[Left, ...]]:
-    """The compile of a case file: for the architecture that it tells, unless one is asked for."""
+    """Return the compiles of a case file: for `architectures`, by default for the one that the file names."""
     from attnfuzz.harness.campaign.corpus import read_case
     from attnfuzz.harness.compile.compile import Job, architectures_of, why_left
     from attnfuzz.kernels.lowering import capability
@@ -137,8 +136,8 @@ def _one(
         return (), (reason,)
     if problem := kernel.supports(stored.case.problem, stored.case.config, "cuda"):
         raise reject("case", path, f"{kernel.name} does not take it: {problem}", "find it again with the kernel as it is now")
-    told = stored.finding.device
-    wanted = asked or ((told,) if re.fullmatch(r"sm_\d+[a-z]?", told) else architectures_of(kernel))
+    device = stored.finding.device
+    wanted = architectures or ((device,) if re.fullmatch(r"sm_\d+[a-z]?", device) else architectures_of(kernel))
     for each in wanted:
         capability(each)
     key = kernel.compile_key(stored.case.problem, stored.case.config)
@@ -146,7 +145,7 @@ def _one(
 
 
 def _compile(planned: Sequence[Job], jobs: int | None, seconds: float, corpus: Any, *, as_json: bool) -> tuple[list[Row], bool]:
-    """(rows, interrupted); what was found before Ctrl-C is kept."""
+    """Return (rows, interrupted): Ctrl-C keeps the rows until then."""
     import msgspec
 
     from attnfuzz.harness.compile import compile as compiling
@@ -155,12 +154,12 @@ def _compile(planned: Sequence[Job], jobs: int | None, seconds: float, corpus: A
     rows: list[Row] = []
     try:
         with Progressing(console(stderr=as_json), len(planned)) as progress:
-            for job, found in compiling.compiled(planned, jobs or compiling.default_width(), deadline=seconds):
+            for job, results in compiling.compiled(planned, jobs or compiling.default_width(), deadline=seconds):
                 kept = [
                     each
                     if each.ok or corpus is None
                     else msgspec.structs.replace(each, case=compiling.case_file(corpus, job, each))
-                    for each in found
+                    for each in results
                 ]
                 rows += kept
                 progress(job, kept)
@@ -173,8 +172,8 @@ def _compile(planned: Sequence[Job], jobs: int | None, seconds: float, corpus: A
 def _compilers() -> dict[str, str]:
     from attnfuzz.kernels.tilelang.lower import nvcc_version
 
-    found = {**versions(), **({"nvcc": nvcc} if (nvcc := nvcc_version()) else {})}
-    return {name: found[name] for name in _COMPILERS if name in found}
+    known = {**versions(), **({"nvcc": nvcc} if (nvcc := nvcc_version()) else {})}
+    return {name: known[name] for name in _COMPILERS if name in known}
 
 
 def _write(targets: dict[str, Path], rows: Sequence[Row], left: Sequence[Left], compilers: dict[str, str]) -> None:
@@ -190,7 +189,7 @@ def _write(targets: dict[str, Path], rows: Sequence[Row], left: Sequence[Left], 
 
 
 def _command() -> str:
-    """The command line as it was given, less where the table goes."""
+    """Return the command line, without the options that say where the table goes."""
     context = click.get_current_context()
     words = ["attnfuzz", "compile", *context.params["kernels"]]
     for name, option in (("arch", "--arch"), ("most", "--max")):
@@ -201,7 +200,7 @@ def _command() -> str:
     return shlex.join(words)
 
 
-def _tell(
+def _report(
     rows: Sequence[Row], left: Sequence[Left], compared: Any, case: str | None, *, as_json: bool, interrupted: bool
 ) -> None:
     import dataclasses
@@ -212,13 +211,13 @@ def _tell(
     from attnfuzz.harness.compile.report import show, show_compared
 
     if as_json:
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "rows": msgspec.to_builtins(list(rows)),
             "left": [dataclasses.asdict(each) for each in left],
             "versions": _compilers(),
             "interrupted": interrupted,
         }
-        click.echo(dumps(found | ({} if compared is None else {"compared": as_object(compared)})))
+        click.echo(dumps(result | ({} if compared is None else {"compared": as_object(compared)})))
         return
     terminal = console()
     show(terminal, rows, left)

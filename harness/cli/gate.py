@@ -49,13 +49,13 @@ __all__ = ["gate_command"]
 @click.option("--accuracy-threshold", default=1.25, show_default=True, metavar="X", help="Errors may grow by this factor.")
 @click.option("--speed", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="auto: on CUDA only.")
 @click.option("--speed-threshold", default=1.10, show_default=True, metavar="X", help="Times may grow by this factor.")
-@click.option("--rounds", default=25, show_default=True, metavar="N", help="Rounds in which head and base are timed by turns.")
+@click.option("--rounds", default=25, show_default=True, metavar="N", help="Rounds that time head and base alternately.")
 @click.option(
     "--compile", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help="auto: where it can be done."
 )
 @click.option("--arch", metavar="sm_90a,...", help="Architectures of the compile table [default: the command's own].")
 @out_option
-@click.option("--corpus", multiple=True, metavar="DIR", help="More case files to replay, besides those of --out; repeatable.")
+@click.option("--corpus", multiple=True, metavar="DIR", help="More case files to replay than those of --out; repeatable.")
 @click.option("--ledger", metavar="FILE", help="Known failures [default: attnfuzz-ledger.toml, if there].")
 @click.option("--markdown", metavar="FILE", help="Write a summary as Markdown [also to $GITHUB_STEP_SUMMARY, if set].")
 @click.option("--junit", metavar="FILE", help="Write the result as JUnit XML.")
@@ -92,7 +92,7 @@ def gate_command(
 ) -> None:
     """Gate the kernels that a change touches: corpus, campaign, accuracy, determinism, compile table and speed.
 
-    Exit 0: all pass, or the ledger lets them through; 1: a kernel or a ledger entry fails; 2: wrong use, or a part cannot be run.
+    Exit 0: all pass, or the ledger allows the failures; 1: a kernel or a ledger entry fails; 2: wrong use, or a part cannot run.
     """
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.gate.gate import gate
@@ -103,7 +103,7 @@ def gate_command(
         device=resolve_device(device),
         base=base,
         baseline=None if baseline is None else Path(baseline),
-        write=None if write is None else _to_be_written(write),
+        write=None if write is None else _absent_or_full(write),
         kernels=kernels,
         everything=everything,
         folder=Path.cwd(),
@@ -130,8 +130,8 @@ def gate_command(
     click.get_current_context().exit(_code(done))
 
 
-def _to_be_written(path: str) -> Path:
-    """Known to be writable, and not begun: an empty file would be a broken baseline if this ends before it is written."""
+def _absent_or_full(path: str) -> Path:
+    """Check that the file can be written, and leave no empty one: that would be a broken baseline if the gate is interrupted."""
     file = writable(path)
     if not file.stat().st_size:
         file.unlink()
@@ -157,7 +157,7 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
         try:
             if name in files:
                 write_file(files[name], content, name)
-        except BadArgument as error:  # the other shall be written all the same
+        except BadArgument as error:  # after which the other is still written
             wrong.append(error)
     if (summary := github.summary_file()) is not None:
         github.append_summary(summary, text)

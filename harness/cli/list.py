@@ -1,18 +1,28 @@
-"""`attnfuzz list`."""
+"""`attnfuzz list`: one line a kernel, or all that is declared about the kernels that are named."""
 
 from __future__ import annotations
 
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
 
 import click
+import msgspec
 
 from attnfuzz.harness.cli.options import asked_for, console, json_option, kernels_option
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.core.text import dumps, printable
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["list_command"]
+
+_DEVICES: tuple[Device, ...] = get_args(Device)
+_UNDECLARED = "not declared"
+_LABEL = 22
+"""Columns of the names in the details of a kernel."""
+_SHORTEST_REASON = 16
+"""Columns; where there are fewer, the table has no reasons."""
 
 
 @click.command("list")
@@ -20,26 +30,25 @@ __all__ = ["list_command"]
 @kernels_option
 @json_option
 def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool) -> None:
-    """List the kernels (default: all), and where each can run on this machine."""
-    named = [kernel.name for kernel in asked_for(kernels, more_kernels)] if kernels or more_kernels else registry.names()
-    rows = [_list_row(name) for name in named]
+    """List all kernels and where each can run on this machine, or show what the named ones can do."""
+    named = asked_for(kernels, more_kernels) if kernels or more_kernels else []
+    rows = [_row(kernel.name) for kernel in named] or [_row(name) for name in registry.names()]
     if as_json:
         click.echo(dumps({"kernels": rows}))
         return
-    from attnfuzz.harness.report.terminal import kernel_table
+    width = console().width
+    details = (line for each in zip(named, rows, strict=False) for line in _details(*each, width))
+    click.echo(printable("\n".join(details if named else _table(rows, width))))
 
-    console().print(kernel_table(rows))
 
-
-def _list_row(name: str) -> dict[str, Any]:
+def _row(name: str) -> dict[str, Any]:
     try:
         kernel = registry.get(name)
     except BadArgument as error:
         empty: dict[str, Any] = {key: [] for key in ("packings", "dtypes", "dims", "causal", "outputs", "runs_on")}
         return {"kernel": name, "backend": "?", **empty, "reasons": {"any device": str(error)}}
     can = kernel.capabilities
-    devices: tuple[Device, ...] = ("cpu", "cuda")
-    here = {device: kernel.unavailable(device) if device in can.devices else "not declared" for device in devices}
+    here = {device: kernel.unavailable(device) if device in can.devices else _UNDECLARED for device in _DEVICES}
     return {
         "kernel": kernel.name,
         "backend": kernel.backend,
@@ -51,3 +60,55 @@ def _list_row(name: str) -> dict[str, Any]:
         "runs_on": [device for device, reason in here.items() if reason is None],
         "reasons": {device: reason for device, reason in here.items() if reason is not None},
     }
+
+
+def _table(rows: list[dict[str, Any]], width: int) -> Iterator[str]:
+    """Yield one line a kernel; the reason why it cannot run somewhere ends, at a word, where the line does."""
+    cells = [("kernel", "packings", *_DEVICES, "why not"), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
+    left = width - sum(widths) - 2 * len(widths)
+    for *firsts, reason in cells:
+        short = textwrap.shorten(reason, left, placeholder=" ...") if left >= _SHORTEST_REASON else ""
+        yield "  ".join([*map(str.ljust, firsts, widths), short]).rstrip()
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    reasons = {device: reason for device, reason in row["reasons"].items() if reason != _UNDECLARED}
+    here = ["yes" if each in row["runs_on"] else "-" if row["reasons"].get(each) == _UNDECLARED else "no" for each in _DEVICES]
+    differ = len(set(reasons.values())) > 1
+    why = dict.fromkeys(f"{device}: {reason}" if differ else reason for device, reason in reasons.items())
+    return row["kernel"], ", ".join(row["packings"]), *here, "; ".join(why)
+
+
+def _details(kernel: Kernel, row: dict[str, Any], width: int) -> Iterator[str]:
+    """Yield the lines of one kernel: where it runs here, its capabilities by the names of their fields, its files."""
+    lines: dict[str, str] = {device: row["reasons"].get(device, "runs here") for device in _DEVICES}
+    lines |= {name: _text(name, value) for name, value in msgspec.structs.asdict(kernel.capabilities).items()}
+    yield f"{kernel.name} ({kernel.backend})"
+    for name, text in lines.items():
+        parts = textwrap.wrap(text, max(width - _LABEL - 3, _LABEL), break_long_words=False, break_on_hyphens=False)
+        yield from _labelled(name, parts)
+    yield from _labelled("files", map(str, kernel.files))
+
+
+def _labelled(name: str, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        yield f"   {'' if number else name:<{_LABEL}}{line}"
+
+
+def _text(name: str, value: Any) -> str:
+    """Return one capability in words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "only the pairs of dims" if name == "dim_multiple" else "any"
+    if name == "dims":
+        return ", ".join(f"{qk}/{v}" for qk, v in value)
+    if isinstance(value, dict):
+        return "; ".join(f"{device}: {', '.join(each)}" for device, each in value.items()) or "as dtypes"
+    if isinstance(value, msgspec.Struct):
+        parts = {each: part for each, part in msgspec.structs.asdict(value).items() if part}
+        return ", ".join(each if part is True else f"{each} {_text(each, part)}" for each, part in parts.items()) or "none"
+    if isinstance(value, tuple):
+        return ", ".join("no" if each is None else str(each) for each in value) or "none"
+    return str(value)

@@ -31,34 +31,34 @@ __all__ = ["main"]
 
 
 class _Commands(click.Group):
-    """Every command ends with a clear message and exit code 2 on wrong use or a broken environment, 130 on Ctrl-C."""
+    """End every command with a clear message, and exit code 2 on wrong use or a broken environment, 130 on Ctrl-C."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
-        """Run, and exit with the command's code."""
-        given = list(sys.argv[1:] if args is None else args)
+        """Run the command, and exit with its code."""
+        arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         _end_like_ctrl_c(signal.SIGTERM)
         outlive_readers()
         try:
-            code = super().main(args=given, prog_name=prog_name, **extra)
+            code = super().main(args=arguments, prog_name=prog_name, **extra)
         except click.Abort:
             click.echo("interrupted: nothing was found until then", err=True)
             code = INTERRUPTED
         except click.ClickException as error:
-            code = _wrong_use(error.format_message(), as_json="--json" in given, show=error.show)
+            code = _wrong_use(error.format_message(), as_json="--json" in arguments, show=error.show)
         except (BadArgument, OSError) as error:
-            code = _wrong_use(_text(error), as_json="--json" in given)
+            code = _wrong_use(_text(error), as_json="--json" in arguments)
         except Exception as error:
             if os.environ.get("ATTNFUZZ_DEBUG"):
                 raise
             text = f"internal error: {type(error).__name__}: {error}".strip()
             remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
-            code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in given)
+            code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in arguments)
         sys.exit(_flushed(code if isinstance(code, int) else CLEAN))
 
 
 def _flushed(code: int) -> int:
-    """The exit code, once all that was said has been written: what cannot be must not end Python with a code of its own."""
+    """Flush stdout and return the exit code: a failed flush at exit would make Python end with its own code."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -72,7 +72,7 @@ def _flushed(code: int) -> int:
 
 
 def _end_like_ctrl_c(number: signal.Signals) -> None:
-    """What was found until then is reported, and no child outlives the run."""
+    """Treat a signal as Ctrl-C: failures until then are reported, and no child outlives the run."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -89,9 +89,9 @@ def _text(error: Exception) -> str:
 
 
 def _wrong_use(message: str, *, as_json: bool, show: Callable[[], None] | None = None) -> int:
-    """Say what is wrong, for a machine too if asked; returns the exit code."""
+    """Print what is wrong, with `as_json` as JSON too; return the exit code."""
     if as_json:
-        with contextlib.suppress(OSError):  # the output may be what is wrong
+        with contextlib.suppress(OSError):  # stdout itself may be what is wrong
             click.echo(dumps({"error": message}))
     if show is not None:
         show()

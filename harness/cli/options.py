@@ -1,18 +1,22 @@
-"""What the commands share: exit codes, options, the console."""
+"""Exit codes, options, the console and output files, shared by the commands."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
+from attnfuzz.harness.campaign.options import OPTIONS, Option
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "CLEAN",
@@ -30,6 +34,7 @@ __all__ = [
     "kernels_option",
     "no_memory_check_option",
     "out_option",
+    "run_options",
     "seed_option",
     "writable",
     "write_file",
@@ -37,15 +42,9 @@ __all__ = [
 ]
 
 CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+_Decorator = Callable[[Any], Any]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-device_option = click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    metavar="auto|cpu|cuda",
-    help="Where the kernels run; auto takes CUDA if there is one.",
-)
 _KERNEL_HELP = "A kernel by its name, or one from anywhere: package.module:OBJECT, seen from the current folder."
 kernels_option = click.option(
     "--kernel", "more_kernels", multiple=True, metavar="MODULE:OBJECT", help=f"{_KERNEL_HELP} As KERNEL; may be repeated."
@@ -53,36 +52,47 @@ kernels_option = click.option(
 kernel_option = click.option(
     "--kernel", "owner", metavar="MODULE:OBJECT", help=f"The case's kernel, where its name alone does not find it. {_KERNEL_HELP}"
 )
-out_option = click.option("--out", default=".attnfuzz", show_default=True, metavar="DIR", help="Folder of case files.")
-in_process_option = click.option(
-    "--in-process", is_flag=True, help="No child processes, for a debugger: a kernel that crashes or hangs takes attnfuzz along."
+
+
+def _click_option(option: Option) -> _Decorator:
+    """Return the decorator that declares an option of the table."""
+    more: dict[str, Any] = {"type": option.type, "show_default": option.default is not None}
+    if option.type is bool:
+        more = {"is_flag": True}
+    elif option.least is not None:
+        of_range: Any = click.IntRange if option.type is int else click.FloatRange
+        more["type"] = of_range(option.least, option.most)
+    return click.option(f"--{option.name}", default=option.default, metavar=option.metavar, help=option.help, **more)
+
+
+_RUN = {option.name: _click_option(option) for option in OPTIONS if option.only != "pytest"}
+device_option, seed_option, out_option, deadline_option, in_process_option, no_memory_check_option = (
+    _RUN[name] for name in ("device", "seed", "out", "deadline", "in-process", "no-memory-check")
 )
-deadline_option = click.option(
-    "--deadline", metavar="60s", help="Time that a stage of a trial may take before it hangs [default: 60s]."
-)
-no_memory_check_option = click.option(
-    "--no-memory-check", is_flag=True, help="Do not check every access to memory of interpreted kernels (Triton on the CPU)."
-)
-seed_option = click.option(
-    "--seed", default=0, show_default=True, metavar="N", type=int, help="Same seed, same Cases in the same order."
-)
+
+
+def run_options(command: Any) -> Any:
+    """Declare all options of the table."""
+    for decorator in reversed(_RUN.values()):
+        command = decorator(command)
+    return command
 
 
 def asked_for(kernels: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Kernel]:
-    """The kernels that a command line names by KERNEL and by --kernel, each once; all that are listed where it names none.
+    """Return the kernels named by KERNEL and --kernel, each once; by default all that are listed.
 
     Raises:
-        BadArgument: one of them is not there, or is no kernel.
+        BadArgument: there is no kernel of a name, or the object is not one.
     """
-    found = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
-    return list(found.values())
+    chosen = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
+    return list(chosen.values())
 
 
 def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:
-    """Make the kernel of a case file known: the one that --kernel names, if it does.
+    """Make the kernel of a case file known, from --kernel where it is given.
 
     Raises:
-        BadArgument: that is another kernel; or the case's is found nowhere, though the file tells where it came from.
+        BadArgument: --kernel names another one; or it is not installed, and the file names the object that it was.
     """
     if owner is not None:
         if (kernel := registry.get(owner)).name != case_kernel:
@@ -98,15 +108,21 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The terminal's own width; wide enough for every table where the output is a file or a pipe."""
-    made = Console(stderr=stderr)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = 120
-    return made
+    """Return a console as wide as the terminal, or 120 columns for a file or a pipe."""
+    from rich.console import Console
+
+    terminal = Console(stderr=stderr)
+    if not terminal.is_terminal and "COLUMNS" not in os.environ:
+        terminal.width = 120
+    return terminal
 
 
 def writable(path: str, name: str = "write") -> Path:
-    """Known before the run, which takes long, that its result can be kept; `name` is the option's."""
+    """Check before a long run that its result can be written; `name` is the option's.
+
+    Raises:
+        BadArgument: it cannot.
+    """
     file = Path(path)
     if file.is_dir():
         raise reject(name, path, "it is a folder", "give a file")
@@ -114,9 +130,9 @@ def writable(path: str, name: str = "write") -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8"):
             return file
-    except FileExistsError:  # of mkdir: what should be a folder is a file
+    except FileExistsError:  # from mkdir: the parent is a file
         raise reject(
-            name, path, f"it cannot be written ({file.parent} is no folder)", "give a file that can be written"
+            name, path, f"it cannot be written ({file.parent} is not a folder)", "give a file that can be written"
         ) from None
     except OSError as error:
         raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
@@ -124,7 +140,7 @@ def writable(path: str, name: str = "write") -> Path:
 
 @contextlib.contextmanager
 def writing(file: Path, name: str) -> Iterator[None]:
-    """What writes the file that the option `name` asks for.
+    """Context of a write to the file of the option `name`.
 
     Raises:
         BadArgument: it cannot be written.
@@ -134,15 +150,15 @@ def writing(file: Path, name: str) -> Iterator[None]:
     except OSError as error:
         with contextlib.suppress(OSError):
             if file.is_file() and not file.stat().st_size:
-                file.unlink()  # made by `writable`
+                file.unlink()  # from `writable`
         raise reject(name, str(file), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
 
 
 def write_file(file: Path, text: str, name: str) -> None:
-    """Write the file that the option `name` asks for, whole or not at all.
+    """Write the file of the option `name`, whole or not at all.
 
     Raises:
-        BadArgument: it cannot be written; what it held before is there still.
+        BadArgument: it cannot be written; what it held before is kept.
     """
     from attnfuzz.harness.core.files import write_whole
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from attnfuzz.harness.cli.options import writable
 from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from attnfuzz.harness.campaign.corpus import CaseFile
     from attnfuzz.harness.repro.reproduce import Reproduction, Where
 
@@ -19,10 +19,10 @@ __all__ = ["Picture"]
 
 
 class Picture:
-    """Where error maps of a case file go: a file, or a folder, in which they are named like the case file.
+    """The picture file of a case file's error maps: `target`, or in the folder `target` named like the case file.
 
     Raises:
-        BadArgument: matplotlib is not installed, or that file cannot be drawn or written. Known before anything runs.
+        BadArgument: matplotlib is not installed, or the file has no known format or cannot be written. Checked before any run.
     """
 
     def __init__(self, target: str, stored: CaseFile) -> None:

@@ -1,14 +1,13 @@
-"""`attnfuzz report`: what the runs of a folder came to, as one HTML file."""
+"""`attnfuzz report`: the runs of a folder as one HTML file."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, json_option, writable, write_file
+from attnfuzz.harness.cli.options import CLEAN, console, json_option, writable, write_file
 from attnfuzz.harness.core.text import dumps, printable
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -27,21 +26,24 @@ __all__ = ["report_command"]
 )
 @json_option
 def report_command(folder: str, output: str | None, every: bool, pictures: int, as_json: bool) -> None:
-    """Write one self-contained HTML page of what the runs in DIR came to (default: .attnfuzz)."""
+    """Write one self-contained HTML page about the runs in DIR (default: .attnfuzz)."""
     from attnfuzz.harness.report.html import page
-    from attnfuzz.harness.report.merge import chosen, merged
+    from attnfuzz.harness.report.merge import merge_runs, select_runs
+    from attnfuzz.harness.report.progress import progress_on
     from attnfuzz.harness.report.runfile import Broken, runs_of
 
-    found = list(runs_of(_existing(folder)))
-    broken = [each for each in found if isinstance(each, Broken)]
-    runs = chosen([each for each in found if not isinstance(each, Broken)], every=every) if len(broken) < len(found) else []
-    if not runs:
+    records = list(runs_of(_existing(folder)))
+    broken = [each for each in records if isinstance(each, Broken)]
+    readable = [each for each in records if not isinstance(each, Broken)]
+    if not readable:
         raise _nothing(folder, broken)
-    told = merged(runs, broken)
+    runs = select_runs(readable, every=every)
+    merged = merge_runs(runs, broken)
     target = writable(output or str(Path(folder) / "report.html"), "output")
-    with click.progressbar(length=len(told.failures), label="drawing", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-        made = page(told, Path(folder), pictures=pictures, step=lambda: bar.update(1))
-    write_file(target, made.text, "output")
+    with progress_on(console(stderr=True), bar=True, count=True) as progress:
+        task = progress.add_task("drawing", total=len(merged.failures))
+        content = page(merged, Path(folder), pictures=pictures, step=lambda: progress.advance(task))
+    write_file(target, content.text, "output")
     for each in broken:
         click.echo(f"warning: left out: {printable(each.error)}", err=True)
     if as_json:
@@ -49,18 +51,18 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
             "output": str(target),
             "runs": [run.stamp for run in runs],
             "broken": [{"path": each.path, "error": each.error} for each in broken],
-            "kernels": len(told.kernels),
-            "cases": told.cases,
-            "failures": len(told.failures) + told.more_failures,
-            "pictures": made.pictures,
-            "without_picture": list(made.without),
-            "bytes": len(made.text.encode()),
+            "kernels": len(merged.kernels),
+            "cases": merged.cases,
+            "failures": len(merged.failures) + merged.more_failures,
+            "pictures": content.pictures,
+            "without_picture": list(content.without),
+            "bytes": len(content.text.encode()),
         }
         click.echo(dumps(result))
     else:
-        failures = f"{len(told.failures)} failure{'' if len(told.failures) == 1 else 's'}"
-        click.echo(f"{target}: {failures} in {told.cases} cases of {len(told.kernels)} kernels, {made.pictures} pictures")
-        for reason in made.without:
+        failures = f"{len(merged.failures)} failure{'' if len(merged.failures) == 1 else 's'}"
+        click.echo(f"{target}: {failures} in {merged.cases} cases of {len(merged.kernels)} kernels, {content.pictures} pictures")
+        for reason in content.without:
             click.echo(f"no picture: {printable(reason)}")
     click.get_current_context().exit(CLEAN)
 
@@ -68,7 +70,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
 def _existing(folder: str) -> Path:
     path = Path(folder)
     if not path.is_dir():
-        reason = "it is no folder" if path.exists() else "no such folder"
+        reason = "it is not a folder" if path.exists() else "no such folder"
         raise reject("report", folder, reason, "give the folder that `attnfuzz run --out DIR` wrote to")
     return path
 

@@ -1,4 +1,4 @@
-"""`attnfuzz repro`: one case file or blob again, in one of several ways."""
+"""`attnfuzz repro`: run a case file or blob again, in one of several ways."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["repro_command"]
 
 _WAYS = ("sanitize", "script", "repeat", "shrink", "pdb")
-"""Each is a way of its own to run a Case: one at a time."""
+"""Options that each say how a Case is run: at most one of them."""
 _SENSELESS = {
     "sanitize": {"in_process": "compute-sanitizer watches a process of its own"},
     "script": {
@@ -47,8 +47,8 @@ _SENSELESS = {
     },
     "pdb": {"as_json": "a debugger talks to a person", "deadline": "nothing ends what runs in a debugger"},
 }
-"""Options that a way has no use for, and why."""
-_SHOWN = {"as_json": "json"}
+"""Options that have no effect with a way, and why."""
+_OPTION = {"as_json": "json"}
 
 
 @click.command("repro")
@@ -64,8 +64,8 @@ _SHOWN = {"as_json": "json"}
     help="Run it under NVIDIA's compute-sanitizer: exit 0 clean, 1 if that reports anything [deadline: 10m for all of it].",
 )
 @click.option("--script", metavar="FILE", help="Write one Python file that shows the failure without attnfuzz; - for stdout.")
-@click.option("--repeat", type=int, metavar="N", help="Run it N times: how often it fails, and what was seen.")
-@click.option("--shrink", is_flag=True, help="Go on shrinking; a smaller case file is written beside this one.")
+@click.option("--repeat", type=int, metavar="N", help="Run it N times, and show how often and how it fails.")
+@click.option("--shrink", is_flag=True, help="Shrink further; a smaller case file is written beside this one.")
 @click.option("--budget", metavar="60s", help="Time for --shrink [default: 60s].")
 @click.option("--plot", metavar="FILE.png", help="Draw error over budget of each output (.png, .svg, .pdf, or into a folder).")
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
@@ -109,22 +109,22 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
 
 
 def _way(options: Mapping[str, Any]) -> str | None:
-    """The way that the options ask for, None for a plain run.
+    """Return the way that the options ask for, None for a plain run.
 
     Raises:
-        BadArgument: they ask for two, or for what makes no sense in theirs.
+        BadArgument: they ask for two, or one has no effect with the way.
     """
-    asked = [name for name in _WAYS if _given(options[name])]
-    if len(asked) > 1:
-        reason = f"--{asked[0]} and --{asked[1]} are two ways to run a case"
-        raise reject(asked[1], options[asked[1]], reason, "give one of them")
-    way = asked[0] if asked else None
+    ways = [name for name in _WAYS if _is_set(options[name])]
+    if len(ways) > 1:
+        reason = f"--{ways[0]} and --{ways[1]} are two ways to run a case"
+        raise reject(ways[1], options[ways[1]], reason, "give one of them")
+    way = ways[0] if ways else None
     if way and options["plot"] is not None:
         raise reject("plot", options["plot"], f"--{way} draws nothing", f"leave --{way} out")
     for name, reason in _SENSELESS.get(way or "", {}).items():
-        if _given(options[name]):
-            shown = _SHOWN.get(name, name.replace("_", "-"))
-            raise reject(name, options[name], reason, f"leave --{shown} out")
+        if _is_set(options[name]):
+            option = _OPTION.get(name, name.replace("_", "-"))
+            raise reject(name, options[name], reason, f"leave --{option} out")
     if options["budget"] is not None and way != "shrink":
         raise reject("budget", options["budget"], "it limits shrinking", "give it with --shrink")
     if way == "script" and options["script"] == "-" and options["as_json"]:
@@ -132,8 +132,8 @@ def _way(options: Mapping[str, Any]) -> str | None:
     return way
 
 
-def _given(value: Any) -> bool:
-    # By identity: 0 equals False, and is no wish to leave it out.
+def _is_set(value: Any) -> bool:
+    # By identity: 0 equals False, but --repeat 0 is set.
     return value is not None and value is not False
 
 
@@ -192,11 +192,12 @@ def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> in
 
 
 def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> int:
-    from attnfuzz.harness.repro.report import progress_on, repetition_object, show_repetition
+    from attnfuzz.harness.report.progress import progress_on
+    from attnfuzz.harness.repro.report import repetition_object, show_repetition
     from attnfuzz.harness.repro.reproduce import repeat
 
     failed = 0
-    with progress_on(console(stderr=True)) as progress:
+    with progress_on(console(stderr=True), bar=True, note=True, left=True) as progress:
         task = progress.add_task("running", total=max(1, count), note="")
 
         def each(runs: int, verdict: Any) -> None:
@@ -215,12 +216,13 @@ def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> i
 def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) -> int:
     from attnfuzz.harness.campaign.blob import is_blob
     from attnfuzz.harness.report.describe import lengths
-    from attnfuzz.harness.repro.report import progress_on, reshrunk_object, show_reshrunk
+    from attnfuzz.harness.report.progress import progress_on
+    from attnfuzz.harness.repro.report import reshrunk_object, show_reshrunk
     from attnfuzz.harness.repro.reshrink import shrink_further
 
-    # Beside a blob is where the user stands.
+    # The result for a blob goes into the current folder.
     folder = Path() if is_blob(str(stored.path)) else stored.path.parent
-    with progress_on(console(stderr=True)) as progress:
+    with progress_on(console(stderr=True), note=True) as progress:
         task = progress.add_task("shrinking", total=None, note="")
         done = shrink_further(
             stored, seconds, where, folder,
@@ -241,22 +243,22 @@ def _debugged(stored: CaseFile, where: Where) -> int:
 
     device, _ = where.device_for(stored.case)
     for _ in range(tries(stored.rate)):
-        found = recorded(stored.case, device, memory_check=where.memory_check)
-        if failed := found.verdict.failure is not None:
+        record = recorded(stored.case, device, memory_check=where.memory_check)
+        if failed := record.verdict.failure is not None:
             break
-    show_reproduction(console(), stored, Reproduction("FAILED" if failed else "FIXED", device, found.verdict))
+    show_reproduction(console(), stored, Reproduction("FAILED" if failed else "FIXED", device, record.verdict))
     if not failed:
         return CLEAN
-    if found.raised is not None:
+    if record.raised is not None:
         click.echo("\npdb stops where the kernel raised, with its own variables in reach.")
-        if found.depth:
-            click.echo(f"`up {found.depth}` goes to its call, with inputs, kernel, case, problem (in backward o and lse, too).")
+        if record.depth:
+            click.echo(f"`up {record.depth}` goes to its call, with inputs, kernel, case, problem (in backward o and lse, too).")
     else:
         click.echo("\npdb stops with these in reach:")
         click.echo("   inputs, outputs           what the kernel got and returned; inputs.q, outputs.dk, ...")
-        if found.reference:
+        if record.reference:
             click.echo('   reference, budget, error  by output, float64, heads first (heads, tokens[, dim]): error["dk"], ...')
         click.echo("   verdict, case, kernel     verdict.failures says what is wrong and where")
     click.echo("`q` leaves.")
-    enter(found, stored.case)
+    enter(record, stored.case)
     return FAILURES

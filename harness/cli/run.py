@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 from rich.markup import escape
 
+from attnfuzz.harness.campaign.options import settings_from
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -22,13 +22,10 @@ from attnfuzz.harness.cli.options import (
     WRONG_USE,
     asked_for,
     console,
-    deadline_option,
-    device_option,
-    in_process_option,
     json_option,
     kernels_option,
-    no_memory_check_option,
     out_option,
+    run_options,
     seed_option,
     writable,
     write_file,
@@ -39,9 +36,10 @@ from attnfuzz.harness.report import machine
 from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from attnfuzz.harness.campaign.events import CampaignFinished
     from attnfuzz.harness.gate.known import Known, LedgerResult
     from attnfuzz.harness.report.figures import Figures
@@ -53,24 +51,7 @@ __all__ = ["demo_command", "run_command"]
 @click.command("run")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @kernels_option
-@device_option
-@click.option("--budget", metavar="60s", help="Time for trials, compiles and shrinking not counted [default: the profile's].")
-@click.option("--max-examples", type=int, metavar="N", help="Distinct Cases per kernel, with a budget or without.")
-@click.option("--max-failures", type=int, metavar="N", help="Failures after which a kernel's turn ends.")
-@seed_option
-@click.option("--profile", default="quick", show_default=True, metavar="quick|gate|nightly", help="How much is tried.")
-@out_option
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
-@deadline_option
-@click.option(
-    "--memory",
-    type=click.FloatRange(1, 1 << 20),
-    metavar="GIB",
-    help="Memory that a child process may hold, in GiB [default: half of the machine's].",
-)
-@in_process_option
-@no_memory_check_option
-@click.option("--no-maps", is_flag=True, help="Keep no maps of the errors of minimal Cases for `attnfuzz report`.")
+@run_options
 @click.option("--plain", is_flag=True, help="Only one call against the oracle: no sequences of calls, no relations.")
 @click.option("--no-replay", is_flag=True, help="Do not try the stored Cases first.")
 @click.option("--ledger", metavar="FILE", help="Known failures, as those of `attnfuzz gate`: they count only once they are gone.")
@@ -79,47 +60,17 @@ __all__ = ["demo_command", "run_command"]
 def run_command(
     kernels: tuple[str, ...],
     more_kernels: tuple[str, ...],
-    device: str,
-    budget: str | None,
-    max_examples: int | None,
-    max_failures: int | None,
-    seed: int,
-    profile: str,
-    out: str,
-    jobs: int | None,
-    deadline: str | None,
-    memory: float | None,
-    in_process: bool,
-    no_memory_check: bool,
-    no_maps: bool,
     plain: bool,
     no_replay: bool,
     ledger: str | None,
     table: str | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
-    from attnfuzz.harness.campaign import settings as options
-
-    settings = options.Settings(
-        device=resolve_device(device),
-        profile=options.profile(profile).name,
-        budget=None if budget is None else options.duration(budget),
-        max_examples=max_examples,
-        max_failures=max_failures,
-        seed=seed,
-        out=out,
-        jobs=jobs,
-        deadline=None if deadline is None else options.duration(deadline, "deadline"),
-        memory=None if memory is None else _bytes(memory),
-        in_process=in_process,
-        memory_check=not no_memory_check,
-        maps=not no_maps,
-        plain=plain,
-        replay=not no_replay,
-    )
-    if in_process:
-        # Triton has one mode for a process, chosen at its import; another package's module may import it.
+    settings = settings_from(options, resolve_device(options["device"]), plain=plain, replay=not no_replay)
+    if settings.in_process:
+        # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
     chosen = asked_for(kernels, more_kernels)
     known = None if ledger is None else _known(ledger, chosen)
@@ -131,12 +82,6 @@ def _known(path: str, kernels: list[Kernel]) -> Known:
     from attnfuzz.harness.gate.known import read_known
 
     return read_known(Path(path), kernels, date.today())
-
-
-def _bytes(gib: float) -> int:
-    if gib != gib:
-        raise reject("memory", gib, "it must be a number", "give GiB, such as 8")
-    return int(gib * (1 << 30))
 
 
 def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool) -> int:

@@ -15,7 +15,7 @@ __all__ = ["show_command"]
 @kernel_option
 @json_option
 def show_command(case: str, owner: str | None, as_json: bool) -> None:
-    """Show a case file, or the blob of one: the Problem, the values, the Config, and what was found with it."""
+    """Show a case file, or the blob of one: the Problem, the values, the Config, and the failure."""
     from attnfuzz.harness.campaign.blob import stored_case
     from attnfuzz.harness.report.terminal import show_stored
 

@@ -1,4 +1,4 @@
-"""Standard streams that outlive their readers: a run whose output nobody reads any more goes on, and keeps what it finds."""
+"""Standard streams that outlive their readers: a run whose output is no longer read goes on, and keeps its failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["outlive_readers"]
 
 
 class _Outliving:
-    """A text stream: what is written once its pipe has no reader (`| head -1`) goes nowhere, and nothing is raised."""
+    """A text stream that drops what is written after its pipe lost its reader (`| head -1`), and raises nothing."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -20,7 +20,7 @@ class _Outliving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As a stream's."""
+        """Do as a stream does."""
         try:
             return int(self._stream.write(text))
         except BrokenPipeError:
@@ -28,7 +28,7 @@ class _Outliving:
             return len(text)
 
     def flush(self) -> None:
-        """As a stream's."""
+        """Do as a stream does."""
         try:
             self._stream.flush()
         except BrokenPipeError:
@@ -36,13 +36,13 @@ class _Outliving:
 
     def _away(self) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        # The descriptor, not the object: what is buffered must go somewhere, or Python's own last flush fails.
+        # The descriptor, not the object: the buffer must go somewhere, or Python's last flush fails.
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
 
 
 def outlive_readers() -> None:
-    """Let this process's own stdout and stderr outlive their readers; where one is closed, it is opened to nowhere."""
+    """Make this process's stdout and stderr outlive their readers; open a closed one to /dev/null."""
     for name, own in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         stream = getattr(sys, name)
         if stream is None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from attnfuzz.harness.campaign.corpus import again_line
 from attnfuzz.harness.compile.baseline import Compared
 from attnfuzz.harness.compile.compile import Job, Left, Row
+from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["Progressing", "markdown", "placed", "show", "show_compared"]
 
@@ -29,28 +29,20 @@ _FEW_DIMS = 2
 """Pairs of dims that a line of the table names."""
 
 
-class Progressing:
-    """Shows progress: a bar on a terminal, a line now and then elsewhere; each failure at once."""
+class Progressing(ProgressView):
+    """Shows how far it has come: a bar on a terminal, a line now and then elsewhere; each failure at once."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self._total, self._failed, self._done = console, total, 0, 0
         self._last = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("compiling", total=total)
-
-    def __enter__(self) -> Progressing:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        super().__init__(progress_on(console, bar=True, count=True, left=True))
+        self._task = self.bars.add_task("compiling", total=total)
 
     def __call__(self, job: Job, rows: Sequence[Row]) -> None:
         """Count one compiled variant, and print its failures."""
         self._done += 1
         self._failed += sum(not each.ok for each in rows)
-        self._bar.update(self._task, advance=1)
+        self.bars.update(self._task, advance=1)
         for row in rows:
             if not row.ok:
                 first = (row.error or "").splitlines()[0]

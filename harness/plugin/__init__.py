@@ -42,13 +42,13 @@ pin_worker(os.environ.get("PYTEST_XDIST_WORKER"))
 def fuzz(
     kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS, cases: Sequence[str] = ()
 ) -> Callable[..., None]:
-    """A test function that fuzzes `kernel` (an object, or the name of an installed one).
+    """Return a test function that fuzzes `kernel` (an object, or the name of an installed one).
 
     Args:
         kernel: anything that fulfils `attnfuzz.kernels.contract.Kernel`.
         max_examples: distinct Cases over all shards, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
-        shards: how many tests it becomes, so that xdist's workers share the work.
-        cases: found earlier, as blobs (AF1-...) or paths of case files: each is a test of its own, run every time.
+        shards: number of tests, so that xdist's workers share the work.
+        cases: earlier failures, as blobs (AF1-...) or paths of case files: each is its own test, run every time.
 
     Returns:
         A function to assign to a name that starts with `test_`.
@@ -64,9 +64,9 @@ def fuzz(
         from attnfuzz.kernels import registry
 
         registry.register(kernel)
-    given = [pytest.param(each, id=f"case{number}") for number, each in enumerate(cases)]
+    stored = [pytest.param(each, id=f"case{number}") for number, each in enumerate(cases)]
 
-    @pytest.mark.parametrize("shard", [*range(shards), *given])
+    @pytest.mark.parametrize("shard", [*range(shards), *stored])
     def test(shard: int | str, request: pytest.FixtureRequest) -> None:
         if isinstance(shard, str):
             run_given(kernel, shard, request)
@@ -78,14 +78,14 @@ def fuzz(
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> str | None:
-    """What will be fuzzed and how, where anything is."""
+    """Return what will be fuzzed and how, None where nothing is."""
     names = [getattr(getattr(item, "function", None), MARK, None) for item in items]
     kernels = list(dict.fromkeys(name for name in names if name))
     if not kernels:
         return None
-    of = {name: config.getoption(f"--attnfuzz-{name}") for name in ("device", "profile", "budget", "max-examples", "seed")}
-    budget = of["budget"] or (f"{of['max-examples']} cases a kernel" if of["max-examples"] else "as the tests say")
-    settings = f"device={of['device']} profile={of['profile']} seed={of['seed']} budget={budget}"
+    values = {name: config.getoption(f"--attnfuzz-{name}") for name in ("device", "profile", "budget", "max-examples", "seed")}
+    budget = values["budget"] or (f"{values['max-examples']} cases a kernel" if values["max-examples"] else "as the tests say")
+    settings = f"device={values['device']} profile={values['profile']} seed={values['seed']} budget={budget}"
     return f"attnfuzz: {', '.join(kernels)} in {sum(map(bool, names))} tests; {settings}"
 
 

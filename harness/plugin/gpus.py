@@ -1,4 +1,4 @@
-"""One GPU for each xdist worker, chosen before torch is imported, and how many workers a GPU node gets."""
+"""One GPU for each xdist worker, chosen before torch is imported, and the number of workers on a GPU node."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 __all__ = ["gpus", "pin_worker", "pytest_xdist_auto_num_workers"]
 
 _PER_GPU = 4
-"""Workers that share a GPU: small cases leave it idle most of the time, and every worker takes about a GiB of it."""
+"""Workers that share a GPU: small cases leave it idle most of the time, and each worker takes about 1 GiB of it."""
 
 
 def gpus() -> list[str]:
-    """The GPUs that this process may use, asked of the driver's tool so that torch is not imported before the choice is made."""
+    """Return the GPUs that this process may use, by the driver's tool: torch must not be imported before the choice."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [each for each in chosen.split(",") if each.strip() not in ("", "-1")]
@@ -33,15 +33,14 @@ def pin_worker(worker: str | None) -> None:
     """Give xdist worker "gwN" GPU number N mod the number of GPUs; must run before torch is imported."""
     if worker is None or not worker.startswith("gw"):
         return
-    found = gpus()
-    if found:
-        os.environ["CUDA_VISIBLE_DEVICES"] = found[int(worker[2:]) % len(found)]
+    if usable := gpus():
+        os.environ["CUDA_VISIBLE_DEVICES"] = usable[int(worker[2:]) % len(usable)]
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """`-n auto` on a GPU node: a few workers per GPU, not one per core. None (xdist's own choice) without a GPU."""
+    """Return the workers of `-n auto`: on a GPU node a few per GPU, elsewhere None (xdist's own choice)."""
     if config.getoption("--attnfuzz-device") == "cpu":
         return None
-    found = len(gpus())
-    return found * max(1, min(_PER_GPU, len(os.sched_getaffinity(0)) // found)) if found else None
+    count = len(gpus())
+    return count * max(1, min(_PER_GPU, len(os.sched_getaffinity(0)) // count)) if count else None

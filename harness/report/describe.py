@@ -1,4 +1,4 @@
-"""Cases and verdicts in words, for people."""
+"""Cases and verdicts in words."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["describe_case", "describe_verdict", "lengths"]
 
 
 def lengths(case: Case) -> str:
-    """ "3x7 + 0x5": seqlen_q x seqlen_k of each sequence."""
+    """Return seqlen_q x seqlen_k of each sequence, such as "3x7 + 0x5"."""
     p = case.problem
     return " + ".join(f"{n_q}x{n_k}" for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True))
 
 
 def describe_case(case: Case) -> list[tuple[str, str]]:
-    """(name, value) rows: what differs from the plainest Case, most telling first."""
+    """Return (name, value) rows: what differs from the plainest Case, the most important first."""
     p = case.problem
     rows = [("kernel", case.kernel), ("seqlen_q x seqlen_k", f"{lengths(case)} ({p.packing})")]
     rows.append(("heads", f"{p.heads} query, {p.kv_heads} key/value (groups of {p.groups})"))
@@ -62,7 +62,7 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
 
 
 def _layout(layout: Layout) -> str:
-    said = {
+    words = {
         "order": f"stored as {layout.order}",
         "offset": f"{layout.offset} elements into its allocation",
         "pitch": f"{layout.pitch} elements of padding after each row",
@@ -70,11 +70,11 @@ def _layout(layout: Layout) -> str:
         "packed": "packed with the others",
         "expanded": "one element shown everywhere (stride 0)",
     }
-    return ", ".join(said[name] for name in msgspec.to_builtins(layout))
+    return ", ".join(words[name] for name in msgspec.to_builtins(layout))
 
 
 def describe_verdict(verdict: Verdict) -> list[str]:
-    """Each failure's message; or the worst error over its budget of every output."""
+    """Return each failure's message, or the worst error over budget of each output."""
     if verdict.failures:
         return [f"{each.kind}: {each.message}" for each in verdict.failures]
     return [f"{OUTPUT_TITLES[name]}: {_figures(each)}" for name, each in verdict.figures.items()]

@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it, readable offline and on paper. Jinja2 is imported when a page is made."""
+"""The HTML report: one file with everything in it, readable offline and on paper. Jinja2 is imported when a page is made."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.errormap import read_maps
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report import plots
-from attnfuzz.harness.report.merge import Merged, value
+from attnfuzz.harness.report.merge import MergedRuns, value
 from attnfuzz.harness.report.runfile import FailureRecord, KernelRecord, OutputRecord
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 
-__all__ = ["HEIGHT", "WIDTH", "Bar", "Histogram", "Page", "histogram", "page"]
+__all__ = ["Page", "page"]
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 _OPEN: Final = 10
 """Failures that are shown in full at once; the others unfold."""
+_HEIGHT: Final = 64
+"""Pixels of a histogram's highest bar, as in the template."""
+_PITCH: Final = 8
+_GAP: Final = 6
+"""Pixels between what is within the budget and what is beyond."""
+_LEAST_HEIGHT: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One output of one kernel in the table: what is shown, by what it is sorted, and how it is coloured."""
+    """One output of one kernel in the table: text, sort key, CSS class, and tooltip."""
 
     text: str
     sort: float
@@ -48,8 +54,8 @@ class _Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """One failure as the page has it."""
+class _FailureView:
+    """One failure as the page shows it."""
 
     record: FailureRecord
     number: int
@@ -62,13 +68,36 @@ class _Shown:
     no_picture: str = ""
 
 
-def page(found: Merged, folder: Path, *, pictures: int, step: Callable[[], None] = lambda: None) -> Page:
-    """Render `found`, the runs of `folder`.
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """One bin of a histogram: pixels, whether it is beyond the budget, and its range and Cases in words."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    over: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Histogram:
+    """Error over budget of one output; `limit` is the x of the budget, `text` sums it up."""
+
+    bars: tuple[_Bar, ...]
+    limit: float
+    text: str
+    cases: int
+    over: int
+
+
+def page(merged: MergedRuns, folder: Path, *, pictures: int, step: Callable[[], None] = lambda: None) -> Page:
+    """Render the runs of a folder.
 
     Args:
-        found: what to show.
-        folder: DIR; maps and Cases are looked for in it, wherever it was when they were written.
-        pictures: drawn at most; each takes half a second and some ten kilobytes.
+        merged: what to show.
+        folder: DIR, where maps and Cases are, wherever it was when they were written.
+        pictures: how many are drawn at most; each takes half a second and some ten kilobytes.
         step: called after each failure.
 
     Raises:
@@ -77,55 +106,52 @@ def page(found: Merged, folder: Path, *, pictures: int, step: Callable[[], None]
     try:
         import jinja2
     except ImportError:
-        raise BadArgument("jinja2: it is not installed, and makes the page; pip install 'attnfuzz[report]'") from None
+        raise BadArgument("jinja2: it is not installed, and the page needs it; pip install 'attnfuzz[report]'") from None
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters.update(seconds=_seconds, count=_count)
-    shown: list[_Shown] = []
-    for number, record in enumerate(found.failures, 1):
-        shown.append(_failure(record, number, folder, draw=sum(bool(each.picture) for each in shown) < pictures))
+    views: list[_FailureView] = []
+    for number, record in enumerate(merged.failures, 1):
+        views.append(_failure(record, number, folder, draw=sum(bool(each.picture) for each in views) < pictures))
         step()
     script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
     text = environment.get_template("report.html.j2").render(
-        run=found,
-        failures=shown,
+        run=merged,
+        failures=views,
         open=_OPEN,
         outputs=[OUTPUT_TITLES[name] for name in OUTPUT_NAMES],
-        rows=[_row(each, found) for each in found.kernels],
-        distributions=[(each.kernel, _histograms(each)) for each in found.kernels if each.outputs],
-        features=_features(found),
-        drawn=_drawn(found),
-        headers=_headers(found),
+        rows=[_row(each, merged) for each in merged.kernels],
+        distributions=[(each.kernel, _histograms(each)) for each in merged.kernels if each.outputs],
+        features=_features(merged),
+        drawn=_draws(merged),
+        headers=_headers(merged),
         version=versions().get("attnfuzz", "unknown"),
         style=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    reasons = tuple(dict.fromkeys(each.no_picture for each in shown if each.no_picture))
-    return Page(text, sum(bool(each.picture) for each in shown), reasons)
+    reasons = tuple(dict.fromkeys(each.no_picture for each in views if each.no_picture))
+    return Page(text, sum(bool(each.picture) for each in views), reasons)
 
 
-def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) -> _Shown:
+def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) -> _FailureView:
     repro = record.repro or ""
     if record.path is not None:
         # The folder may have been moved since.
         here = folder / "cases" / Path(record.path).name
         if here.exists() and not Path(record.path).exists():
             repro = repro_line(str(here), record.kernel)
-    picture, first, reason = (
-        "",
-        "",
-        record.no_maps or ("it was not made" if record.shrunk else "the run ended before it was shrunk"),
-    )
+    picture = first = ""
+    reason = record.no_maps or ("it was not made" if record.shrunk else "the run ended before it was shrunk")
     if record.maps is not None and not draw:
         reason = f"left out: draw it by {repro} --plot FILE.png" if repro else "left out"
     elif record.maps is not None:
         picture, reason = _picture(record.maps, record.title, folder)
         if record.first_maps is not None:
             first, _ = _picture(record.first_maps, f"{record.title}, as found", folder)
-    return _Shown(
+    return _FailureView(
         record=record,
         number=number,
         output=_titled(record.output) or record.check,
@@ -138,11 +164,11 @@ def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) ->
 
 
 def _picture(name: str, title: str, folder: Path) -> tuple[str, str]:
-    """The error maps as a data URI; or why there is no picture."""
+    """Return (the error maps as a data URI, why there is no picture); one of them is empty."""
     path = folder / "maps" / Path(name).name
     try:
         maps = read_maps(path)
-        content = plots.drawn(maps, title, plots.subtitle(maps))
+        content = plots.render(maps, title, plots.subtitle(maps))
     except BadArgument as error:
         return "", str(error)
     return f"data:image/png;base64,{base64.b64encode(content).decode()}", ""
@@ -152,9 +178,9 @@ def _titled(name: str | None) -> str:
     return next((title for output, title in OUTPUT_TITLES.items() if output == name), "")
 
 
-def _row(kernel: KernelRecord, found: Merged) -> dict[str, Any]:
-    """One kernel's line of the table."""
-    own = [each for each in found.failures if each.kernel == kernel.kernel]
+def _row(kernel: KernelRecord, merged: MergedRuns) -> dict[str, Any]:
+    """Return one kernel's line of the table."""
+    own = [each for each in merged.failures if each.kernel == kernel.kernel]
     return {
         "kernel": kernel.kernel,
         "cases": kernel.cases,
@@ -163,7 +189,7 @@ def _row(kernel: KernelRecord, found: Merged) -> dict[str, Any]:
         "cells": [_cell(kernel, name, own) for name in OUTPUT_NAMES],
         "failures": len(own),
         "others": [each for each in own if each.output not in OUTPUT_NAMES],
-        "first": next((number for number, each in enumerate(found.failures, 1) if each.kernel == kernel.kernel), 0),
+        "first": next((number for number, each in enumerate(merged.failures, 1) if each.kernel == kernel.kernel), 0),
     }
 
 
@@ -175,29 +201,55 @@ def _cell(kernel: KernelRecord, name: str, failures: list[FailureRecord]) -> _Ce
         unjudged = f", {output.unjudged} not judged" if output else ""
         return _Cell("–", -1.0, "none" if not wrong else "wrong", f"{title} of {kernel.kernel}: no Case judged{unjudged}")
     worst = value(output.worst)
-    told = f"{title} of {kernel.kernel}: worst error {_ratio(worst)} x its budget"
-    told += f", wrong in {output.failures} of {output.cases} Cases"
-    told += f", {output.doubted} judged in part" if output.doubted else ""
+    text = f"{title} of {kernel.kernel}: worst error {_ratio(worst)} x its budget"
+    text += f", wrong in {output.failures} of {output.cases} Cases"
+    text += f", {output.doubted} judged in part" if output.doubted else ""
     if output.failures or wrong:
-        return _Cell(f"✗ {_ratio(worst)}", worst, "wrong", told)
-    return _Cell(_ratio(worst), worst, "close" if worst > 0.9 else "right", told)
+        return _Cell(f"✗ {_ratio(worst)}", worst, "wrong", text)
+    return _Cell(_ratio(worst), worst, "close" if worst > 0.9 else "right", text)
 
 
-def _histograms(kernel: KernelRecord) -> list[tuple[str, Histogram | None]]:
-    return [(OUTPUT_TITLES[name], histogram(kernel.outputs[name]) if name in kernel.outputs else None) for name in OUTPUT_NAMES]
+def _histograms(kernel: KernelRecord) -> list[tuple[str, _Histogram | None]]:
+    return [(OUTPUT_TITLES[name], _histogram(kernel.outputs[name]) if name in kernel.outputs else None) for name in OUTPUT_NAMES]
 
 
-def _features(found: Merged) -> list[tuple[str, list[int]]]:
-    """Each feature with its count for every kernel; those that most Cases have come last."""
-    names = dict.fromkeys(name for kernel in found.kernels for name in kernel.features)
-    rows = [(name, [kernel.features.get(name, 0) for kernel in found.kernels]) for name in names]
+def _histogram(output: OutputRecord) -> _Histogram | None:
+    """Return the bars of each Case's worst error over budget, None where none was judged; the highest bar fills the height."""
+    counts = output.histogram
+    most, cases = max(counts), sum(counts)
+    if not cases:
+        return None
+    within = sum(1 for edge in EDGES if edge <= 1)
+    bars = []
+    for index, count in enumerate(counts):
+        height = max(_LEAST_HEIGHT, _HEIGHT * count / most) if count else 0.0
+        x = index * (_PITCH - 0.5) + (_GAP if index >= within else 0)
+        text = f"{_range(index)}: {count} Case{'' if count == 1 else 's'}"
+        bars.append(_Bar(x, _HEIGHT - height, _PITCH - 1.5, height, index >= within, text))
+    over = sum(counts[within:])
+    text = f"{cases} Cases, {over} beyond the budget; worst {float(output.worst):.3g}"
+    return _Histogram(tuple(bars), within * (_PITCH - 0.5) + _GAP / 2 - 0.75, text, cases, over)
+
+
+def _range(index: int) -> str:
+    if index > len(EDGES):
+        return "infinite or NaN"
+    if index == len(EDGES):
+        return f"over {EDGES[-1]:g}"
+    return f"{EDGES[index - 1] if index else 0:g} to {EDGES[index]:g}"
+
+
+def _features(merged: MergedRuns) -> list[tuple[str, list[int]]]:
+    """Return each feature with its count for every kernel, by name."""
+    names = dict.fromkeys(name for kernel in merged.kernels for name in kernel.features)
+    rows = [(name, [kernel.features.get(name, 0) for kernel in merged.kernels]) for name in names]
     return sorted(rows, key=lambda row: row[0])
 
 
-def _drawn(found: Merged) -> list[tuple[str, list[tuple[str, int, float]]]]:
-    """What was drawn, over all kernels: (what, (value, Cases, share of the most frequent))."""
+def _draws(merged: MergedRuns) -> list[tuple[str, list[tuple[str, int, float]]]]:
+    """Return what was drawn for all kernels: (what, (value, Cases, share of the most frequent))."""
     totals: dict[str, dict[str, int]] = {}
-    for kernel in found.kernels:
+    for kernel in merged.kernels:
         for what, counts in kernel.drawn.items():
             for name, count in counts.items():
                 into = totals.setdefault(what, {})
@@ -209,11 +261,11 @@ def _drawn(found: Merged) -> list[tuple[str, list[tuple[str, int, float]]]]:
     ]
 
 
-def _headers(found: Merged) -> list[dict[str, Any]]:
-    """Settings and environment, equal ones of several runs once."""
+def _headers(merged: MergedRuns) -> list[dict[str, Any]]:
+    """Return settings and environment of the runs, equal ones once."""
     headers: list[dict[str, Any]] = []
-    for run in found.runs:
-        settings = {name: told for name, told in run.settings.items() if name not in ("shard", "out", "seconds")}
+    for run in merged.runs:
+        settings = {name: each for name, each in run.settings.items() if name not in ("shard", "out", "seconds")}
         header = {"settings": settings, "environment": run.environment, "runs": 1}
         same = next((each for each in headers if (each["settings"], each["environment"]) == (settings, run.environment)), None)
         if same is None:
@@ -237,60 +289,3 @@ def _seconds(number: float) -> str:
 
 def _count(number: int) -> str:
     return f"{number:,}"
-
-
-WIDTH: Final = 216
-HEIGHT: Final = 64
-_PITCH: Final = 8
-_GAP: Final = 6
-"""Pixels between what is within the budget and what is beyond."""
-_LEAST: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bin: pixels, Cases, and its range in words."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    over: bool
-    told: str
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """The bars of one output; `limit` is where the budget ends, `told` says it in words."""
-
-    bars: tuple[Bar, ...]
-    limit: float
-    told: str
-    cases: int
-    over: int
-
-
-def histogram(output: OutputRecord) -> Histogram | None:
-    """The worst error over its budget of each Case, None where none was judged. The highest bin is as high as the picture."""
-    counts = output.histogram
-    most, cases = max(counts), sum(counts)
-    if not cases:
-        return None
-    within = sum(1 for edge in EDGES if edge <= 1)
-    bars = []
-    for index, count in enumerate(counts):
-        height = max(_LEAST, HEIGHT * count / most) if count else 0.0
-        x = index * (_PITCH - 0.5) + (_GAP if index >= within else 0)
-        told = f"{_range(index)}: {count} Case{'' if count == 1 else 's'}"
-        bars.append(Bar(x, HEIGHT - height, _PITCH - 1.5, height, index >= within, told))
-    over = sum(counts[within:])
-    told = f"{cases} Cases, {over} beyond the budget; worst {float(output.worst):.3g}"
-    return Histogram(tuple(bars), within * (_PITCH - 0.5) + _GAP / 2 - 0.75, told, cases, over)
-
-
-def _range(index: int) -> str:
-    if index > len(EDGES):
-        return "infinite or NaN"
-    if index == len(EDGES):
-        return f"over {EDGES[-1]:g}"
-    return f"{EDGES[index - 1] if index else 0:g} to {EDGES[index]:g}"

@@ -1,4 +1,4 @@
-"""The runs of one session as one: kernels, failures and headers put together, as a report shows them."""
+"""The runs of one session as one: their kernels, failures and headers, as a report shows them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from attnfuzz.harness.report.runfile import Broken, FailureRecord, KernelRecord, Number, OutputRecord, Refused, RunRecord
 
-__all__ = ["Merged", "chosen", "merged", "value"]
+__all__ = ["MergedRuns", "merge_runs", "select_runs", "value"]
 
 
 @dataclass(slots=True)
-class Merged:
-    """What several runs come to."""
+class MergedRuns:
+    """The sum of several runs."""
 
     runs: list[RunRecord]
     broken_files: list[Broken] = field(default_factory=list)
@@ -28,39 +28,39 @@ class Merged:
 
     @property
     def cases(self) -> int:
-        """Distinct Cases of all kernels, those of shrinking left out."""
+        """Distinct Cases of all kernels, without those of shrinking."""
         return sum(each.cases for each in self.kernels)
 
     @property
     def seconds(self) -> float:
-        """From begin to end of every run, added up: those of several workers run at the same time."""
+        """From begin to end of each run, added up; runs of several workers overlap."""
         return sum(each.seconds for each in self.runs)
 
     @property
     def failing(self) -> int:
-        """Kernels with failures."""
+        """The number of kernels with failures."""
         return len({each.kernel for each in self.failures})
 
     @property
     def unfinished(self) -> list[RunRecord]:
-        """Runs that did not come to their end: killed, ended by the user or by an error, or still going on."""
+        """Runs that did not finish: killed, ended by the user or by an error, or still running."""
         return [each for each in self.runs if each.state != "finished"]
 
 
-def chosen(runs: Iterable[RunRecord], *, every: bool) -> list[RunRecord]:
-    """All of `runs`, oldest first, or those of the latest session."""
+def select_runs(runs: Iterable[RunRecord], *, every: bool) -> list[RunRecord]:
+    """Return all of `runs`, oldest first, or those of the latest session."""
     ordered = sorted(runs, key=lambda each: each.stamp)
     return ordered if every else [each for each in ordered if each.session == ordered[-1].session]
 
 
-def merged(runs: Sequence[RunRecord], broken_files: Sequence[Broken] = ()) -> Merged:
-    """Counts are added up; of a failure that several runs found, one is kept, shrunk if any is."""
-    done = Merged(list(runs), list(broken_files))
+def merge_runs(runs: Sequence[RunRecord], broken_files: Sequence[Broken] = ()) -> MergedRuns:
+    """Add up the counts, and keep one record of each failure: the most shrunk."""
+    done = MergedRuns(list(runs), list(broken_files))
     kernels: dict[str, KernelRecord] = {}
     failures: dict[tuple[str, str], FailureRecord] = {}
     for run in runs:
         for kernel in run.kernels:
-            kernels[kernel.kernel] = _added(kernels.get(kernel.kernel), kernel)
+            kernels[kernel.kernel] = _sum(kernels.get(kernel.kernel), kernel)
         for failure in run.failures:
             key = failure.kernel, failure.fingerprint
             if key not in failures or _rank(failure) > _rank(failures[key]):
@@ -74,25 +74,23 @@ def merged(runs: Sequence[RunRecord], broken_files: Sequence[Broken] = ()) -> Me
     return done
 
 
-def value(given: Number) -> float:
-    """A number of a run file as a float."""
-    return float(given)
+def value(number: Number) -> float:
+    """Return a number of a run file as a float."""
+    return float(number)
 
 
 def _rank(failure: FailureRecord) -> tuple[bool, bool, bool]:
     return failure.shrunk and not failure.partly, failure.shrunk, failure.maps is not None
 
 
-def _added(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
-    """Two turns of one kernel."""
+def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
+    """Return the sum of two turns of one kernel."""
     one = KernelRecord(kernel=other.kernel, ended=True) if one is None else one
     numbers: dict[str, Any] = {
         name: getattr(one, name) + getattr(other, name)
         for name in ("cases", "shrink_cases", "seconds", "compiles", "compile_seconds", "refused", "replaced")
     }
-    drawn = {
-        what: _counts(one.drawn.get(what, {}), other.drawn.get(what, {})) for what in dict.fromkeys((*one.drawn, *other.drawn))
-    }
+    kinds = dict.fromkeys((*one.drawn, *other.drawn))
     return KernelRecord(
         kernel=one.kernel,
         variants=max(one.variants, other.variants),
@@ -102,7 +100,7 @@ def _added(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
             for name in dict.fromkeys((*one.outputs, *other.outputs))
         },
         features=_counts(one.features, other.features),
-        drawn=drawn,
+        drawn={kind: _counts(one.drawn.get(kind, {}), other.drawn.get(kind, {})) for kind in kinds},
         stages={name: one.stages.get(name, 0.0) + other.stages.get(name, 0.0) for name in {**one.stages, **other.stages}},
         **numbers,
     )

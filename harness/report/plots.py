@@ -1,7 +1,7 @@
-"""Error maps drawn: error over budget by row and column of each output, tiles, sequences and heads marked, the mask beside.
+"""Pictures of error maps: error over budget by row and column of each output, with tiles, sequences, heads and the mask.
 
 One colour scale for all maps: blues are within the budget, orange to dark red beyond it, with a step at 1 that shows in grey too.
-Matplotlib is imported when something is drawn, without a display.
+Matplotlib is imported when something is drawn; it needs no display.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.strategies.case import case_from_object
 
-__all__ = ["SUFFIXES", "drawn", "needs_matplotlib", "save", "subtitle"]
+__all__ = ["SUFFIXES", "needs_matplotlib", "render", "save", "subtitle"]
 
 SUFFIXES: Final = (".png", ".svg", ".pdf")
 _WITHIN: Final = ("#fbfdff", "#f1f6fb", "#dde9f4", "#c3d7ea", "#a3c0dc")
@@ -41,7 +41,7 @@ _BEYOND: Final = ("#fdae4b", "#f0701a", "#cb2f0d", "#8c0d10", "#4d0013")
 _COLOURS: Final = {NOT_JUDGED: "#d9d9d9", ENDLESS: "#4d0013", BROKEN: "#000000", UNWRITTEN: "#00c2a0"}
 _MASK: Final = ("#ffffff", "#a8a8a8", "#4a4a4a", "#efe9dc")
 _BANDS: Final = 12
-"""Colours on each side of the budget: enough to tell factors of two apart, few enough for small files."""
+"""Colours on each side of the budget: enough to distinguish factors of two, few enough for small files."""
 _QUERY_ROWS: Final = ("o", "lse", "dq")
 _MOST_LINES: Final = 40
 _MOST_LABELS: Final = 12
@@ -49,7 +49,7 @@ _WRONG: Final = "#a50f15"
 
 
 def needs_matplotlib() -> None:
-    """Say what is missing before anything takes time.
+    """Check that drawing is possible, before anything takes time.
 
     Raises:
         BadArgument: matplotlib or numpy is not installed.
@@ -59,17 +59,17 @@ def needs_matplotlib() -> None:
         import numpy
     except ImportError as error:
         name = error.name or "matplotlib"
-        raise BadArgument(f"{name}: it is not installed, and draws the maps; pip install 'attnfuzz[report]'") from None
+        raise BadArgument(f"{name}: it is not installed, and drawing needs it; pip install 'attnfuzz[report]'") from None
     del matplotlib, numpy
 
 
 def subtitle(maps: ErrorMaps) -> str:
-    """The Case of `maps` in one line."""
+    """Return the Case of `maps` in one line."""
     try:
-        told = describe_case(case_from_object(maps.case))
+        rows = describe_case(case_from_object(maps.case))
     except BadArgument:
         return f"case {maps.id}"
-    return "; ".join(f"{name} {value}" for name, value in told[1:])
+    return "; ".join(f"{name} {value}" for name, value in rows[1:])
 
 
 def save(maps: ErrorMaps, path: Path, title: str, subtitle: str = "") -> None:
@@ -80,15 +80,15 @@ def save(maps: ErrorMaps, path: Path, title: str, subtitle: str = "") -> None:
     """
     if path.suffix not in SUFFIXES:
         raise reject("plot", str(path), "no such format", f"give a file that ends with {', '.join(SUFFIXES)}, or a folder")
-    content = drawn(maps, title, subtitle, path.suffix[1:])
+    content = render(maps, title, subtitle, path.suffix[1:])
     try:
         write_whole(path, content)
     except OSError as error:
         raise reject("plot", str(path), f"it cannot be written ({error.strerror})", "give a file that can be written") from None
 
 
-def drawn(maps: ErrorMaps, title: str, subtitle: str = "", form: str = "png", dpi: int = 100) -> bytes:
-    """The picture: queries' outputs above, keys' below, each row with the mask; about 1200 x 800 pixels as PNG."""
+def render(maps: ErrorMaps, title: str, subtitle: str = "", form: str = "png", dpi: int = 100) -> bytes:
+    """Return the picture: outputs by query above, by key below, each with the mask; about 1200 x 800 pixels as PNG."""
     needs_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -113,7 +113,7 @@ def drawn(maps: ErrorMaps, title: str, subtitle: str = "", form: str = "png", dp
 
 
 def _headed(figure: Any, title: str, subtitle: str) -> float:
-    """Title and subtitle; returns where they end, as a share of the height."""
+    """Draw title and subtitle; return where they end, as a share of the height."""
     height, y = figure.get_figheight(), figure.get_figheight() - 0.12
     for text, size, width, weight, most in ((title, 13, 118, "bold", 2), (subtitle, 9.5, 175, "normal", 2)):
         lines = textwrap.wrap(_plain(text), width, max_lines=most, placeholder=" ...") if text else []
@@ -124,12 +124,12 @@ def _headed(figure: Any, title: str, subtitle: str) -> float:
 
 
 def _plain(text: str) -> str:
-    """One line that any font can draw."""
+    """Return one line that any font can draw."""
     return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
 
 
 def _band(figure: Any, place: Any, maps: ErrorMaps, band: Sequence[OutputMap]) -> None:
-    """Outputs with the same rows, side by side, and the mask by the same rows."""
+    """Draw outputs with the same rows side by side, and the mask by the same rows."""
     queries = band[0].output in _QUERY_ROWS
     widths = [0.45 if each.output == "lse" else 2.0 for each in band] + ([1.6] if maps.mask else [])
     cells = place.subgridspec(1, len(widths), width_ratios=widths, wspace=0.16)
@@ -140,27 +140,27 @@ def _band(figure: Any, place: Any, maps: ErrorMaps, band: Sequence[OutputMap]) -
         _mask(figure.add_subplot(cells[len(band)]), maps, by_query=queries)
 
 
-def _output(axes: Any, found: OutputMap, *, labelled: bool, noun: str) -> None:
+def _output(axes: Any, output_map: OutputMap, *, labelled: bool, noun: str) -> None:
     import numpy as np
 
-    rows, columns = found.grid.rows, found.grid.columns
+    rows, columns = output_map.grid.rows, output_map.grid.columns
     lookup = np.full((256, 3), 1.0)
     lookup[: len(_lookup())] = _lookup()
-    levels = _array(found.grid)
-    title = OUTPUT_TITLES[found.output]
-    if found.unjudged and not found.elements:
-        told, colour = f"{title}: not judged", "#555555"
-    elif found.over:
-        worst = "" if found.worst == "inf" else f", {found.worst:.3g} x"
-        told, colour = f"{title}: {found.over:,} of {found.elements:,} wrong{worst}", _WRONG
+    levels = _array(output_map.grid)
+    title = OUTPUT_TITLES[output_map.output]
+    if output_map.unjudged and not output_map.elements:
+        text, colour = f"{title}: not judged", "#555555"
+    elif output_map.over:
+        worst = "" if output_map.worst == "inf" else f", {output_map.worst:.3g} x"
+        text, colour = f"{title}: {output_map.over:,} of {output_map.elements:,} wrong{worst}", _WRONG
     else:
-        told, colour = f"{title}: within budget ({found.worst:.2g})", "#1f4e79"
-    if found.output == "lse":
-        told = f"{title}: wrong" if found.over else f"{title}: ok"
-    axes.set_title(told, fontsize=9.5, color=colour, fontweight="bold" if found.over else "normal", pad=17, loc="left")
+        text, colour = f"{title}: within budget ({output_map.worst:.2g})", "#1f4e79"
+    if output_map.output == "lse":
+        text = f"{title}: wrong" if output_map.over else f"{title}: ok"
+    axes.set_title(text, fontsize=9.5, color=colour, fontweight="bold" if output_map.over else "normal", pad=17, loc="left")
     _blank_or_image(axes, lookup[levels] if levels.size else None)
-    _row_marks(axes, rows, found.tile, noun if labelled else None)
-    _head_marks(axes, columns, "dim" if found.output != "lse" else "")
+    _row_marks(axes, rows, output_map.tile, noun if labelled else None)
+    _head_marks(axes, columns, "dim" if output_map.output != "lse" else "")
 
 
 def _blank_or_image(axes: Any, picture: Any) -> None:
@@ -174,7 +174,7 @@ def _blank_or_image(axes: Any, picture: Any) -> None:
 
 
 def _row_marks(axes: Any, rows: Axis, tile: int, noun: str | None) -> None:
-    """Tiles dashed, ends of sequences solid, positions within each sequence at the left."""
+    """Draw tiles dashed, ends of sequences solid, positions within each sequence at the left."""
     if not rows.cells:
         return
     parts = list(rows.parts())
@@ -191,13 +191,13 @@ def _row_marks(axes: Any, rows: Axis, tile: int, noun: str | None) -> None:
 
 
 def _line(draw: Any, at: float, width: float, *, dashed: bool = False) -> None:
-    """A black line with a pale edge, so that it shows on every colour of the scale."""
+    """Draw a black line with a pale edge, visible on every colour of the scale."""
     draw(at, color="white", linewidth=width + 1.1, alpha=0.75)
     draw(at, color="black", linewidth=width, linestyle=(0, (4, 3)) if dashed else "-")
 
 
 def _row_names(axes: Any, rows: Axis, noun: str) -> None:
-    """The first and last position of each sequence, and its number, as far as there is room."""
+    """Write the first and last position of each sequence, and its number, as far as there is room."""
 
     def write(text: str, at: float, where: str, points: int, *, turned: bool = False) -> None:
         axes.annotate(text, (0, at), xytext=(points, 0), textcoords="offset points", ha="right", va=where, color="#333333",
@@ -219,7 +219,7 @@ def _row_names(axes: Any, rows: Axis, noun: str) -> None:
 
 
 def _head_marks(axes: Any, columns: Axis, unit: str) -> None:
-    """Heads parted by lines and named above; columns of each below."""
+    """Separate heads by lines; name them above, their columns below."""
     if not columns.cells:
         return
     parts = list(columns.parts())
@@ -248,8 +248,8 @@ def _mask(axes: Any, maps: ErrorMaps, *, by_query: bool) -> None:
     picture = np.array([_rgb(each) for each in _MASK])[np.minimum(levels if by_query else levels.T, OUTSIDE)]
     _blank_or_image(axes, picture if picture.size else None)
     heads = ", heads differ where grey" if maps.mask_heads else ""
-    told = "mask: keys that a query sees" if by_query else "mask: queries that see a key"
-    axes.set_title(f"{told}{heads}", fontsize=9.5, color="#333333", pad=17, loc="left")
+    text = "mask: keys that a query sees" if by_query else "mask: queries that see a key"
+    axes.set_title(f"{text}{heads}", fontsize=9.5, color="#333333", pad=17, loc="left")
     _row_marks(axes, rows, maps.tiles[0 if by_query else 1], None)
     tile = maps.tiles[1 if by_query else 0]
     many = bool(tile) and sum(each // tile for each in columns.segments) > _MOST_LINES
@@ -264,7 +264,7 @@ def _mask(axes: Any, maps: ErrorMaps, *, by_query: bool) -> None:
 
 
 def _legend(figure: Any, maps: ErrorMaps, height: float) -> None:
-    """The scale, the same for every map, and what the special colours and lines mean."""
+    """Draw the scale, the same for every map, and explain the special colours and lines."""
     import numpy as np
 
     axes = figure.add_axes((0.055, 0.43 / height, 0.36, 0.15 / height))
@@ -277,11 +277,11 @@ def _legend(figure: Any, maps: ErrorMaps, height: float) -> None:
     )
     axes.tick_params(axis="x", length=2, pad=1)
     axes.set_title("|error| / budget", fontsize=8, loc="left", pad=2)
-    found = {level for each in maps.outputs for level in set(unpacked(each.grid))}
+    levels = {level for each in maps.outputs for level in set(unpacked(each.grid))}
     named = [
-        (_COLOURS[BROKEN], "NaN or infinity", BROKEN in found),
-        (_COLOURS[UNWRITTEN], "never written", UNWRITTEN in found),
-        (_COLOURS[NOT_JUDGED], "not judged", NOT_JUDGED in found),
+        (_COLOURS[BROKEN], "NaN or infinity", BROKEN in levels),
+        (_COLOURS[UNWRITTEN], "never written", UNWRITTEN in levels),
+        (_COLOURS[NOT_JUDGED], "not judged", NOT_JUDGED in levels),
         (_MASK[2], "seen", maps.mask is not None),
         (_MASK[3], "other sequence", maps.mask is not None and OUTSIDE in set(unpacked(maps.mask))),
     ]
@@ -289,7 +289,7 @@ def _legend(figure: Any, maps: ErrorMaps, height: float) -> None:
     from matplotlib.patches import Patch
 
     entries: list[Any] = [
-        Patch(facecolor=colour, edgecolor="#666666", linewidth=0.5, label=label) for colour, label, shown in named if shown
+        Patch(facecolor=colour, edgecolor="#666666", linewidth=0.5, label=label) for colour, label, present in named if present
     ]
     if any(maps.tiles):
         entries.append(Line2D([], [], color="black", linewidth=0.9, linestyle=(0, (4, 3)), label=_tile_words(maps.tiles)))
@@ -302,12 +302,12 @@ def _legend(figure: Any, maps: ErrorMaps, height: float) -> None:
 
 
 def _tile_words(tiles: tuple[int, int]) -> str:
-    """ "tile of 32 queries, 64 keys"."""
+    """Return text such as "tile of 32 queries, 64 keys"."""
     return "tile of " + ", ".join(f"{size} {noun}" for size, noun in zip(tiles, ("queries", "keys"), strict=True) if size)
 
 
 def _lookup() -> Any:
-    """The colour of each level: `(252, 3)` between 0 and 1."""
+    """Return the colour of each level: `(252, 3)` between 0 and 1."""
     import numpy as np
 
     table = np.ones((UNWRITTEN + 1, 3))

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -16,9 +16,10 @@ from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
+from attnfuzz.harness.report.progress import progress_on
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
-__all__ = ["Terminal", "kernel_table", "show_finding", "show_stored", "summary_table"]
+__all__ = ["Terminal", "show_finding", "show_stored", "summary_table"]
 
 
 class Terminal:
@@ -26,16 +27,7 @@ class Terminal:
 
     def __init__(self, console: Console, *, live: bool | None = None) -> None:
         self.console = console
-        live = console.is_terminal if live is None else live
-        self.progress = Progress(
-            TextColumn("{task.description:<22}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not live,
-            transient=True,
-        )
+        self.progress = progress_on(console, bar=True, note=True, width=22, live=live)
         self.task: TaskID | None = None
         self.cases = self.failures = self.compiled = self.to_compile = 0
 
@@ -184,25 +176,6 @@ def show_stored(console: Console, stored: CaseFile) -> None:
     line = repro_line(str(stored.path), stored.case.kernel, finding.target)
     console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
-
-
-def kernel_table(rows: list[dict[str, Any]]) -> Table:
-    """`attnfuzz list`: each kernel, what it does, and where it can run here or why not."""
-    table = Table()
-    for column in ("kernel", "packings", "dtypes", "causal", "dim_qk/dim_v", "runs here on", "else"):
-        table.add_column(column, overflow="fold", no_wrap=column == "kernel")
-    for row in rows:
-        cells = (
-            row["kernel"],
-            ", ".join(row["packings"]),
-            ", ".join(row["dtypes"]),
-            ", ".join(each or "no" for each in row["causal"]),
-            " ".join(f"{qk}/{v}" for qk, v in row["dims"]),
-            ", ".join(row["runs_on"]) or "-",
-            "; ".join(f"{device}: {reason}" for device, reason in row["reasons"].items()),
-        )
-        table.add_row(*(escape(cell) for cell in cells))
-    return table
 
 
 def _ratio(value: float) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding, repro_line
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
@@ -15,13 +14,7 @@ from attnfuzz.harness.report.machine import verdict_object
 from attnfuzz.harness.repro.reproduce import Repetition, Reproduction
 from attnfuzz.harness.repro.reshrink import Reshrunk
 
-__all__ = ["progress_on", "repetition_object", "reshrunk_object", "show_repetition", "show_reproduction", "show_reshrunk"]
-
-
-def progress_on(console: Console) -> Progress:
-    """A bar with a note, where `console` is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+__all__ = ["repetition_object", "reshrunk_object", "show_repetition", "show_reproduction", "show_reshrunk"]
 
 
 def repetition_object(stored: CaseFile, done: Repetition) -> dict[str, Any]:

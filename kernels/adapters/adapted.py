@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from dataclasses import dataclass
 
 from attnfuzz.kernels.adapters.call import Call, Running
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support.installed_torch import sees_cuda
 from attnfuzz.kernels.triton import runtime
 
 __all__ = ["Adapted"]
@@ -37,8 +37,7 @@ class Adapted:
             return runtime.unavailable(device)
         if importlib.util.find_spec("torch") is None:
             return "torch is not installed: pip install torch"
-        torch = importlib.import_module("torch")
-        if device == "cuda" and not torch.cuda.is_available():
+        if device == "cuda" and not sees_cuda():
             return "no CUDA device: torch.cuda.is_available() is False"
         return None
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import BuildError, Device
 from attnfuzz.kernels.support.compiler_output import captured
+from attnfuzz.kernels.support.installed_torch import sees_cuda
 
 __all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "threads_of", "unavailable"]
 
@@ -50,9 +51,7 @@ def unavailable(device: Device) -> str | None:
             return f"the Python package {package} is not installed"
     if device == "cpu":
         return None if shutil.which("g++") else "no g++ on PATH: TileLang's C target needs a C++ compiler"
-    import torch
-
-    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+    return None if sees_cuda() else "torch sees no CUDA device"
 
 
 def compile_counts() -> dict[str, int]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support.installed_torch import built_with, sees_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -241,11 +242,10 @@ class Peer:
             return f"device={device!r}: {self.name} runs on CUDA only"
         if importlib.util.find_spec("torch") is None:
             return "torch is not installed: pip install torch"
-        import torch
-
-        if torch.version.cuda is None:
-            return f"torch {torch.__version__} was built without CUDA"
-        if not torch.cuda.is_available():
+        version, cuda = built_with()
+        if cuda is None:
+            return f"torch {version} was built without CUDA"
+        if not sees_cuda():
             return "no CUDA device: torch.cuda.is_available() is False"
         # Last: it may import what only a process for CUDA should.
         return self._missing()

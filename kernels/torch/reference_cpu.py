@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Inputs, why_unsupported
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.support.installed_torch import built_with, has_op
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,7 @@ __all__ = ["KERNEL", "ReferenceCpu"]
 
 _Index = tuple[slice, ...]
 
+_OP: Final = "_scaled_dot_product_flash_attention_for_cpu"
 _CAPABILITIES: Final = Capabilities(
     packings=("ragged", "dense"),
     # In float16 and bfloat16 the op's exponential is a quick one, of relative error 5e-5, which shows in LSE.
@@ -54,10 +56,8 @@ class ReferenceCpu:
             return f"device={device!r}: the op runs on the CPU only"
         if importlib.util.find_spec("torch") is None:
             return "torch is not installed: pip install torch"
-        import torch
-
-        if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
-            return f"torch {torch.__version__} has no _scaled_dot_product_flash_attention_for_cpu: install torch 2.2 or newer"
+        if not has_op(_OP):
+            return f"torch {built_with()[0]} has no {_OP}: install torch 2.2 or newer"
         return None
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import BuildError, Device
 from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.support.installed_torch import sees_cuda
 
 __all__ = ["VARIABLE", "compile_counts", "load", "mode", "unavailable"]
 
@@ -78,10 +79,8 @@ def unavailable(device: Device) -> str | None:
     for package in _NEEDED[device]:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed: pip install {package}"
-    if device == "cuda":
-        torch = importlib.import_module("torch")
-        if not torch.cuda.is_available():
-            return "no CUDA device: torch.cuda.is_available() is False"
+    if device == "cuda" and not sees_cuda():
+        return "no CUDA device: torch.cuda.is_available() is False"
     return None
 
 

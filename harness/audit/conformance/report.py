@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from attnfuzz.harness.audit.conformance.check import Conformance
 from attnfuzz.harness.audit.conformance.row import Row, Status
+from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["ConformanceProgress", "conformance_object", "show_conformance"]
 
 _STYLES: dict[Status, str] = {"ok": "green", "wrong": "bold red", "hint": "cyan", "absent": "dim", "not run": "yellow"}
 
 
-class ConformanceProgress:
-    """Show the last check; a context manager, which restores the terminal."""
+class ConformanceProgress(ProgressView):
+    """Shows which check was done last; a context, so that the terminal is left as it was."""
 
     def __init__(self, console: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._progress.add_task("starting", total=None)
+        super().__init__(progress_on(console))
+        self._task = self.bars.add_task("starting", total=None)
         self._done = 0
-
-    def __enter__(self) -> ConformanceProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.stop()
 
     def __call__(self, row: Row) -> None:
         """Show that a check is done."""
         self._done += 1
-        self._progress.update(self._task, description=f"{self._done} checks done; last: {escape(row.check)}")
+        self.bars.update(self._task, description=f"{self._done} checks done; last: {escape(row.check)}")
 
 
 def show_conformance(console: Console, done: Conformance) -> None:

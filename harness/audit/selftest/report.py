@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from attnfuzz.harness.audit.selftest.faults import FaultRow, Faults
 from attnfuzz.harness.audit.selftest.memory import MemoryTried
 from attnfuzz.harness.campaign.events import CampaignStarted, Event, KernelFinished, KernelStarted
+from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["FaultProgress", "show_faults", "show_memory"]
 
 
-class FaultProgress:
-    """Show the progress of a self-test's campaigns; a context, which leaves the terminal as it was."""
+class FaultProgress(ProgressView):
+    """Listens to the campaigns of a selftest; a context, so that the terminal is left as it was."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description:<24}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._progress.add_task("starting", total=0)
+        super().__init__(progress_on(console, bar=True, count=True, width=24))
+        self._task = self.bars.add_task("starting", total=0)
         self._total = 0
-
-    def __enter__(self) -> FaultProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
         if isinstance(event, CampaignStarted):
             self._total += len(event.kernels)
-            self._progress.update(self._task, total=self._total)
+            self.bars.update(self._task, total=self._total)
         elif isinstance(event, KernelStarted):
-            self._progress.update(self._task, description=escape(event.kernel))
+            self.bars.update(self._task, description=escape(event.kernel))
         elif isinstance(event, KernelFinished):
-            self._progress.advance(self._task)
+            self.bars.advance(self._task)
 
 
 def show_faults(console: Console, done: Faults) -> None:

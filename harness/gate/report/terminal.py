@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 from rich.table import Table
 
 from attnfuzz.harness.gate.result import Finding, Gate, GateEvent, KernelGate, Outcome, Part, PartFinished
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
+from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["GateProgress", "gate_object", "markdown", "show_gate"]
 
@@ -21,22 +21,14 @@ _SIGNS: dict[Outcome, str] = {"pass": "pass", "fail": "**FAIL**", "known": "know
 _MOST_DETAIL = 3000
 
 
-class GateProgress:
+class GateProgress(ProgressView):
     """Shows the running part, and a line for each part that has ended; a context that restores the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (TextColumn("{task.description}"), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        super().__init__(progress_on(console, note=True))
         self._task: TaskID | None = None
         self._doing: tuple[str, str] | None = None
-
-    def __enter__(self) -> GateProgress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bars.stop()
 
     def __call__(self, event: GateEvent) -> None:
         """Show one event."""
@@ -44,15 +36,15 @@ class GateProgress:
             part = event.part
             style, seconds = _STYLES[part.outcome], f" ({part.seconds:.1f} s)" if part.seconds >= 0.05 else ""
             text = f"{escape(event.kernel)} {part.name}: [{style}]{part.outcome}[/] {escape(part.summary)}{seconds}"
-            self._bars.console.print(text, highlight=False, soft_wrap=True)
+            self.bars.console.print(text, highlight=False, soft_wrap=True)
             return
         if self._doing != (event.kernel, event.part):
             self._doing = (event.kernel, event.part)
             if self._task is not None:
-                self._bars.remove_task(self._task)
-            self._task = self._bars.add_task(escape(f"{event.kernel} {event.part}"), total=None, note="")
+                self.bars.remove_task(self._task)
+            self._task = self.bars.add_task(escape(f"{event.kernel} {event.part}"), total=None, note="")
         if self._task is not None:
-            self._bars.update(self._task, note=escape(event.note))
+            self.bars.update(self._task, note=escape(event.note))
 
 
 def show_gate(console: Console, done: Gate) -> None:

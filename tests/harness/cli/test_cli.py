@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -345,10 +346,48 @@ def test_list() -> None:
         "runs_on": [],
         "reasons": {"cpu": "its compiler is missing", "cuda": "not declared"},
     }
-    result = attnfuzz("list")
+
+
+def test_list_has_one_line_a_kernel_and_breaks_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "its compiler is missing, and so is what would install it: see the page on compilers of its makers"
+    registry.register(Subject(refuses=reason))
+    for columns in (100, 80, 40):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        result = attnfuzz("list")
+        assert result.exit_code == 0
+        head, *lines = result.stdout.splitlines()
+        assert [line.split()[0] for line in lines] == list(registry.names())
+        assert head.split()[:4] == ["kernel", "packings", "cpu", "cuda"]
+        assert columns == 40 or max(map(len, lines)) <= columns
+        [line] = (line for line in lines if line.startswith("acme.flash "))
+        assert line.split()[1:4] == ["ragged", "no", "-"]
+        assert reason.startswith(" ".join(line.split()[4:]).removesuffix(" ..."))
+        assert set(line.split()[4:]) <= {*reason.split(), "..."}, "words are whole"
+
+
+def test_list_of_a_kernel_shows_all_that_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register(Subject(refuses="its compiler is missing"))
+    monkeypatch.setenv("COLUMNS", "60")
+    result = attnfuzz("list", "acme.flash", "torch.reference_cpu")
     assert result.exit_code == 0
-    for name in rows:
-        assert name in result.stdout
+    own, peer = result.stdout.split("torch.reference_cpu (torch)\n")
+    shown = {line[3:].split(maxsplit=1)[0]: line[25:] for line in own.splitlines()[1:] if line[3] != " "}
+    assert own.startswith("acme.flash (acme)\n")
+    assert set(shown) == {"cpu", "cuda", *(each.name for each in msgspec.structs.fields(Capabilities))}
+    assert {name: shown[name] for name in ("cpu", "cuda", "packings", "dims", "causal", "unequal", "deviations")} == {
+        "cpu": "its compiler is missing",
+        "cuda": "not declared",
+        "packings": "ragged",
+        "dims": "8/8",
+        "causal": "no, bottom_right",
+        "unequal": "yes",
+        "deviations": "none",
+    }
+    assert f"   files                 {registry.get('torch.reference_cpu').files[0]}\n" in peer
+    assert (
+        "   dims                  64/64, 32/32, 16/16, 128/128,\n                         96/96, 40/40, 7/7, 1/1, 256/256\n"
+        in peer
+    )
 
 
 # --- run, show, repro

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch._dynamo  # and so Triton, whose library aborts the process when it 
 
 from attnfuzz.harness import plugin
 from attnfuzz.harness.campaign import campaign
+from attnfuzz.harness.campaign.options import OPTIONS
 from attnfuzz.harness.plugin import gpus as plugin_gpus
 from attnfuzz.harness.plugin import options as plugin_options
 from attnfuzz.kernels import registry
@@ -209,16 +211,24 @@ def test_a_wrong_option_is_a_usage_error_before_anything_runs(
 
 def test_the_options_are_shown_in_help(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_inprocess("--help")
-    for name in [each for each in plugin_options._DEFAULTS if each not in ("in-process", "no-memory-check", "no-maps")]:
-        result.stdout.fnmatch_lines([f"*--attnfuzz-{name}=*"])
+    for option in OPTIONS:
+        result.stdout.fnmatch_lines([f"*--attnfuzz-{option.name}{'' if option.type is bool else '='}*"])
 
 
-def test_the_options_are_those_of_the_command_line() -> None:
-    """Every option of `attnfuzz run` but --json, which is JUnit here."""
+def test_one_table_makes_the_options_of_the_command_line_and_of_pytest() -> None:
     from attnfuzz.harness.cli.run import run_command
 
-    named = {option.removeprefix("--") for each in run_command.params for option in each.opts if option.startswith("--")}
-    assert named - {"json"} <= set(plugin_options._DEFAULTS)
+    declared = {option.removeprefix("--"): each for each in run_command.params for option in each.opts}
+    for option in OPTIONS:
+        if option.only != "pytest":
+            assert declared[option.name].default == option.default
+            assert declared[option.name].name == option.key
+
+
+def test_the_table_of_options_imports_neither_torch_nor_hypothesis() -> None:
+    program = "import sys, attnfuzz.harness.plugin.options\nprint({'torch', 'hypothesis', 'click', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout == "set()\n"
 
 
 def test_other_peoples_sessions_are_left_alone(pytester: pytest.Pytester) -> None:
@@ -232,7 +242,7 @@ def test_other_peoples_sessions_are_left_alone(pytester: pytest.Pytester) -> Non
 
 
 def config(device: str = "auto", **changed: Any) -> Any:
-    values = {f"--attnfuzz-{name}": value for name, value in plugin_options._DEFAULTS.items()} | {"--attnfuzz-device": device}
+    values = {f"--attnfuzz-{option.name}": option.default for option in OPTIONS} | {"--attnfuzz-device": device}
     values |= {f"--attnfuzz-{name.replace('_', '-')}": value for name, value in changed.items()}
     return SimpleNamespace(getoption=values.__getitem__)
 

@@ -264,12 +264,12 @@ def test_the_picture_shows_red_only_where_something_is_wrong() -> None:
         if "dk" in outputs:
             outputs["dk"][8:] += 1.0
 
-    bad, good = plots.drawn(mapped(spoil), "a title"), plots.drawn(mapped(right), "a title")
+    bad, good = plots.render(mapped(spoil), "a title"), plots.render(mapped(right), "a title")
     assert reds(good) == 0
     assert reds(bad) > 10_000
     assert pixels(bad).shape == (835, 1200, 3)
     assert max(len(bad), len(good)) < 200_000
-    assert plots.drawn(mapped(right), "a title") == good, "equal maps are equal pictures"
+    assert plots.render(mapped(right), "a title") == good, "equal maps are equal pictures"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_the_picture_shows_red_only_where_something_is_wrong() -> None:
 )
 def test_every_shape_can_be_drawn(problem: dict[str, Any]) -> None:
     for form, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
-        assert plots.drawn(mapped(right, **problem), "$a_{b$ \x07 <b>", "x " * 500, form).startswith(begin)
+        assert plots.render(mapped(right, **problem), "$a_{b$ \x07 <b>", "x " * 500, form).startswith(begin)
 
 
 def test_the_scale_steps_at_the_budget_for_every_eye() -> None:
@@ -339,7 +339,7 @@ def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path: Path, monke
     Path("file").write_text("")
     for target, reason in (
         ("a.gif", "plot='a.gif': no such format; give a file that ends with .png, .svg, .pdf, or a folder"),
-        ("file/a.png", "plot='file/a.png': it cannot be written (file is no folder)"),
+        ("file/a.png", "plot='file/a.png': it cannot be written (file is not a folder)"),
     ):
         done = attnfuzz("repro", case, "--in-process", "--plot", target)
         assert done.exit_code == 2
@@ -347,13 +347,13 @@ def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = attnfuzz("repro", case, "--in-process", "--plot", "a.png")
     assert done.exit_code == 2
-    assert "it is not installed, and draws the maps; pip install 'attnfuzz[report]'" in done.stderr
+    assert "it is not installed, and drawing needs it; pip install 'attnfuzz[report]'" in done.stderr
 
 
 def test_a_kernel_that_crashes_costs_the_picture_only() -> None:
     problem = {"seqlens_q": [3], "seqlens_k": [4], "dim_qk": 16, "dim_v": 16, "dtype": "float32"}
     config = {"tile_m": 16, "tile_n": 16}
     Path("case.json").write_text(json.dumps({"format": 1, "kernel": "fault.abort", "problem": problem, "config": config}))
-    made = Picture("a.png", read_case("case.json")).drawn(Reproduction("FAILED", "cpu", Verdict(status="fail")))
+    made = Picture("a.png", read_case("case.json")).draw(Reproduction("FAILED", "cpu", Verdict(status="fail")))
     assert made == {"plot": None, "no_plot": "SIGABRT at host.py:_abort"}
     assert not Path("a.png").exists()

@@ -148,7 +148,7 @@ def test_a_run_that_is_killed_has_left_what_it_had_come_to() -> None:
     assert (found.kernels[0].cases, found.kernels[0].ended) == (1, False)
     assert [each.shrunk for each in found.failures] == [False]
     text = page("found")
-    assert "has not ended: it was killed, or is still going on" in text
+    assert "has not ended: it was killed, or is still running" in text
     assert "Case as found: the run ended before it was shrunk" in text
 
 
@@ -367,7 +367,7 @@ def test_what_cannot_be_reported_ends_with_2(as_json: bool) -> None:
     remedy = "run `attnfuzz run --out DIR` first, or give its DIR"
     for folder, reason in (
         ("none", "report='none': no such folder; give the folder that `attnfuzz run --out DIR` wrote to"),
-        ("file", "report='file': it is no folder; give the folder that `attnfuzz run --out DIR` wrote to"),
+        ("file", "report='file': it is not a folder; give the folder that `attnfuzz run --out DIR` wrote to"),
         ("empty", f"report='empty': no run is recorded there; {remedy}"),
         ("broken", "run='broken/runs/a.json': it is broken (Input data was truncated); "
          "remove it, or report with the version that wrote it"),
@@ -404,7 +404,7 @@ def test_what_the_page_needs_is_named_when_it_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "jinja2", None)
     done = attnfuzz("report", "found", "--output", "other.html")
     assert done.exit_code == 2
-    assert done.stderr == "error: jinja2: it is not installed, and makes the page; pip install 'attnfuzz[report]'\n"
+    assert done.stderr == "error: jinja2: it is not installed, and the page needs it; pip install 'attnfuzz[report]'\n"
 
 
 def test_the_page_goes_where_it_is_sent() -> None:

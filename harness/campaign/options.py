@@ -1,0 +1,101 @@
+"""The options of a run: one table for `attnfuzz run` and for pytest's --attnfuzz-..., and the Settings that their values make.
+
+This module imports neither click nor pytest, so that each is started without the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from attnfuzz.kernels.problem import reject
+
+if TYPE_CHECKING:
+    from attnfuzz.harness.campaign.settings import Settings
+    from attnfuzz.kernels.contract import Device
+
+__all__ = ["OPTIONS", "Option", "settings_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: --NAME of `attnfuzz run`, --attnfuzz-NAME of pytest."""
+
+    name: str
+    help: str
+    metavar: str | None = None
+    type: type = str
+    """bool: a flag."""
+    default: Any = None
+    """Of options that may be repeated, a list."""
+    least: float | None = None
+    """Checked by click, whose messages name the range; `Settings` and `settings_from` check the same for pytest."""
+    most: float | None = None
+    only: Literal["click", "pytest"] | None = None
+    pytest_help: str | None = None
+    """Where `help` is not true of a test, which is one shard of one kernel."""
+
+    @property
+    def key(self) -> str:
+        """The name in a mapping of values."""
+        return self.name.replace("-", "_")
+
+
+_MOST_GIB = 1 << 20
+_flag = partial(Option, type=bool, default=False)
+# fmt: off
+OPTIONS = (
+    Option("kernel", "Only these kernels; may be repeated.", "NAME", default=[], only="pytest"),
+    Option("device", "Where the kernels run; auto takes CUDA if there is one.", "auto|cpu|cuda", default="auto"),
+    Option("profile", "How much is tried, and how large Cases are.", "quick|gate|nightly", default="quick"),
+    Option("budget", "Time for trials, compiles and shrinking not counted [default: the profile's].", "60s",
+           pytest_help="Time for trials of each kernel, over all its shards."),
+    Option("max-examples", "Distinct Cases per kernel, instead of a budget or in addition to it.", "N", int,
+           pytest_help="Distinct Cases of each kernel, over all its shards."),
+    Option("max-failures", "Failures after which a kernel's turn ends.", "N", int,
+           pytest_help="Failures after which a shard ends."),
+    Option("case", "Run only this case, in its kernel's tests; may be repeated.", "FILE|BLOB", default=[], only="pytest"),
+    Option("seed", "Same seed, same Cases in the same order.", "N", int, default=0),
+    Option("out", "Folder of case files.", "DIR", default=".attnfuzz"),
+    Option("jobs", "Compiles at once [default: the cores].", "N", int, least=1),
+    Option("deadline", "Time limit of each stage of a trial [default: 60s].", "60s"),
+    Option("memory", "Memory that a child process may hold, in GiB [default: half of the machine's].", "GIB", float,
+           least=1, most=_MOST_GIB),
+    _flag("in-process", "No child processes, for a debugger: a crash of a kernel ends this process."),
+    _flag("no-memory-check", "Do not check every access to memory of interpreted kernels (Triton on the CPU)."),
+    _flag("no-maps", "Keep no maps of the errors of minimal Cases for `attnfuzz report`."),
+)
+# fmt: on
+"""Options that only the command line has may also be declared beside its command."""
+
+
+def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Settings:
+    """Return the Settings that the values of the options make (by `Option.key`); `more` are fields as they are.
+
+    Raises:
+        BadArgument: a value is wrong.
+    """
+    from attnfuzz.harness.campaign import settings
+
+    def seconds(name: str) -> float | None:
+        return None if values[name] is None else settings.duration(values[name], name)
+
+    fields: dict[str, Any] = {
+        **{name: values[name] for name in ("max_examples", "max_failures", "seed", "out", "jobs", "in_process")},
+        "device": device,
+        "profile": settings.profile(values["profile"]).name,
+        "budget": seconds("budget"),
+        "deadline": seconds("deadline"),
+        "memory": None if values["memory"] is None else _bytes(values["memory"]),
+        "memory_check": not values["no_memory_check"],
+        "maps": not values["no_maps"],
+    }
+    return settings.Settings(**{**fields, **more})
+
+
+def _bytes(gib: float) -> int:
+    if not 1 <= gib <= _MOST_GIB:
+        raise reject("memory", gib, "a child needs 1 GiB or more", "give GiB, such as 8")
+    return int(gib * (1 << 30))

@@ -1,0 +1,37 @@
+"""The commands start fast: what they import, and how long that takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+HEAVY = {"torch", "triton", "tilelang", "hypothesis", "numpy", "pytest", "matplotlib", "jinja2", "rich.table", "rich.progress"}
+
+
+def imported(*arguments: str) -> set[str]:
+    """All modules of a process that ran `attnfuzz` with `arguments`."""
+    program = "import sys\nfrom attnfuzz.harness.cli.main import main\ntry: main()\nfinally: print('\\n', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, cwd="/")
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("repro", "--help"), ("list",)], ids=" ".join)
+def test_what_is_imported(arguments: tuple[str, ...]) -> None:
+    if arguments == ("list",) and torch.cuda.is_available():
+        pytest.skip("kernels ask torch about the device")
+    assert not HEAVY & imported(*arguments)
+
+
+@pytest.mark.parametrize(("arguments", "limit"), [(("--help",), 0.4), (("list",), 2.0)], ids=["help", "list"])
+def test_how_long_it_takes(arguments: tuple[str, ...], limit: float) -> None:
+    """Thrice the limits of an idle machine, for machines that are slow or busy."""
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "attnfuzz.harness.cli", *arguments], capture_output=True, check=True, cwd="/")
+        seconds.append(time.perf_counter() - started)
+    assert sorted(seconds)[1] < 3 * limit
