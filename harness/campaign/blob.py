@@ -29,8 +29,8 @@ _MOST = 1 << 20
 
 def blob_of(case: Case, rate: Rate | None = None) -> str:
     """The blob of a Case: letters, digits, `-`, `_` and `=` alone, so that no shell needs quotes for it."""
-    found = {**case.to_object(), **({"found": {"rate": list(rate)}} if rate else {})}
-    packed = zlib.compress(msgspec.json.encode(found, order="sorted"), 9)
+    data = {**case.to_object(), **({"found": {"rate": list(rate)}} if rate else {})}
+    packed = zlib.compress(msgspec.json.encode(data, order="sorted"), 9)
     return f"AF{_VERSION}-{base64.urlsafe_b64encode(packed).decode()}"
 
 
@@ -46,28 +46,28 @@ def case_from_blob(text: str) -> CaseFile:
         BadCase: it is of another version, was cut or changed, or holds no Case.
     """
     text = text.strip()
-    found = _FORM.match(text)
-    shown = text if len(text) <= 24 else f"{text[:21]}..."
-    if found is None:
-        raise BadCase(f"case={shown!r}: no blob; a blob begins with AF{_VERSION}-")
-    if int(found[1]) != _VERSION:
+    form = _FORM.match(text)
+    short = text if len(text) <= 24 else f"{text[:21]}..."
+    if form is None:
+        raise BadCase(f"case={short!r}: not a blob; a blob begins with AF{_VERSION}-")
+    if int(form[1]) != _VERSION:
         raise BadCase(
-            f"case={shown!r}: a blob of version {found[1]}, and this attnfuzz reads version {_VERSION}; "
+            f"case={short!r}: a blob of version {form[1]}, and this attnfuzz reads version {_VERSION}; "
             "use the attnfuzz that printed it, or a case file"
         )
     try:
         unpacking = zlib.decompressobj()
-        content = unpacking.decompress(base64.b64decode(found[2], altchars=b"-_", validate=True), _MOST)
+        content = unpacking.decompress(base64.b64decode(form[2], altchars=b"-_", validate=True), _MOST)
     except (ValueError, binascii.Error, zlib.error):
         content, whole = b"", False
     else:
         whole = unpacking.eof and not unpacking.unused_data
     if not whole:
-        raise BadCase(f"case={shown!r}: the blob was cut or changed on its way; paste all of it, without blanks")
+        raise BadCase(f"case={short!r}: the blob is cut or changed; paste all of it, without blanks")
     try:
         case, data = case_from_json(content), msgspec.json.decode(content)
     except BadCase as error:
-        raise BadCase(f"case={shown!r}: {error}") from None
+        raise BadCase(f"case={short!r}: {error}") from None
     return CaseFile(case, StoredFinding.read(data.get("found")), Path(text))
 
 

@@ -125,7 +125,7 @@ def _run_all(
             journal.abandon()
         raise
     if journal:
-        journal.forsake()
+        journal.discard()
     not_kept = next((run.findings.not_kept for run in runs if run.findings.not_kept), None)
     seconds = time.monotonic() - start
     finished = CampaignFinished(tuple(summaries), tuple(skipped), seconds, interrupted, tuple(broken), lost, not_kept)

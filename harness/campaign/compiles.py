@@ -31,7 +31,7 @@ class VariantCompiler:
         self.compiles, self.seconds, self.refused = 0, 0.0, 0
 
     def compiled(self, variants: Sequence[Variant], limits: Limits) -> tuple[Variant, ...]:
-        """Compile `variants` and what else drawn Cases are likely to need; returns the variants that can be tried."""
+        """Compile `variants`, and ahead what drawn Cases are likely to need; returns the variants that can be tried."""
         start, can = time.monotonic(), self._kernel.capabilities
         keys = [self._kernel.compile_key(each.problem(can), each.config) for each in variants]
         cases: dict[str, Case] = {}
@@ -72,17 +72,17 @@ class VariantCompiler:
                 try:
                     in_flight[case].launch(case)
                 except OSError as error:
-                    in_flight.pop(case).forsake()
+                    in_flight.pop(case).discard()
                     self._findings.cannot_keep(case, error)
 
         try:
             for done in self._context.executor.compiled(cases, settings.jobs, starting):
                 if done.case in in_flight:
-                    in_flight.pop(done.case).forsake()
+                    in_flight.pop(done.case).discard()
                 yield done
         except (KeyboardInterrupt, GeneratorExit):
             for journal in in_flight.values():
-                journal.forsake()
+                journal.discard()
             raise
         except BaseException:
             for journal in in_flight.values():

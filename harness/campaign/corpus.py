@@ -86,8 +86,8 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
                 with contextlib.suppress(msgspec.ValidationError):
                     fields[field.name] = msgspec.convert(data[field.name], field.type, strict=strict)
         finding = cls(**fields)
-        shown, runs = finding.rate or (1, 2)
-        return finding if 0 < shown < runs <= _MOST_RUNS else msgspec.structs.replace(finding, rate=None)
+        failed, runs = finding.rate or (1, 2)
+        return finding if 0 < failed < runs <= _MOST_RUNS else msgspec.structs.replace(finding, rate=None)
 
     def to_object(self) -> dict[str, Any]:
         """As JSON; empty where nothing is known."""
@@ -121,9 +121,9 @@ def read_case(path: Path | str) -> CaseFile:
     path = Path(path)
     try:
         kind = path.stat()
-        # A pipe or a device would keep a reader for ever.
+        # Reading a pipe or a device may not end.
         if not (stat.S_ISREG(kind.st_mode) or stat.S_ISDIR(kind.st_mode)) or kind.st_size > _LARGEST:
-            reason = "it is too large" if stat.S_ISREG(kind.st_mode) else "it is no plain file"
+            reason = "it is too large" if stat.S_ISREG(kind.st_mode) else "it is not a regular file"
             raise BadCase(f"case={str(path)!r}: {reason}; give a file that `attnfuzz run` wrote")
         content = path.read_bytes()
     except OSError as error:
@@ -143,10 +143,7 @@ def read_case(path: Path | str) -> CaseFile:
 
 
 def repro_line(path: str, kernel: str, target: str | None = None) -> str:
-    """The command that runs a case file of `kernel` again.
-
-    It says where that kernel is found if its name alone does not tell: as it was asked for in this process, else at `target`.
-    """
+    """The command that runs a case file of `kernel` again; it says where the kernel is if its name alone does not find it."""
     return again_line(path, kernel, "attnfuzz repro", target)
 
 
@@ -158,7 +155,7 @@ def again_line(path: str, kernel: str, command: str, target: str | None = None) 
 
 
 def quoted(path: str) -> str:
-    """`path` as one word of a command line, which is no option whatever its name."""
+    """`path` as one word of a command line, never read as an option."""
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 

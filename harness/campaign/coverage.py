@@ -139,7 +139,7 @@ _LENGTHS = (0, 1, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
 def drawn_values(case: Case) -> Iterator[tuple[str, str]]:
-    """(what, value) of everything that a report counts; some occur more than once in a Case, and are told once each."""
+    """(name, value) of everything that a report counts, each once per Case."""
     p = case.problem
     yield "dtype", p.dtype
     yield "causal", p.causal or "no"

@@ -1,4 +1,4 @@
-"""The failures of one kernel in one run: told apart by identity, kept as case files, announced as events."""
+"""The failures of one kernel in one run: one finding for each identity, with its case file and its events."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Findings:
             if finding.path is not None and shrunk.path is not None and shrunk.path != finding.path:
                 self.remove(Path(shrunk.path))
             closed[before] = self.closed[finding.identity] = finding
-            # What the minimal Case shows besides is the same bug.
+            # The other failures of the minimal Case are the same bug.
             self._known |= {finding.identity, before, *(each.identity for each in shrunk.verdict.failures)}
             self._listener(Shrunk(finding, before))
         return closed

@@ -1,6 +1,6 @@
 """The Case in flight, on disk before it is launched: a run that dies, or a machine, leaves its last Case behind.
 
-One small file per process, written in place and synchronised, in two slots by turns, so that a torn write spoils neither the
+One small file per process, written in place and synchronised, in two slots alternately, so that a torn write spoils neither the
 other slot nor the run. The process that owns the file holds a lock on it; a file without that lock was left behind.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Journal", "LeftBehind", "left_behind"]
 _SLOT = 1 << 20
 _HEAD = struct.Struct("32sQ")
 """SHA-256 of the content, and its length."""
-_made: set[Path] = set()
+_created: set[Path] = set()
 """Folders that this process has made, and takes away when they are empty."""
 
 
@@ -40,7 +40,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """A Case that was in flight when its run died, how many runs have died of it, and the file that tells so."""
+    """A Case that was in flight when its run died, how many runs have died of it, and its journal file."""
 
     case: Case
     deaths: int
@@ -78,12 +78,12 @@ class Journal:
             os.close(self._file)
             self._file = -1
             for folder in (self._folder, self._folder.parent):
-                if folder in _made:
+                if folder in _created:
                     with contextlib.suppress(OSError):
                         folder.rmdir()
 
     def abandon(self) -> None:
-        """Leave the Case in flight for the next run, which is no death of this one."""
+        """Leave the Case in flight for the next run, without counting a death."""
         if self._file >= 0:
             if self._entry is not None:
                 with contextlib.suppress(OSError):  # a full disk: then it counts as a death
@@ -91,13 +91,13 @@ class Journal:
             os.close(self._file)
             self._file, self._entry = -1, None
 
-    def forsake(self) -> None:
+    def discard(self) -> None:
         """Let go of a file that cannot be written any more."""
         with contextlib.suppress(OSError):
             self.close()
 
     def _open(self) -> None:
-        _made.update(each for each in (self._folder, self._folder.parent) if not each.exists())
+        _created.update(each for each in (self._folder, self._folder.parent) if not each.exists())
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         hidden = self._folder / f".{name}"
@@ -124,7 +124,7 @@ class Journal:
 
 def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
     """Cases whose run ended while they were in flight, of all kernels, each once. Files without such a Case are removed."""
-    found: dict[Case, LeftBehind] = {}
+    entries: dict[Case, LeftBehind] = {}
     for path in sorted((Path(folder) / "inflight").glob("*-*")):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
@@ -141,11 +141,11 @@ def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
                 path.unlink(missing_ok=True)
                 continue
             left = LeftBehind(case, entry.deaths + entry.died, path)
-            if (known := found.get(case)) is not None:
+            if (known := entries.get(case)) is not None:
                 min(left, known, key=lambda each: each.deaths).path.unlink(missing_ok=True)
                 left = max(left, known, key=lambda each: each.deaths)
-            found[case] = left
-    yield from found.values()
+            entries[case] = left
+    yield from entries.values()
 
 
 def _latest(content: bytes) -> _Entry | None:

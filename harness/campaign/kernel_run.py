@@ -199,8 +199,8 @@ class KernelRun:
             return False
 
         strategy = cases if self.context.settings.plain else trial_cases
-        drawn = strategy(self.kernel, device=self.context.settings.device, limits=self.limits, variants=self.variants)
-        draw_values(drawn, consume, seed=self.seed * 7919 + number, examples=_ROUND)
+        of_kernel = strategy(self.kernel, device=self.context.settings.device, limits=self.limits, variants=self.variants)
+        draw_values(of_kernel, consume, seed=self.seed * 7919 + number, examples=_ROUND)
         self._finish()
 
     def _finish(self) -> None:

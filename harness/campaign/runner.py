@@ -123,7 +123,7 @@ class TrialRunner:
                 self._journal.launch(case, deaths)
             except OSError as error:
                 self._not_written(case, error)
-                self._journal.forsake()
+                self._journal.discard()
                 self._journal = None
 
     def _land(self) -> None:

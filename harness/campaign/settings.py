@@ -49,26 +49,26 @@ def profile(name: str) -> Profile:
     """The profile called `name`.
 
     Raises:
-        BadArgument: there is none.
+        BadArgument: there is no such profile.
     """
-    for known, found in PROFILES.items():
-        if known == name:
-            return found
-    raise reject("profile", name, "no such profile", f"use one of {', '.join(PROFILES)}")
+    for each in PROFILES.values():
+        if each.name == name:
+            return each
+    raise reject("profile", name, "there is no such profile", f"use one of {', '.join(PROFILES)}")
 
 
 def duration(text: str, name: str = "budget") -> float:
     """Seconds of "60s", "5m", "1.5h", "500ms" or "2m30s".
 
     Raises:
-        BadArgument: no duration, or none that is positive.
+        BadArgument: it is not a duration, or not positive.
     """
     parts = re.findall(r"(\d+(?:\.\d*)?)(ms|s|min|m|h)", text.strip())
     if not parts or "".join(n + unit for n, unit in parts) != text.strip():
-        raise reject(name, text, "it is no duration", "give a number and a unit, such as 60s, 5m or 1h")
+        raise reject(name, text, "it is not a duration", "give a number and a unit, such as 60s, 5m or 1h")
     seconds = sum(float(n) * _UNITS[unit] for n, unit in parts)
     if seconds <= 0:
-        raise reject(name, text, "nothing can be tried in no time", "give a positive duration, such as 60s")
+        raise reject(name, text, "must be positive", "give a positive duration, such as 60s")
     return seconds
 
 
@@ -81,7 +81,7 @@ class Settings:
     budget: float | None = None
     max_examples: int | None = None
     max_failures: int | None = None
-    """Failures after which a kernel's turn ends."""
+    """Failures after which a kernel is not tried further."""
     seed: int = 0
     shard: int = 0
     shards: int = 1
@@ -92,7 +92,7 @@ class Settings:
     in_process: bool = False
     """Run Trials in this process, for a debugger, and not in children."""
     deadline: float | None = None
-    """Seconds that a stage of a Trial may take before it hangs, 60 unless told; a compile may take ten times that."""
+    """Seconds that a stage of a Trial may take before it hangs, by default 60; a compile may take ten times that."""
     plain: bool = False
     """Only one call against the oracle: no sequences of calls, no relations."""
     memory_check: bool = True
@@ -104,25 +104,25 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.out == "":
-            raise reject("out", self.out, "failing Cases would be kept nowhere", "give a folder")
+            raise reject("out", self.out, "it is empty, so failing Cases could not be written", "give a folder")
         for name in ("max_examples", "max_failures"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise reject(name, getattr(self, name), "nothing would be tried", "give 1 or more")
+                raise reject(name, getattr(self, name), "must be positive", "give 1 or more")
         if self.seed < 0:
-            raise reject("seed", self.seed, "it cannot be negative", "give 0 or more")
+            raise reject("seed", self.seed, "must not be negative", "give 0 or more")
         if self.device not in ("cpu", "cuda"):
-            raise reject("device", self.device, "no such device", "use cpu or cuda")
+            raise reject("device", self.device, "there is no such device", "use cpu or cuda")
         profile(self.profile)
         if self.budget is not None and not self.budget > 0:
-            raise reject("budget", self.budget, "nothing can be tried in no time", "give a positive number of seconds")
+            raise reject("budget", self.budget, "must be positive", "give a positive number of seconds")
         if self.shards < 1 or not 0 <= self.shard < self.shards:
             raise reject("shard", self.shard, f"there are {self.shards} shards", "count shards from 0, and have at least 1")
         if self.deadline is not None and not self.deadline > 0:
-            raise reject("deadline", self.deadline, "nothing can be done in no time", "give a positive number of seconds")
+            raise reject("deadline", self.deadline, "must be positive", "give a positive number of seconds")
         if self.memory is not None and self.memory < 1 << 30:
             raise reject("memory", self.memory, "a process that has imported torch holds half of that", "give 1 GiB or more")
         if self.jobs is not None and self.jobs < 1:
-            raise reject("jobs", self.jobs, "nothing would be compiled", "give 1 or more")
+            raise reject("jobs", self.jobs, "must be positive", "give 1 or more")
 
     def changed(self) -> dict[str, Any]:
         """What differs from the defaults: the run's header shows just that."""

@@ -236,17 +236,17 @@ def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) ->
 
 
 def _debugged(stored: CaseFile, where: Where) -> int:
-    from attnfuzz.harness.campaign.runner import tries
-    from attnfuzz.harness.repro.debug import enter, recorded
+    from attnfuzz.harness.campaign.runner import TrialRunner
+    from attnfuzz.harness.repro.debug import RecordingExecutor, enter
     from attnfuzz.harness.repro.report import show_reproduction
     from attnfuzz.harness.repro.reproduce import Reproduction
 
     device, _ = where.device_for(stored.case)
-    for _ in range(tries(stored.rate)):
-        record = recorded(stored.case, device, memory_check=where.memory_check)
-        if failed := record.verdict.failure is not None:
-            break
-    show_reproduction(console(), stored, Reproduction("FAILED" if failed else "FIXED", device, record.verdict))
+    executor = RecordingExecutor(device, memory_check=where.memory_check)
+    runner = TrialRunner(executor)
+    failed = runner.run(stored.case, rate=stored.rate).failure is not None
+    record = executor.record
+    show_reproduction(console(), stored, Reproduction("FAILED" if failed else "FIXED", device, record.verdict, runner.trials))
     if not failed:
         return CLEAN
     if record.raised is not None:

@@ -62,22 +62,21 @@ class InProcess:
         self.device = device
         self.statistics = Statistics()
         self._memory_check = memory_check
-        self._begun: Case | None = None
+        self.case: Case | None = None
         environment.prepare(device)
 
     def begin(self, case: Case, *, patient: bool = False) -> None:  # noqa: ARG002 - without deadlines
         """Keep the Case for `finish`."""
-        self._begun = case
+        self.case = case
 
     def finish(self) -> Verdict:
         """Run the Trial."""
         from attnfuzz.harness.trial.trial import run_trial
 
-        case, self._begun = self._begun, None
-        assert case is not None
+        assert self.case is not None
         self.statistics.tasks += 1
-        with self._memory_checked():
-            return run_trial(case, self.device)
+        with self.memory_checked():
+            return run_trial(self.case, self.device)
 
     def compiled(
         self,
@@ -98,11 +97,12 @@ class InProcess:
         """Run it in this process."""
         from attnfuzz.harness.trial.errormaps import error_maps
 
-        with self._memory_checked():
+        with self.memory_checked():
             return error_maps(case, self.device)
 
     @contextlib.contextmanager
-    def _memory_checked(self) -> Iterator[None]:
+    def memory_checked(self) -> Iterator[None]:
+        """Check memory accesses in this block as asked for, then restore the process's state."""
         from attnfuzz.kernels.support import memory
 
         before = memory.checking()

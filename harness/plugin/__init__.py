@@ -18,7 +18,7 @@ import pytest
 
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
 from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
-from attnfuzz.harness.plugin.run import MARK, close_executors, run_given, run_shard
+from attnfuzz.harness.plugin.run import MARK, close_executors, run_shard, run_stored
 
 if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
@@ -69,7 +69,7 @@ def fuzz(
     @pytest.mark.parametrize("shard", [*range(shards), *stored])
     def test(shard: int | str, request: pytest.FixtureRequest) -> None:
         if isinstance(shard, str):
-            run_given(kernel, shard, request)
+            run_stored(kernel, shard, request)
         else:
             run_shard(kernel, shard, shards, max_examples, request)
 

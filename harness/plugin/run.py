@@ -1,4 +1,4 @@
-"""What a test of a kernel does: fuzz its shard, or run given Cases again; and what it says when that fails."""
+"""A test of a kernel: fuzz one shard, or run stored Cases again, and report failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.report.recorder import Recorder
     from attnfuzz.kernels.contract import Kernel
 
-__all__ = ["MARK", "close_executors", "run_given", "run_shard"]
+__all__ = ["MARK", "close_executors", "run_shard", "run_stored"]
 
 MARK = "_attnfuzz_kernel"
 """An attribute of a test function: the name of the kernel that it fuzzes."""
@@ -32,8 +32,8 @@ def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request:
     from attnfuzz.kernels.problem import BadArgument
 
     subject, settings = _subject(kernel, request.config, shard, shards, most)
-    if given := request.config.getoption("--attnfuzz-case"):
-        _run_asked(subject, given, shard, settings, request)
+    if cases := request.config.getoption("--attnfuzz-case"):
+        _run_cases(subject, cases, shard, settings, request)
         return
     try:
         with _recorder(settings, _again(subject, request)) as recorder:
@@ -50,7 +50,7 @@ def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request:
         pytest.fail(f"cases could not be kept on disk: {finished.not_kept}; {remedy}", pytrace=False)
 
 
-def run_given(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) -> None:
+def run_stored(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) -> None:
     """Run a Case that the test file names: a case file or a blob."""
     if request.config.getoption("--attnfuzz-case"):
         pytest.skip("--attnfuzz-case names the cases to run")
@@ -107,7 +107,7 @@ def _recorder(settings: Settings, again: str | None) -> Recorder:
 
 
 def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
-    """One for all tests of this process that run on the same device: children are not started anew for each."""
+    """One executor for all tests of this process on the same device, which share its children."""
     from attnfuzz.harness.campaign.campaign import executor_for
 
     known = config.stash.setdefault(_EXECUTORS, {})
@@ -126,9 +126,9 @@ def _stored(text: str) -> CaseFile:
         pytest.fail(str(error), pytrace=False)
 
 
-def _run_asked(kernel: Kernel, given: Sequence[str], shard: int, settings: Settings, request: pytest.FixtureRequest) -> None:
+def _run_cases(kernel: Kernel, cases: Sequence[str], shard: int, settings: Settings, request: pytest.FixtureRequest) -> None:
     """The Cases of --attnfuzz-case that are this kernel's, in the first shard of its test."""
-    stored = [_stored(each) for each in given]
+    stored = [_stored(each) for each in cases]
     own = [each for each in stored if each.case.kernel == kernel.name]
     if not own or shard:
         names = ", ".join(dict.fromkeys(each.case.kernel for each in stored))
@@ -149,8 +149,8 @@ def _run_again(stored: CaseFile, settings: Settings) -> None:
     except BadArgument as error:
         pytest.fail(f"ERROR {stored.path}: {error}", pytrace=False)
     if done.verdict.failures:
-        told = [f"   {name:<20} {value}" for name, value in describe_case(stored.case)]
-        pytest.fail("\n".join([f"FAILED {stored.path}", *told, *describe_verdict(done.verdict)]), pytrace=False)
+        rows = [f"   {name:<20} {value}" for name, value in describe_case(stored.case)]
+        pytest.fail("\n".join([f"FAILED {stored.path}", *rows, *describe_verdict(done.verdict)]), pytrace=False)
 
 
 def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings: Settings) -> None:

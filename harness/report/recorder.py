@@ -64,7 +64,7 @@ class Recorder:
             updated=now.isoformat(timespec="seconds"),
         )
         self._start = self._written = time.monotonic()
-        self._begun = self._over = self._said = False
+        self._begun = self._over = self._warned = False
         self._tallies: dict[str, Tally] = {}
         self._kernels: dict[str, KernelRecord] = {}
         self._failures: dict[Identity, FailureRecord] = {}
@@ -79,7 +79,7 @@ class Recorder:
             self._write()
 
     def __call__(self, event: Event) -> None:
-        """Keep what an event tells."""
+        """Keep the content of an event."""
         if (handler := getattr(self, f"_on_{type(event).__name__}", None)) is not None:
             handler(event)
         frequent = isinstance(event, events.TrialFinished | events.CompileFinished)
@@ -182,8 +182,8 @@ class Recorder:
         try:
             write_run(self._folder, self._run)
         except OSError as error:
-            if not self._said:
-                self._said = True
+            if not self._warned:
+                self._warned = True
                 self._lost(f"{self._folder / 'runs'}: the record for reports cannot be written ({error.strerror or error})")
 
 

@@ -95,7 +95,7 @@ class FailureRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     check: str = ""
     case_id: str = ""
     case: dict[str, Any] = {}
-    """Empty where it is too large to be told twice."""
+    """Empty where it is too large."""
     told: list[tuple[str, str]] = []
     """The Case in words, name and value."""
     messages: list[str] = []
@@ -184,12 +184,12 @@ def read_run(path: Path) -> RunRecord:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise reject("run", str(path), "it is too large to be a run's", remedy)
-        found = msgspec.json.decode(path.read_bytes())
-        if not isinstance(found, dict) or type(found.get("format")) is not int:
-            raise reject("run", str(path), "it is no record of a run", remedy)
-        if found["format"] != FORMAT:
-            raise reject("run", str(path), f"its format is {found['format']}, this attnfuzz reads {FORMAT}", remedy)
-        return msgspec.convert(found, RunRecord)
+        data = msgspec.json.decode(path.read_bytes())
+        if not isinstance(data, dict) or type(data.get("format")) is not int:
+            raise reject("run", str(path), "it is not a record of a run", remedy)
+        if data["format"] != FORMAT:
+            raise reject("run", str(path), f"its format is {data['format']}, this attnfuzz reads {FORMAT}", remedy)
+        return msgspec.convert(data, RunRecord)
     except BadArgument:
         raise
     except OSError as error:
@@ -199,7 +199,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def runs_of(folder: Path) -> Iterator[RunRecord | Broken]:
-    """The runs of a folder, oldest first; what cannot be read is told in its place."""
+    """The runs of a folder, oldest first; a file that cannot be read is a Broken in its place."""
     for path in sorted((folder / "runs").glob("*.json")):
         try:
             yield read_run(path)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from attnfuzz.harness.core.clock import Clock
+from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.harness.judge.contract import heads_first, why_unfit
 from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.judge.verdict import Verdict
@@ -17,18 +18,17 @@ from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Built, Device, Gradients, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.kernels.support import memory
 from attnfuzz.strategies.case import Case, Recipe
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Recorded", "enter", "recorded"]
+__all__ = ["Record", "RecordingExecutor", "enter"]
 
 
 @dataclass(slots=True)
-class Recorded:
-    """What a Trial left behind for a debugger: its Verdict, and the last of each thing that it made.
+class Record:
+    """A Trial for a debugger: its Verdict, and the last of its inputs, outputs and references.
 
     `raised`: what the kernel raised, in a compile or a call, with its traceback. `reference`, `budget` and `error` hold a tensor
     for each output, float64, heads first `(heads, tokens[, dim])`; empty where nothing was compared.
@@ -51,51 +51,54 @@ class Recorded:
         return len(frames) - 1 - own[-1] if own else 0
 
 
-def recorded(case: Case, device: Device, *, memory_check: bool = True) -> Recorded:
-    """Run `case` in this process.
+class RecordingExecutor(InProcess):
+    """Runs Cases in this process and keeps the `record` of the last."""
 
-    Raises:
-        BadArgument: the Case cannot run here.
-    """
-    found = Recorded(Verdict(status="pass"))
+    record: Record
 
-    def bench(case: Case, kernel: Kernel, device: Device, clock: Clock) -> Bench:
-        found.kernel = kernel
-        return _Recording(case, kernel, device, clock, found)
+    def finish(self) -> Verdict:
+        """Run the Trial.
 
-    before = memory.checking()
-    memory.check(memory_check)
-    try:
-        found.verdict = run_trial(case, device, bench=bench)
-    except DeviceLost as lost:
-        found.verdict = Verdict(status="fail", failures=(lost.failure,))
-    finally:
-        memory.check(before)
-    return found
+        Raises:
+            BadArgument: the Case cannot run here.
+        """
+        self.record = record = Record(Verdict(status="pass"))
+
+        def bench(case: Case, kernel: Kernel, device: Device, clock: Clock) -> Bench:
+            record.kernel = kernel
+            return _RecordingBench(case, kernel, device, clock, record)
+
+        assert self.case is not None
+        try:
+            with self.memory_checked():
+                record.verdict = run_trial(self.case, self.device, bench=bench)
+        except DeviceLost as lost:
+            record.verdict = Verdict(status="fail", failures=(lost.failure,))
+        return record.verdict
 
 
 @dataclass(frozen=True)
-class _Recording(Bench):
-    found: Recorded
+class _RecordingBench(Bench):
+    record: Record
 
     def ready(self, problem: Problem | None = None) -> Built:
         try:
-            return _Watched(super().ready(problem), self.found, self.case)
+            return _Watched(super().ready(problem), self.record, self.case)
         except WentWrong as error:
             cause = error.__cause__
-            self.found.raised = (cause.__cause__ or cause) if cause is not None else error
+            self.record.raised = (cause.__cause__ or cause) if cause is not None else error
             raise
 
     def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
-        self.found.inputs = super().inputs(problem, recipe)
-        return self.found.inputs
+        self.record.inputs = super().inputs(problem, recipe)
+        return self.record.inputs
 
     def launch(self, ready: Built, inputs: Inputs, **more: Any) -> Outputs:
-        made = super().launch(ready, inputs, **more)
+        outputs = super().launch(ready, inputs, **more)
         if not more:
-            # The launch that tells unwritten memory apart is not the one to look at.
-            self.found.inputs, self.found.outputs = inputs, made
-        return made
+            # The launch that distinguishes unwritten memory is not the one to look at.
+            self.record.inputs, self.record.outputs = inputs, outputs
+        return outputs
 
     def verdict(self, inputs: Inputs, outputs: Outputs) -> Verdict:
         return self.judge(inputs, outputs, self.truth(inputs))
@@ -105,52 +108,60 @@ class _Recording(Bench):
         if isinstance(expected, Truths) and not why_unfit(self.case.kernel, inputs, outputs):
             for name, true in expected.items():
                 got = heads_first(inputs.problem, name, getattr(outputs, name)).to(true.expected.device).double()
-                self.found.reference[name], self.found.budget[name] = true.expected, true.allowed
-                self.found.error[name] = (got - true.expected).abs()
+                self.record.reference[name], self.record.budget[name] = true.expected, true.allowed
+                self.record.error[name] = (got - true.expected).abs()
         return verdict
 
 
 class _Watched:
     """A built kernel whose errors are kept with their tracebacks."""
 
-    def __init__(self, built: Built, found: Recorded, case: Case) -> None:
-        self.built, self.found, self.case = built, found, case
+    def __init__(self, built: Built, record: Record, case: Case) -> None:
+        self.built, self.record, self.case = built, record, case
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        kernel, case, problem = self.found.kernel, self.case, inputs.problem  # noqa: F841 - to be seen in the debugger
+        kernel, case, problem = self.record.kernel, self.case, inputs.problem  # noqa: F841 - to be seen in the debugger
         try:
             return self.built.forward(inputs)
         except BaseException as error:
-            self.found.raised = error
+            self.record.raised = error
             raise
 
     def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
-        kernel, case, problem = self.found.kernel, self.case, inputs.problem  # noqa: F841
+        kernel, case, problem = self.record.kernel, self.case, inputs.problem  # noqa: F841
         try:
             return self.built.backward(inputs, o, lse)
         except BaseException as error:
-            self.found.raised = error
+            self.record.raised = error
             raise
 
 
 def _frames(trace: TracebackType | None) -> list[TracebackType]:
-    found = []
+    frames = []
     while trace is not None:
-        found.append(trace)
+        frames.append(trace)
         trace = trace.tb_next
-    return found
+    return frames
 
 
-def enter(found: Recorded, case: Case) -> None:
+def enter(record: Record, case: Case) -> None:
     """Stop in pdb: where the kernel raised, or in a frame that holds what was compared. Returns when the user leaves it."""
     # On a terminal pdb's own input, which has a history; else what is piped in, whoever holds the streams.
     debugger = pdb.Pdb() if sys.stdin.isatty() else pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout)
     debugger.reset()
-    if found.raised is not None:
-        debugger.interaction(None, found.raised.__traceback__)
+    if record.raised is not None:
+        debugger.interaction(None, record.raised.__traceback__)
     else:
         _with_tensors(
-            debugger, case, found.kernel, found.verdict, found.inputs, found.outputs, found.reference, found.budget, found.error
+            debugger,
+            case,
+            record.kernel,
+            record.verdict,
+            record.inputs,
+            record.outputs,
+            record.reference,
+            record.budget,
+            record.error,
         )
 
 

@@ -1,4 +1,4 @@
-"""What came of running a case file again, many times or to shrink it, for people and for machines."""
+"""Results of running a case file again, repeating it or shrinking it, for people and for machines."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def reshrunk_object(done: Reshrunk) -> dict[str, Any]:
 
 
 def show_reshrunk(console: Console, stored: CaseFile, done: Reshrunk) -> None:
-    """What was found, the smaller Case, and its line."""
-    told = {
+    """Print the outcome, the smaller Case, and the line that runs it."""
+    outcome = {
         "SMALLER": "[bold red]SMALLER[/] a simpler Case fails alike",
         "MINIMAL": "[bold red]MINIMAL[/] no simpler Case fails alike",
         "STOPPED": "[bold yellow]STOPPED[/] before a simpler Case was found that fails alike",
         "FIXED": "[bold green]FIXED[/] it does not fail any more",
     }[done.outcome]
-    _say(console, f"{told}: {escape(str(stored.path))} on {done.device}, {done.trials} trials in {done.seconds:.1f} s")
+    _say(console, f"{outcome}: {escape(str(stored.path))} on {done.device}, {done.trials} trials in {done.seconds:.1f} s")
     if done.partly:
         _say(console, "   [yellow]not to the end: a longer --budget may find a simpler one[/]")
     if done.identity:

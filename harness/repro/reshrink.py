@@ -28,7 +28,7 @@ __all__ = ["Reshrunk", "shrink_further"]
 
 @dataclass(frozen=True, slots=True)
 class Reshrunk:
-    """What came of shrinking a case file further. `path`: of the smaller Case's file, None where nothing smaller was found.
+    """Result of shrinking a case file further. `path`: of the smaller Case's file, None where nothing smaller was found.
 
     `outcome`: SMALLER; MINIMAL, where no simpler Case fails alike; STOPPED, where time was up before one was found; FIXED, where
     the Case itself does not fail any more. `partly`: time was up, or Ctrl-C was pressed, before all steps were tried.
@@ -49,7 +49,7 @@ class Reshrunk:
 def shrink_further(
     stored: CaseFile, seconds: float, where: Where, folder: Path, each: Callable[[int, Case], None] = lambda *_: None
 ) -> Reshrunk:
-    """Shrink from `stored` for at most `seconds`, its first run apart; a smaller Case goes to `folder`, whatever ends this.
+    """Shrink from `stored` for at most `seconds`, its first run apart; a smaller Case goes to `folder`, also after an error.
 
     Args:
         stored: what to begin with.
@@ -98,11 +98,11 @@ def shrink_further(
 def _identity_in(stored: CaseFile, verdict: Verdict) -> Identity | None:
     """The failure to follow: the one in the file, if it shows, else the first."""
     before = stored.finding.identity
-    shown = [each.identity for each in verdict.failures]
-    for identity in shown:
+    identities = [each.identity for each in verdict.failures]
+    for identity in identities:
         if before and (identity.kind, identity.output, identity.check) == (before.kind, before.output, before.check):
             return identity
-    return shown[0] if shown else None
+    return identities[0] if identities else None
 
 
 def _check(folder: Path) -> None:

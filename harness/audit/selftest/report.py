@@ -37,7 +37,8 @@ def show_faults(console: Console, done: Faults) -> None:
     """Print the table of faults, the restarts, and one line of verdict."""
     table = Table()
     for column in ("fault", "found", "minimal case", "shows in", "cases", "shrunk in", "next verdict", "right"):
-        table.add_column(column, justify="right" if column in ("cases", "shrunk in", "next verdict") else "left", overflow="fold")
+        numeric = column in ("cases", "shrunk in", "next verdict")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=column not in ("fault", "right"))
     for row in done.rows:
         table.add_row(*_cells(row))
     console.print(table)
@@ -74,7 +75,7 @@ def show_memory(console: Console, done: MemoryTried) -> None:
     """Print the table of faults, the kernels without one, and one line of verdict."""
     table = Table()
     for column in ("fault", "found", "at", "minimal case", "cases", "right"):
-        table.add_column(column, justify="right" if column == "cases" else "left", overflow="fold")
+        table.add_column(column, justify="right" if column == "cases" else "left", no_wrap=column not in ("fault", "right"))
     for row in done.rows:
         right = f"[red]no: {escape('; '.join(row.wrong))}; expected {escape(row.expected)}[/]" if row.wrong else "[green]yes[/]"
         place = row.line.partition(": ")[0] if row.line in row.message else "?"

@@ -51,9 +51,8 @@ def show_gate(console: Console, done: Gate) -> None:
     """Print the table of kernels and parts, every finding with its Case, the ledger's errors, and one line of verdict."""
     if done.kernels:
         table = Table()
-        table.add_column("kernel", no_wrap=True)
-        for column in ("part", "verdict", "why"):
-            table.add_column(column, overflow="fold")
+        for column in ("kernel", "part", "verdict", "why"):
+            table.add_column(column, no_wrap=column != "why")
         for gated in done.kernels:
             for number, part in enumerate(gated.parts):
                 name = escape(gated.kernel) if number == 0 else ""

@@ -56,7 +56,7 @@ def show_sanitized(console: Console, stored: CaseFile, done: Sanitized) -> None:
 def _table(findings: tuple[Finding, ...]) -> Table:
     table = Table()
     for column in ("what", "kernel", "where", "first seen", "times"):
-        table.add_column(column, overflow="fold", justify="right" if column == "times" else "left")
+        table.add_column(column, no_wrap=column in ("kernel", "times"), justify="right" if column == "times" else "left")
     for each in findings:
         what = each.kind + (f" of {each.size} bytes" if each.size is not None else "")
         mild = "" if each.severity == "error" else f" ({each.severity})"
