@@ -6,7 +6,7 @@
     KERNEL = dense(my_flash_attn, name="mine", devices=("cpu", "cuda"), groups=None)
 
 Only what the signature shows or the caller says is declared; the defaults are those of the simplest kernel (equal lengths, none
-of them zero, no grouped heads, head dim 64, float16 and bfloat16, CUDA). `attnfuzz check-adapter` shows what else works.
+of them zero, no grouped heads, head dim 64, float16 and bfloat16, CUDA). `attnfuzz check-adapter` shows what more works.
 """
 
 from __future__ import annotations
