@@ -91,10 +91,7 @@ FAULTS: Final = (
         "device-side assert",
         "crash",
         triton=(
-            Edit(
-                '@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride"])\ndef forward(',
-                '@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride"], debug=True)\ndef forward(',
-            ),
+            Edit("_FORWARD_SCALARS)\ndef forward(", "_FORWARD_SCALARS, debug=True)\ndef forward("),
             _before(_TRITON_AT, '    tl.device_assert(seqlen_k < 3, "planted: too many keys")\n'),
         ),
         tilelang=(_before(_TILELANG_AT, '                T.device_assert(n_k < 3, "planted: too many keys")\n'),),

@@ -252,8 +252,8 @@ def backward(
 ) -> Any:
     """PrimFunc (Q, K, V, dO, LSE2, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
 
-    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. For dK and dV the shares of a group's query heads are, by
-    `reduction`,
+    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. `reduction` is what happens to the shares
+    of dK and dV of a group's query heads:
 
         none    the only ones (groups = 1): stored in `dtype`, (batch, n_k, heads, dim)
         atomic  added to fp32 zeros, (batch, n_k, kv_heads, dim)

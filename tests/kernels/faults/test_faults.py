@@ -18,6 +18,8 @@ from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Device, Kernel
+from attnfuzz.kernels.faults import device as on_device
+from attnfuzz.kernels.faults.planted import planted_source
 from attnfuzz.kernels.support.memory import MemoryKind
 from attnfuzz.strategies.shapes import Variant, all_variants
 
@@ -60,6 +62,13 @@ def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: TileLangFault, t
 def test_the_fault_of_a_ragged_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
     kernel = faulty_tilelang(fault, ragged=True)
     record_property("fault", hunted(kernel, "ragged", fault.name, tmp_path, causal=fault.causal, ahead=fault.ahead))
+
+
+@pytest.mark.parametrize("fault", on_device.FAULTS, ids=lambda fault: fault.slug)
+def test_a_fault_that_only_a_gpu_shows_can_still_be_planted(fault: on_device.DeviceFault) -> None:
+    for backend, edits in (("triton", fault.triton), ("tilelang", fault.tilelang)):
+        _, source = planted_source(f"attnfuzz.kernels.{backend}.varlen_device", edits)
+        compile(source, backend, "exec")
 
 
 def hunted(kernel: Kernel, backend: str, fault: str, folder: Path, *, causal: bool, ahead: bool = False) -> dict[str, object]:
