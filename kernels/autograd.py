@@ -1,9 +1,9 @@
-"""Kernels as differentiable functions: `attention` for a dense batch, `attention_varlen` for sequences one after the other, and
-`attention_padded` for sequences of many lengths in one rectangle.
+"""Kernels as differentiable functions: `attention` for a dense batch, `attention_varlen` for concatenated sequences,
+`attention_padded` for sequences of several lengths in a padded batch.
 
-Any kernel of the registry, or an object of your own that fulfils `contract.Kernel`. Arguments are checked before anything is
-compiled; a compile happens once for each compile key. Not for torch.func (no vmap, no jacrev); autocast changes nothing: tensors
-go to the kernel in the dtype that they have.
+They take any kernel of the registry, or your own object that fulfils `contract.Kernel`. Arguments are checked before anything is
+compiled; each compile key is compiled once. torch.func is not supported (no vmap, no jacrev). Autocast has no effect: tensors
+go to the kernel in their own dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attention(
     config: Config | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """O of a dense batch by a kernel, with its gradients.
+    """Compute O of a dense batch by a kernel, with its gradients.
 
     Args:
         q: `(batch, seqlen_q, heads, dim_qk)`, float16, bfloat16 or float32, of any strides, as k and v.
@@ -47,7 +47,7 @@ def attention(
         causal: where the mask's diagonal lies, or None.
         softmax_scale: None: dim_qk ** -0.5.
         config: one of `kernel.configs(...)`; None: its default.
-        return_lse: give (o, lse) in place of o; lse `(batch, heads, seqlen_q)` float32 has no gradient.
+        return_lse: return (o, lse) instead of o; lse `(batch, heads, seqlen_q)` float32 has no gradient.
 
     Returns:
         o `(batch, seqlen_q, heads, dim_v)` in q's dtype.
@@ -76,13 +76,13 @@ def attention_varlen(
     config: Config | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """O of sequences one after the other, with its gradients. Reads cu_seqlens on the host, for which a GPU is waited for.
+    """Compute O of concatenated sequences, with its gradients. Reads cu_seqlens on the host, which waits for the GPU.
 
     Args:
         q: `(total_q, heads, dim_qk)`; rows beyond cu_seqlens_q[-1] belong to no sequence.
         k: `(total_k, kv_heads, dim_qk)`, likewise.
         v: `(total_k, kv_heads, dim_v)`.
-        cu_seqlens_q: where each sequence begins, `(batch + 1,)` int32, from 0, never falling.
+        cu_seqlens_q: where each sequence begins, `(batch + 1,)` int32, from 0, never decreasing.
         cu_seqlens_k: likewise.
         kernel, causal, softmax_scale, config, return_lse: as for `attention`; lse is `(heads, total_q)`.
 
@@ -115,10 +115,10 @@ def attention_padded(
     softmax_scale: float | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """O of a padded batch by a ragged kernel, with its gradients: rows beyond a sequence's length are left out, and are 0 in O.
+    """Compute O of a padded batch by a ragged kernel, with its gradients; rows beyond a sequence's length are ignored, 0 in O.
 
     Args:
-        q: `(batch, seqlen_q, heads, dim_qk)`, of which the first lengths_q[i] rows count; the rest may hold anything.
+        q: `(batch, seqlen_q, heads, dim_qk)`; the first lengths_q[i] rows count, the others may hold anything.
         k: `(batch, seqlen_k, kv_heads, dim_qk)`, likewise with lengths_k.
         v: `(batch, seqlen_k, kv_heads, dim_v)`.
         lengths_q: `(batch,)` whole numbers from 0 to seqlen_q.
@@ -135,22 +135,22 @@ def attention_padded(
     _fitting(q, k, v, 4)
     real_q, cu_q = _unpadded("lengths_q", lengths_q, q)
     real_k, cu_k = _unpadded("lengths_k", lengths_k, k)
-    found = attention_varlen(
+    rows = attention_varlen(
         q[real_q], k[real_k], v[real_k], cu_q, cu_k, kernel=kernel, causal=causal, softmax_scale=softmax_scale, config=config
     )
-    o = found.new_zeros((*q.shape[:3], v.shape[-1]))
-    return o.masked_scatter(real_q[..., None, None], found)
+    o = rows.new_zeros((*q.shape[:3], v.shape[-1]))
+    return o.masked_scatter(real_q[..., None, None], rows)
 
 
 def _unpadded(name: str, lengths: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(which rows count, `(batch, seqlen)` bool; cu_seqlens)."""
+    """Return (which rows count, `(batch, seqlen)` bool; cu_seqlens)."""
     batch, seqlen = x.shape[:2]
     if not batch:
         raise reject("q.shape", tuple(x.shape), "a batch has at least one sequence", "give one length per sequence")
     whole = isinstance(lengths, torch.Tensor) and lengths.dtype in _WHOLE and lengths.device.type != "meta"
     if not whole or lengths.shape != (batch,):
-        found = f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
-        raise reject(name, found, f"a whole number for each of {batch} sequences is expected", "give a (batch,) tensor")
+        actual = f"{tuple(lengths.shape)} {lengths.dtype}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
+        raise reject(name, actual, f"a whole number for each of {batch} sequences is expected", "give a (batch,) tensor")
     if outside := [n for n in lengths.tolist() if not 0 <= n <= seqlen]:
         raise reject(name, outside[0], f"a sequence has 0 to {seqlen} rows", "give lengths within the padded batch")
     lengths = lengths.to(x.device)
@@ -159,12 +159,12 @@ def _unpadded(name: str, lengths: torch.Tensor, x: torch.Tensor) -> tuple[torch.
 
 
 def _fitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ndim: int) -> None:
-    """Raises BadArgument unless the three make one call."""
+    """Raise BadArgument unless the three fit each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor) or x.ndim != ndim:
-            found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            actual = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             what = "(batch, seqlen, heads, dim)" if ndim == 4 else "(tokens, heads, dim)"
-            raise reject(f"{name}.shape", found, f"{ndim} dimensions are expected", f"give {what}")
+            raise reject(f"{name}.shape", actual, f"{ndim} dimensions are expected", f"give {what}")
         if x.dtype not in _DTYPES:
             raise reject(f"{name}.dtype", x.dtype, "no kernel takes it", "use float16, bfloat16 or float32")
         if x.dtype != q.dtype:
@@ -189,8 +189,8 @@ def _fitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ndim: int) -> No
 
 def _offsets(name: str, cu: torch.Tensor, rows: int, device: torch.device) -> list[int]:
     if not isinstance(cu, torch.Tensor) or cu.ndim != 1 or cu.dtype != torch.int32 or len(cu) < 2:
-        found = f"{tuple(cu.shape)} {cu.dtype}" if isinstance(cu, torch.Tensor) else type(cu).__name__
-        raise reject(name, found, "one int32 offset for each sequence and the end is expected", "give (batch + 1,) int32")
+        actual = f"{tuple(cu.shape)} {cu.dtype}" if isinstance(cu, torch.Tensor) else type(cu).__name__
+        raise reject(name, actual, "one int32 offset for each sequence and the end is expected", "give (batch + 1,) int32")
     if cu.device != device:
         raise reject(f"{name}.device", cu.device, f"q is on {device}", "move it there")
     if not cu.is_contiguous():
@@ -200,7 +200,7 @@ def _offsets(name: str, cu: torch.Tensor, rows: int, device: torch.device) -> li
         raise reject(f"{name}[0]", ends[0], "the first sequence begins at 0", "begin with 0")
     for i, (a, b) in enumerate(pairwise(ends), start=1):
         if b < a:
-            raise reject(f"{name}[{i}]", b, f"it is less than the one before ({a})", "offsets never fall")
+            raise reject(f"{name}[{i}]", b, f"it is less than the one before ({a})", "give offsets that never decrease")
     if ends[-1] > rows:
         raise reject(f"{name}[-1]", ends[-1], f"there are {rows} rows", "give at most as many tokens as rows")
     return ends
@@ -245,7 +245,7 @@ def _applied(
 ) -> Any:
     subject = registry.get(kernel) if isinstance(kernel, str) else kernel
     if not isinstance(subject, Kernel):
-        raise reject("kernel", kernel, "it is no kernel", "give a name of `attnfuzz list`, or a Kernel")
+        raise reject("kernel", kernel, "it is not a kernel", "give a name of `attnfuzz list`, or a Kernel")
     device: Device = "cuda" if qkv[0].is_cuda else "cpu"
     if reason := subject.unavailable(device):
         raise BadArgument(f"kernel={subject.name!r}: it cannot run on {device} here: {reason}")
@@ -255,7 +255,7 @@ def _applied(
     chosen = configs[0] if config is None else config
     if reason := subject.supports(problem, chosen, device):
         raise BadArgument(f"kernel={subject.name!r}: {reason}; use another kernel, or give what it supports")
-    # What a kernel declares of layouts holds for those that the Problem names, and this one names none.
+    # A kernel's `layouts` holds for the layouts that a Problem names, and this one names none.
     strided = bool(getattr(subject, "any_strides", False))
     o, lse = _Attention.apply(*qkv, subject.build(problem, chosen, device), problem, starts, strided)
     return (o, lse) if return_lse else o
@@ -278,10 +278,10 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         """(o, lse)."""
         q, k, v = (_readable(x, strided) for x in (q, k, v))
         o, lse = built.forward(_inputs(problem, (q, k, v), starts, q))
-        # A kernel may leave anything in rows of slack.
+        # A kernel may leave anything in slack rows.
         _clear_slack(o, problem.slack_q)
         ctx.built, ctx.problem, ctx.strided = built, problem, strided
-        # The offsets too: what is saved may not be overwritten before the backward.
+        # The offsets too: torch checks that nothing saved is overwritten before the backward.
         ctx.save_for_backward(q, k, v, o, lse, *starts)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
@@ -290,7 +290,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        """(dq, dk, dv), and None for all that is no tensor."""
+        """(dq, dk, dv), and None for each argument that is not a tensor."""
         q, k, v, o, lse, *starts = ctx.saved_tensors
         inputs = _inputs(ctx.problem, (q, k, v), (starts[0], starts[1]), _readable(d_o, ctx.strided))
         d_q, d_k, d_v = ctx.built.backward(inputs, o, lse)[:3]
@@ -301,17 +301,17 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _clear_slack(x: torch.Tensor, rows: int) -> None:
-    """0 in the last rows, of which no sequence has any: their gradient, and O there."""
+    """Write 0 to the last rows, which belong to no sequence."""
     if rows:
         x[x.shape[0] - rows :] = 0
 
 
 def _readable(x: torch.Tensor, strided: bool) -> torch.Tensor:
-    """What a kernel can read: contiguous, and at an address where a GPU loads 16 bytes at once, unless it goes by strides."""
+    """`x` as a kernel can read it: contiguous and, on a GPU, 16-byte aligned, unless the kernel reads any strides."""
     if strided:
         return x.detach()
-    found = x.detach().contiguous()
-    return found.clone() if found.is_cuda and found.data_ptr() % _ALIGNED else found
+    dense = x.detach().contiguous()
+    return dense.clone() if dense.is_cuda and dense.data_ptr() % _ALIGNED else dense
 
 
 def _inputs(

@@ -1,4 +1,4 @@
-"""The contract: what a kernel is given, what it returns, what it declares."""
+"""The contract of a kernel: what it gets, what it returns, what it declares."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class Config(Mapping[str, ConfigValue]):
         return " ".join(f"{name}={value}" for name, value in self._items.items())
 
     def integer(self, name: str) -> int:
-        """The choice `name`, which must be an integer."""
+        """The value of `name`, which must be an integer."""
         value = self._items[name]
         if not isinstance(value, int):
-            raise TypeError(f"config {name}={value!r} is no integer")
+            raise TypeError(f"config {name}={value!r} is not an integer")
         return value
 
     def tile(self, name: str, default: int = 1) -> int:
@@ -85,7 +85,7 @@ class Config(Mapping[str, ConfigValue]):
 
 
 class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a kernel computes otherwise than the verdict assumes. A declaration widens that kernel's budget by exactly that term.
+    """Where a kernel's arithmetic differs from what the verdict assumes. Each declaration widens its budget by exactly that term.
 
     Assumed: P <= 1 against the true running maximum, the row sum from fp32 P, P and dS rounded once to the input
     dtype, fp32 accumulation, one final rounding.
@@ -108,7 +108,7 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a kernel can do, as data. Strategies draw only what is declared; the defaults are the plainest kernel."""
+    """What a kernel can do, as data. Strategies draw only what is declared; the defaults describe the simplest kernel."""
 
     packings: tuple[Packing, ...] = ("ragged",)
     dtypes: tuple[Dtype, ...] = ("float16", "bfloat16")
@@ -129,12 +129,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     captured: bool = False
     """Tensors that a score_mod or mask_mod reads."""
     captured_gradients: bool = False
-    """Gradients of the tensors that a score_mod reads: `backward` returns them, too."""
+    """Gradients of the tensors that a score_mod reads; `backward` returns them too."""
     layouts: bool = False
-    """Every memory layout that a Problem can have: it reads q, k, v and dO by their strides."""
+    """Every memory layout that a Problem can have: the kernel reads q, k, v and dO by their strides."""
     length_max: int | None = None
     min_seqlen_k: int = 1
-    """The shortest sequence of keys, empty ones aside."""
+    """The shortest sequence of keys, except empty ones."""
     zero_q: bool = False
     """Sequences without queries."""
     zero_k: bool = False
@@ -147,7 +147,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """softmax_scale may be zero or negative."""
     devices: tuple[Device, ...] = ("cuda",)
     architectures: tuple[str, ...] | None = None
-    """CUDA architectures that it is compiled for ("sm_90a"); None = any. `attnfuzz compile` tries them."""
+    """CUDA architectures that the kernel is compiled for ("sm_90a"); None = any. `attnfuzz compile` tries them."""
     compiles_on: tuple[Device, ...] = ("cuda",)
     """Devices where a build takes seconds: a campaign there draws from few variants and compiles them first, in parallel."""
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES
@@ -163,7 +163,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """Tensors of one Case, all on one device, as `Problem` shapes them and lays them out: strides are theirs to say.
+    """Tensors of one Case, all on one device, in the shapes and layouts of `Problem`: use each one's own strides.
 
     `cu_seqlens_q`, `cu_seqlens_k` are `(batch + 1,)` int32 (ragged and dense). `d_lse` is shaped like LSE, float32. `captured`
     are the tensors that the modifiers read, in the order of `modified.tensors_of(problem)`: float32 or int32.
@@ -196,7 +196,7 @@ class Outputs:
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
     d_captured: tuple[torch.Tensor | None, ...] = ()
-    """Of each captured tensor its gradient, float32, or None where it takes none."""
+    """Gradient of each captured tensor, float32, or None where it takes none."""
 
 
 class BuildError(Exception):
@@ -208,7 +208,7 @@ CapturedGradients: TypeAlias = "tuple[torch.Tensor | None, ...]"
 Gradients: TypeAlias = (
     "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor, CapturedGradients]"
 )
-"""(dq, dk, dv), and where they are wanted those of captured tensors."""
+"""(dq, dk, dv), and those of captured tensors where they are needed."""
 
 
 class Built(Protocol):
@@ -230,7 +230,7 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """Dotted name, family first: "tilelang.varlen"."""
+        """Dotted name, backend first: "tilelang.varlen"."""
 
     @property
     def backend(self) -> str:
@@ -242,7 +242,7 @@ class Kernel(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """What the kernel can do."""
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """The Configs that may be drawn for `problem`, the default first."""
@@ -254,7 +254,7 @@ class Kernel(Protocol):
         """Why this kernel cannot take `problem`, or None: at least `why_unsupported(...)`."""
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """What the compiled code depends on: equal keys share one compile. Asked of what `supports` takes only."""
+        """What the compiled code depends on: equal keys share one compile. Called only for what `supports` accepts."""
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """Compile (or take from the cache) for `problem`.
@@ -274,7 +274,7 @@ def why_unsupported(capabilities: Capabilities, problem: Problem, device: Device
 
 
 def beyond_grid(problem: Problem, device: Device) -> str | None:
-    """Why a CUDA launch cannot take `problem` where heads and sequences are its grid's second and third dimension; or None."""
+    """Why `problem` exceeds a CUDA grid whose second and third dimensions are heads and sequences, or None."""
     name, count = max(("batch", problem.batch), ("heads", problem.heads), key=lambda each: each[1])
     if device == "cuda" and count > GRID_MAX:
         return f"{name}={count}: a launch has at most {GRID_MAX} of them; call it in parts"

@@ -1,4 +1,4 @@
-"""The error for values from outside that cannot be used."""
+"""Error for values from outside that cannot be used."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ __all__ = ["BadArgument", "reject"]
 
 
 class BadArgument(ValueError):
-    """A value from outside that cannot be used; its text names the argument, the value, the reason and the remedy."""
+    """Error for a value from outside that cannot be used; the text names argument, value, reason and remedy."""
 
 
 def reject(argument: str, value: object, reason: str, remedy: str) -> BadArgument:
-    """The error for `argument` having `value`: what, value, why, and what to do instead."""
+    """Make the error for `argument` having `value`, with the reason and the remedy."""
     return BadArgument(f"{argument}={value!r}: {reason}; {remedy}")

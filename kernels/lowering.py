@@ -1,4 +1,4 @@
-"""Machine code without a GPU: what a kernel may offer besides the contract, so that `attnfuzz compile` can look at its code."""
+"""Machine code without a GPU: the optional part of the contract, by which `attnfuzz compile` gets a kernel's code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from attnfuzz.kernels.problem import Problem, reject
 __all__ = ["ARCHITECTURES", "Lowers", "MachineCode", "Unit", "capability", "shared_limit"]
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
-"""For a kernel that declares none."""
+"""Architectures of a kernel that declares none."""
 _KIB = 1024
 _SHARED_LIMITS = {
     80: 163 * _KIB, 86: 99 * _KIB, 87: 163 * _KIB, 89: 99 * _KIB, 90: 227 * _KIB, 100: 227 * _KIB, 103: 227 * _KIB,
     120: 99 * _KIB, 121: 99 * _KIB,
 }  # fmt: skip
-"""Shared memory that a block may ask for, by compute capability: the CUDA C++ Programming Guide's table of technical
-specifications."""
+"""Shared memory that a block may request, by compute capability: CUDA C++ Programming Guide, "Technical Specifications"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +29,15 @@ class MachineCode:
     cubin: bytes
     """The ELF file for one architecture; it may hold several entry functions."""
     log: Callable[[], str]
-    """What `ptxas -v` says of it: asked only where its figures are not known already."""
+    """Returns the output of `ptxas -v`; called only where its figures are not known already."""
     dynamic_shared: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of shared memory that a launch asks for, by entry function."""
+    """Bytes of shared memory that a launch requests, by entry function."""
     races: tuple[str, ...] | None = None
-    """Races that the compiler reports, or that its output shows; None: not looked for."""
+    """Races that the compiler reports, or that its output shows; None: not checked."""
     suspects: Callable[[str], tuple[str, ...]] | None = None
-    """Looks for wrong code in the disassembly (`nvdisasm -c -g`): what it finds, told with the races; None: nothing looks."""
+    """Looks for wrong code in the disassembly (`nvdisasm -c -g`); findings are reported with the races; None: not checked."""
     refused: str | None = None
-    """Why the backend will not launch it, in its own words; None: it will, as far as is known."""
+    """The backend's own reason for refusing to launch it; None: none is known."""
 
 
 class Unit(Protocol):
@@ -46,17 +45,17 @@ class Unit(Protocol):
 
     @property
     def function(self) -> str:
-        """Its name: "forward"."""
+        """The function's name: "forward"."""
 
     def identity(self) -> str | None:
-        """All that its machine code depends on, as text: equal texts are compiled once. None: the backend has a cache.
+        """Everything that the machine code depends on, as text: equal texts are compiled once. None: the backend has a cache.
 
         Raises:
-            BuildError: it cannot be told, because the compiler's front end refuses it.
+            BuildError: the compiler's front end refused the function.
         """
 
     def compile(self) -> MachineCode:
-        """Compile it.
+        """Compile the function.
 
         Raises:
             BuildError: the compiler refused; the text is the compiler's.
@@ -65,23 +64,23 @@ class Unit(Protocol):
 
 @runtime_checkable
 class Lowers(Protocol):
-    """What a Kernel adds so that its machine code can be looked at. `capabilities.architectures` says for what."""
+    """A Kernel whose machine code can be compiled without a GPU, for the architectures in `capabilities.architectures`."""
 
     def cannot_lower(self) -> str | None:
-        """Which compiler is missing on this machine, and the remedy; or None. A GPU is not needed."""
+        """The compiler that is missing on this machine, with the remedy, or None. A GPU is not needed."""
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
-        """Everything that `build` compiles for CUDA, for an architecture such as "sm_90a". Compiles nothing yet."""
+        """List everything that `build` compiles for CUDA, for an architecture such as "sm_90a". Compiles nothing yet."""
 
 
 def capability(arch: str) -> int:
-    """90 of "sm_90a".
+    """The compute capability of an architecture: 90 for "sm_90a".
 
     Raises:
-        BadArgument: it is no architecture that is known here.
+        BadArgument: the architecture is unknown.
     """
-    found = re.fullmatch(r"sm_(\d+)[a-z]?", arch)
-    number = int(found[1]) if found else -1
+    match = re.fullmatch(r"sm_(\d+)[a-z]?", arch)
+    number = int(match[1]) if match else -1
     if number not in _SHARED_LIMITS:
         known = ", ".join(f"sm_{each}" for each in _SHARED_LIMITS)
         raise reject(

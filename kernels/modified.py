@@ -1,4 +1,4 @@
-"""What a Problem's modifiers are as trees, and the tensors that they read."""
+"""A Problem's modifiers as trees, and the tensors that they read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of", "whole_m
 
 
 def score_of(problem: Problem) -> Expression | None:
-    """What the scaled score becomes: softcap, then score_mod; None where it stays."""
+    """The change of the scaled score: softcap, then score_mod; None where there is none."""
     return _score(problem.softcap, problem.score_mod)
 
 
@@ -48,7 +48,7 @@ def _score(cap: float, data: tuple[object, ...] | None) -> Expression | None:
 
 def of_heads(problem: Problem, first: int, count: int) -> Problem:
     """The part of `problem` that is `count` query heads from `first` on, of one key/value head; captured tensors stay whole."""
-    made: dict[str, object] = {"heads": count, "kv_heads": 1}
+    changes: dict[str, object] = {"heads": count, "kv_heads": 1}
     for name in ("score_mod", "mask_mod"):
         data = getattr(problem, name)
         if data is None:
@@ -61,17 +61,17 @@ def of_heads(problem: Problem, first: int, count: int) -> Problem:
             if isinstance(value, Captured):
                 value = replace(value, sizes=tuple(sizes[at] if at in ("heads", "kv_heads") else at for at in value.sizes))
             fixed[each] = node(each.op, *(fixed[arg] for arg in each.args), value=value)
-        made[name] = to_data(fixed[tree])
-    return msgspec.structs.replace(problem, **made)
+        changes[name] = to_data(fixed[tree])
+    return msgspec.structs.replace(problem, **changes)
 
 
 def mask_of(problem: Problem) -> Expression | None:
-    """The mask_mod, besides which causal and window hold; None where there is none."""
+    """The mask_mod alone, without causal mask and window; None where there is none."""
     return None if problem.mask_mod is None else parse(problem.mask_mod)
 
 
 def whole_mask_of(problem: Problem) -> Expression | None:
-    """Causal mask, window and mask_mod as one tree, beside which only the lengths hold; None where every key is seen."""
+    """Causal mask, window and mask_mod as one tree, without the lengths; None where nothing is hidden."""
     diagonal = Q if problem.causal == "top_left" else Q + SEQLEN_K - SEQLEN_Q
     left, right = problem.window or (None, None)
     parts = [] if problem.causal is None else [diagonal >= KV]
@@ -92,5 +92,5 @@ def tensors_of(problem: Problem) -> tuple[Captured, ...]:
 
 
 def shape_of(problem: Problem, tensor: Captured) -> tuple[int, ...]:
-    """Its shape in `problem`."""
+    """The shape of `tensor` in `problem`."""
     return tuple(size_of(size, problem.sizes) for size in tensor.sizes)

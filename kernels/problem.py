@@ -1,4 +1,4 @@
-"""A Problem: one attention problem without its data, checked so that an impossible one cannot be built."""
+"""One attention problem without its data, checked so that an impossible one cannot be built."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ OutputName = Literal["o", "lse", "dq", "dk", "dv"]
 
 OUTPUT_NAMES: tuple[OutputName, ...] = ("o", "lse", "dq", "dk", "dv")
 ORDERS: dict[Packing, tuple[Order, ...]] = {"ragged": ("thd", "htd"), "dense": ("bshd", "bhsd", "sbhd")}
-"""The orders that a packing has, its own first."""
+"""The orders of each packing, the default first."""
 LAYOUTS = ("layout_q", "layout_k", "layout_v", "layout_do")
 """The Problem's fields that say how a tensor lies in memory."""
 _INT32_MAX = 2**31 - 1
 _MOST_ELEMENTS = 2**34
-"""Of a captured tensor: 64 GiB."""
+"""Limit for a captured tensor: 64 GiB."""
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """How one tensor lies in memory; its shape stays as `Problem` has it. The default is contiguous in the packing's own order.
 
-    A row is what lies together of one token: `heads * dim` elements, or `dim` where heads are stored further out than tokens.
+    A row is the part of one token that is contiguous: `heads * dim` elements, or `dim` where heads are stored outside tokens.
     """
 
     order: Order | None = None
@@ -57,11 +57,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     pitch: int = 0
     """Elements of padding after each row."""
     expanded_heads: bool = False
-    """One stored head, shown to every head with stride 0."""
+    """One stored head, shared by all heads with stride 0."""
     packed: bool = False
     """A slice of one allocation whose rows hold k and v, or q, k and v, side by side."""
     expanded: bool = False
-    """dO only: one stored element, shown everywhere with stride 0, as the gradient of `o.sum()` is."""
+    """dO only: one stored element, repeated with stride 0, like the gradient of `o.sum()`."""
 
     def __post_init__(self) -> None:
         for name in ("offset", "pitch"):
@@ -78,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which outputs are asked for, and whether a gradient of LSE flows in."""
+    """Which outputs are needed, and whether there is a gradient of LSE."""
 
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES
     dlse: bool = False
@@ -86,7 +86,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     def __post_init__(self) -> None:
         wrong = [name for name in self.outputs if name not in OUTPUT_NAMES]
         if not self.outputs or wrong or len(set(self.outputs)) < len(self.outputs):
-            raise reject("needs.outputs", self.outputs, "each of an output's names at most once", f"choose of {OUTPUT_NAMES}")
+            raise reject("needs.outputs", self.outputs, "each output's name at most once", f"choose from {OUTPUT_NAMES}")
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -153,7 +153,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 raise reject(name, lengths, "one integer per sequence is expected", "give a list of whole numbers")
         for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
-                raise reject(name, getattr(self, name), "no such choice", f"use one of {', '.join(map(repr, values))}")
+                raise reject(name, getattr(self, name), "there is no such choice", f"use one of {', '.join(map(repr, values))}")
         for name in ("softmax_scale", "softcap"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and not isinstance(value, bool)) and (name, value) != ("softmax_scale", None):
@@ -229,11 +229,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 # Equal problems have one spelling.
                 msgspec.structs.force_setattr(self, name, msgspec.structs.replace(layout, order=None))
             if layout.expanded and name != "layout_do":
-                raise reject(f"{name}.expanded", True, "q, k and v are no constants", "use it for layout_do only")
+                raise reject(f"{name}.expanded", True, "q, k and v are not constants", "use it for layout_do only")
 
     def _check_packed(self) -> None:
         if self.layout_do.packed:
-            raise reject("layout_do.packed", True, "dO has no part in q, k, v", "leave it out")
+            raise reject("layout_do.packed", True, "dO is not packed with q, k, v", "leave it out")
         q, k, v = self.layout_q, self.layout_k, self.layout_v
         if k.packed != v.packed or (q.packed and not k.packed):
             flags = (q.packed, k.packed, v.packed)
@@ -268,12 +268,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         for tensor in captured(*trees):
             elements = math.prod(size_of(size, self.sizes) for size in tensor.sizes)
             if elements > _MOST_ELEMENTS:
-                reason = f"{tensor.name} would have {elements:,} elements, and no more than {_MOST_ELEMENTS:,} are made"
+                reason = f"{tensor.name} would have {elements:,} elements, and {_MOST_ELEMENTS:,} is the limit"
                 raise reject("captured.sizes", tensor.sizes, reason, "give smaller sizes, or shorter sequences")
 
     @property
     def sizes(self) -> Sizes:
-        """What the sizes of captured tensors are made of; lengths are the longest ones."""
+        """The sizes that captured tensors refer to; lengths are the longest ones."""
         return {
             "batch": self.batch, "heads": self.heads, "kv_heads": self.kv_heads, "seqlen_q": max(self.seqlens_q),
             "seqlen_k": max(self.seqlens_k),
@@ -291,7 +291,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     @property
     def scale(self) -> float:
-        """The factor on q . k: `softmax_scale`, or `dim_qk ** -0.5` where none is given."""
+        """The factor on q . k: `softmax_scale`, or `dim_qk ** -0.5` by default."""
         return self.dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
@@ -319,7 +319,7 @@ def _side(side: object) -> bool:
 
 def _frozen(name: str, value: Any, depth: int = 0) -> Any:
     """Nested lists as nested tuples, so that a Problem read from JSON is hashable."""
-    # A tensor of a tree, and its sizes, lie within its nodes.
+    # A captured tensor and its sizes add two levels to its node.
     if depth > DEEPEST + 2:
         raise reject(name, "...", f"it is nested more than {DEEPEST} deep", "write it flatter")
     if isinstance(value, dict | set):

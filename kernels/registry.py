@@ -1,7 +1,7 @@
-"""Names to kernels. Third parties join by the entry-point group `attnfuzz.kernels`, by "package.module:OBJECT", or by `register`.
+"""Names to kernels. Third parties add theirs by the entry-point group `attnfuzz.kernels`, by target, or by `register`.
 
-"package.module:OBJECT" may stand wherever a kernel's name may. The kernel is then known in this process under its own name as
-well, which is the one that its Cases hold; `target` tells where it came from, for whoever has to find it again.
+A target, "package.module:OBJECT", is accepted wherever a kernel's name is. The kernel is then known in this process under its own
+name as well, which its Cases hold; `origin` returns the target, by which other processes import it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = [
     "Origin",
     "UnknownKernel",
     "find",
-    "found_at",
     "get",
     "is_local",
     "is_target",
     "look_in",
     "missing_members",
     "names",
+    "object_at",
     "origin",
     "register",
     "target",
@@ -69,40 +69,40 @@ _HIDDEN = {
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
 }
-"""Found by name, never listed: they are there to try the harness, or known to be wrong. So are names that begin with "fault."."""
+"""Available by name, never listed: kernels to test the harness, or known to be wrong. So are names that begin with "fault."."""
 _FAULT = "fault."
 
 MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
-"""What a Kernel has, in the contract's order."""
+"""The members of a Kernel, in the contract's order."""
 
 _registered: dict[str, Kernel] = {}
 _registered_at: dict[str, Origin] = {}
 _loaded: dict[str, Kernel] = {}
 _origins: dict[str, Origin] = {}
-"""Of each kernel that was asked for as "package.module:OBJECT", under its own name."""
+"""Origins of the kernels requested by target, by the kernels' own names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a kernel was found: "package.module:OBJECT", and the folder that was put on sys.path for it, if one was."""
+    """A kernel's target, "package.module:OBJECT", and the folder that was put on sys.path for it, or None."""
 
     target: str
     folder: str | None = None
 
 
 class UnknownKernel(BadArgument):
-    """No kernel of that name is installed."""
+    """Error for a name that no installed kernel has."""
 
 
 def register(kernel: Kernel, target: str | None = None) -> Kernel:
-    """Make `kernel` known under its name in this process; returns it.
+    """Make `kernel` known under its name in this process, and return it.
 
     Args:
         kernel: the kernel.
-        target: "package.module:OBJECT", where other processes find it, for the lines that run its Cases again.
+        target: "package.module:OBJECT", by which other processes import it, for the lines that run its Cases again.
 
     Raises:
-        BadArgument: it is no Kernel; the text says what it lacks.
+        BadArgument: it is not a Kernel; the text says what it lacks.
     """
     name = _checked(kernel).name
     _registered[name] = kernel
@@ -113,44 +113,49 @@ def register(kernel: Kernel, target: str | None = None) -> Kernel:
 
 
 def unregister(name: str) -> None:
-    """Forget a kernel that `register` made known."""
+    """Remove a kernel that `register` added."""
     _registered.pop(name, None)
     _registered_at.pop(name, None)
 
 
 def is_local(name: str) -> bool:
-    """Whether only this process knows the kernel, so that a child process could not find it by name."""
+    """Whether only this process knows the kernel, so that a child process cannot get it by name."""
     return name in _registered
 
 
 def origin(name: str) -> Origin | None:
-    """Where the kernel called `name` was found, if it was asked for as "package.module:OBJECT"; else None."""
+    """Origin of the kernel called `name`, if it was requested by target or registered with one; else None."""
     return (_registered_at if name in _registered else _origins).get(name)
 
 
 def names() -> tuple[str, ...]:
-    """Every listed kernel: built in, from entry points, registered, asked for as "package.module:OBJECT"."""
-    found = {point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    return tuple(sorted({*_BUILT_IN, *found, *_origins, *_registered}))
+    """Every listed kernel: built in, from entry points, registered, requested by target."""
+    installed = {point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    return tuple(sorted({*_BUILT_IN, *installed, *_origins, *_registered}))
 
 
 def target(name: str) -> str | None:
-    """ "module:object" of a kernel that is built in or an entry point's, whether or not it can be imported; else None."""
+    """Target of a built-in kernel or of an entry point, whether or not it can be imported; else None."""
     if built_in := {**_BUILT_IN, **_HIDDEN}.get(name):
         return built_in
     return next((point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name), None)
 
 
+def missing_members(kernel: object) -> list[str]:
+    """The members of a Kernel that `kernel` lacks."""
+    return [name for name in MEMBERS if not hasattr(kernel, name)]
+
+
 def get(name: str, folder: str | None = None) -> Kernel:
-    """The kernel called `name`, or found at `name`, "package.module:OBJECT".
+    """The kernel called `name`.
 
     Args:
-        name: either.
-        folder: where modules are looked for besides sys.path; None: in the current directory, as `python -m` does.
+        name: a kernel's name, or a target.
+        folder: put on sys.path for a target's module; None: the current directory, as `python -m` does.
 
     Raises:
-        UnknownKernel: none has that name; the text lists the nearest names.
-        BadArgument: nothing can be imported from there, or it is no Kernel; the text says what it lacks.
+        UnknownKernel: no kernel has that name; the text lists the nearest names.
+        BadArgument: the target cannot be imported, or is not a Kernel; the text says what it lacks.
     """
     if is_target(name):
         return _at(name, folder)
@@ -161,21 +166,21 @@ def get(name: str, folder: str | None = None) -> Kernel:
 
 
 def find(name: str) -> Any:
-    """What is called `name`, or found there, whether it fulfils the contract or not.
+    """The object called `name`, a kernel's name or a target, whether or not it fulfils the contract.
 
     Raises:
-        UnknownKernel, BadArgument: as for `get`, but for what the object itself is.
+        UnknownKernel, BadArgument: as for `get`, except that the object itself is not checked.
     """
     if is_target(name):
         look_in()
-        return _made_by_others(found_at(name), name)
+        return _instance_of_others(object_at(name), name)
     if known := _registered.get(name) or _loaded.get(name):
         return known
     if target := {**_BUILT_IN, **_HIDDEN}.get(name):
         module, _, attribute = target.partition(":")
-        return _made(getattr(importlib.import_module(module), attribute), name)
+        return _instance(getattr(importlib.import_module(module), attribute), name)
     if name in _origins:
-        return _made_by_others(found_at(_origins[name].target), name)
+        return _instance_of_others(object_at(_origins[name].target), name)
     if name.startswith(_FAULT) and (fault := _fault(name.removeprefix(_FAULT))) is not None:
         return fault
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
@@ -186,9 +191,44 @@ def find(name: str) -> Any:
     raise UnknownKernel(f"kernel={name!r}: no kernel of that name is installed; {hint}")
 
 
-def missing_members(kernel: object) -> list[str]:
-    """What `kernel` lacks of a Kernel."""
-    return [name for name in MEMBERS if not hasattr(kernel, name)]
+def is_target(name: str) -> bool:
+    """Whether `name` is a target: no kernel's own name holds a colon."""
+    return ":" in name
+
+
+def look_in(folder: str | None = None) -> str | None:
+    """Put `folder` (default: the current one) on sys.path, as `python -m` does, and return it.
+
+    Returns None for the default where Python forbids it (`-P`, PYTHONSAFEPATH).
+    """
+    if folder is None:
+        if sys.flags.safe_path:
+            return None
+        folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+    return folder
+
+
+def object_at(target: str) -> Any:
+    """Import the object at `target`, "package.module:OBJECT" or "package.module:OBJECT.attribute".
+
+    Raises:
+        BadArgument: `target` has another form, there is no such module or object, or importing the module failed.
+    """
+    module, _, path = target.partition(":")
+    if module.endswith(".py") or "/" in module:
+        remedy = f"give {_dotted(module)}:{path or 'KERNEL'}"
+        raise reject("kernel", target, "a module is named with dots, as for `python -m`", remedy)
+    if not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
+        raise reject("kernel", target, "it is not of the form package.module:OBJECT", "give such as mypackage.attention:KERNEL")
+    holder: Any = _imported(module, target)
+    for name in path.split("."):
+        if not hasattr(holder, name):
+            raise _lacking(target, holder, name)
+        holder = getattr(holder, name)
+    return holder
 
 
 def _at(target: str, folder: str | None) -> Kernel:
@@ -196,13 +236,13 @@ def _at(target: str, folder: str | None) -> Kernel:
     known = next((name for name, each in _origins.items() if each.target == target and name in _loaded), None)
     if known is not None:
         return _loaded[known]
-    kernel = _checked(_made_by_others(found_at(target), target))
+    kernel = _checked(_instance_of_others(object_at(target), target))
     name = kernel.name
-    # An entry point of the same name is most likely the same kernel, as installed; what is named here and now goes before it.
+    # An entry point of the same name is most likely the same kernel, as installed: the target takes precedence.
     other = _loaded.get(name) if name in _origins else None if name not in {**_BUILT_IN, **_HIDDEN} else get(name)
     if other is not None and other is not kernel:
         where = _origins[name].target if name in _origins else "attnfuzz itself"
-        raise reject("kernel", target, f"it calls itself {name!r}, as another kernel does ({where})", "give it a name of its own")
+        raise reject("kernel", target, f"it calls itself {name!r}, as another kernel does ({where})", "give it another name")
     _loaded[name], _origins[name] = kernel, Origin(target, folder)
     return kernel
 
@@ -217,100 +257,60 @@ def _fault(slug: str) -> Kernel | None:
 
 
 def _from_entry_point(point: metadata.EntryPoint) -> Any:
-    """The kernel of an entry point, which bears the entry point's name.
+    """The kernel of an entry point.
 
     Raises:
-        BadArgument: it cannot be imported, or calls itself otherwise.
+        BadArgument: it cannot be imported, or its name is not the entry point's.
     """
     try:
-        found = _made(point.load(), point.name)
+        kernel = _instance(point.load(), point.name)
     except BadArgument:
         raise
-    except Exception as error:  # somebody else's code: its error is the reason
+    except Exception as error:  # another package's code: its error is the reason
         raise BadArgument(
             f"kernel={point.name!r}: its entry point {point.value!r} failed with {type(error).__name__}: {error}; "
-            "mend or uninstall that package"
+            "fix or uninstall that package"
         ) from error
-    if getattr(found, "name", point.name) != point.name:
-        raise BadArgument(f"kernel={point.name!r}: {point.value!r} calls itself {found.name!r}; give both one name")
-    return found
+    if getattr(kernel, "name", point.name) != point.name:
+        raise BadArgument(f"kernel={point.name!r}: {point.value!r} calls itself {kernel.name!r}; give both the same name")
+    return kernel
 
 
-def _made(found: Any, called: str) -> Any:
-    """What `found` is, or makes: an entry point or a target may name a kernel, or a function or class that makes one."""
-    if not (inspect.isclass(found) or inspect.isfunction(found)):
-        return found
+def _instance(maker: Any, called: str) -> Any:
+    """`maker` itself, or what it returns if it is a function or a class: an entry point or a target may name either."""
+    if not (inspect.isclass(maker) or inspect.isfunction(maker)):
+        return maker
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(maker).parameters.values()
     except ValueError:  # a class of an extension module
-        return found()
+        return maker()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if needed := [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]:
         raise reject(
             "kernel",
             called,
-            f"{found.__name__}({', '.join(needed)}, ...) is no kernel, and makes none without arguments",
-            "an attention function becomes one by attnfuzz.kernels.adapters.dense or varlen; name the object that they give",
+            f"{maker.__name__}({', '.join(needed)}, ...) is not a kernel, and needs arguments to make one",
+            "an attention function becomes one by attnfuzz.kernels.adapters.dense or varlen; name the object that they return",
         )
-    return found()
+    return maker()
 
 
-def _made_by_others(found: Any, called: str) -> Any:
+def _instance_of_others(maker: Any, called: str) -> Any:
     try:
-        return _made(found, called)
+        return _instance(maker, called)
     except BadArgument:
         raise
-    except Exception as error:  # somebody else's code: its error is the reason
-        raise reject("kernel", called, f"making it failed with {type(error).__name__}: {error}", "mend that") from error
+    except Exception as error:  # another package's code: its error is the reason
+        raise reject("kernel", called, f"making it failed with {type(error).__name__}: {error}", "fix that") from error
 
 
 def _checked(kernel: Any) -> Kernel:
     if inspect.isclass(kernel):
-        raise BadArgument(f"kernel={kernel.__name__}: it is a class; give an object of it, {kernel.__name__}(...)")
+        raise BadArgument(f"kernel={kernel.__name__}: it is a class; give an instance, {kernel.__name__}(...)")
     missing = missing_members(kernel)
     if missing or not isinstance(kernel, Kernel):
         raise BadArgument(f"kernel={kernel!r}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
     return kernel
-
-
-def is_target(name: str) -> bool:
-    """Whether `name` is one of an object in a module; no kernel's own name holds a colon."""
-    return ":" in name
-
-
-def look_in(folder: str | None = None) -> str | None:
-    """Make modules of `folder` (default: the current one) importable, as `python -m` does; returns it.
-
-    None where Python was told not to do so (`-P`, PYTHONSAFEPATH).
-    """
-    if folder is None:
-        if sys.flags.safe_path:
-            return None
-        folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-        importlib.invalidate_caches()
-    return folder
-
-
-def found_at(target: str) -> Any:
-    """The object called `target`, "package.module:OBJECT" or "package.module:OBJECT.attribute".
-
-    Raises:
-        BadArgument: it is spelled otherwise, or there is no such module, or no such object in it; the module's own errors.
-    """
-    module, _, path = target.partition(":")
-    if module.endswith(".py") or "/" in module:
-        remedy = f"give {_dotted(module)}:{path or 'KERNEL'}"
-        raise reject("kernel", target, "a module is named with dots, as for `python -m`", remedy)
-    if not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
-        raise reject("kernel", target, "it is not of the form package.module:OBJECT", "give such as mypackage.attention:KERNEL")
-    found: Any = _imported(module, target)
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise _lacking(target, found, name)
-        found = getattr(found, name)
-    return found
 
 
 def _dotted(path: str) -> str:
@@ -329,16 +329,16 @@ def _imported(module: str, target: str) -> ModuleType:
         raise reject(
             "kernel", target, f"there is no module {error.name!r} {where}", "go where it is, or install its package"
         ) from None
-    except (Exception, SystemExit) as error:  # somebody else's code: its error is the reason
+    except (Exception, SystemExit) as error:  # another package's code: its error is the reason
         raise _failed(target, module, error) from error
 
 
 def _failed(target: str, module: str, error: BaseException) -> BadArgument:
-    """The module's own error, with the last line at the top level of a module that led there."""
+    """The module's own error, with the last module-level line of its traceback."""
     lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
     at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
     text = f"{type(error).__name__}: {error}".strip(": ")
-    return reject("kernel", target, f"importing {module} failed with {text}{at}", "mend that, or install what it needs")
+    return reject("kernel", target, f"importing {module} failed with {text}{at}", "fix that, or install what it needs")
 
 
 def _lacking(target: str, holder: Any, name: str) -> BadArgument:

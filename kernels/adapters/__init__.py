@@ -1,13 +1,12 @@
-"""A function with flash-attention's signature becomes a kernel in five lines; docs/plug-in.md is the how-to.
+"""Make a kernel of a function with flash-attention's signature, in five lines; docs/plug-in.md is the how-to.
 
     from attnfuzz.kernels.adapters import dense
     from mypackage.attention import my_flash_attn
 
     KERNEL = dense(my_flash_attn, name="mine", devices=("cpu", "cuda"), groups=None)
 
-Nothing is declared that the signature does not show or the caller does not say: the defaults are those of the plainest kernel
-(equal lengths, none of them zero, no grouped heads, head dim 64, float16 and bfloat16, CUDA). `attnfuzz check-adapter` tells what
-works besides.
+Only what the signature shows or the caller says is declared; the defaults are those of the simplest kernel (equal lengths, none
+of them zero, no grouped heads, head dim 64, float16 and bfloat16, CUDA). `attnfuzz check-adapter` shows what more works.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ def dense(
     files: Sequence[str | Path] = (),
     **capabilities: Any,
 ) -> Adapted:
-    """The kernel of `function(q, k, v, ...)`, as flash_attn_func: q `(batch, seqlen_q, heads, dim)`, k and v alike.
+    """Make a kernel of `function(q, k, v, ...)`, like flash_attn_func: q `(batch, seqlen_q, heads, dim)`, k and v alike.
 
     Args:
-        function: gives o, or a tuple that begins with o (and LSE). Of these parameters it is passed those that it has:
+        function: returns o, or a tuple that begins with o (and LSE). It is passed those of these parameters that it has:
             `softmax_scale` (or `scale`, `sm_scale`), `causal` (or `is_causal`), `window_size` (two numbers, -1 for no limit),
             `softcap`, and a flag for LSE (`return_lse`, `return_softmax_lse` or `return_attn_probs`).
-        name: of the kernel; default: the function's own.
-        backend: "triton" makes Triton's interpreter ready on the CPU.
-        layout: "bhsd": the function takes and gives `(batch, heads, seqlen, dim)`.
-        lse: whether it gives LSE `(batch, heads, seqlen_q)`, float32, natural log: "auto": if it has a flag for it; True: always,
-            second in the tuple. +inf in a row that sees no key is read as -inf, as flash-attention has it.
+        name: the kernel's name; default: the function's own.
+        backend: "triton" prepares Triton's interpreter on the CPU.
+        layout: "bhsd": the function takes and returns `(batch, heads, seqlen, dim)`.
+        lse: whether it returns LSE `(batch, heads, seqlen_q)`, float32, natural log: "auto": if it has a flag for it; True:
+            always, second in the tuple. +inf in a row that sees no key, flash-attention's convention, is read as -inf.
         gradients: dQ, dK and dV by torch's autograd of `function`; False: it has none.
-        backward: gives (dq, dk, dv) in place of autograd: `backward(d_o, q, k, v, o, lse, ...)` with the same keywords.
-        configs: choices (tile sizes, ...), the default first, passed by name. `tile_m` and `tile_n` are what lengths are drawn
-            around, and are passed only if the function has such parameters.
-        files: sources whose change means that the kernel changed, besides that of the function.
-        capabilities: fields of `attnfuzz.kernels.contract.Capabilities` in place of the defaults.
+        backward: returns (dq, dk, dv) instead of autograd: `backward(d_o, q, k, v, o, lse, ...)` with the same keywords.
+        configs: choices (tile sizes, ...), the default first, passed by name. Lengths are drawn around `tile_m` and `tile_n`,
+            which are passed only if the function has such parameters.
+        files: additional sources whose change means that the kernel changed; the function's own is included.
+        capabilities: fields of `attnfuzz.kernels.contract.Capabilities` that replace the defaults.
 
     Raises:
-        BadArgument: the signature cannot be read or is another one, or the capabilities contradict it.
+        BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
     """
     call = Call(function, backward, read(function, ()), lse, layout, gradients)
     return _adapted(call, name, backend, configs, files, {"packings": ("dense",), **capabilities})
@@ -78,13 +77,13 @@ def varlen(
     files: Sequence[str | Path] = (),
     **capabilities: Any,
 ) -> Adapted:
-    """The kernel of `function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ...)`: flash_attn_varlen_func.
+    """Make a kernel of `function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ...)`: flash_attn_varlen_func.
 
     q is `(total_q, heads, dim)`, k and v `(total_k, kv_heads, dim)`, cu_seqlens `(batch + 1,)` int32, LSE `(heads, total_q)`.
-    The four are passed by their names. All else as for `dense`; `backward` gets them as keywords, too.
+    The last four are passed by name, to `backward` too. Everything else is as for `dense`.
 
     Raises:
-        BadArgument: the signature cannot be read or is another one, or the capabilities contradict it.
+        BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
     """
     needed = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     call = Call(function, backward, read(function, needed), lse, "thd", gradients)
@@ -97,7 +96,7 @@ def _adapted(
     backend: str,
     configs: Sequence[Mapping[str, ConfigValue]],
     files: Sequence[str | Path],
-    given: dict[str, Any],
+    capabilities: dict[str, Any],
 ) -> Adapted:
     name = call.signature.name if name is None else name
     if not name or any(each.isspace() or each in ":/" for each in name):
@@ -107,30 +106,30 @@ def _adapted(
     chosen = tuple(Config(each) for each in configs)
     if unknown := sorted({key for each in chosen for key in each} - {*call.signature.parameters, "tile_m", "tile_n"}):
         raise reject("configs", unknown[0], f"{call.signature.name} has no such parameter", "name its parameters")
-    can = _capabilities(call, given)
-    found = tuple(dict.fromkeys([*source_files(call.function), *(str(Path(each).absolute()) for each in files)]))
-    if not found:
+    can = _capabilities(call, capabilities)
+    sources = tuple(dict.fromkeys([*source_files(call.function), *(str(Path(each).absolute()) for each in files)]))
+    if not sources:
         raise reject("files", files, f"the source of {call.signature.name} is not found", "name the files that make it up")
-    return Adapted(name=name, backend=backend, files=found, capabilities=can, call=call, choices=chosen)
+    return Adapted(name=name, backend=backend, files=sources, capabilities=can, call=call, choices=chosen)
 
 
-def _capabilities(call: Call, given: dict[str, Any]) -> Capabilities:
-    """What the signature shows, and what the caller says in its place."""
-    if unknown := sorted(given.keys() - set(Capabilities.__struct_fields__)):
+def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
+    """Capabilities that the signature shows, replaced by those that the caller declares."""
+    if unknown := sorted(declared.keys() - set(Capabilities.__struct_fields__)):
         remedy = f"use one of {', '.join(Capabilities.__struct_fields__)}"
         raise reject("capabilities", unknown[0], "Capabilities have no such field", remedy)
     has = call.signature.option
     outputs: tuple[OutputName, ...] = tuple(
         each for each in OUTPUT_NAMES if each == "o" or (call.gives_lse if each == "lse" else call.has_gradients)
     )
-    shown: dict[str, Any] = {
+    visible: dict[str, Any] = {
         "causal": (None, "bottom_right") if has("causal") else (None,),
         "window": has("window_size") is not None,
         "softcap": has("softcap") is not None,
         "outputs": outputs,
         "compiles_on": (),
     }
-    can = Capabilities(**{**shown, **given})
+    can = Capabilities(**{**visible, **declared})
     for field, name in (("window", "window_size"), ("softcap", "softcap")):
         if getattr(can, field) and not has(name):
             raise reject(field, True, f"{call.signature.name} has no parameter {name}", "leave it out, or wrap the function")
@@ -143,7 +142,7 @@ def _capabilities(call: Call, given: dict[str, Any]) -> Capabilities:
     if can.packings != (expected,):
         raise reject("packings", can.packings, f"this adapter calls it {expected}", "leave it out, or use the other adapter")
     if can.slack and call.layout != "thd":
-        raise reject("slack", True, "a dense function is not told how many rows count", "leave it out")
+        raise reject("slack", True, "a dense function is not passed how many rows count", "leave it out")
     if can.score_mod or can.mask_mod:
-        raise reject("score_mod", True, "these adapters pass no functions", "write a Kernel of its own (contract.Kernel)")
+        raise reject("score_mod", True, "these adapters pass no functions", "write a Kernel (contract.Kernel)")
     return can

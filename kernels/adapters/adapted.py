@@ -16,7 +16,7 @@ __all__ = ["Adapted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
-    """A Kernel; made by `dense` or `varlen`, which check what they are given."""
+    """A Kernel; made by `dense` or `varlen`, which check their arguments."""
 
     name: str
     backend: str
@@ -48,12 +48,12 @@ class Adapted:
         return why_unsupported(self.capabilities, problem, device) or self.call.why_not(problem)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """By what compiled functions usually differ; they compile at their first call."""
+        """What compiled functions usually depend on; they compile at their first call."""
         form = (problem.dtype, problem.dim_qk, problem.dim_v, problem.causal is not None)
         return f"{self.name} {form} {config.canonical()}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """Nothing is compiled before the first call.
+        """Compile nothing: functions compile at their first call.
 
         Raises:
             BadArgument: `problem` is not supported.

@@ -1,4 +1,4 @@
-"""What a function's signature says: which of flash-attention's parameters it has, under which names, and where its source is."""
+"""What a function's signature shows: which of flash-attention's parameters it has, their names, and its source file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A function's parameters by name, those that can be passed by keyword, beyond q, k and v."""
+    """Names of a function's keyword parameters after q, k and v."""
 
     name: str
     parameters: tuple[str, ...]
@@ -33,15 +33,16 @@ class Signature:
     """Those without a default."""
 
     def option(self, name: str) -> str | None:
-        """What the function calls the option `name`; None where it has none."""
+        """The function's own name for the option `name`; None where it has no such option."""
         return next((each for each in _NAMES[name] if each in self.parameters), None)
 
 
 def read(function: Callable[..., Any], needed: Sequence[str]) -> Signature:
-    """The signature of `function(q, k, v, ...)`, which has the parameters `needed`.
+    """Read the signature of `function(q, k, v, ...)`, which must have the parameters `needed`.
 
     Raises:
-        BadArgument: it cannot be read, takes fewer than three tensors, lacks one of `needed`, or needs what it is never given.
+        BadArgument: it cannot be read, takes fewer than three tensors, lacks one of `needed`, or requires a parameter that the
+            adapters never pass.
     """
     if not callable(function):
         raise reject("function", function, "it cannot be called", "give the function itself")
@@ -74,15 +75,15 @@ def read(function: Callable[..., Any], needed: Sequence[str]) -> Signature:
 
 
 def source_files(function: Callable[..., Any]) -> list[str]:
-    """The file of `function` beneath partials and decorators, or of its class; empty where Python does not know it."""
-    found: Any = function
-    while isinstance(found, functools.partial):
-        found = found.func
-    found = inspect.unwrap(found)
-    if not (inspect.isroutine(found) or inspect.isclass(found)):
-        found = type(found)
+    """The source file of `function` beneath partials and decorators, or of its class; empty where it is unknown."""
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(inner)
+    if not (inspect.isroutine(inner) or inspect.isclass(inner)):
+        inner = type(inner)
     try:
-        file = inspect.getsourcefile(found)
+        file = inspect.getsourcefile(inner)
     except TypeError:
         return []
     return [str(Path(file).absolute())] if file and Path(file).is_file() else []

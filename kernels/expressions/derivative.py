@@ -1,4 +1,4 @@
-"""Derivatives of a score_mod's tree, as trees: by the score, and by what a captured tensor's element gives."""
+"""Derivatives of a score_mod's tree, as trees: with respect to the score, and to a loaded element of a captured tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["by_load", "by_score"]
 
 
 def by_score(tree: Expression) -> Expression:
-    """d tree / d score; where the arguments of min and max are equal, the first one's."""
+    """d tree / d score; where the arguments of min or max are equal, that of the first."""
     return _derivative(tree, lambda each: each.op == "score")
 
 
@@ -21,12 +21,12 @@ def by_load(tree: Expression, load: Expression) -> Expression:
 
 def _derivative(tree: Expression, is_variable: Callable[[Expression], bool]) -> Expression:
     zero, one = const(0.0), const(1.0)
-    made: dict[Expression, Expression] = {}
+    slopes: dict[Expression, Expression] = {}
     for each in tree.walk():
         if each.kind != "float":
             continue
-        made[each] = one if is_variable(each) else _rule(each, [made.get(arg, zero) for arg in each.args], zero)
-    return made[tree]
+        slopes[each] = one if is_variable(each) else _rule(each, [slopes.get(arg, zero) for arg in each.args], zero)
+    return slopes[tree]
 
 
 def _rule(x: Expression, d: list[Expression], zero: Expression) -> Expression:

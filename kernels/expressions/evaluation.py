@@ -1,4 +1,4 @@
-"""A modifier's tree evaluated by torch, in any dtype; differentiable."""
+"""Evaluation of a modifier's tree by torch, in any dtype; differentiable."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["evaluate", "value_of"]
 def evaluate(
     tree: Expression, leaves: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The tree's value, broadcast over its leaves.
+    """Evaluate the tree, broadcast over its leaves.
 
     Args:
-        tree: of any kind.
+        tree: a tree of any kind.
         leaves: "b", "h", "q_idx", "kv_idx" as integer tensors that broadcast, "seqlen_q" and "seqlen_k" likewise or numbers, and
             "score" where the tree has it.
-        tensors: the captured ones by name; gradients reach them.
-        dtype: of what is float in it.
+        tensors: captured tensors by name; gradients reach them.
+        dtype: dtype of the float nodes.
     """
     import torch
 
     device = next(each.device for each in leaves.values() if isinstance(each, torch.Tensor))
-    made: dict[Expression, torch.Tensor] = {}
+    values: dict[Expression, torch.Tensor] = {}
     for each in tree.walk():
-        made[each] = value_of(each, [made[arg] for arg in each.args], leaves, tensors, dtype, device)
-    return made[tree]
+        values[each] = value_of(each, [values[arg] for arg in each.args], leaves, tensors, dtype, device)
+    return values[tree]
 
 
 def value_of(
@@ -42,7 +42,7 @@ def value_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """The value of one node, whose arguments have the values `a`; the rest as in `evaluate`."""
+    """Evaluate one node, whose arguments have the values `a`; the other arguments are those of `evaluate`."""
     import torch
 
     match x.op:
@@ -56,14 +56,14 @@ def value_of(
             return torch.as_tensor(leaves[x.op], device=device).to(torch.int64)
         case "load":
             assert isinstance(x.value, Captured)
-            found = tensors[x.value.name][tuple(torch.broadcast_tensors(*a))]
-            return found.to(dtype if x.kind == "float" else torch.int64)
+            elements = tensors[x.value.name][tuple(torch.broadcast_tensors(*a))]
+            return elements.to(dtype if x.kind == "float" else torch.int64)
         case "min":
             return torch.where(a[0] <= a[1], a[0], a[1])
         case "max":
             return torch.where(a[0] >= a[1], a[0], a[1])
         case "abs":
-            # torch takes 0 for the derivative at 0
+            # torch.abs has derivative 0 at 0
             return torch.where(a[0] >= 0, a[0], -a[0])
         case "where":
             return torch.where(a[0], a[1], a[2])

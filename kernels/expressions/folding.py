@@ -1,6 +1,6 @@
-"""Modifiers' trees made smaller before they are printed: constants computed, neutral operations gone.
+"""Simplification of modifiers' trees before they are printed: constants are computed, neutral operations removed.
 
-Everything that is left of a constant is a literal, which a printed function need not call anything on.
+Afterwards every constant is a literal, so that a printed function calls nothing on constants.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
 
 
 def folded(tree: Expression) -> Expression:
-    """The same value, rounded less often.
+    """Simplify a tree: the same value, rounded less often.
 
     Raises:
-        BadArgument: a constant part of it is not finite in float32.
+        BadArgument: a constant part is not finite in float32.
     """
-    made: dict[Expression, Expression] = {}
+    simpler: dict[Expression, Expression] = {}
     for each in tree.walk():
-        made[each] = _folded(each, tuple(made[arg] for arg in each.args))
-    return made[tree]
+        simpler[each] = _folded(each, tuple(simpler[arg] for arg in each.args))
+    return simpler[tree]
 
 
 def _folded(x: Expression, a: tuple[Expression, ...]) -> Expression:
@@ -77,7 +77,7 @@ def _constant(x: Expression, values: list[Any]) -> Expression:
 
 
 def _simpler(op: str, a: tuple[Expression, ...], values: list[Any]) -> Expression | None:
-    """What one constant argument makes needless."""
+    """The result of an operation that one constant argument makes trivial, or None."""
     if op == "where":
         return None if values[0] is None else a[1] if values[0] else a[2]
     if op in ("and", "or"):
@@ -93,7 +93,7 @@ def _simpler(op: str, a: tuple[Expression, ...], values: list[Any]) -> Expressio
 
 
 def _merged(a: tuple[Expression, ...], values: list[Any]) -> Expression | None:
-    """(x * c) * d as x * (c * d), unless that leaves the range in which both are alike."""
+    """(x * c) * d as x * (c * d), unless c * d leaves the range in which both are equivalent."""
     for value, other in ((values[0], a[1]), (values[1], a[0])):
         if value is None or other.op != "mul":
             continue

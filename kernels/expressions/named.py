@@ -1,4 +1,4 @@
-"""Modifiers by name: masks and changes of scores that models use, each a tree."""
+"""Masks and score changes that models use, by name, each a tree."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def bias(name: str = "bias", *, gradient: bool = True) -> Expression:
 
 
 def softcap(cap: float) -> Expression:
-    """cap tanh(score / cap), as Gemma 2 has it."""
+    """cap tanh(score / cap), as in Gemma 2."""
     return tanh(S * (1.0 / cap)) * cap
 
 

@@ -1,4 +1,4 @@
-"""Whether an index of a modifier may lie outside its tensor: intervals of whole numbers, over all lanes of a problem."""
+"""Interval arithmetic over all lanes of a problem: whether an index of a modifier may lie outside its tensor."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _Interval: TypeAlias = tuple[int, int]
 
 
 def why_outside(tree: Expression, sizes: Sizes, seqlen_q: int, seqlen_k: int) -> str | None:
-    """Why some index of `tree`, or a number on its way, may be out of range in a sequence of those lengths, or None.
+    """Why some index of `tree`, or an intermediate number, may be out of range in a sequence of those lengths, or None.
 
-    `sizes`: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", of which tensors' sizes are made; lengths are the longest ones.
-    Conservative: the two branches of `where` count alike, and what a tensor holds is known by its fill alone.
+    `sizes`: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", which tensors' sizes refer to; lengths are the longest ones.
+    Conservative: both branches of `where` count, and a tensor's values are known only by its fill.
     """
     if not (seqlen_q and seqlen_k):
         return None
     lengths = {**sizes, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    found: dict[Expression, _Interval] = {}
+    ranges: dict[Expression, _Interval] = {}
     for each in tree.walk():
         if each.op == "load" and isinstance(each.value, Captured):
             for index, size in zip(each.args, each.value.sizes, strict=True):
-                low, high = found[index]
+                low, high = ranges[index]
                 last = size_of(size, sizes) - 1
                 if low < 0 or high > last:
                     return f"{each}: {index} is {low} to {high}, and the size is {last + 1}"
         if each.kind == "int":
-            found[each] = _of_tensor(each.value, sizes) if isinstance(each.value, Captured) else _interval(each, found, lengths)
-            if not all(end in INT32 for end in found[each]):
+            ranges[each] = _of_tensor(each.value, sizes) if isinstance(each.value, Captured) else _interval(each, ranges, lengths)
+            if not all(end in INT32 for end in ranges[each]):
                 return f"{each}: it may pass the range of int32"
-        if each.op in ("mod", "div") and found[each.args[0]][0] < 0:
+        if each.op in ("mod", "div") and ranges[each.args[0]][0] < 0:
             # It rounds toward zero in Triton and down in torch.
             return f"{each}: {each.args[0]} may be negative"
     return None
 
 
-def _interval(x: Expression, found: Mapping[Expression, _Interval], sizes: Sizes) -> _Interval:
-    ends = [found[each] for each in x.args if each.kind == "int"]
+def _interval(x: Expression, ranges: Mapping[Expression, _Interval], sizes: Sizes) -> _Interval:
+    ends = [ranges[each] for each in x.args if each.kind == "int"]
     match x.op:
         case "b" | "h" | "q_idx" | "kv_idx":
             of = {"b": "batch", "h": "heads", "q_idx": "seqlen_q", "kv_idx": "seqlen_k"}[x.op]

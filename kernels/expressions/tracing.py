@@ -1,10 +1,10 @@
-"""A user's own score_mod or mask_mod, written as flex_attention takes it, as a tree: it is called once, with stand-ins.
+"""Trees from a user's own score_mod or mask_mod, written as for flex_attention: the function is called once, with stand-ins.
 
     traced(lambda score, b, h, q_idx, kv_idx: torch.tanh(score / 20) * 20)
     traced(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 256))
 
-Python's operators, `==` among them, and torch's functions of the same meaning are taken down. A tensor that the function reads
-has to be named: `tensors={"bias": Captured("bias", ("heads",), gradient=True)}` gives it as a keyword, to be indexed as usual.
+Python's operators, including `==`, and torch's functions of the same meaning are recorded. A tensor that the function reads must
+be named: `tensors={"bias": Captured("bias", ("heads",), gradient=True)}` passes it as a keyword, to be indexed as usual.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ __all__ = ["traced"]
 
 
 def traced(function: Callable[..., Any], tensors: Mapping[str, Captured] | None = None) -> Expression:
-    """The tree of a score_mod(score, b, h, q_idx, kv_idx) or a mask_mod(b, h, q_idx, kv_idx).
+    """Trace a score_mod(score, b, h, q_idx, kv_idx) or a mask_mod(b, h, q_idx, kv_idx) into a tree.
 
     Args:
         function: it may use Python's operators and torch's tanh, exp, sigmoid, abs, where, minimum, maximum, logical_and,
             logical_or, logical_not; no branches on values, no loops over them.
-        tensors: what it captures, by the names of its further parameters.
+        tensors: captured tensors, by the names of the function's other parameters.
 
     Raises:
-        BadArgument: it takes other arguments, or does what no tree can say; the text names it.
+        BadArgument: the function takes other arguments, or uses an operation that trees do not have; the text names it.
     """
-    given = dict(tensors or {})
-    names = [name for name in inspect.signature(function).parameters if name not in given]
+    named = dict(tensors or {})
+    names = [name for name in inspect.signature(function).parameters if name not in named]
     leaves = {5: (tree.S, tree.B, tree.H, tree.Q, tree.KV), 4: (tree.B, tree.H, tree.Q, tree.KV)}.get(len(names))
     if leaves is None:
         raise reject(
             "function", function, f"it takes {', '.join(names)}", "write (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx)"
         )
     stand_ins: dict[str, Any] = {name: _StandIn(leaf) for name, leaf in zip(names, leaves, strict=True)}
-    stand_ins.update({name: _Tensor(each) for name, each in given.items()})
+    stand_ins.update({name: _Tensor(each) for name, each in named.items()})
     try:
-        found = function(**stand_ins)
+        result = function(**stand_ins)
     except BadArgument:
         raise
     except (TypeError, AttributeError, IndexError) as error:
         raise reject(
-            "function", function, f"no tree says what it does: {error}", "use what kernels/expressions/tracing.py lists"
+            "function", function, f"trees cannot express it: {error}", "use what kernels/expressions/tracing.py lists"
         ) from error
-    return _tree(found)
+    return _tree(result)
 
 
 def _tree(x: Any) -> Expression:
@@ -66,7 +66,7 @@ def _tree(x: Any) -> Expression:
 
 
 def _pair(left: Any, right: Any) -> tuple[Expression, Expression]:
-    """Both as trees of one kind: numbers, and indices beside floats, become floats."""
+    """Both as trees of one kind: where one is a float, an int becomes a float."""
     one, other = _tree(left), _tree(right)
     if {one.kind, other.kind} == {"int", "float"}:
         one, other = (_as_float(each) for each in (one, other))
@@ -81,7 +81,7 @@ def _as_float(x: Expression) -> Expression:
 
 
 class _StandIn:
-    """What the function sees in the place of a tensor."""
+    """Stand-in for a tensor, which records the operations on it."""
 
     def __init__(self, x: Expression) -> None:
         self.tree = x
@@ -164,10 +164,10 @@ class _StandIn:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> _StandIn:
         name = getattr(function, "__name__", str(function))
-        made = _FUNCTIONS.get(name)
-        if made is None or kwargs:
-            raise TypeError(f"torch.{name} is not among what a tree has")
-        return made(*args)
+        operation = _FUNCTIONS.get(name)
+        if operation is None or kwargs:
+            raise TypeError(f"trees have no torch.{name}")
+        return operation(*args)
 
 
 class _Tensor:

@@ -1,13 +1,13 @@
-"""score_mod and mask_mod as typed trees: what they may hold, JSON both ways, and a print that a person can read.
+"""score_mod and mask_mod as typed trees: their operations, conversion to and from JSON data, and a readable print.
 
-A tree is data: a Problem holds it as nested tuples (`to_data`), `parse` reads it back. Three kinds of value:
+A tree is data: a Problem holds it as nested tuples (`to_data`), `parse` reads it back. There are three kinds of value:
 
-    float  the score and what is made of it, in fp32 or wider
-    int    b, h, q_idx, kv_idx (each counted from 0 within its sequence), seqlen_q, seqlen_k, and what is made of them
-    bool   comparisons and what is made of them
+    float  the score and what is computed from it, in fp32 or wider
+    int    b, h, q_idx, kv_idx (each counted from 0 within its sequence), seqlen_q, seqlen_k, and what is computed from them
+    bool   comparisons and what is computed from them
 
 A score_mod is a float tree, a mask_mod a bool tree without the score. Python's operators build trees; `where`, `tanh` and such
-are functions of this module; `Captured` is a tensor besides q, k and v, read by `load`.
+are functions of this module; `Captured` is a tensor other than q, k and v, read by `load`.
 """
 
 from __future__ import annotations
@@ -83,18 +83,18 @@ _WRITTEN: dict[str, tuple[tuple[type, ...], str]] = {
     "const": ((float, int), "a number"), "int": ((int,), "a whole number"), "bool": ((bool,), "true or false"),
 }  # fmt: skip
 INT32 = range(-(2**31) + 1, 2**31)
-"""What an index, and every whole number on its way, may be: int32, but for the smallest, which a compiler cannot negate."""
+"""Range of an index and of every intermediate whole number: int32 without its smallest, which a compiler cannot negate."""
 DEEPEST = 100
-"""Nodes inside each other that a tree may have, its leaf among them."""
+"""Limit for the nesting of nodes in a tree, leaf included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A tensor that a modifier reads: its values are made from the Recipe's seed and `name`.
+    """A tensor that a modifier reads; its values are made from the Recipe's seed and `name`.
 
-    `sizes`: of each dimension a number, or a name: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "offsets" (seqlen_q +
+    `sizes`: for each dimension a number, or a name: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "offsets" (seqlen_q +
     seqlen_k - 1). `fill`: "normal" and "slopes" (ALiBi's 2^(-8 (h + 1) / heads)) are float32; "documents_q", "documents_k" (ids
-    that grow along the sequence), "lengths" (0 to seqlen_k) and "numbers" (0 to 7) are int32. `gradient`: whether it takes one.
+    that grow along the sequence), "lengths" (0 to seqlen_k) and "numbers" (0 to 7) are int32. `gradient`: whether it has one.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Captured:
         if not self.name.isidentifier():
             raise reject("captured.name", self.name, "it names a tensor", "give a Python identifier")
         if self.fill not in get_args(Fill):
-            raise reject("captured.fill", self.fill, "no such values", f"use one of {', '.join(get_args(Fill))}")
+            raise reject("captured.fill", self.fill, "there is no such fill", f"use one of {', '.join(get_args(Fill))}")
         if not self.sizes or any(size not in _SIZES and not (type(size) is int and size > 0) for size in self.sizes):
             raise reject("captured.sizes", self.sizes, "a size is a number or a name", f"use numbers or {', '.join(_SIZES)}")
         if self.gradient and self.kind != "float":
@@ -114,7 +114,7 @@ class Captured:
 
     @property
     def kind(self) -> Kind:
-        """float or int."""
+        """The kind of its elements: float or int."""
         return "float" if self.fill in ("normal", "slopes") else "int"
 
     def to_data(self) -> Data:
@@ -124,7 +124,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, eq=True)
 class Expression:
-    """A node: `op`, what it is made of, and of a constant its value, of a load its tensor."""
+    """A node: `op`, its arguments, and for a constant its value, for a load its tensor."""
 
     op: str
     args: tuple[Expression, ...] = ()
@@ -195,21 +195,21 @@ class Expression:
         return _binary("ne", self, other)
 
     def walk(self) -> Iterator[Expression]:
-        """Every node once, arguments first."""
-        seen: set[Expression] = set()
+        """Yield every node once, arguments first."""
+        visited: set[Expression] = set()
         stack = [(self, False)]
         while stack:
             at, done = stack.pop()
             if done:
                 yield at
-            elif at not in seen:
-                seen.add(at)
+            elif at not in visited:
+                visited.add(at)
                 stack.append((at, True))
                 stack.extend((each, False) for each in reversed(at.args))
 
     @property
     def scored(self) -> bool:
-        """Whether the score is in it."""
+        """Whether the tree reads the score."""
         return any(each.op == "score" for each in self.walk())
 
     def __str__(self) -> str:
@@ -217,10 +217,10 @@ class Expression:
 
 
 def node(op: str, *args: Expression, value: float | int | bool | Captured | None = None) -> Expression:
-    """A node whose kinds are checked.
+    """Make a node and check the kinds of its arguments.
 
     Raises:
-        BadArgument: no such operation, or arguments of other kinds than it takes.
+        BadArgument: there is no such operation, or it takes arguments of other kinds.
     """
     return Expression(op, args, value, _kind(op, args, value))
 
@@ -253,9 +253,9 @@ def _kind(op: str, args: tuple[Expression, ...], value: object) -> Kind:
         return "bool"
     if op == "where" and len(args) == 3 and kinds[0] == "bool" and kinds[1] == kinds[2] and kinds[1] in _NUMBERS:
         return kinds[1]
-    given = f"({', '.join(kinds)})" if kinds else repr(value)
+    operands = f"({', '.join(kinds)})" if kinds else repr(value)
     raise reject(
-        "expression", op, f"no operation on {given}", "see kernels/expressions/tree.py for what there is; `to_float` converts"
+        "expression", op, f"no operation on {operands}", "see kernels/expressions/tree.py for the operations; `to_float` converts"
     )
 
 
@@ -275,7 +275,7 @@ def _binary(op: str, left: Value, right: Value) -> Expression:
 
 
 def const(value: float) -> Expression:
-    """A float; finite, and of float32, in which kernels take it."""
+    """A float constant: finite and within float32, in which kernels take it."""
     if not abs(value) <= 3.4e38:
         raise reject("expression.const", value, "a constant is a finite float32", "give a smaller number")
     # Equal trees have one spelling: -0.0 is 0.0.
@@ -283,7 +283,7 @@ def const(value: float) -> Expression:
 
 
 def whole(value: int) -> Expression:
-    """An int32."""
+    """An int32 constant."""
     if value not in INT32:
         raise reject(
             "expression.int", value, "an index is an int32 that can be negated", "give a number from -2^31 + 1 to 2^31 - 1"
@@ -327,27 +327,27 @@ def where(condition: Expression, yes: Value, no: Value) -> Expression:
 
 
 def minimum(left: Value, right: Value) -> Expression:
-    """The smaller; where both are equal, the derivative is `left`'s."""
+    """The smaller of both; where they are equal, the derivative is `left`'s."""
     return _binary("min", left, right)
 
 
 def maximum(left: Value, right: Value) -> Expression:
-    """The larger; where both are equal, the derivative is `left`'s."""
+    """The larger of both; where they are equal, the derivative is `left`'s."""
     return _binary("max", left, right)
 
 
 def both(left: Value, right: Value) -> Expression:
-    """And."""
+    """Logical and."""
     return node("and", _lifted(left), _lifted(right))
 
 
 def either(left: Value, right: Value) -> Expression:
-    """Or."""
+    """Logical or."""
     return node("or", _lifted(left), _lifted(right))
 
 
 def negated(x: Expression) -> Expression:
-    """Not."""
+    """Logical not."""
     return node("not", x)
 
 
@@ -357,7 +357,7 @@ def to_float(x: Expression) -> Expression:
 
 
 def load(tensor: Captured, *index: Expression) -> Expression:
-    """tensor[index]; `why_outside` (kernels/expressions/ranges.py) says whether an index may be outside."""
+    """tensor[index]; `why_outside` (kernels/expressions/ranges.py) checks whether an index may be outside."""
     return node("load", *index, value=tensor)
 
 
@@ -370,49 +370,49 @@ def captured(*trees: Expression | None) -> tuple[Captured, ...]:
     """The tensors that trees read, each once, in order of appearance.
 
     Raises:
-        BadArgument: two tensors of one name.
+        BadArgument: two different tensors have the same name.
     """
-    found: dict[str, Captured] = {}
+    tensors: dict[str, Captured] = {}
     for tree in trees:
         for each in tree.walk() if tree is not None else ():
-            if isinstance(each.value, Captured) and found.setdefault(each.value.name, each.value) != each.value:
+            if isinstance(each.value, Captured) and tensors.setdefault(each.value.name, each.value) != each.value:
                 raise reject("captured.name", each.value.name, "two different tensors have it", "give each its own name")
-    return tuple(found.values())
+    return tuple(tensors.values())
 
 
 def size_of(size: Size, sizes: dict[str, int]) -> int:
-    """A dimension of a captured tensor, at least 1, given "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k"."""
+    """A dimension of a captured tensor, at least 1; `sizes`: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k"."""
     if size == "offsets":
         return max(1, sizes["seqlen_q"] + sizes["seqlen_k"] - 1)
     return max(1, sizes[size]) if isinstance(size, str) else size
 
 
 def substitute(tree: Expression, leaf: str, by: Expression) -> Expression:
-    """`tree` with `by` in the place of every leaf of that name."""
-    made: dict[Expression, Expression] = {}
+    """Replace every leaf of that name in `tree` by `by`."""
+    replaced: dict[Expression, Expression] = {}
     for each in tree.walk():
-        made[each] = by if each.op == leaf else node(each.op, *(made[arg] for arg in each.args), value=each.value)
-    return made[tree]
+        replaced[each] = by if each.op == leaf else node(each.op, *(replaced[arg] for arg in each.args), value=each.value)
+    return replaced[tree]
 
 
 def to_data(tree: Expression) -> Data:
-    """Nested tuples: (op,), (op, value), (op, argument, ...), ("load", (name, sizes, fill, gradient), index, ...)."""
+    """Convert to nested tuples: (op,), (op, value), (op, argument, ...), ("load", (name, sizes, fill, gradient), index, ...)."""
     head = () if tree.value is None else (tree.value.to_data() if isinstance(tree.value, Captured) else tree.value,)
     return (tree.op, *head, *(to_data(each) for each in tree.args))
 
 
 def parse(data: Data, *, deepest: int = DEEPEST) -> Expression:
-    """The tree of `to_data`'s tuples, of at most `deepest` nodes inside each other.
+    """Read a tree from `to_data`'s tuples, nested at most `deepest` deep.
 
     Raises:
-        BadArgument: they are no tree, or too deep a one; the text says where.
+        BadArgument: the data is not a tree, or too deep; the text says where.
     """
     _check(data, deepest)
     return _parsed(data)
 
 
 def _check(data: Data, deepest: int) -> None:
-    """What `_parsed` cannot see: its cache takes 1, True and 1.0 for one key, and what is deep would exhaust the stack."""
+    """Check what `_parsed` cannot: its cache takes 1, True and 1.0 for one key, and deep data would exhaust the stack."""
     stack: list[tuple[Any, int]] = [(data, 1)]
     while stack:
         at, depth = stack.pop()
@@ -434,7 +434,7 @@ def _check(data: Data, deepest: int) -> None:
         if op == "load" and rest:
             _tensor(rest[0])
             rest = rest[1:]
-        # A head's number that begins elsewhere (modified.of_heads) is no deeper than the number itself.
+        # modified.of_heads adds an offset to head numbers; it must not make a tree too deep.
         shifted = op == "add" and rest[:1] == (("h",),) and isinstance(rest[-1], tuple) and rest[-1][:1] == ("int",)
         stack.extend((each, depth + (not shifted)) for each in reversed(rest))
 
@@ -461,13 +461,13 @@ def _tensor(data: Any) -> Captured:
 
 
 def _text(x: Expression) -> tuple[str, int]:
-    """What a person reads, and how strongly it binds."""
+    """Readable text, and the strength with which its operator binds."""
     if x.op in _INFIX:
         sign = _INFIX[x.op]
         binds = _BINDS[sign]
         (left, of_left), (right, of_right) = map(_text, x.args)
         left = f"({left})" if of_left < binds or binds == of_left == 1 else left
-        # A negative number needs no brackets behind a sign.
+        # A negative number needs no brackets after an operator.
         right = f"({right})" if of_right <= binds and not (sign == "*" and number(x.args[1]) is not None) else right
         return f"{left} {sign} {right}", binds
     if x.op == "load" and isinstance(x.value, Captured):

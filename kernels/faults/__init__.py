@@ -1,1 +1,1 @@
-"""Kernels that misbehave on purpose, one fault each, known by name and never listed: what isolation must survive and tell."""
+"""Kernels that misbehave on purpose, one fault each, available by name, never listed: isolation must survive and report them."""

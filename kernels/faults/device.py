@@ -1,4 +1,4 @@
-"""Faults on a GPU, planted in copies of triton.varlen and tilelang.varlen: they wait for a sequence of three keys or more."""
+"""Faults on a GPU, planted in copies of triton.varlen and tilelang.varlen; a sequence of three keys or more triggers them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _TILELANG_AT = (
     "                for i in T.Parallel(tile_m):\n                    if row_0 + i < n_q:\n                        LSE["
 )
 _FAR = 1 << 38
-"""Elements of LSE: a TiB, beyond all that a GPU has mapped near it."""
+"""Elements of LSE: a TiB, beyond anything that a GPU has mapped near it."""
 
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """One fault: what a harness must make of it, and how to plant it in each kernel."""
+    """One fault: the Failure that a harness must report, and the edits that plant it in each kernel."""
 
     slug: str
     title: str
     kind: str | None
-    """None: there must be no Failure."""
+    """The Failure's kind; None: there must be none."""
     triton: tuple[Edit, ...] = ()
     tilelang: tuple[Edit, ...] = ()
     minimal: str = "1x3"
     hungry: bool = False
-    """Its wrapper takes device memory until there is none."""
+    """The wrapper allocates device memory until there is none left."""
 
 
 def _before(anchor: str, code: str, times: int = 1) -> Edit:
@@ -57,7 +57,7 @@ FAULTS: Final = (
             ),
         ),
         tilelang=(
-            # By its address: TileLang guards what is indexed.
+            # By address: TileLang guards indexed accesses.
             _before(
                 _TILELANG_AT,
                 "                if n_k >= 3:\n"
@@ -91,10 +91,7 @@ FAULTS: Final = (
         "device-side assert",
         "crash",
         triton=(
-            Edit(
-                '@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride"])\ndef forward(',
-                '@triton.jit(do_not_specialize=["scale", "heads", "kv_heads", "lse_stride"], debug=True)\ndef forward(',
-            ),
+            Edit("_FORWARD_SCALARS)\ndef forward(", "_FORWARD_SCALARS, debug=True)\ndef forward("),
             _before(_TRITON_AT, '    tl.device_assert(seqlen_k < 3, "planted: too many keys")\n'),
         ),
         tilelang=(_before(_TILELANG_AT, '                T.device_assert(n_k < 3, "planted: too many keys")\n'),),
@@ -105,7 +102,7 @@ FAULTS: Final = (
 
 
 def fault_kernel(backend: str, slug: str) -> Kernel | None:
-    """The kernel called "fault.", `backend`, "." and `slug`; None: there is none."""
+    """Return the kernel called "fault.<backend>.<slug>", or None."""
     for fault in FAULTS:
         if fault.slug == slug and backend in BACKENDS:
             edits = fault.triton if backend == "triton" else fault.tilelang
@@ -128,7 +125,7 @@ def _planted(backend: str, name: str, edits: tuple[Edit, ...], *, hungry: bool) 
 
 
 class _Narrow:
-    """One variant of a kernel, so that little is compiled; if hungry, its wrapper takes device memory until there is none."""
+    """One variant of a kernel, to compile little; if hungry, its wrapper allocates device memory until there is none left."""
 
     def __init__(self, kernel: Any, *, hungry: bool) -> None:
         self._kernel, self._hungry = kernel, hungry
@@ -136,7 +133,7 @@ class _Narrow:
         self.capabilities = replace(kernel.capabilities, dtypes=("float16",), dims=((64, 64),), causal=(None,))
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
-        """The kernel's first."""
+        """The kernel's first Config."""
         return tuple(self._kernel.configs(problem)[:1])
 
     def unavailable(self, device: Device) -> str | None:
@@ -154,19 +151,19 @@ class _Narrow:
         return str(self._kernel.compile_key(problem, config))
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """The kernel's own, perhaps with an appetite."""
+        """The kernel's own Built, wrapped if it is hungry."""
         built: Built = self._kernel.build(problem, config, device)
         return _HungryBuilt(built) if self._hungry else built
 
 
 class _HungryBuilt:
-    """A built kernel that is never satisfied."""
+    """A built kernel that allocates device memory without end."""
 
     def __init__(self, built: Built) -> None:
         self._built = built
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Workspaces without end for three keys or more."""
+        """Allocate without end for three keys or more."""
         import torch
 
         held: list[Any] = []
@@ -175,5 +172,5 @@ class _HungryBuilt:
         return self._built.forward(inputs)
 
     def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
-        """The kernel's own."""
+        """The kernel's own backward."""
         return self._built.backward(inputs, o, lse)

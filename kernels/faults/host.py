@@ -1,6 +1,6 @@
-"""Faults on the CPU: torch.reference_cpu that is right until a Problem holds what its fault waits for.
+"""Faults on the CPU: torch.reference_cpu, correct until a Problem triggers its fault.
 
-Every fault but those of the compiler waits for a sequence of three keys or more, so that shrinking has something to find.
+A sequence of three keys or more triggers every fault but the compiler's, so that there is something to shrink.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _CAPABILITIES: Final = Capabilities(
     deterministic=OUTPUT_NAMES,
 )
 _CONFIG: Final = Config(tile_m=16, tile_n=16)
-"""Tiles that the op does not have, so that lengths around them are drawn."""
+"""Tiles, though the op has none, so that lengths around them are drawn."""
 _FLOOD = b"attnfuzz floods its output\n" * 2048
 _CHUNK = 32 << 20
 _LONG = 1_000_000
 
-_Made = tuple["torch.Tensor", "torch.Tensor"]
+_Forward = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def _three_keys(problem: Problem) -> bool:
@@ -56,89 +56,89 @@ def _always(_: Problem) -> bool:
     return True
 
 
-def _raises(_: _Made) -> None:
+def _raises(_: _Forward) -> None:
     raise ValueError("planted: this kernel raises")
 
 
-def _wrong_numbers(made: _Made) -> None:
-    made[0].mul_(1.5)
+def _wrong_numbers(outputs: _Forward) -> None:
+    outputs[0].mul_(1.5)
 
 
-def _nan(made: _Made) -> None:
-    made[0][-1].fill_(float("nan"))
+def _nan(outputs: _Forward) -> None:
+    outputs[0][-1].fill_(float("nan"))
 
 
-def _wrong_shape(made: _Made) -> _Made:
-    return made[0], made[1].t().contiguous()
+def _wrong_shape(outputs: _Forward) -> _Forward:
+    return outputs[0], outputs[1].t().contiguous()
 
 
-def _wrong_dtype(made: _Made) -> _Made:
-    return made[0].double(), made[1]
+def _wrong_dtype(outputs: _Forward) -> _Forward:
+    return outputs[0].double(), outputs[1]
 
 
-def _out_of_bounds(made: _Made) -> None:
-    o = made[0]
+def _out_of_bounds(outputs: _Forward) -> None:
+    o = outputs[0]
     ctypes.memset(o.data_ptr() + o.numel() * o.element_size(), 1, 8)
 
 
-def _segfault(_: _Made) -> None:
+def _segfault(_: _Forward) -> None:
     ctypes.memset(8, 1, 8)
 
 
-def _abort(_: _Made) -> None:
+def _abort(_: _Forward) -> None:
     os.write(2, b"planted: assertion `tile < tiles' failed\n")
     os.abort()
 
 
-def _kill(_: _Made) -> None:
+def _kill(_: _Forward) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _exit_at_once(_: _Made) -> None:
+def _exit_at_once(_: _Forward) -> None:
     os._exit(3)
 
 
-def _sys_exit(_: _Made) -> None:
+def _sys_exit(_: _Forward) -> None:
     sys.exit(5)
 
 
-def _python_loop(_: _Made) -> None:
+def _python_loop(_: _Forward) -> None:
     while True:
         pass
 
 
-def _c_loop(_: _Made) -> None:
-    """A C loop that never gives up the GIL, every signal blocked that can be."""
+def _c_loop(_: _Forward) -> None:
+    """A C loop that never releases the GIL, with all signals blocked that can be."""
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP})
     re.match("(a+)+$", "a" * 200 + "b")
 
 
-def _allocates(_: _Made) -> None:
+def _allocates(_: _Forward) -> None:
     held = []
     while True:
         held.append(bytearray(b"x") * _CHUNK)
 
 
-def _allocates_at_once(made: _Made) -> _Made:
-    return made[0].new_empty(1 << 45), made[1]
+def _allocates_at_once(outputs: _Forward) -> _Forward:
+    return outputs[0].new_empty(1 << 45), outputs[1]
 
 
-def _floods(_: _Made) -> None:
+def _floods(_: _Forward) -> None:
     while True:
         os.write(1, _FLOOD)
 
 
-def _prints_much(_: _Made) -> None:
+def _prints_much(_: _Forward) -> None:
     for _i in range(1000):
         os.write(1, _FLOOD)
 
 
-def _closes_pipes(_: _Made) -> None:
+def _closes_pipes(_: _Forward) -> None:
     os.closerange(0, 4096)
 
 
-def _leaves_a_child(_: _Made) -> None:
-    """A daemon: in a session of its own, its parent gone, what it inherited still open."""
+def _leaves_a_child(_: _Forward) -> None:
+    """Start a daemon: in its own session, without its parent, with inherited descriptors still open."""
     if os.fork():
         return
     os.setsid()
@@ -149,19 +149,19 @@ def _leaves_a_child(_: _Made) -> None:
     os._exit(0)
 
 
-def _leaves_a_child_and_dies(made: _Made) -> None:
-    _leaves_a_child(made)
+def _leaves_a_child_and_dies(outputs: _Forward) -> None:
+    _leaves_a_child(outputs)
     os._exit(4)
 
 
 _calls = 0
 
 
-def _every_third(made: _Made) -> None:
+def _every_third(outputs: _Forward) -> None:
     global _calls
     _calls += 1
     if _calls % 3 == 0:
-        made[0].mul_(1.5)
+        outputs[0].mul_(1.5)
 
 
 def _compiler_refuses() -> None:
@@ -177,20 +177,20 @@ def _compiler_never_ends() -> None:
     subprocess.run([sys.executable, "-c", "import time; time.sleep(1000000)"], check=False)
 
 
-def _four_bugs(problem: Problem, made: _Made) -> None:
+def _four_bugs(problem: Problem, outputs: _Forward) -> None:
     if 0 in problem.seqlens_q:
-        _segfault(made)
+        _segfault(outputs)
     if problem.causal:
-        _raises(made)
+        _raises(outputs)
     if 17 in problem.seqlens_k:
-        _python_loop(made)
+        _python_loop(outputs)
     if problem.groups > 1:
-        made[1].add_(1.0)
+        outputs[1].add_(1.0)
 
 
 @dataclass(frozen=True)
 class HostFault:
-    """One fault: what happens (to what forward made, or in the compiler), when, and what a harness must make of it."""
+    """One fault: what happens (to forward's outputs, or in the compiler), when, and the Failure that a harness must report."""
 
     slug: str
     title: str
@@ -201,12 +201,12 @@ class HostFault:
     happens: Callable[[Any], Any] | None = None
     when: Callable[[Problem], bool] = _three_keys
     compiler: Callable[[], None] | None = None
-    """Happens while a causal variant is compiled."""
+    """Called while a causal variant is compiled."""
     sometimes: bool = False
 
-    def act(self, problem: Problem, made: _Made) -> Any:
-        """What forward does with what it made."""
-        return self.happens(made) if self.happens is not None and self.when(problem) else None
+    def act(self, problem: Problem, outputs: _Forward) -> Any:
+        """Apply the fault to forward's outputs; returns what replaces them, or None."""
+        return self.happens(outputs) if self.happens is not None and self.when(problem) else None
 
 
 FAULTS: Final = (
@@ -239,17 +239,17 @@ FAULTS: Final = (
 
 
 class FaultyReference:
-    """`torch.reference_cpu` with a fault; the fault of a compiler shows in its causal variant."""
+    """`torch.reference_cpu` with a fault; a compiler's fault shows in its causal variant."""
 
     backend = "torch"
     files = (__file__,)
 
-    def __init__(self, name: str, act: Callable[[Problem, _Made], Any], compiler: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, act: Callable[[Problem, _Forward], Any], compiler: Callable[[], None] | None = None) -> None:
         self.name, self._act, self._compiler = name, act, compiler
         self.capabilities = _CAPABILITIES if compiler is None else replace(_CAPABILITIES, compiles_on=("cpu",))
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:  # noqa: ARG002 - the contract's signature
-        """One."""
+        """One Config."""
         return (_CONFIG,)
 
     def unavailable(self, device: Device) -> str | None:
@@ -261,11 +261,11 @@ class FaultyReference:
         return f"config={config!r}: supports {_CONFIG}" if config != _CONFIG else why_unsupported(_CAPABILITIES, problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:  # noqa: ARG002 - the contract's signature
-        """The mask: that is what the faults of a compiler wait for."""
+        """The mask, which triggers the compiler's faults."""
         return f"{self.name} {problem.causal}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:  # noqa: ARG002
-        """Nothing is compiled, unless the fault is there."""
+        """Compile nothing, unless that is the fault."""
         if self._compiler is not None and problem.causal:
             self._compiler()
         return _Faulty(CORRECT.build(problem, Config(), device), self._act)
@@ -274,22 +274,22 @@ class FaultyReference:
 class _Faulty:
     """A built kernel whose forward acts before it returns."""
 
-    def __init__(self, built: Built, act: Callable[[Problem, _Made], Any]) -> None:
+    def __init__(self, built: Built, act: Callable[[Problem, _Forward], Any]) -> None:
         self._built, self._act = built, act
 
     def forward(self, inputs: Inputs) -> Any:
-        """(o, lse), or what the fault makes of them."""
-        made: Any = self._built.forward(inputs)
-        return self._act(inputs.problem, made) or made
+        """(o, lse), after the fault."""
+        outputs: Any = self._built.forward(inputs)
+        return self._act(inputs.problem, outputs) or outputs
 
     def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Any:  # noqa: ARG002
-        """As the correct kernel, whatever forward returned."""
-        made: Any = self._built.forward(inputs)
-        return self._built.backward(inputs, made[0], made[1])
+        """As the correct kernel, from a correct forward."""
+        outputs: Any = self._built.forward(inputs)
+        return self._built.backward(inputs, outputs[0], outputs[1])
 
 
 def fault_kernel(slug: str) -> FaultyReference | None:
-    """The kernel called "fault." and `slug`, "four" for the one with four bugs; None: there is none."""
+    """Return the kernel called "fault.<slug>", or None; "four" has four bugs."""
     name = f"fault.{slug}"
     if slug == "four":
         return FaultyReference(name, _four_bugs)

@@ -1,4 +1,4 @@
-"""Faults of memory, planted in copies of triton.varlen for the memory checker: each is one edit of the device code."""
+"""Memory faults, planted in copies of triton.varlen for the memory checker: each is one edit of the device code."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _DV = "tl.store(dv + dv_offsets, acc_dv.to(dv.dtype.element_ty), mask=v_inside)"
 
 @dataclass(frozen=True, slots=True)
 class PlantedFault:
-    """One fault: the kind of Failure that it must be found as, and the statement that must be named."""
+    """One fault: the Failure's kind that must be reported, and the statement that must be named."""
 
     slug: str
     title: str
     kind: MemoryKind | str
     edits: tuple[Edit, ...]
     line: str
-    """The first line of that statement."""
+    """The statement's first line."""
 
 
 def _changed(slug: str, title: str, kind: MemoryKind | str, old: str, new: str) -> PlantedFault:
-    """A fault in a statement of one line."""
+    """Make a fault in a statement of one line."""
     return PlantedFault(slug, title, kind, (Edit(old, new),), new)
 
 
@@ -116,7 +116,7 @@ FAULTS: Final = (
 
 
 def fault_kernel(slug: str) -> Kernel | None:
-    """The kernel called "fault.memory." and `slug`; None: there is none."""
+    """Return the kernel called "fault.memory.<slug>", or None."""
     from attnfuzz.kernels.triton.varlen import TritonVarlen
 
     for fault in FAULTS:

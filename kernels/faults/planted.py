@@ -1,7 +1,6 @@
-"""Faults planted on purpose: a copy of a kernel's device code with an edit, as a kernel of its own.
+"""Faults planted on purpose: an edited copy of a kernel's device code, as a separate kernel.
 
-What the harness exists to find is planted like this: the original stays as it is, the copy is loaded from a real file (both
-TileLang and Triton read their functions' source), and the harness must find the fault.
+The original stays as it is. The copy is loaded from a real file, since both TileLang and Triton read their functions' source.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ DEMO_FAULT = Edit("if start_n < seqlen_k:", "if (start_n < seqlen_k) & (seqlen_q
 
 
 def planted_copy(module: str, edits: Sequence[Edit]) -> ModuleType:
-    """A copy of `module` with `edits`, loaded from a file of the module's own name in a folder named by its content.
+    """Load a copy of `module` with `edits`, from a file of the module's own name in a folder named by its content.
 
     Raises:
-        BadArgument: an edit does not fit the source any more.
+        BadArgument: an edit no longer fits the source.
     """
     file, source = planted_source(module, edits)
     name = f"attnfuzz_planted_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
@@ -51,37 +50,37 @@ def planted_copy(module: str, edits: Sequence[Edit]) -> ModuleType:
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(source, encoding="utf-8")
         temporary.replace(path)
-    made = importlib.util.spec_from_file_location(name, path)
-    assert made is not None
-    assert made.loader is not None
-    copy = importlib.util.module_from_spec(made)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
     sys.modules[name] = copy
-    made.loader.exec_module(copy)
+    spec.loader.exec_module(copy)
     return copy
 
 
 def planted_source(module: str, edits: Sequence[Edit]) -> tuple[str, str]:
-    """The name of `module`'s file, and its source with `edits`. Nothing is imported.
+    """Return the name of `module`'s file, and its source with `edits`, without importing it.
 
     Raises:
-        BadArgument: an edit does not fit the source any more.
+        BadArgument: an edit no longer fits the source.
     """
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
     for edit in edits:
-        found = source.count(edit.old)
-        if found != edit.times:
+        count = source.count(edit.old)
+        if count != edit.times:
             raise reject(
-                "edit.old", edit.old, f"it occurs {found} times in {module}, not {edit.times}", "adapt the fault to the source"
+                "edit.old", edit.old, f"it occurs {count} times in {module}, not {edit.times}", "adapt the fault to the source"
             )
         source = source.replace(edit.old, edit.new)
     return Path(spec.origin).name, source
 
 
 def demo_kernel() -> Kernel:
-    """`demo.varlen`: triton.varlen with `DEMO_FAULT`."""
+    """Make `demo.varlen`: triton.varlen with `DEMO_FAULT`."""
     from attnfuzz.kernels.triton.varlen import TritonVarlen
 
     return TritonVarlen(

@@ -1,4 +1,4 @@
-"""A stand-in for a package that is not installed: modules that need it still import, whatever uses it says what is missing."""
+"""Stand-in for a package that is not installed: modules that need it still import, and any use names what is missing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["Absent"]
 
 
 class Absent:
-    """Stands for `package` and everything in it, as far as a module's own top level uses it.
+    """Stand-in for `package` and everything in it, as far as a module's top level uses it.
 
-    Attributes are stand-ins too; a decorator gives back what it decorates; as a base class it is `object`.
+    Attributes are stand-ins too; as a decorator it returns the class; as a base class it is `object`.
 
     Raises:
-        ImportError: it is called for anything else.
+        ImportError: any other call.
     """
 
     def __init__(self, package: str) -> None:
@@ -25,15 +25,15 @@ class Absent:
         return Absent(self._package)
 
     def __getitem__(self, item: Any) -> Absent:
-        """As a generic type, itself."""
+        """As a generic type, return itself."""
         return self
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        """As a base class, `object`."""
+        """As a base class, return `object`."""
         return (object,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a decorator, give back the class."""
+        """As a decorator, return the class."""
         if len(args) == 1 and not kwargs and isinstance(args[0], type):
             return args[0]
         raise ImportError(f"{self._package} is not installed: pip install {self._package}")

@@ -1,4 +1,4 @@
-"""Where attnfuzz keeps generated source and locks: one folder per user, safe to delete."""
+"""Folder of attnfuzz's generated source and locks: one per user, safe to delete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["folder"]
 
 
 def folder(name: str) -> Path:
-    """`$XDG_CACHE_HOME/attnfuzz/<name>` (default ~/.cache), made if it is not there."""
+    """Return `$XDG_CACHE_HOME/attnfuzz/<name>` (default ~/.cache), created if missing."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     path = Path(base) / "attnfuzz" / name
     path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What compilers print, taken from this process's own descriptors: C++ code writes there, whatever Python's sys.stderr is."""
+"""Capture of what compilers print, at this process's file descriptors: C++ code ignores Python's sys.stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["captured"]
 
 @contextmanager
 def captured() -> Iterator[Path]:
-    """Send what is written to this process's stdout and stderr to a file for a while; yields the file."""
+    """Send this process's stdout and stderr to a file during the context; yields the file."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "compiler.log"
         saved = [(fd, os.dup(fd)) for fd in (1, 2)]

@@ -1,6 +1,6 @@
-"""Memory while a kernel runs: what nobody has written yet, and the fault that ends a launch which misuses it. No backend needed.
+"""Memory while a kernel runs: which of it is not written yet, and the fault that ends a launch on misuse. No backend needed.
 
-Who starts a kernel says what is known of its memory (`watching`); an interpreter that sees each access asks, and raises
+The caller of a kernel reports what is known of its memory (`watching`); an interpreter checks each access against that and raises
 `MemoryFault`.
 """
 
@@ -25,8 +25,8 @@ __all__ = [
     "check",
     "checking",
     "current",
+    "describe_stores",
     "leave_unchecked",
-    "told_stores",
     "watching",
     "why_unchecked",
 ]
@@ -37,7 +37,7 @@ Operation = Literal["load", "store", "atomic"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A statement of device code: the file's name, its line and that line's text, and the function that it is in."""
+    """A statement of device code: file name, line number, text of the line, and function."""
 
     file: str
     line: int
@@ -49,14 +49,14 @@ class Site:
 
 
 class MemoryFault(Exception):
-    """An access that a kernel may not make.
+    """Error for an access that a kernel may not make.
 
     Args:
-        kind: what is wrong with it.
-        operation: what was done.
-        site: where in the device code.
+        kind: the rule that was broken.
+        operation: load, store or atomic.
+        site: the statement of the device code.
         message: which element of which tensor, in which program.
-        callers: the statements that led there, from the launched function on.
+        callers: the calling statements, from the launched function on.
     """
 
     def __init__(self, kind: MemoryKind, operation: Operation, site: Site, message: str, callers: tuple[Site, ...] = ()) -> None:
@@ -65,48 +65,48 @@ class MemoryFault(Exception):
 
     @property
     def check(self) -> str:
-        """The rule that was broken, the same for all Cases: neither lines nor numbers of elements."""
+        """Operation and function, the same for all Cases: without lines and numbers of elements."""
         return f"{self.operation} in {self.site.function}"
 
     @property
     def trail(self) -> str:
-        """The device functions that led there, a line each."""
+        """The device functions on the stack, one per line."""
         return "\n".join(f"{each.function}: {each}" for each in (*self.callers, self.site))
 
 
 @dataclass(slots=True)
 class Fresh:
-    """Memory from torch.empty: its first byte, and the bytes that each of its elements holds until something is written there."""
+    """Memory from torch.empty: its address, and the bytes that each element holds until something is written there."""
 
     begin: int
     filling: bytes
     written: list[tuple[int, tuple[int, ...], tuple[int, ...], int]] = field(default_factory=list)
-    """What torch has written: address, shape, strides, bytes per element."""
+    """Tensors that torch has written: address, shape, strides, bytes per element."""
 
 
 class Watch:
-    """What is known of memory from the beginning of a kernel's calls to their end."""
+    """What is known of memory during a kernel's calls."""
 
     def __init__(self) -> None:
         self.fresh: dict[int, Fresh] = {}
-        """By the address of the storage."""
+        """Fresh memory by the address of its storage."""
         self.shadows: dict[int, Any] = {}
         """An interpreter's own notes on a storage."""
         self.launches: list[str] = []
-        """Interpreted ones, by the names of their device functions."""
+        """Device functions of the interpreted launches."""
         self.stores: dict[int, dict[Site, None]] = {}
-        """Statements that have stored to a storage."""
+        """Statements that have stored to a storage, by its address."""
         self.fault: MemoryFault | None = None
-        """The first one, which a kernel's own code may have caught."""
+        """The first fault, even if the kernel's own code caught it."""
 
     def allocated(self, tensor: torch.Tensor) -> None:
-        """`tensor` is new, and holds one value that shows where nothing is written."""
+        """Note that `tensor` is new and filled with one value, which shows where nothing is written."""
         storage = tensor.untyped_storage().data_ptr()
         self.shadows.pop(storage, None)
         self.fresh[storage] = Fresh(tensor.data_ptr(), ctypes.string_at(tensor.data_ptr(), tensor.element_size()))
 
     def written(self, tensor: torch.Tensor) -> None:
-        """An operation of torch has written `tensor`."""
+        """Note that an operation of torch has written `tensor`."""
         known = self.fresh.get(tensor.untyped_storage().data_ptr())
         if known is not None and tensor.numel():
             known.written.append((tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size()))
@@ -119,18 +119,18 @@ _last: Watch | None = None
 
 
 def check(on: bool) -> None:
-    """Check the accesses of interpreted launches in this process from now on, or not."""
+    """Switch the checks of interpreted launches in this process on or off."""
     global _checking
     _checking = on
 
 
 def checking() -> bool:
-    """Whether they are checked, where they can be."""
+    """Whether the checks are switched on."""
     return _checking
 
 
 def leave_unchecked(reason: str) -> None:
-    """An interpreter says why it cannot check here."""
+    """Note why the interpreter cannot check in this process."""
     global _unchecked
     _unchecked = reason
 
@@ -141,13 +141,13 @@ def why_unchecked() -> str | None:
 
 
 def current() -> Watch | None:
-    """The watch that is on."""
+    """The active watch."""
     return _watch
 
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """`watch` is on until the end of the context."""
+    """Activate `watch` until the end of the context."""
     global _watch, _last
     before, _watch = _watch, watch
     _last = watch
@@ -157,8 +157,8 @@ def watching(watch: Watch) -> Iterator[None]:
         _watch = before
 
 
-def told_stores(tensor: torch.Tensor) -> str:
-    """Which statements stored to the memory of `tensor` in the last watch; "" where nothing was interpreted."""
+def describe_stores(tensor: torch.Tensor) -> str:
+    """Format the statements that stored to the memory of `tensor` in the last watch; "" where nothing was interpreted."""
     if _last is None or not _last.launches:
         return ""
     sites = list(_last.stores.get(tensor.untyped_storage().data_ptr(), ()))

@@ -1,7 +1,7 @@
 """Compile TileLang PrimFuncs: for CUDA by TileLang's own target, for the CPU through `cpu.to_cpu` and a C++ compiler.
 
-Every compile happens once per process; across processes TileLang's own cache on disk (`TILELANG_CACHE_DIR`), which is keyed
-by the PrimFunc itself, saves the compiler's time.
+Each function is compiled once per process; across processes TileLang's own cache on disk (`TILELANG_CACHE_DIR`), keyed by the
+PrimFunc itself, saves the compiler's time.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from attnfuzz.kernels.support.installed_torch import sees_cuda
 __all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "threads_of", "unavailable"]
 
 Launch = Callable[..., None]
-"""A compiled PrimFunc: takes its parameters in order, tensors and numbers, and writes its output tensors."""
+"""A compiled PrimFunc: called with its parameters in order, tensors and numbers; writes its output tensors."""
 
 CPU_FLAGS = ("-O2", "-ffp-contract=off")
-"""No contraction: `s - m` must be exactly 0 where s is the maximum m. No -ffast-math: it breaks -inf."""
+"""No contraction: `s - m` must be exactly 0 where s is the maximum m. No -ffast-math: -inf would be wrong."""
 CPU_FEATURES = ("avx2", "f16c")
-"""Used where the machine has them: without F16C every fp16 conversion is a software routine. The results are the same."""
+"""Used where the machine has them, with the same results: without F16C every fp16 conversion is a software routine."""
 CUDA_PASSES = {"tl.enable_fast_math": True, "tl.force_let_inline": True}
-"""exp2 and division as the hardware has them, 2 units off and subnormal float32 flushed, which every budget allows for; lengths
-written out where they are used, without which a tile's atomic addition under a condition has no definition of them."""
+"""Fast exp2 and division of the hardware: 2 units off, subnormal float32 flushed, which every budget allows for. Lets inlined:
+otherwise a tile's atomic addition under a condition lacks the definitions of lengths."""
 WARPGROUP = 128
-"""Threads of the warpgroup that TileLang sets apart for loading. All its warps wait for each barrier of a step, though one
-thread copies, and nothing keeps them within one phase of it: a warp that misses two waits for ever. Blocks of fewer threads,
-many to a multiprocessor and with steps of some 100 ns, were seen to hang so on an H200 (2 of 11 runs); they load for themselves.
+"""Threads of the warpgroup that TileLang reserves for loading. All its warps wait for each barrier of a step, though only one
+thread copies, and nothing keeps them within one phase of it: a warp that misses two phases waits without end. Blocks of fewer
+threads, many per multiprocessor and with steps of some 100 ns, hung so on an H200 (2 of 11 runs); they load without it.
 """
 TEXT_MAX = 4000
-"""Characters of an error, and of what the compiler printed, that a BuildError carries: TileLang appends whole sources."""
+"""Characters of an error, and of the compiler's output, that a BuildError holds: TileLang appends whole sources."""
 
 _compiled: dict[tuple[ModuleType, str, str, Device], Launch] = {}
 _counts: dict[str, int] = {}
@@ -45,7 +45,7 @@ _lock = threading.RLock()
 
 
 def unavailable(device: Device) -> str | None:
-    """The package, compiler or device that TileLang kernels miss here, or None."""
+    """The package, compiler or device that TileLang kernels lack here, or None."""
     for package in ("torch", "tilelang"):
         if importlib.util.find_spec(package) is None:
             return f"the Python package {package} is not installed"
@@ -55,7 +55,7 @@ def unavailable(device: Device) -> str | None:
 
 
 def compile_counts() -> dict[str, int]:
-    """How often each function was compiled in this process (or taken from TileLang's cache on disk).
+    """Count each function's compiles in this process (TileLang's cache on disk included).
 
     The names are `"<device module>.<factory> <compile key> on <device>"`.
     """
@@ -64,9 +64,9 @@ def compile_counts() -> dict[str, int]:
 
 
 def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: Device) -> Launch:
-    """`module.<factory>(**options)` compiled for `device`, from this process's cache where it is there.
+    """Compile `module.<factory>(**options)` for `device`, or take it from this process's cache.
 
-    The cache tells modules apart by identity, so that an edited copy of a module is a source of its own.
+    The cache distinguishes modules by identity, so that an edited copy of a module is another source.
 
     Raises:
         BuildError: the kernel could not be traced, lowered or compiled; the text is the compiler's.
@@ -93,12 +93,12 @@ def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Devic
 
 
 def threads_of(module: ModuleType, options: dict[str, Any]) -> int:
-    """Threads of a block of a device function made with `options`: a module may give it fewer than they say."""
-    return int(getattr(module, "block_threads", lambda given: given.get("threads", WARPGROUP))(options))
+    """Threads per block of a device function made with `options`; its module may use fewer than `threads`."""
+    return int(getattr(module, "block_threads", lambda named: named.get("threads", WARPGROUP))(options))
 
 
 def cuda_passes(threads: int) -> dict[str, bool]:
-    """What TileLang's compiler is told of a kernel with so many threads a block."""
+    """TileLang's compiler options for a kernel with `threads` per block."""
     return {**CUDA_PASSES, **({"tl.disable_warp_specialized": True} if threads < WARPGROUP else {})}
 
 
@@ -129,7 +129,7 @@ def _for_cpu(func: Any) -> Launch:
 
 
 class _Widened:
-    """A kernel whose bfloat16 parameters became float32, called with bfloat16 tensors."""
+    """A kernel whose bfloat16 parameters became float32; called with bfloat16 tensors."""
 
     def __init__(self, kernel: Launch, widened: frozenset[int], written: frozenset[int]) -> None:
         self._kernel = kernel
@@ -144,7 +144,7 @@ class _Widened:
 
 
 def _cpu_features() -> frozenset[str]:
-    """The x86 instruction sets of this machine, as /proc/cpuinfo names them; empty where it does not say."""
+    """The x86 instruction sets of this machine, as named in /proc/cpuinfo; empty where it does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

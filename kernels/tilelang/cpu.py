@@ -1,11 +1,11 @@
 """Rewrite a built TileLang PrimFunc, written for a GPU, into one that TileLang's C target takes.
 
 The source of the kernel stays as it is: on-chip buffers become plain local arrays, parallel loops become serial ones, tile
-operations lose their GPU annotations, and synchronisation, which one thread does not need, disappears. The C target has no
+operations lose their GPU annotations, and synchronisation, which one thread does not need, is removed. The C target has no
 bfloat16: such buffers are stored as float32 and every value stored is rounded to bfloat16 (to nearest, ties to even). An
 operation that is on none of the lists below is refused, never dropped.
 
-What this cannot show: races, missing synchronisation, pipeline phases, layouts, shared-memory capacity.
+This cannot show races, missing synchronisation, errors of pipeline phases and layouts, or the limit of shared memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RENAMED = {
     "tl.tileop.wgmma_gemm": "tl.tileop.gemm",
 }
 GEMM_ARGUMENTS = 13
-"""The arguments that a plain gemm has; the asynchronous forms append a barrier."""
+"""Arguments of a plain gemm; the asynchronous forms append a barrier."""
 
 TILE_OPS = frozenset({"tl.tileop.copy", "tl.tileop.fill", "tl.tileop.gemm", "tl.tileop.reduce"})
 
@@ -72,7 +72,7 @@ NO_OPS = frozenset(
         "tl.warpgroup_wait",
     }
 )
-"""Statements without effect where one thread runs everything in order."""
+"""Statements that have no effect where one thread runs everything in order."""
 
 _MATH = (
     "acos asin atan bitwise_and bitwise_not bitwise_or bitwise_xor ceil copysign cos cosh erf exp exp2 floor hypot if_then_else "
@@ -89,16 +89,16 @@ KEPT = frozenset(f"tirx.{name}" for name in _MATH.split()) | {
 
 _BF16 = "bfloat16"
 _WRITES = 2
-"""The bit of tl.region's access mask that says 'written'."""
+"""The bit of tl.region's access mask for "written"."""
 
 
 class UnsupportedOnCpuError(BuildError):
-    """The PrimFunc uses something that has no counterpart on the C target."""
+    """Error for a PrimFunc that uses something without a counterpart on the C target."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuFunc:
-    """A rewritten PrimFunc and what its caller must know of the parameters."""
+    """A rewritten PrimFunc, and the parameters that its caller must treat specially."""
 
     func: Any
     widened: frozenset[int]
@@ -108,7 +108,7 @@ class CpuFunc:
 
 
 def to_cpu(func: Any) -> CpuFunc:
-    """`func` for the C target.
+    """Rewrite `func` for the C target.
 
     Raises:
         UnsupportedOnCpuError: an operation, or a use of bfloat16, that has no counterpart there.
@@ -126,10 +126,10 @@ def to_cpu(func: Any) -> CpuFunc:
 
 
 def rounded_to_bfloat16(value: Any) -> Any:
-    """The float32 expression `value` rounded to the nearest bfloat16, ties to even, as float32; inf and NaN stay.
+    """Round the float32 expression `value` to the nearest bfloat16, ties to even, as float32; inf and NaN stay.
 
-    In float64, `2^45 x + x` keeps exactly the leading 8 bits of the 24-bit x, and as 2^45 x ends in zeros the tie goes to the
-    even one. Below 2^-126 (2e-38 lies in the next binade, where both ways agree) bfloat16 values are multiples of 2^-133.
+    In float64, `2^45 x + x` keeps exactly the leading 8 bits of the 24-bit x; as 2^45 x ends in zeros, a tie goes to the even
+    one. Below 2^-126 (2e-38 lies in the next binade, where both ways agree) bfloat16 values are multiples of 2^-133.
     """
     x = tirx.Cast("float64", value)
     big = x
@@ -147,7 +147,7 @@ def _math(name: str, *arguments: Any) -> Any:
 
 
 def _opaque(value: Any) -> Any:
-    """`value`, which TVM, that takes float sums apart as if they were exact, cannot see through."""
+    """Hide `value` from TVM, which simplifies float sums as if they were exact."""
     return _math("copysign", value, value)
 
 
@@ -169,14 +169,14 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         self.widened: set[Any] = set()
         self.written: set[Any] = set()
         self.from_bfloat16 = False
-        """Whether the tile operation under the cursor copies what has been rounded already."""
+        """Whether the current tile operation copies values that are rounded already."""
         self.to_round: list[Any] = []
-        """Buffers that the tile operation under the cursor writes and that must be rounded afterwards."""
+        """Buffers that the current tile operation writes and that must be rounded afterwards."""
 
     # buffers
 
     def parameter(self, buffer: Any) -> Any:
-        """The buffer that stands for a parameter's."""
+        """The buffer that replaces a parameter's."""
         return self._moved(buffer, buffer.scope()) if buffer.dtype == _BF16 else buffer
 
     def _allocated(self, buffer: Any) -> Any:
@@ -236,7 +236,7 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         buffer, indices = self._buffer(op.buffer), [self.visit_expr(i) for i in op.indices]
         if not (op.value.dtype == _BF16 and isinstance(op.value, tirx.Cast)):
             return tirx.BufferStore(buffer, self.visit_expr(op.value), indices, op.predicate)
-        # in two steps: rounding names its operand several times, which a large expression would not bear
+        # in two steps: rounding repeats its operand several times, too often for a large expression
         raw = tirx.BufferStore(buffer, _as_float32(self.visit_expr(op.value.value)), indices, op.predicate)
         rounded = rounded_to_bfloat16(tirx.BufferLoad(buffer, indices))
         return tirx.SeqStmt([raw, tirx.BufferStore(buffer, rounded, indices, op.predicate)])
@@ -255,12 +255,12 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
             return tirx.Evaluate(self.visit_expr(call))
         self.from_bfloat16 = target == "tl.tileop.copy" and call.args[0].args[0].buffer.data in self.widened
         arguments = call.args[:GEMM_ARGUMENTS] if target == "tl.tileop.gemm" else call.args
-        # annotations (use_tma, coalesced_width, memory order) are a GPU's
+        # annotations (use_tma, coalesced_width, memory order) are for GPUs
         plain = tirx.Call(call.dtype, ir.Op.get(target), [self._argument(argument) for argument in arguments])
         return self._then_round(tirx.Evaluate(plain))
 
     def _added(self, source: Any, target: Any) -> Any:
-        """A tile added to a region of a tensor, element by element; what lies beyond the tensor is left out."""
+        """Add a tile to a region of a tensor, element by element, without those beyond the tensor."""
         (start, _, *extents), (of_start, _, *of_extents) = source.args, target.args
         tensor = of_start.buffer
         self.written.add(tensor.data)
@@ -368,7 +368,7 @@ def _along(starts: list[Any], extents: list[Any], loops: list[Any]) -> list[Any]
 
 
 def _round_all(buffer: Any) -> Any:
-    """Round every element of `buffer`, which leaves those that are bfloat16 values already as they are."""
+    """Round every element of `buffer`; elements that are bfloat16 values already stay."""
     indices = [tirx.Var(f"r{axis}", "int32") for axis in range(len(buffer.shape))]
     body = tirx.BufferStore(buffer, rounded_to_bfloat16(tirx.BufferLoad(buffer, indices)), indices)
     for index, extent in reversed(list(zip(indices, buffer.shape, strict=True))):
@@ -377,7 +377,7 @@ def _round_all(buffer: Any) -> Any:
 
 
 def _exactly(value: float) -> Any:
-    """A float32 constant as the sum of what the C target prints of it and the rest."""
+    """A float32 constant as the sum of its value as the C target prints it and the rest."""
     printed = _float32(float(f"{value:.6e}"))
     return tirx.Add(_opaque(tirx.FloatImm("float32", printed)), tirx.FloatImm("float32", _float32(value) - printed))
 

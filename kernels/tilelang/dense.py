@@ -1,6 +1,6 @@
 """`tilelang.mha`, `tilelang.mha_pipelined`, `tilelang.gqa.atomic` and `tilelang.gqa.split`: dense attention, written in TileLang.
 
-All mathematics is in `dense_device`; here are only allocation, launches and what the kernels declare of themselves.
+All mathematics is in `dense_device`; this module has allocation, launches and the kernels' declarations.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Reduction = Literal["none", "atomic", "split"]
 
 
 class TileLangDense(TileLangKernel):
-    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`.
+    """A `contract.Kernel`. `device_code` returns the module with `forward`, `preprocess`, `backward`.
 
     `pipelined`: the backward's products are asynchronous where WGMMA takes them.
     """
 
     any_strides = True
-    """Tensors are read by their own strides, whatever layouts the Problem names."""
+    """Tensors are read by their own strides, independent of the Problem's layouts."""
 
     def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None, *, pipelined: bool = True) -> None:
         alone = () if reduction == "atomic" else ("dk", "dv")
@@ -38,7 +38,7 @@ class TileLangDense(TileLangKernel):
         can = replace(can, groups=(1,) if reduction == "none" else None)
         self._asynchronous_only = pipelined and reduction == "none"
         if self._asynchronous_only:
-            # What does not go by WGMMA is `tilelang.mha` already.
+            # Without WGMMA this kernel would equal `tilelang.mha`.
             can = replace(can, dtypes=("float16", "bfloat16"))
         super().__init__(name, can, ("dense.py", "tiles.py", "tuned.py"), "dense_device", device_code)
         self.table = f"dense {reduction}" + (" pipelined" if self._asynchronous_only else "")
@@ -47,11 +47,11 @@ class TileLangDense(TileLangKernel):
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Tiles (query rows x key rows), threads and pipeline stages of forward and backward, the default first."""
-        found = fitting(problem, self.table)
-        return tuple(each for each in found if each.integer("back_threads") >= 128) if self._asynchronous_only else found
+        choices = fitting(problem, self.table)
+        return tuple(each for each in choices if each.integer("back_threads") >= 128) if self._asynchronous_only else choices
 
     def unavailable(self, device: Device) -> str | None:
-        """The package, compiler or device that is missing, a GPU that is none of Hopper's; or None."""
+        """The package, compiler or device that is missing, a GPU other than Hopper's; or None."""
         return super().unavailable(device) or not_hopper(device)
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
@@ -61,7 +61,7 @@ class TileLangDense(TileLangKernel):
     def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
         """forward, preprocess, backward."""
         of_forward, of_backward = options_of(config)
-        # TileLang's C target knows no strides.
+        # TileLang's C target has no strides.
         common = {"dim_v": problem.dim_v, "dtype": problem.dtype, "strided": device == "cuda"}
         masked: dict[str, Any] = {**common, "dim_qk": problem.dim_qk, "causal": problem.causal is not None}
         how = {"reduction": self._reduction, "pipelined": self._pipelined}
@@ -72,7 +72,7 @@ class TileLangDense(TileLangKernel):
         }
 
     def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
-        """The three functions compiled for `problem`'s compile key.
+        """Compile the three functions for `problem`'s compile key.
 
         Raises:
             BuildError: the compiler refused.
@@ -81,7 +81,7 @@ class TileLangDense(TileLangKernel):
 
 
 class _Built:
-    """The compiled functions, run on one Problem's tensors. A launch over an empty grid is left out."""
+    """The compiled functions, run on one Problem's tensors. Launches over empty grids are skipped."""
 
     def __init__(self, *, forward: Launch, preprocess: Launch, backward: Launch, reduction: Reduction) -> None:
         self._forward = forward
@@ -100,7 +100,7 @@ class _Built:
             return o, lse
         if not p.seqlens_k[0]:
             return o.zero_(), lse.fill_(-torch.inf)
-        q, k, v = signed(_given(q, p.seqlens_q), p.scale), _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
+        q, k, v = signed(_tokens(q, p.seqlens_q), p.scale), _tokens(inputs.k, p.seqlens_k), _tokens(inputs.v, p.seqlens_k)
         into, rows = _taken(o, 1, p.seqlens_q[0]), _taken(lse, 2, p.seqlens_q[0])
         self._forward(q, k, v, p.groups, _offset(p), exponent_of(p.scale), into, rows)
         _put(o, 1, into)
@@ -120,8 +120,8 @@ class _Built:
         dq = torch.zeros_like(inputs.q, dtype=torch.float32, memory_format=torch.contiguous_format)
         if not n_q or not n_k:
             return dq.to(inputs.q.dtype), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
-        q, k, v = signed(_given(inputs.q, p.seqlens_q), p.scale), _given(inputs.k, p.seqlens_k), _given(inputs.v, p.seqlens_k)
-        d_o, o, lse = _given(inputs.d_o, p.seqlens_q), _given(o, p.seqlens_q), _given(lse, p.seqlens_q, 2)
+        q, k, v = signed(_tokens(inputs.q, p.seqlens_q), p.scale), _tokens(inputs.k, p.seqlens_k), _tokens(inputs.v, p.seqlens_k)
+        d_o, o, lse = _tokens(inputs.d_o, p.seqlens_q), _tokens(o, p.seqlens_q), _tokens(lse, p.seqlens_q, 2)
         delta, lse2 = _rows_of(lse), _rows_of(lse)
         self._preprocess(o, d_o, lse, delta, lse2)
         into = _taken(dq, 1, n_q)
@@ -135,7 +135,7 @@ class _Built:
         return scaled(dq, p.scale, q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
 
     def _shares(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
-        """Where the blocks put dK or dV."""
+        """Allocate the tensor to which the blocks write dK or dV."""
         import torch
 
         heads = problem.kv_heads if self._reduction == "atomic" else problem.heads
@@ -151,13 +151,13 @@ def _offset(problem: Problem) -> int:
     return problem.seqlens_k[0] - problem.seqlens_q[0] if problem.causal == "bottom_right" else 0
 
 
-def _given(x: torch.Tensor, lengths: tuple[int, ...], axis: int = 1) -> torch.Tensor:
-    """The rows of `x` that are tokens, in memory that a kernel can read."""
+def _tokens(x: torch.Tensor, lengths: tuple[int, ...], axis: int = 1) -> torch.Tensor:
+    """The rows of `x` that are tokens, with strides and alignment that a kernel can read."""
     import torch
 
     rows = x.narrow(axis, 0, lengths[0])
     if x.is_cuda:
-        # A contiguous tensor may begin anywhere: `contiguous` would leave it there.
+        # Not `contiguous`: it would return a contiguous but unaligned tensor unchanged.
         return rows if _by_strides(rows) else rows.clone(memory_format=torch.contiguous_format)
     return rows.contiguous()
 
@@ -169,19 +169,19 @@ def _rows_of(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _by_strides(x: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator reads it: 16 bytes are its unit."""
+    """Whether the tensor memory accelerator can read `x`, in units of 16 bytes."""
     steps = [stride * x.element_size() for stride in x.stride()[:-1]]
     return x.stride(-1) == 1 and all(step > 0 and step % 16 == 0 for step in steps) and x.data_ptr() % 16 == 0
 
 
 def _taken(whole: torch.Tensor, axis: int, rows: int) -> torch.Tensor:
-    """Where a kernel writes the first `rows` of `whole`: there, or on the CPU a copy of its own."""
+    """The tensor to which a kernel writes the first `rows` of `whole`: a view, or on the CPU a contiguous copy."""
     part = whole.narrow(axis, 0, rows)
     return part if whole.is_cuda else part.contiguous()
 
 
 def _put(whole: torch.Tensor, axis: int, part: torch.Tensor) -> None:
-    """What was written into `_taken` is in `whole`."""
+    """Copy `part`, from `_taken`, back into `whole` where it is not a view."""
     if part.data_ptr() != whole.data_ptr():
         whole.narrow(axis, 0, part.shape[axis]).copy_(part)
 

@@ -2,9 +2,9 @@
 
 Shapes (batch, n_q, n_k, heads and kv_heads are dynamic): Q, dQ (batch, n_q, heads, dim_qk); O, dO (batch, n_q, heads, dim_v);
 K (batch, n_k, kv_heads, dim_qk); V (batch, n_k, kv_heads, dim_v); LSE, LSE2, Delta (batch, heads, n_q) fp32. On CUDA every
-tensor has strides of its own, the last one 1, so that other orders of dimensions and rows beyond n_q and n_k cost nothing; tiles
-that reach beyond a sequence are read as zeros and clipped when they are stored, which on sm_90 the tensor memory
-accelerator does. With `visible(i, j)` = j < n_k, and under `causal` j <= i + offset,
+tensor has its own strides, the last one 1, so that other orders of dimensions and rows beyond n_q and n_k cost nothing. Tiles
+that reach beyond a sequence are read as zeros and clipped when they are stored; on sm_90 the tensor memory accelerator does both.
+With `visible(i, j)` = j < n_k, and under `causal` also j <= i + offset,
 
     s_ij = scale * q_i . k_j        LSE_i = log sum_{visible j} exp(s_ij)       P_ij = exp(s_ij - LSE_i)
     O_i = sum_j P_ij v_j            Delta_i = sum_d O_id dO_id                  dS_ij = P_ij (dO_i . v_j - Delta_i)
@@ -12,11 +12,11 @@ accelerator does. With `visible(i, j)` = j < n_k, and under `causal` j <= i + of
 
 LSE2_i is LSE_i log2(e), or +inf for a row that sees no key, so that P_ij = exp2(s_ij log2(e) - LSE2_i) is 0 there.
 
-`exponent` is scale, and greater than 0 also where scale is 0: masked scores are -inf, and -inf * 0 is NaN. A row that sees no key
+`exponent` is scale, but greater than 0 where scale is 0: masked scores are -inf, and -inf * 0 is NaN. A row that sees no key
 has O = 0 and LSE = -inf. `offset` is n_k - n_q for a mask aligned at the bottom right, 0 at the top left.
 
-`score` and `mask`, trees as a Problem holds them, are built in: s_ij becomes f(s_ij), dS_ij is times f'(s_ij) as well, and
-`visible(i, j)` is j < n_k and the mask, which the causal one must be part of: `causal` bounds the loops alone then.
+`score` and `mask`, trees as a Problem holds them, are compiled in: s_ij becomes f(s_ij), dS_ij is multiplied by f'(s_ij), and
+`visible(i, j)` is j < n_k and the mask. The mask must then include the causal one, since `causal` only bounds the loops.
 """
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
@@ -36,32 +36,32 @@ __all__ = ["backward", "block_threads", "forward", "preprocess"]
 LOG2_E = math.log2(math.e)
 ACC = "float32"
 BY_TMA = {"use_tma": 1}
-"""An atomic addition of a tile by the tensor memory accelerator: sm_90 and later; the CPU takes no notice."""
+"""An atomic addition of a tile by the tensor memory accelerator: sm_90 and later; ignored on the CPU."""
 Reduction = Literal["none", "atomic", "split"]
 PRODUCER_REGISTERS = 24
 HEADS_TOGETHER = 4
 ROWS, PARTS = 16, 16
-"""Rows of a block of the preprocess, and threads for each of them."""
+"""Rows of a block of the preprocess, and threads per row."""
 
 
 def block_threads(options: dict[str, Any]) -> int:
-    """Threads of a block: a warp has 16 rows of its tile, so that a small tile has fewer than its options say."""
+    """Threads of a block: a warp has 16 rows of its tile, so that a small tile has fewer than `threads`."""
     rows = options.get("tile_n" if "reduction" in options else "tile_m")
     return options.get("threads", 128) if rows is None else min(options["threads"], 2 * rows)
 
 
 def by_wgmma(dtype: str, threads: int) -> bool:
-    """Whether all products can be asynchronous ones of whole warpgroups: none takes single precision from registers."""
+    """Whether all products can be asynchronous ones of whole warpgroups, which take no single precision from registers."""
     return dtype != "float32" and threads >= 128
 
 
 def consumer_registers(threads: int) -> int:
-    """Registers for each thread that computes, beside a warpgroup that loads with PRODUCER_REGISTERS: 65,536 in all."""
+    """Registers per computing thread, next to a loading warpgroup with PRODUCER_REGISTERS: 65,536 in all."""
     return 240 if threads <= 256 else 160
 
 
 def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any:
-    """A parameter; with `strided`, every stride but the last is one of the call's, of 2^31 elements and more too."""
+    """A parameter; with `strided`, every stride but the last is dynamic and may exceed 2^31 elements."""
     if not strided:
         return T.Tensor(shape, dtype)
     strides = tuple(T.dynamic(f"{name}_stride_{axis}", "int64") for axis in range(len(shape) - 1))
@@ -84,8 +84,7 @@ def forward(
 ) -> Any:
     """PrimFunc (Q, K, V, groups, offset, exponent, O, LSE): one block per query tile, head and sequence.
 
-    Those with most keys come first. Where WGMMA takes both products (`by_wgmma`), P V of a tile runs beside the softmax
-    of the next one.
+    Blocks with most keys come first. Where WGMMA takes both products (`by_wgmma`), a tile's P V overlaps the next one's softmax.
     """
     threads = min(threads, 2 * tile_m)
     ahead = by_wgmma(dtype, threads)
@@ -127,7 +126,7 @@ def forward(
             kv_head = T.alloc_var("int32")
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
-            # what a tree has changed is scaled already
+            # scores changed by a tree are scaled already
             scale_log2 = (1.0 if changed else exponent) * LOG2_E
             row_0 = (T.ceildiv(n_q, tile_m) - 1 - block) * tile_m
             T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
@@ -135,7 +134,7 @@ def forward(
             T.fill(total, 0)
             T.fill(m, -T.infinity(ACC))
             end = T.max(0, T.min(n_k, row_0 + tile_m + offset)) if causal else n_k
-            # at least one, as what waits for q_tile is in the loop: o_tile may lie in the same memory
+            # at least one, as the wait for q_tile is in the loop: o_tile may lie in the same memory
             steps = T.max(1, T.ceildiv(end, tile_n))
             if ahead:
                 T.fill(p, 0)
@@ -144,7 +143,7 @@ def forward(
                 key_0 = step * tile_n
                 T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
                 if ahead:
-                    # of the tile before; before the first one P is 0
+                    # of the previous tile; before the first one P is 0
                     T.copy(V[seq, T.max(0, key_0 - tile_n) : T.max(0, key_0 - tile_n) + tile_n, kv_head, 0:dim_v], v_tile)
                     T.wgmma_gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     T.wgmma_gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
@@ -253,15 +252,15 @@ def backward(
 ) -> Any:
     """PrimFunc (Q, K, V, dO, LSE2, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
 
-    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. dK and dV by `reduction`, the shares of a group's query
-    heads being
+    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. `reduction` is what happens to the shares
+    of dK and dV of a group's query heads:
 
         none    the only ones (groups = 1): stored in `dtype`, (batch, n_k, heads, dim)
         atomic  added to fp32 zeros, (batch, n_k, kv_heads, dim)
-        split   stored in fp32, one of each query head, (batch, n_k, heads, dim), for the caller to sum
+        split   stored in fp32, one per query head, (batch, n_k, heads, dim), for the caller to sum
 
-    `pipelined`: products are only waited for where their results are used, so that P is made while dO V^T runs, and dS while
-    P^T dO does; where WGMMA takes them (`by_wgmma`), and nothing is built in, which takes both products at once.
+    `pipelined`: products are only waited for where their results are used, so that P is computed during dO V^T, and dS during
+    P^T dO. Only where WGMMA takes them (`by_wgmma`), and without trees, which need both products at once.
     """
     threads = min(threads, 2 * tile_n)
     trees = printed(score, mask)
@@ -291,7 +290,7 @@ def backward(
     ):
         with T.Kernel(heads, T.ceildiv(n_k, tile_n), batch, threads=threads) as (x, y, seq):
             if threads < 128:
-                # registers are moved between whole warpgroups
+                # registers can only be moved between whole warpgroups
                 T.disable_warp_group_reg_alloc()
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
             v_tile = T.alloc_shared((tile_n, dim_v), dtype)
@@ -315,7 +314,7 @@ def backward(
             head = T.alloc_var("int32")
             block = T.alloc_var("int32")
             kv_head = T.alloc_var("int32")
-            # the blocks of a few heads after those of others: what they read of Q and dO, and add to dQ, fits the L2 cache
+            # blocks run a few heads after another: their Q, dO and dQ fit the L2 cache
             blocks = T.ceildiv(n_k, tile_n)
             number = y * heads + x
             first_head = number // (HEADS_TOGETHER * blocks) * HEADS_TOGETHER
@@ -330,12 +329,12 @@ def backward(
             T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
             T.clear(dk_acc)
             T.clear(dv_acc)
-            # at least one step, as what waits for k_tile is in the loop: dk_tile may lie in the same memory
+            # at least one step, as the wait for k_tile is in the loop: dk_tile may lie in the same memory
             begin = T.min(T.max(0, key_0 - offset), n_q - 1) // tile_m if causal else 0
             for step in T.Pipelined(begin, T.ceildiv(n_q, tile_m), num_stages=stages):
                 row_0 = step * tile_m
                 T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
-                # of rows beyond n_q all of it is 0, and so is what they add
+                # rows beyond n_q are all 0, and so is their share
                 T.copy(LSE2[seq, head, row_0 : row_0 + tile_m], lse2)
                 T.copy(Delta[seq, head, row_0 : row_0 + tile_m], delta)
                 T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile)

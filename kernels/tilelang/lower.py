@@ -1,4 +1,4 @@
-"""TileLang's device functions compiled to machine code for any architecture: lowered to CUDA source, and that given to nvcc."""
+"""Compile TileLang's device functions to machine code for any architecture: lower them to CUDA source, then run nvcc."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnfuzz.kernels.tilelang.build import cuda_passes, threads_of
 __all__ = ["cannot_lower", "find_nvcc", "nvcc_version", "units"]
 
 _FLAGS = ("--cubin", "-O3", "-std=c++20", "-lineinfo", "-w", "-Xptxas", "-v")
-"""As TileLang's own compile has them, and ptxas told to talk."""
+"""The flags of TileLang's own compile, and verbose output of ptxas."""
 _RACE = "Data race detected"
 
 
@@ -38,7 +38,7 @@ def cannot_lower() -> str | None:
 
 
 def find_nvcc() -> Path | None:
-    """nvcc where TileLang looks for it: $CUDA_HOME, PATH, the package nvidia-cuda-nvcc, /usr/local/cuda."""
+    """Find nvcc where TileLang looks for it: $CUDA_HOME, PATH, the package nvidia-cuda-nvcc, /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     if on_path := shutil.which("nvcc"):
@@ -53,19 +53,19 @@ def find_nvcc() -> Path | None:
 
 
 def nvcc_version() -> str | None:
-    """ "13.0.88", or None where there is no nvcc."""
+    """nvcc's version, such as "13.0.88", or None where there is no nvcc."""
     nvcc = find_nvcc()
-    found = re.search(r"V(\d+\.\d+\.\d+)", _version(nvcc)) if nvcc else None
-    return found[1] if found else None
+    match = re.search(r"V(\d+\.\d+\.\d+)", _version(nvcc)) if nvcc else None
+    return match[1] if match else None
 
 
 def units(module: ModuleType, functions: Mapping[str, tuple[str, dict[str, Any]]], arch: str) -> tuple[Unit, ...]:
-    """One for each PrimFunc: `functions` has the factory of `module` that makes it, and with what."""
-    return tuple(_Unit(name, module, *made, arch) for name, made in functions.items())
+    """Make one Unit per PrimFunc; `functions`: the factory in `module` that makes it, and its options."""
+    return tuple(_Unit(name, module, *code, arch) for name, code in functions.items())
 
 
 class _Unit:
-    """A PrimFunc, traced once, when it is first asked for."""
+    """A PrimFunc, traced once, when it is first used."""
 
     def __init__(self, function: str, module: ModuleType, factory: str, options: dict[str, Any], arch: str) -> None:
         self.function = function
@@ -78,11 +78,11 @@ class _Unit:
         with captured() as log:
             try:
                 return getattr(self._module, self._factory)(**self._options)
-            except Exception as error:  # whatever the front end raises
+            except Exception as error:  # the front end raises unrelated types
                 raise BuildError(_text(error, log)) from error
 
     def identity(self) -> str | None:
-        """The PrimFunc as text, and all that it is compiled with.
+        """The PrimFunc as text, and everything that it is compiled with.
 
         Raises:
             BuildError: it cannot be traced.
@@ -95,7 +95,7 @@ class _Unit:
         return "\n".join(parts)
 
     def compile(self) -> MachineCode:
-        """CUDA source, and a cubin of it.
+        """Generate CUDA source and compile it to a cubin.
 
         Raises:
             BuildError: TileLang or nvcc refused.
@@ -104,7 +104,7 @@ class _Unit:
         with captured() as log:
             try:
                 artifact = self._lowered(func)
-            except Exception as error:  # whatever the compiler raises
+            except Exception as error:  # the compiler raises unrelated types
                 raise BuildError(_text(error, log)) from error
             printed = log.read_text(errors="replace")
         cubin, said = _nvcc(artifact.kernel_source, self._arch, fast=bool(self._passes.get("tl.enable_fast_math")))
@@ -125,7 +125,7 @@ class _Unit:
 
 
 def _nvcc(source: str, arch: str, *, fast: bool) -> tuple[bytes, str]:
-    """(cubin, what ptxas says).
+    """Return (cubin, output of ptxas).
 
     Raises:
         BuildError: nvcc refused.
@@ -141,7 +141,7 @@ def _nvcc(source: str, arch: str, *, fast: bool) -> tuple[bytes, str]:
         file.write_text(source, encoding="utf-8")
         includes = [f"-I{each}" for each in (TILELANG_TEMPLATE_PATH, CUTLASS_INCLUDE_DIR)]
         options = [*_FLAGS, *includes, *(["--use_fast_math"] if fast else []), "-gencode", f"arch=compute_{number},code={arch}"]
-        # Its own name alone: what it says of the source shall not name a folder that is gone.
+        # A relative name: messages must not name a temporary folder.
         command = [str(nvcc), *options, "-o", "kernel.cubin", file.name]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, cwd=folder)
         said = done.stderr + done.stdout
@@ -160,6 +160,6 @@ def _text(error: Exception, log: Path) -> str:
 
 
 def _races(printed: str) -> tuple[str, ...]:
-    """What TileLang's race check says of parallel loops, each once: which store, where, without its counterexample."""
-    found = re.findall(r"^\s*\[\d+\] (.+)\n(?:\s*--> (.+):(\d+):\d+$)?", printed, re.MULTILINE) if _RACE in printed else []
-    return tuple(dict.fromkeys(what + (f" at {Path(file).name}:{line}" if file else "") for what, file, line in found))
+    """Races in parallel loops that TileLang's check reports, each once: store and place, without its counterexample."""
+    reports = re.findall(r"^\s*\[\d+\] (.+)\n(?:\s*--> (.+):(\d+):\d+$)?", printed, re.MULTILINE) if _RACE in printed else []
+    return tuple(dict.fromkeys(what + (f" at {Path(file).name}:{line}" if file else "") for what, file, line in reports))

@@ -1,6 +1,6 @@
 """`tilelang.modified`: dense attention with softcap, window, score_mod and mask_mod, forward and backward, written in TileLang.
 
-The device code is that of the other dense kernels, with the Problem's trees built in (`printer`): a mask_mod or a window hides
+The device code is that of the other dense kernels, with the Problem's trees compiled in (`printer`): a mask_mod or a window hides
 elements, never blocks, and only a causal mask bounds the loops. dK and dV of a group's query heads are added atomically.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["KERNEL", "TileLangModified"]
 
 
 class TileLangModified(TileLangDense):
-    """Fulfils `contract.Kernel`; trees that read captured tensors are refused."""
+    """A `contract.Kernel`; trees that read captured tensors are refused."""
 
     def __init__(self, name: str = "tilelang.modified", device_code: DeviceCode | None = None) -> None:
         super().__init__(name, "atomic", device_code, pipelined=False)
@@ -34,20 +34,20 @@ class TileLangModified(TileLangDense):
         return (*super().files, str(Path(__file__).parents[1] / "expressions" / "folding.py"))
 
     def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
-        """forward, preprocess, backward; the first and the last with the trees, where there are any."""
-        found = super().functions(problem, config, device)
+        """forward, preprocess, backward; forward and backward with the trees, if any."""
+        functions = super().functions(problem, config, device)
         for name in ("forward", "backward"):
-            found[name].options.update(_trees(problem))
-        return found
+            functions[name].options.update(_trees(problem))
+        return functions
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """As of the other dense kernels, and the trees: a window's widths and its diagonal are in them."""
+        """The key of the other dense kernels, and the trees, which contain a window's widths and its diagonal."""
         trees = (f"{name}={tree}" for name, tree in _trees(problem).items())
         return " ".join((super().compile_key(problem, config), *trees))
 
 
 def _trees(problem: Problem) -> dict[str, Data | None]:
-    """`score` and `mask` of the device code; none at all where causal is all that hides anything."""
+    """`score` and `mask` of the device code; neither where only a causal mask hides anything."""
     score, mask = score_of(problem), whole_mask_of(problem)
     if score is None and problem.mask_mod is None and problem.window in (None, (None, None)):
         return {}

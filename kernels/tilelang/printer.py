@@ -1,6 +1,6 @@
-"""Modifiers' trees as TIR expressions, for device code to put into its loops over a tile's elements.
+"""Modifiers' trees as TIR expressions, used in device code's loops over a tile's elements.
 
-An element's place is (b, h, q_idx, kv_idx, seqlen_q, seqlen_k), TIR numbers of int32. Captured tensors are not read.
+An element's place is (b, h, q_idx, kv_idx, seqlen_q, seqlen_k), TIR numbers of int32. Captured tensors are not supported.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ __all__ = ["PLACE", "Place", "Printed", "printed", "value"]
 
 PLACE = ("b", "h", "q_idx", "kv_idx", "seqlen_q", "seqlen_k")
 Place = tuple[Any, Any, Any, Any, Any, Any]
-"""By PLACE."""
+"""Indices and lengths in the order of PLACE."""
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """What is done to each score: `score`, its derivative `slope`, and which are seen, `mask`; None where nothing is."""
+    """Trees applied to each score: `score`, its derivative `slope`, and `mask`; None where there is none."""
 
     score: Expression | None
     slope: Expression | None
     mask: Expression | None
 
     def changed(self, x: Any, place: Place) -> Any:
-        """What the scaled score `x` becomes, fp32: -inf where it is hidden, or beyond either length."""
-        found = x if self.score is None else value(self.score, x, place)
-        return language.if_then_else(self._seen(place), found, -language.infinity("float32"))
+        """The changed score of the scaled score `x`, fp32: -inf where it is hidden, or beyond either length."""
+        score = x if self.score is None else value(self.score, x, place)
+        return language.if_then_else(self._visible(place), score, -language.infinity("float32"))
 
     def sloped(self, d: Any, x: Any, place: Place) -> Any:
-        """The gradient `d` of what the scaled score `x` becomes as that of `x`: 0 where it is hidden, or beyond either length.
+        """The gradient of the scaled score `x`, from the gradient `d` of the changed one: 0 where hidden, or beyond a length.
 
-        P is 0 there, but the slope may be beyond all bounds.
+        P is 0 there, but the slope may be infinite.
         """
-        found = d if self.slope is None else d * value(self.slope, x, place)
-        return language.if_then_else(self._seen(place), found, 0.0)
+        gradient = d if self.slope is None else d * value(self.slope, x, place)
+        return language.if_then_else(self._visible(place), gradient, 0.0)
 
-    def _seen(self, place: Place) -> Any:
+    def _visible(self, place: Place) -> Any:
         _, _, q_idx, kv_idx, seqlen_q, seqlen_k = place
         inside = tirx.And(kv_idx < seqlen_k, q_idx < seqlen_q)
         return inside if self.mask is None else tirx.And(inside, value(self.mask, None, place))
 
 
 def printed(score: Data | None, mask: Data | None) -> Printed | None:
-    """Of trees as a Problem holds them; None where there are none.
+    """Parse and differentiate trees as a Problem holds them; None where there are none.
 
     Raises:
-        BadArgument: they are no trees, or a constant part of one is beyond float32.
+        BadArgument: they are not trees, or a constant part of one is beyond float32.
     """
     if score is None and mask is None:
         return None
-    # A softcap, causal and a window come on top of what a Problem may hold.
-    tree, seen = (None if each is None else folded(parse(each, deepest=2 * DEEPEST)) for each in (score, mask))
+    # Softcap, causal mask and window add to the depth that a Problem may have.
+    tree, visible = (None if each is None else folded(parse(each, deepest=2 * DEEPEST)) for each in (score, mask))
     slope = None if tree is None else folded(by_score(tree))
-    return Printed(tree, None if slope is None or number(slope) == 1.0 else slope, seen)
+    return Printed(tree, None if slope is None or number(slope) == 1.0 else slope, visible)
 
 
 def value(tree: Expression, x: Any, place: Place) -> Any:
-    """The TIR expression of `tree`: fp32, int32 or bool; `x` is the score, of no concern to a mask.
+    """Make the TIR expression of `tree`: fp32, int32 or bool; `x` is the score, unused for a mask.
 
     Raises:
         BadArgument: it reads a captured tensor.
     """
-    made: dict[Expression, Any] = {}
+    values: dict[Expression, Any] = {}
     leaves = {"score": x, **dict(zip(PLACE, place, strict=True))}
     for each in tree.walk():
-        made[each] = leaves[each.op] if each.op in leaves else _value(each, [made[arg] for arg in each.args])
-    return made[tree]
+        values[each] = leaves[each.op] if each.op in leaves else _value(each, [values[arg] for arg in each.args])
+    return values[tree]
 
 
 def _value(x: Expression, a: list[Any]) -> Any:
@@ -103,7 +103,7 @@ def _value(x: Expression, a: list[Any]) -> Any:
         case "sigmoid":
             return 1.0 / (1.0 + _power(a[0], -_LOG2_E))
         case "tanh":
-            # CUDA's own has 11 bits under fast math. Beyond the range of exp2 this is 1 or -1; near 0 it is off by some 2^-24.
+            # CUDA's own has 11 bits with fast math. Beyond the range of exp2 this is 1 or -1; near 0 its error is some 2^-24.
             return 2.0 / (1.0 + _power(a[0], -2 * _LOG2_E)) - 1.0
     raise reject(f"expression.{x.op}", str(x), "TileLang kernels read no captured tensors", "leave it out, or use triton.flex")
 
@@ -117,6 +117,6 @@ _CONSTANTS = {"const": "float32", "int": "int32", "bool": "bool"}
 _OF_TWO = {
     "add": "Add", "sub": "Sub", "mul": "Mul", "min": "Min", "max": "Max", "le": "LE", "lt": "LT", "ge": "GE", "gt": "GT",
     "eq": "EQ", "ne": "NE", "and": "And", "or": "Or",
-    # of what is not negative, toward 0 is down
+    # operands are not negative: toward 0 is down
     "mod": "Mod", "div": "Div",
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """`tilelang.gqa_varlen.atomic` and `tilelang.gqa_varlen.split`: ragged GQA attention for Hopper, written in TileLang.
 
-All mathematics is in `ragged_device`; here are only allocation, launches and what the kernels declare of themselves.
+All mathematics is in `ragged_device`; this module has allocation, launches and the kernels' declarations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reduction = Literal["atomic", "split"]
 
 
 class TileLangRagged(TileLangKernel):
-    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`."""
+    """A `contract.Kernel`. `device_code` returns the module with `forward`, `preprocess`, `backward`."""
 
     def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None) -> None:
         alone = ("dk", "dv") if reduction == "split" else ()
@@ -39,7 +39,7 @@ class TileLangRagged(TileLangKernel):
         return fitting(problem, self.table, beside=self._reduction == "atomic", part_of=PAD)
 
     def unavailable(self, device: Device) -> str | None:
-        """The package, compiler or device that is missing, a GPU that is none of Hopper's; or None."""
+        """The package, compiler or device that is missing, a GPU other than Hopper's; or None."""
         return super().unavailable(device) or not_hopper(device)
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
@@ -50,39 +50,39 @@ class TileLangRagged(TileLangKernel):
         """forward, preprocess, backward, and pad and finish for each head dim."""
         p, (of_forward, of_backward) = problem, options_of(config)
         masked: dict[str, Any] = {"dim_v": p.dim_v, "dtype": p.dtype, "dim_qk": p.dim_qk, "causal": p.causal is not None}
-        found = {
+        functions = {
             "forward": Function("forward", {**masked, **of_forward}),
             "preprocess": Function("preprocess", {"dim_v": p.dim_v, "dtype": p.dtype}),
             "backward": Function("backward", {**masked, **of_backward, "reduction": self._reduction}),
         }
         for dim in (p.dim_qk, p.dim_v):
-            found |= {f"{factory} {dim}": Function(factory, {"dim": dim, "dtype": p.dtype}) for factory in ("pad", "finish")}
-        return found
+            functions |= {f"{factory} {dim}": Function(factory, {"dim": dim, "dtype": p.dtype}) for factory in ("pad", "finish")}
+        return functions
 
     def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
-        """All functions compiled for `problem`'s compile key.
+        """Compile all functions for `problem`'s compile key.
 
         Raises:
             BuildError: the compiler refused.
         """
-        made = self.compiled(problem, config, device)
+        launches = self.compiled(problem, config, device)
         dims = (problem.dim_qk, problem.dim_v)
         return _Built(
-            pad={dim: made[f"pad {dim}"] for dim in dims},
-            forward_=made["forward"],
-            preprocess=made["preprocess"],
-            backward_=made["backward"],
-            finish={dim: made[f"finish {dim}"] for dim in dims},
+            pad={dim: launches[f"pad {dim}"] for dim in dims},
+            forward_=launches["forward"],
+            preprocess=launches["preprocess"],
+            backward_=launches["backward"],
+            finish={dim: launches[f"finish {dim}"] for dim in dims},
             reduction=self._reduction,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
-    """The compiled functions, run on one Problem's tensors. A launch over an empty grid is left out."""
+    """The compiled functions, run on one Problem's tensors. Launches over empty grids are skipped."""
 
     pad: dict[int, Launch]
-    """By head dim, and `finish` too."""
+    """By head dim, as is `finish`."""
     forward_: Launch
     preprocess: Launch
     backward_: Launch
@@ -133,20 +133,20 @@ class _Built:
         )
 
     def _padded(self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-        """`(rows, heads, dim)`: zeros behind every sequence."""
+        """Copy `x` to `(rows, heads, dim)` with zeros after every sequence."""
         rows = (x.shape[0] // PAD + cu_seqlens.shape[0] - 1) * PAD
-        found = x.new_empty((rows, *x.shape[1:]))
-        self.pad[x.shape[2]](not_empty(x), cu_seqlens, longest, found)
-        return found
+        rows_padded = x.new_empty((rows, *x.shape[1:]))
+        self.pad[x.shape[2]](not_empty(x), cu_seqlens, longest, rows_padded)
+        return rows_padded
 
     def _finished(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, groups: int, scale: float, *, like: torch.Tensor
     ) -> torch.Tensor:
         import torch
 
-        found = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.finish[x.shape[2]](x, cu_seqlens, longest, groups, scale, found)
-        return found
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.finish[x.shape[2]](x, cu_seqlens, longest, groups, scale, out)
+        return out
 
 
 def _bottom(problem: Problem) -> int:

@@ -4,12 +4,11 @@ Shapes (all sizes are dynamic; `total_q` and `total_k` include slack rows): Q (t
 dim_v); LSE (heads, total_q) fp32; cu_q, cu_k (batch + 1,) int32. The formulae are those of dense_device.py, with offset =
 n_k - n_q, or 0 where `bottom` is 0.
 
-A tile that reaches beyond its sequence would read the next one, or slack rows, which may be NaN: 0 * NaN is NaN. So that of
-which tiles are taken is padded first, names with a P: sequence i begins at row `padded(cu, i)`, and zeros follow it to the next
-multiple of PAD rows, of which every tile is a part. PQ, PdQ (rows_q, heads, dim_qk); PdO (rows_q, heads, dim_v); PK (rows_k,
+A tile that reaches beyond its sequence would read the next one, or slack rows, which may be NaN: 0 * NaN is NaN. Tensors that are
+read by tiles are therefore padded first, names with a P: sequence i begins at row `padded(cu, i)`, and zeros follow it to the
+next multiple of PAD rows, which every tile divides. PQ, PdQ (rows_q, heads, dim_qk); PdO (rows_q, heads, dim_v); PK (rows_k,
 kv_heads, dim_qk); PV (rows_k, kv_heads, dim_v); PLSE2, PDelta (heads, rows_q) fp32, with rows = (total // PAD + batch) PAD. Whole
-tiles are copied, stored and added, which on sm_90 the tensor memory accelerator does; `finish` takes a sequence's own rows out of
-them.
+tiles are copied, stored and added, on sm_90 by the tensor memory accelerator; `finish` extracts each sequence's own rows.
 """
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
@@ -30,23 +29,23 @@ LOG2_E = math.log2(math.e)
 ACC = "float32"
 Reduction = Literal["atomic", "split"]
 ROWS, PARTS = 16, 16
-"""Rows of a block of the preprocess, and threads for each of them."""
+"""Rows of a block of the preprocess, and threads per row."""
 BY_TMA = {"use_tma": 1}
-"""An atomic addition of a tile by the tensor memory accelerator: sm_90 and later; the CPU takes no notice."""
+"""An atomic addition of a tile by the tensor memory accelerator: sm_90 and later; ignored on the CPU."""
 
 
 def padded(cu: Any, seq: Any) -> Any:
-    """The row where a sequence begins: its length rounded up, and one row at least, fit before the next."""
+    """The row where a sequence begins, with room for its length rounded up, and for at least one row, before the next."""
     return (cu[seq] // PAD + seq) * PAD
 
 
 def padded_rows(n: Any) -> Any:
-    """Rows of a sequence of `n` tokens with its padding; one tile where it has none, since every loop has one step."""
+    """Rows of a sequence of `n` tokens with its padding; at least one tile, since every loop has at least one step."""
     return T.max(1, T.ceildiv(n, PAD)) * PAD
 
 
 def pad(*, dim: int, dtype: str) -> Any:
-    """PrimFunc (X, cu, longest, PX): sequences from X (total, heads, dim) to PX (rows, heads, dim), zeros behind each."""
+    """PrimFunc (X, cu, longest, PX): copy sequences of X (total, heads, dim) to PX (rows, heads, dim), zeros after each."""
     batch_1, total, heads, rows = (T.dynamic(n) for n in ("batch_1", "total", "heads", "rows"))
 
     @T.prim_func
@@ -72,7 +71,7 @@ def pad(*, dim: int, dtype: str) -> Any:
 def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, tile_n: int, threads: int, stages: int) -> Any:
     """PrimFunc (Q, PK, PV, cu_q, cu_k, max_q, groups, bottom, exponent, O, LSE): one block per query tile, head and sequence.
 
-    Those with most keys come first. Where WGMMA takes both products, P V of a tile runs beside the softmax of the next one.
+    Blocks with most keys come first. Where WGMMA takes both products, P V of a tile overlaps the softmax of the next one.
     """
     threads = min(threads, 2 * tile_m)
     ahead = by_wgmma(dtype, threads)
@@ -122,19 +121,19 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
             scale_log2 = T.alloc_var(ACC)
             scale_log2 = exponent * LOG2_E
             row_0 = (T.ceildiv(max_q, tile_m) - 1 - block) * tile_m
-            # row i of the tile sees key j where j <= last_0 + i; a variable as `edge` is, where some tiles do not lower without
+            # row i of the tile sees key j where j <= last_0 + i; a variable like `edge`, without which some tiles do not lower
             last_0 = row_0 + bottom * (n_k - n_q)
             if not ahead:
                 last_0 = T.alloc_var("int32")
                 last_0 = row_0 + bottom * (n_k - n_q)
             if row_0 < n_q:
-                # rows beyond the sequence are somebody else's: what becomes of them is not stored
+                # rows beyond the sequence are another sequence's: their results are not stored
                 T.copy(Q[q_start + row_0 : q_start + row_0 + tile_m, head, 0:dim_qk], q_tile)
                 T.fill(acc, 0)
                 T.fill(total, 0)
                 T.fill(m, -T.infinity(ACC))
                 end = T.max(0, T.min(n_k, last_0 + tile_m)) if causal else n_k
-                # at least one step: what waits for q_tile is in the loop
+                # at least one step: the wait for q_tile is in the loop
                 steps = T.max(1, T.ceildiv(end, tile_n))
                 if ahead:
                     T.fill(p, 0)
@@ -143,7 +142,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                     key_0 = step * tile_n
                     T.copy(PK[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
                     if ahead:
-                        # of the tile before; before the first one P is 0
+                        # of the previous tile; before the first one P is 0
                         before = k_start + T.max(0, key_0 - tile_n)
                         T.copy(PV[before : before + tile_n, kv_head, 0:dim_v], v_tile)
                         T.wgmma_gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
@@ -152,7 +151,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                         # a tile is given back behind the last statement that reads it, be the products it began done or not
                         last_read = q_tile[0, 0] + k_tile[0, 0] + v_last[0, 0]
                     else:
-                        # the mask is what the product is added to
+                        # the product is added to the mask
                         T.clear(s)
                     # only in tiles that the mask's edge crosses, where that lowers: in single precision it does not always
                     edge = T.min(n_k, last_0 + 1) if causal else n_k
@@ -201,7 +200,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
 def preprocess(*, dim_v: int, dtype: str) -> Any:
     """PrimFunc (O, dO, LSE, cu_q, max_q, PDelta, PLSE2): products and sums in fp32, one block per 16 rows, head and sequence.
 
-    Behind a sequence Delta is 0 and LSE2 is +inf, so that P is 0 there.
+    After a sequence's end Delta is 0 and LSE2 is +inf, so that P is 0 there.
     """
     batch_1, total_q, heads, rows_q = (T.dynamic(n) for n in ("batch_1", "total_q", "heads", "rows_q"))
 
@@ -259,10 +258,10 @@ def backward(
 
     One block per key tile, query head and sequence.
 
-    PdQ / scale is fp32 and starts as zeros: blocks add to it. PdK and PdV are fp32, the shares of a group's query heads being
+    PdQ / scale is fp32 and starts as zeros: blocks add to it. PdK and PdV are fp32; the shares of a group's query heads are
 
         atomic  added to zeros, once for each block, (rows_k, kv_heads, dim)
-        split   stored, one of each query head, (rows_k, heads, dim), for `finish` to sum
+        split   stored, one per query head, (rows_k, heads, dim), for `finish` to sum
 
     Where WGMMA takes all products, they are waited for only where their results are used.
     """
@@ -294,10 +293,10 @@ def backward(
     ):
         with T.Kernel(heads, T.ceildiv(max_k, tile_n), batch_1 - 1, threads=threads) as (head, block, seq):
             if threads < 128:
-                # registers are moved between whole warpgroups
+                # registers can only be moved between whole warpgroups
                 T.disable_warp_group_reg_alloc()
             else:
-                # not left to the compiler: where there is a variable as `offset`, it moves none, for half the speed
+                # not left to the compiler: with a variable such as `offset` it moves none, for half the speed
                 T.annotate_producer_reg_dealloc(PRODUCER_REGISTERS)
                 T.annotate_consumer_reg_alloc(consumer_registers(threads))
             k_tile = T.alloc_shared((tile_n, dim_qk), dtype)
@@ -314,7 +313,7 @@ def backward(
             ds_half = alloc_operand((tile_n, tile_m), dtype)
             dq_tile = T.alloc_shared((tile_m, dim_qk), ACC)
             dk_tile = T.alloc_shared((tile_n, dim_qk), ACC)
-            # one tile if it can be: under the condition below nothing of it lies over the tiles of the loop
+            # one tile if possible: under the condition below it shares no memory with the tiles of the loop
             dv_tile = dk_tile if dim_v == dim_qk else T.alloc_shared((tile_n, dim_v), ACC)
             dq_acc = T.alloc_fragment((tile_m, dim_qk), ACC)
             dk_acc = T.alloc_fragment((tile_n, dim_qk), ACC)
@@ -330,7 +329,7 @@ def backward(
             kv_head = head // groups
             scale_log2 = T.alloc_var(ACC)
             scale_log2 = exponent * LOG2_E
-            # a variable as `edge` is: written out in the mask, tiles of 64 keys by 64 dims do not lower
+            # a variable like `edge`: written out in the mask, tiles of 64 keys by 64 dims do not lower
             offset = T.alloc_var("int32")
             offset = bottom * (n_k - n_q)
             key_0 = block * tile_n
@@ -339,7 +338,7 @@ def backward(
                 T.copy(PV[k_start + key_0 : k_start + key_0 + tile_n, kv_head, 0:dim_v], v_tile)
                 T.clear(dk_acc)
                 T.clear(dv_acc)
-                # at least one step, as what waits for k_tile is in the loop: dk_tile may lie in the same memory
+                # at least one step, as the wait for k_tile is in the loop: dk_tile may lie in the same memory
                 begin = T.max(0, T.min(key_0 - offset, n_q - 1)) // tile_m if causal else 0
                 for step in T.Pipelined(begin, T.max(1, T.ceildiv(n_q, tile_m)), num_stages=stages):
                     row_0 = step * tile_m
@@ -404,7 +403,7 @@ def backward(
 
 
 def finish(*, dim: int, dtype: str) -> Any:
-    """PrimFunc (PX, cu, longest, groups, scale, X): a sequence's own rows of `scale * PX`, groups summed in fp32, in `dtype`.
+    """PrimFunc (PX, cu, longest, groups, scale, X): each sequence's rows of `scale * PX`, groups summed in fp32, in `dtype`.
 
     PX (rows, heads * groups, dim) fp32; X (total, heads, dim).
     """

@@ -1,4 +1,4 @@
-"""What the TileLang kernels have in common under `contract.Kernel`: their sources, what they support, the key of a compile."""
+"""Common part of the TileLang kernels under `contract.Kernel`: sources, capabilities, compile key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["CAPABILITIES", "SHARED_BYTES_MAX", "DeviceCode", "Function", "TileLangKernel", "not_empty"]
 
 DeviceCode = Callable[[], ModuleType]
-"""Gives the module with a kernel's device functions: its own, or an edited copy of it."""
+"""Returns the module with a kernel's device functions: its own, or an edited copy of it."""
 _HERE = Path(__file__).parent
 _SHARED = ("subject.py", "cpu.py", "build.py")
 
@@ -36,30 +36,30 @@ CAPABILITIES = Capabilities(
     scale_any=True,
     devices=("cpu", "cuda"),
     compiles_on=("cpu", "cuda"),
-    # Their Configs are made for 227 KiB of shared memory, which sm_80 has not.
+    # Their Configs need 227 KiB of shared memory, more than sm_80 has.
     architectures=("sm_90a", "sm_100a"),
     deterministic=("o", "lse"),
     deviations=Deviations(tf32_on=("cuda",)),
 )
-"""What all of them can do, and `tilelang.varlen` does."""
+"""Capabilities that all of them have, and those of `tilelang.varlen`."""
 
 
 SHARED_BYTES_MAX = 226 * 1024
-"""What a block can have on sm_90 (227 KiB), less the rows of LSE and Delta and what reductions use."""
+"""Limit of a block on sm_90 (227 KiB), minus the rows of LSE and Delta and the buffers of reductions."""
 
 
 class Function(NamedTuple):
-    """One PrimFunc: the function of the device code that makes it, and with what."""
+    """One PrimFunc: the function of the device code that makes it, and its options."""
 
     factory: str
     options: dict[str, Any]
 
 
 class TileLangKernel:
-    """A kernel whose device code is `device` (a file beside this one) and whose host code is `host`.
+    """A kernel whose device code is the file `device` and whose host code is the files `host`, both in this folder.
 
-    A subclass adds `configs`, `functions` and `build_any`. An edited copy of the device code, given by `device_code` under
-    another `name`, is a kernel of its own.
+    A subclass adds `configs`, `functions` and `build_any`. With `device_code`, which returns an edited copy of the device code,
+    and another `name` it is another kernel.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class TileLangKernel:
         raise NotImplementedError
 
     def functions(self, problem: Problem, config: Config, device: Device) -> dict[str, Function]:
-        """Everything that `build` compiles."""
+        """The functions that `build` compiles."""
         raise NotImplementedError
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """All functions compiled for `problem`'s compile key.
+        """Compile all functions for `problem`'s compile key.
 
         Raises:
             BadArgument: `problem` or `config` is not supported.
@@ -105,11 +105,11 @@ class TileLangKernel:
         return self.build_any(problem, config, device)
 
     def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
-        """As `build`, of a Config that `configs` need not have: to time what might become one."""
+        """As `build`, for any Config, also one that `configs` does not return: to time candidates."""
         raise NotImplementedError
 
     def compiled(self, problem: Problem, config: Config, device: Device) -> dict[str, Launch]:
-        """`functions`, compiled.
+        """Compile `functions`.
 
         Raises:
             BuildError: the compiler refused.
@@ -141,10 +141,10 @@ class TileLangKernel:
         return None
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """Dims, mask or none, dtype and Config; lengths, batch, heads, groups, alignment, scale and strides are a call's own."""
+        """Dims, whether masked, dtype, Config; not lengths, batch, heads, groups, alignment, scale, strides."""
         return f"dim_qk={problem.dim_qk} dim_v={problem.dim_v} masked={problem.causal is not None} dtype={problem.dtype} {config}"
 
 
 def not_empty(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or one row of zeros, which no sequence reaches, for a tensor without rows: TileLang takes no empty tensor."""
+    """`x`, or for a tensor without rows one row of zeros, which no sequence reads: TileLang takes no empty tensors."""
     return x if x.shape[0] else x.new_zeros((1, *x.shape[1:]))

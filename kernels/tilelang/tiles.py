@@ -1,4 +1,4 @@
-"""What the Hopper kernels share on the host: their Configs, which of them fit a block's shared memory, and the scale's sign."""
+"""Common host code of the Hopper kernels: their Configs, which of them fit a block's shared memory, and the scale's sign."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 __all__ = ["CONFIGS", "HOPPER", "PAD", "exponent_of", "fits", "fitting", "not_hopper", "options_of", "scaled", "signed", "unfit"]
 
 PAD = 128
-"""A multiple of all tiles: rows to which ragged sequences are padded."""
+"""Rows to a multiple of which ragged sequences are padded; a multiple of all tiles."""
 SCALE_MAX = (2 - 2.0**-23) * 2.0**127 / 1.4427
 _SMALLEST_EXPONENT = 1e-30
-"""Stands for a softmax_scale of 0: exp of a score times it is 1."""
+"""Replaces a softmax_scale of 0: exp of a score times it is 1."""
 
 HOPPER = replace(
     CAPABILITIES,
     causal=(None, "bottom_right", "top_left"),
     architectures=("sm_90a",),
 )
-"""What the dense and the ragged kernels have in common."""
+"""Common capabilities of the dense and the ragged kernels."""
 
 
 CONFIGS = (
@@ -40,7 +40,7 @@ CONFIGS = (
 
 
 def unfit(problem: Problem, device: Device) -> str | None:
-    """Why a GPU cannot take `problem`, whatever the Config, or None."""
+    """Why a GPU cannot take `problem` with any Config, or None."""
     if reason := beyond_grid(problem, device):
         return reason
     if abs(problem.scale) > SCALE_MAX:
@@ -49,7 +49,7 @@ def unfit(problem: Problem, device: Device) -> str | None:
 
 
 def not_hopper(device: Device) -> str | None:
-    """Why this machine's GPU is not one that these kernels are made for, or None."""
+    """Why these kernels are not made for this machine's GPU, or None."""
     if device != "cuda":
         return None
     import torch
@@ -60,23 +60,23 @@ def not_hopper(device: Device) -> str | None:
 
 
 def options_of(config: Config) -> tuple[dict[str, int], dict[str, int]]:
-    """What the forward and the backward of the device code are made with."""
+    """Options of the device code's forward and backward."""
     forward, backward = ({name: config.integer(part + name) for name in NAMES} for part in ("", "back_"))
     return forward, backward
 
 
 def exponent_of(scale: float) -> float:
-    """|scale|, and more than 0: masked scores are -inf, and -inf * 0 is NaN."""
+    """|scale|, but never 0: masked scores are -inf, and -inf * 0 is NaN."""
     return max(abs(scale), _SMALLEST_EXPONENT)
 
 
 def signed(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """`x` itself, or -x for a negative scale: the largest score is that of the largest product only for a scale above 0."""
+    """`x`, or -x for a negative scale: the largest product has the largest score only for a positive scale."""
     return -x if scale < 0 else x
 
 
 def scaled(dq: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """dQ of what the blocks have added up, in `dtype`: one pass over it."""
+    """Scale the blocks' sum to dQ in `dtype`, in one pass."""
     import torch
 
     return torch.mul(dq, scale, out=torch.empty_like(dq, dtype=dtype))
@@ -86,12 +86,12 @@ def fitting(problem: Problem, table: str, *, beside: bool = False, part_of: int 
     """The Configs that may be drawn: the measured one of `table`, where there is one, and those of CONFIGS that fit.
 
     Args:
-        problem: whose dims and dtype must fit the shared memory of a block.
+        problem: its dims and dtype must fit the shared memory of a block.
         table: the backward's rows of the measured table, such as "dense atomic"; its first word is the forward's.
-        beside: dK and dV leave by fp32 tiles that do not lie over those of the loop.
-        part_of: rows of which every tile must be a part, for ragged sequences.
+        beside: dK and dV are stored through fp32 tiles that do not share memory with those of the loop.
+        part_of: for ragged sequences, rows that every tile must divide.
     """
-    # Where one direction was not measured, the other goes with the first of CONFIGS that fits beside it.
+    # Where one direction was not measured, the other is combined with the first of CONFIGS that fits.
     measured = [each for each in (tuned(table, problem, other) for other in CONFIGS) if fits(problem, each, beside=beside)]
     return tuple(
         config
@@ -101,7 +101,7 @@ def fitting(problem: Problem, table: str, *, beside: bool = False, part_of: int 
 
 
 def fits(problem: Problem, config: Config, *, beside: bool = False) -> bool:
-    """Whether a block can have the shared memory, and two warpgroups can share dQ."""
+    """Whether the tiles fit the shared memory of a block, and two warpgroups can share dQ."""
     shared = problem.dim_qk % 32 == 0 or config.integer("back_threads") <= 128
     return shared and _shared_bytes(problem, config, beside=beside) <= SHARED_BYTES_MAX
 
@@ -118,10 +118,10 @@ def _shared_bytes(problem: Problem, config: Config, *, beside: bool) -> int:
     single = problem.dtype == "float32"
 
     def tiles(options: dict[str, int], kept: int, moving: int, squares: int) -> int:
-        """`kept` elements, `moving` rows of every stage, and squares of the product's shape."""
+        """Bytes of `kept` elements, of `moving` rows per stage, and of squares of the product's shape."""
         return size * (kept + max(1, options["stages"]) * moving * dims + squares * options["tile_m"] * options["tile_n"])
 
-    # in half precision a second tile of V, the last
+    # in half precision a second tile of V, the previous one
     ahead = 0 if single else size * forward["tile_n"] * problem.dim_v
     tile_m, tile_n = backward["tile_m"], backward["tile_n"]
     loop = tiles(backward, tile_n * dims, tile_m, 3 if single else 1) + 4 * tile_m * dim_qk

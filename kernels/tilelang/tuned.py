@@ -1,4 +1,4 @@
-"""The table of measured Configs, tuned.json: the fastest tiles by arch, dims, dtype and mask. benchmarks/tune.py makes it."""
+"""Table of measured Configs, tuned.json: the fastest tiles by arch, dims, dtype and mask. benchmarks/tune.py writes it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["ARCH", "NAMES", "Row", "Table", "config_of", "key_of", "read", "rows
 
 NAMES = ("tile_m", "tile_n", "threads", "stages")
 ARCH = "sm_90a"
-"""What the Hopper kernels are compiled for."""
+"""The architecture that the Hopper kernels are compiled for."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of one function."""
+    """Measurements of one function."""
 
     of: str
-    """"dense" or "ragged" for a forward; with how dK and dV leave, such as "dense atomic", for a backward."""
+    """"dense" or "ragged" for a forward; for a backward also the reduction of dK and dV, such as "dense atomic"."""
     arch: str
     dim_qk: int
     dim_v: int
     dtype: str
     causal: bool
     best: tuple[int, int, int, int]
-    """By NAMES."""
+    """Values in the order of NAMES."""
     tflops: dict[str, float]
-    """Of all that compiled, by "tile_m x tile_n threads stages"; 0 for what gave other values."""
+    """Speed of all Configs that compiled, by "tile_m x tile_n threads stages"; 0 for those whose results differed."""
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """tuned.json."""
+    """Content of tuned.json."""
 
     device: str
     versions: dict[str, str]
@@ -46,47 +46,47 @@ Key = tuple[str, str, int, int, str, bool]
 
 
 def key_of(row: Row) -> Key:
-    """What a Row is found by."""
+    """The key of a Row in `rows`."""
     return (row.of, row.arch, row.dim_qk, row.dim_v, row.dtype, row.causal)
 
 
 @functools.cache
 def rows() -> dict[Key, Row]:
-    """The rows of tuned.json; none where there is no such file.
+    """Read the rows of tuned.json; none where there is no such file.
 
     Raises:
-        BadArgument: it is broken.
+        BadArgument: the file is broken.
     """
     file = resources.files("attnfuzz.kernels.tilelang") / "tuned.json"
     return {key_of(row): row for row in read(file.read_bytes(), str(file)).rows} if file.is_file() else {}
 
 
 def read(content: bytes, name: str) -> Table:
-    """The table in a file of this name.
+    """Read the table from the `content` of the file `name`.
 
     Raises:
-        BadArgument: it is none.
+        BadArgument: the content is not a table.
     """
     try:
         return msgspec.json.decode(content, type=Table)
     except msgspec.DecodeError as error:
         raise reject(
-            "table", name, f"it is broken ({error})", "take it from the repository, or let benchmarks/tune.py write it anew"
+            "table", name, f"it is broken ({error})", "restore it from the repository, or let benchmarks/tune.py write it again"
         ) from None
 
 
 def config_of(forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]) -> Config:
-    """A Config of (tile_m, tile_n, threads, stages) of each."""
+    """Make a Config from (tile_m, tile_n, threads, stages) of forward and backward."""
     chosen = dict(zip(NAMES, forward, strict=True))
     return Config(chosen | {f"back_{name}": value for name, value in zip(NAMES, backward, strict=True)})
 
 
 def tuned(table: str, problem: Problem, default: Config) -> Config:
-    """The measured Config for `problem`; `default`'s part for a direction that was not measured."""
-    found = rows()
+    """The measured Config for `problem`, with `default`'s part for a direction that was not measured."""
+    measured = rows()
     values = dict(default)
     for of, part in ((table.split()[0], ""), (table, "back_")):
-        row = found.get((of, ARCH, problem.dim_qk, problem.dim_v, problem.dtype, problem.causal is not None))
+        row = measured.get((of, ARCH, problem.dim_qk, problem.dim_v, problem.dtype, problem.causal is not None))
         if row is not None:
             values |= {part + name: value for name, value in zip(NAMES, row.best, strict=True)}
     return Config(values)

@@ -1,6 +1,6 @@
 """`tilelang.varlen`: ragged GQA attention, forward and backward, written in TileLang.
 
-All mathematics is in `varlen_device`; here are only allocation, launches and what the kernel declares of itself.
+All mathematics is in `varlen_device`; this module has allocation, launches and the kernel's declaration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIGS = (
 
 
 class TileLangVarlen(TileLangKernel):
-    """Fulfils `contract.Kernel`. `device_code` gives the module with `forward`, `preprocess`, `backward`."""
+    """A `contract.Kernel`. `device_code` returns the module with `forward`, `preprocess`, `backward`."""
 
     def __init__(self, name: str = "tilelang.varlen", device_code: DeviceCode | None = None) -> None:
         super().__init__(name, CAPABILITIES, ("varlen.py",), "varlen_device", device_code)
@@ -48,7 +48,7 @@ class TileLangVarlen(TileLangKernel):
             **tiles,
         }
         rows = {name: options[name] for name in ("dim_v", "dtype", "tile_m", "threads")}
-        # What the blocks have in fact, a warp for 16 rows of their tile: by that it is told which load for themselves.
+        # The blocks' real threads, a warp per 16 rows of their tile: `cuda_passes` decides by them.
         by_query, by_key = ({**options, "threads": min(options["threads"], 2 * options[of])} for of in ("tile_m", "tile_n"))
         return {
             "forward": Function("forward", by_query),
@@ -57,7 +57,7 @@ class TileLangVarlen(TileLangKernel):
         }
 
     def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> Built:
-        """The three functions compiled for `problem`'s compile key.
+        """Compile the three functions for `problem`'s compile key.
 
         Raises:
             BuildError: the compiler refused.
@@ -66,7 +66,7 @@ class TileLangVarlen(TileLangKernel):
 
 
 class _Built:
-    """The compiled functions, run on one Problem's tensors. A launch over an empty grid is left out."""
+    """The compiled functions, run on one Problem's tensors. Launches over empty grids are skipped."""
 
     def __init__(self, *, forward: Launch, preprocess: Launch, backward: Launch) -> None:
         self._forward = forward

@@ -10,7 +10,7 @@ j <= i + n_k - n_q,
     dQ_i = scale sum_j dS_ij k_j    dK_j = scale sum_{group, i} dS_ij q_i       dV_j = sum_{group, i} P_ij dO_i
 
 A row that sees no key has O = 0 and LSE = -inf. Rows beyond a sequence's end are read as zeros and never written. A warp
-takes at least 16 rows of a tile, so that `threads` is a limit.
+has at least 16 rows of a tile, so that `threads` is an upper limit.
 """
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.

@@ -1,1 +1,1 @@
-"""Kernels that ship with PyTorch: peers that nobody here wrote."""
+"""Kernels that ship with PyTorch: independent peers."""

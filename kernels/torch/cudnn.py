@@ -1,14 +1,14 @@
 """`torch.cudnn` and `torch.cudnn_varlen`: cuDNN's attention behind PyTorch's ops, dense and ragged.
 
-The causal mask is top-left aligned. Dims are multiples of 8 up to 128, and 192/128 from cuDNN 9.11 on;
-scaled_dot_product_attention calls it for no tensor without elements and not for a single key, so neither is declared here.
-How cuDNN computes is not published. Measured on cuDNN 9 (H200): dK and dV of grouped heads have the noise of one rounding for
-each query head before the group is summed, and without groups they do not; so that is declared.
+The causal mask is top-left aligned. Dims are multiples of 8 up to 128, and 192/128 from cuDNN 9.11 on.
+scaled_dot_product_attention never calls it for tensors without elements or for a single key, so neither is declared here.
+cuDNN's arithmetic is not published. Measured on cuDNN 9 (H200): with grouped heads, dK and dV have the noise of one rounding for
+each query head before the group is summed; without groups they do not. That is declared.
 
-The ragged backward gets the head dim for the longest query sequence (query.size(2) of a ragged q is its dim), so that dQ and dK
-are wrong, unwritten or other each time, as soon as a sequence has more queries than that. Where several sequences have one query
-each, it may not end at all. `torch.cudnn_varlen` leaves such batches out, `torch.cudnn_varlen_any` is the same op with them, so
-that what is known of these hides nothing else.
+The ragged backward gets the head dim as the longest query sequence (query.size(2) of a ragged q is its dim). dQ and dK are
+therefore wrong (unwritten, or different each time) as soon as a sequence has more queries than that. With several sequences of
+one query each, it may not end at all. `torch.cudnn_varlen` excludes such batches; `torch.cudnn_varlen_any` is the same op with
+them, so that these known defects hide no others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CAPABILITIES: Final = Capabilities(
     causal=(None, "top_left"),
     unequal=True,
     min_seqlen_k=2,
-    # Dense tensors are given as cuDNN's graph describes them best, without gaps between the sequences.
+    # Dense tensors have no gaps between the sequences, the form that cuDNN's graph describes best.
     slack=False,
     layouts=False,
     compiles_on=(),
@@ -67,21 +67,21 @@ _RAGGED_OPS: Final = (
     ),
 )
 _LONG_ROWS: Final = 91100
-"""cuDNN from which dims 192/128 are taken."""
+"""The first cuDNN version that takes dims 192/128."""
 
 
 class _Dense(Step):
     """`aten::_scaled_dot_product_cudnn_attention` and its backward: q (batch, heads, seqlen, dim) as a view of our tensors."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """LSE comes as `(batch, heads, seqlen_q, 1)`."""
+        """The op's LSE is `(batch, heads, seqlen_q, 1)`."""
         import torch
 
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
-        made = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        outputs = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, part.problem.causal is not None, False, scale=part.problem.scale
         )
-        return made[0].transpose(1, 2), made[1].squeeze(-1), made
+        return outputs[0].transpose(1, 2), outputs[1].squeeze(-1), outputs
 
     def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The op's own backward."""
@@ -100,15 +100,15 @@ class _Ragged(Step):
     """`aten::_cudnn_attention_forward` and its backward: q (total, heads, dim) and cu_seqlens, as jagged NestedTensors use it."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """LSE comes as `(total_q, heads, 1)`."""
+        """The op's LSE is `(total_q, heads, 1)`."""
         import torch
 
-        made = torch.ops.aten._cudnn_attention_forward.default(
+        outputs = torch.ops.aten._cudnn_attention_forward.default(
             *(part.q, part.k, part.v, None, part.cu_seqlens_q, part.cu_seqlens_k, part.max_seqlen_q, part.max_seqlen_k),
             *(True, 0.0, part.problem.causal is not None, False),
             scale=part.problem.scale,
         )
-        return made[0], without_keys(made[1].squeeze(-1).transpose(0, 1)), (made[0], made[1], made[6], made[7])
+        return outputs[0], without_keys(outputs[1].squeeze(-1).transpose(0, 1)), (outputs[0], outputs[1], outputs[6], outputs[7])
 
     def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The op's own backward."""
@@ -133,7 +133,7 @@ def _without_cudnn(ops: tuple[Op, ...]) -> str | None:
 
 
 def _too_wide(problem: Problem) -> str | None:
-    """Dims beyond 128 in an older cuDNN."""
+    """Why an older cuDNN does not take dims beyond 128, or None."""
     if max(problem.dim_qk, problem.dim_v) <= 128:
         return None
     version = None
@@ -158,7 +158,7 @@ _RAGGED_CAPABILITIES: Final = replace(_CAPABILITIES, packings=("ragged",), slack
 
 
 def _too_long(problem: Problem) -> str | None:
-    """Where the ragged backward is known to be wrong."""
+    """Why the ragged backward is known to be wrong for `problem`, or None."""
     longest = max(problem.seqlens_q)
     if longest > problem.dim_qk or longest == 1 < problem.batch:
         return f"seqlen_q={longest}: 2 to dim_qk queries in the longest of several; torch.cudnn_varlen_any takes others"

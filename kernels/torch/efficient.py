@@ -1,15 +1,14 @@
 """`torch.efficient`: PyTorch's memory-efficient attention (CUTLASS), the raw op in its dense and its ragged form.
 
-Query and value dims may differ; heads may not be grouped. float32 products are made of three tf32 products each (CUTLASS'
-OpMultiplyAddFastF32), close to float32 itself and therefore declared as no deviation. LSE comes padded to a multiple of 32 rows
-with +inf; the padding is the op's own to read and goes back to its backward untouched. The backward makes dS from P as it was
-rounded for dV, which is declared.
+Query and value dims may differ; heads may not be grouped. A float32 product consists of three tf32 products (CUTLASS'
+OpMultiplyAddFastF32), close to float32 itself and therefore not declared as a deviation. The op pads LSE to a multiple of 32 rows
+with +inf; its backward gets that padding back unchanged. The backward computes dS from P as rounded for dV, which is declared.
 
-scaled_dot_product_attention never calls it for a tensor or a sequence without elements, nor do we.
+scaled_dot_product_attention never calls it for a tensor or a sequence without elements; neither does this adapter.
 
-With a bottom-right mask and more queries than keys the op is wrong (torch.nn.attention.bias warns of NaN there), in every output:
-its mask test subtracts without a sign. `torch.efficient` leaves such sequences out, `torch.efficient_more_queries` is the same op
-with them, so that what is known of these hides nothing else.
+With a bottom-right mask and more queries than keys, every output of the op is wrong (torch.nn.attention.bias warns of NaN there):
+its mask test subtracts without a sign. `torch.efficient` excludes such sequences; `torch.efficient_more_queries` is the same op
+with them, so that this known defect hides no others.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CAPABILITIES: Final = Capabilities(
     packings=("ragged", "dense"),
     dtypes=("float16", "bfloat16", "float32"),
     dims=((64, 64), (32, 32), (16, 16), (128, 128), (64, 48), (40, 72), (192, 128), (96, 96), (8, 8), (256, 256)),
-    # 16-byte rows, as scaled_dot_product_attention asks.
+    # 16-byte rows, as scaled_dot_product_attention requires.
     dim_multiple=8,
     dim_max=256,
     groups=(1,),
@@ -63,7 +62,7 @@ class _Efficient(Step):
     """`aten::_efficient_attention_forward` and its backward: q (batch, seqlen, heads, dim), a ragged batch as a batch of one."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """LSE comes as `(batch, heads, longest query sequence, padded)`."""
+        """The op's LSE is `(batch, heads, longest query sequence, padded)`."""
         import torch
 
         q, k, v = (_batched(part, x) for x in (part.q, part.k, part.v))
@@ -104,7 +103,7 @@ def _unpadded(part: Part, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _more_queries(problem: Problem) -> str | None:
-    """Where the op is known to be wrong."""
+    """Why the op is known to be wrong for `problem`, or None."""
     pairs = zip(problem.seqlens_q, problem.seqlens_k, strict=True)
     if problem.causal == "bottom_right" and any(n_q > n_k for n_q, n_k in pairs):
         return "causal='bottom_right': no more queries than keys here; torch.efficient_more_queries is the same op with them"

@@ -1,9 +1,9 @@
 """`torch.flash`: flash-attention 2 as PyTorch ships it, the raw op in its dense and its ragged form.
 
-The op's causal mask is bottom-right aligned, which is why scaled_dot_product_attention refuses it for unequal lengths; here it is
-called as torch.nn.attention.bias.causal_lower_right does. Grouped heads are the op's own. It lets dQ grow by atomic adds unless
-torch's deterministic algorithms are on, and sums dK and dV over a group's query heads after rounding each to the input dtype.
-Rows that see no key get LSE = +inf (flash-attention's convention), here -inf.
+The op's causal mask is bottom-right aligned, so scaled_dot_product_attention refuses it for unequal lengths; here the op is
+called as torch.nn.attention.bias.causal_lower_right does. Grouped heads are the op's own. dQ is summed by atomic adds unless
+torch's deterministic algorithms are on; dK and dV are summed over a group's query heads after rounding each to the input dtype.
+Rows that see no key get LSE = +inf (flash-attention's convention), which becomes -inf here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLASH_CAPABILITIES: Final = Capabilities(
     slack=True,
     # The row's maximum is taken before the scale is applied.
     scale_any=False,
-    # Any strides with a last one of 1 are taken, but loads are 16 bytes wide and nothing checks their alignment.
+    # The op takes any strides whose last one is 1, but its loads are 16 bytes wide and their alignment is not checked.
     layouts=False,
     compiles_on=(),
     deterministic=("o", "lse", "dk", "dv"),
@@ -53,7 +53,7 @@ class _Flash(Step):
     """`aten::_flash_attention_forward` and its backward: q (batch, seqlen, heads, dim), or (total, heads, dim) and cu_seqlens."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """LSE is `(batch, heads, seqlen_q)` dense and `(heads, total_q)` ragged, as the contract has it."""
+        """LSE is `(batch, heads, seqlen_q)` dense and `(heads, total_q)` ragged, as in the contract."""
         import torch
 
         o, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward.default(

@@ -1,13 +1,13 @@
 """`torch.flex`: torch.compile(flex_attention), whose Triton kernels are generated for the masks and scores at hand.
 
-Masks are mask_mods with a BlockMask: causal either way, and for a ragged batch a mask of documents over one long sequence. The
-default scale is an argument, a constant of the compiled code; another scale is a score_mod that multiplies by a captured tensor,
-which saves a compile for each scale and tries captured tensors besides. Compiled with dynamic shapes: heads and dims are
-constants, lengths are not, though PyTorch compiles anew for a length of 1 and for fewer than 128 queries.
+Masks are mask_mods with a BlockMask: causal with either alignment, and for a ragged batch a mask of documents over one long
+sequence. The default scale is an argument, a constant of the compiled code; another scale is a score_mod that multiplies by a
+captured tensor, which saves a compile for each scale and also tests captured tensors. Shapes are dynamic: heads and dims are
+constants, lengths are not, though PyTorch recompiles for a length of 1 and for fewer than 128 queries.
 
-A TorchDispatchMode keeps torch.compile from compiling, so the calls are made outside the harness' poison mode. What the compiled
-code allocates is then neither poisoned nor banded; its inputs still lie between bands, slack rows and all.
-Other layouts than contiguous would be right, but each is a compile of its own: they are not declared.
+A TorchDispatchMode keeps torch.compile from compiling, so the calls are made outside the harness' poison mode. The compiled
+code's allocations then have neither poison nor guard bands; its inputs still lie between bands, slack rows included.
+Layouts other than contiguous would work, but each needs another compile: they are not declared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CAPABILITIES: Final = Capabilities(
     packings=("dense", "ragged"),
     dtypes=("float16", "bfloat16", "float32"),
     dims=((64, 64), (128, 128), (16, 16), (32, 32), (64, 128), (128, 64), (96, 96), (192, 128)),
-    # Heads are constants of the compiled code: not too many kinds of groups.
+    # Heads are constants of the compiled code: few group sizes save compiles.
     groups=(1, 3, 4),
     causal=(None, "bottom_right", "top_left"),
     zero_q=True,
@@ -45,7 +45,7 @@ _CAPABILITIES: Final = Capabilities(
     deterministic=OUTPUT_NAMES,
 )
 _SHORT: Final = 128
-"""Fewer queries than that go to another template (split over keys)."""
+"""With fewer queries PyTorch uses another template (split over keys)."""
 _RECOMPILES: Final = 64
 
 _compiled: dict[str, Callable[..., Any]] = {}
@@ -56,7 +56,7 @@ class Flex(Peer):
     """The adapter, whose compiled code depends on more than its Config."""
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """What torch.compile specialises: dtype, dims, heads, mask, whether the scale is the default, and lengths by class."""
+        """What torch.compile specialises on: dtype, dims, heads, mask, whether the scale is the default, lengths by class."""
         p, dense = problem, problem.packing == "dense"
         rows_q = p.seqlens_q[0] if dense else p.total_q
         rows_k = p.seqlens_k[0] if dense else p.total_k
@@ -87,7 +87,7 @@ def _class(count: int, short: int = 2) -> str:
 
 
 def _compile(built: Built, inputs: Inputs) -> None:
-    """Call once; only what the compiler says counts: what the kernel does wrong, it does again on the Case itself.
+    """Call once to compile; errors of the kernel itself are ignored here, since they recur on the Case.
 
     Raises:
         BuildError: with the compiler's text.
@@ -162,15 +162,15 @@ class FlexStep(Step):
 
         o, lse, leaves = kept
         with _disable_current_modes():
-            given = [part.d_o.transpose(-3, -2), *([part.d_lse] if part.d_lse is not None else [])]
-            outputs = [o, lse][: len(given)]
-            # Once only: compiled graphs give their buffers away.
-            dq, dk, dv = torch.autograd.grad(outputs, leaves, given)
+            incoming = [part.d_o.transpose(-3, -2), *([part.d_lse] if part.d_lse is not None else [])]
+            outputs = [o, lse][: len(incoming)]
+            # The graph is not retained: compiled graphs free their buffers.
+            dq, dk, dv = torch.autograd.grad(outputs, leaves, incoming)
         return dq, dk, dv
 
 
 def score_of(problem: Problem, device: Any) -> Callable[..., Any] | None:
-    """A score_mod that scales by a captured tensor, or None for the default scale."""
+    """Make a score_mod that scales by a captured tensor, or None for the default scale."""
     import torch
 
     if problem.softmax_scale is None:
@@ -184,9 +184,9 @@ def score_of(problem: Problem, device: Any) -> Callable[..., Any] | None:
 
 
 def mask_of(problem: Problem, device: Any) -> Callable[..., Any] | None:
-    """The mask_mod of `problem`, or None where every query sees every key.
+    """Make the mask_mod of `problem`, or None where every query sees every key.
 
-    Of a ragged batch, query i and key j are rows of the whole batch: `document_q`, `document_k` tell their sequences, and
+    In a ragged batch, query i and key j are rows of the whole batch: `document_q`, `document_k` hold their sequences, and
     j <= i + shift[i] is the causal mask of query i's own sequence.
     """
     import torch
@@ -242,7 +242,7 @@ def _block_mask(part: Part) -> Any:
 
 
 def function(key: str) -> Callable[..., Any]:
-    """flex_attention with LSE, compiled for `key`: a code object of its own, as Dynamo counts and searches compiles by code."""
+    """flex_attention with LSE, compiled for `key`, with its own code object: Dynamo counts and looks up compiles by code."""
     import torch
     import torch._dynamo
     import torch._inductor.config
@@ -250,7 +250,7 @@ def function(key: str) -> Callable[..., Any]:
 
     if key not in _compiled:
         torch._dynamo.config.recompile_limit = max(_RECOMPILES, torch._dynamo.config.recompile_limit)
-        # A kernel that is put down must not leave a pool of compilers behind.
+        # A child process that is killed must not leave a pool of compilers behind.
         torch._inductor.config.compile_threads = 1
         body = _with_aux if hasattr(module, "AuxRequest") else _with_lse
         own = types.FunctionType(body.__code__.replace(co_name=f"flex_{len(_compiled)}"), dict(vars(module)))
@@ -278,7 +278,7 @@ def _with_lse(q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any, scale: fl
 
 
 def missing() -> str | None:
-    """Why this torch lacks what is called, or None."""
+    """Why this torch lacks what the adapter calls, or None."""
     import torch
 
     if not hasattr(torch, "AcceleratorError"):
@@ -297,7 +297,7 @@ def missing() -> str | None:
 
 
 def too_wide(problem: Problem) -> str | None:
-    """Inductor finds no tiles for it: "No valid triton configs", 280 KB of shared memory (torch 2.11 on an H200)."""
+    """Why Inductor has no tiles for `problem`, or None: "No valid triton configs", 280 KB of shared memory (torch 2.11, H200)."""
     if problem.dtype == "float32" and problem.dim_qk > 128:
         return f"dtype='float32', dim_qk={problem.dim_qk}: inductor finds no tiles that fit; at most 128"
     return None

@@ -1,7 +1,7 @@
 """`torch.flex_modified`: torch.compile(flex_attention) with the Problem's own score_mod, mask_mod, softcap and window, dense.
 
 The trees become Python functions (trees.py), which Dynamo traces; captured tensors are their free variables, and take gradients.
-Beside `torch.flex`, whose masks and scores are fixed, so that its compiles stay few.
+`torch.flex` stays a separate kernel: its masks and scores are fixed, so that it compiles rarely.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SCALE = Captured("softmax_scale", (1,))
 
 
 class FlexModified(flex.Flex):
-    """Each pair of functions is a compile of its own."""
+    """The adapter; each pair of functions is compiled separately."""
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """That of `torch.flex`, and the trees."""
+        """The key of `torch.flex`, and the trees."""
         return f"{super().compile_key(problem, config)} {score_of(problem)} {whole_mask_of(problem)} {tensors_of(problem)}"
 
 
@@ -42,12 +42,12 @@ def modifiers_of(problem: Problem, tensors: dict[str, torch.Tensor], device: Any
     lengths = tuple(torch.tensor(n[0], device=device) for n in (problem.seqlens_q, problem.seqlens_k))
     score, mask, scale = score_of(problem), whole_mask_of(problem), problem.scale
     if problem.softmax_scale is not None:
-        given = torch.tensor([problem.scale], dtype=torch.float32, device=device)
-        tensors, scale = {**tensors, _SCALE.name: given}, 1.0
+        factor = torch.tensor([problem.scale], dtype=torch.float32, device=device)
+        tensors, scale = {**tensors, _SCALE.name: factor}, 1.0
         scaled: Expression = S * load(_SCALE, whole(0))
         score = scaled if score is None else substitute(score, S.op, scaled)
-    made = [None if tree is None else function_of(tree, (lengths[0], lengths[1]), tensors) for tree in (score, mask)]
-    return made[0], made[1], scale
+    functions = [None if tree is None else function_of(tree, (lengths[0], lengths[1]), tensors) for tree in (score, mask)]
+    return functions[0], functions[1], scale
 
 
 class _Step(flex.FlexStep):
@@ -92,9 +92,9 @@ class _Step(flex.FlexStep):
 
         o, lse, leaves, names = kept
         with _disable_current_modes():
-            given = [part.d_o.transpose(-3, -2), *([part.d_lse] if part.d_lse is not None else [])]
+            incoming = [part.d_o.transpose(-3, -2), *([part.d_lse] if part.d_lse is not None else [])]
             dq, dk, dv, *rest = torch.autograd.grad(
-                [o, lse][: len(given)], leaves, given, materialize_grads=True, allow_unused=True
+                [o, lse][: len(incoming)], leaves, incoming, materialize_grads=True, allow_unused=True
             )
         self._gradients = dict(zip(names, rest, strict=True))
         return dq, dk, dv
@@ -104,15 +104,15 @@ class _Step(flex.FlexStep):
         import torch
 
         self._gradients = {}
-        found = super().backward(inputs, o, lse)
+        gradients = super().backward(inputs, o, lse)
         tensors = tensors_of(inputs.problem)
         if not any(each.gradient for each in tensors):
-            return found
+            return gradients
         captured = tuple(
             self._gradients.get(each.name, torch.zeros_like(x)) if each.gradient else None
             for each, x in zip(tensors, inputs.captured, strict=True)
         )
-        return *found, captured
+        return *gradients, captured
 
 
 KERNEL: Final = FlexModified(

@@ -1,10 +1,10 @@
-"""What the adapters of PyTorch's own CUDA attention share: the Kernel around one op, and the tensors it is given.
+"""Common parts of the adapters of PyTorch's own CUDA attention: the Kernel around one op, and the op's tensors.
 
-An op sees exactly the rows that a Problem has: slack rows are cut off as a view, so that they lie, NaN, right behind what the op
-may read. What it returns is put into tensors with slack rows again.
+An op gets exactly the rows of a Problem: a view without the slack rows, which hold NaN and lie right behind the last row that the
+op may read. Its results are copied into tensors with slack rows.
 
-Within an aten op nothing is poisoned: a dispatch mode sees the op, not what the op allocates. Where a Config says
-`deterministic=True`, torch's deterministic mode fills those allocations with NaN instead.
+Within an aten op nothing is poisoned: a dispatch mode sees the op, not the op's allocations. With `deterministic=True` in the
+Config, torch's deterministic mode fills those allocations with NaN instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["DETERMINISTIC", "Op", "Part", "Peer", "Step", "missing_op", "without_keys"]
 
 DETERMINISTIC: Final = (Config(deterministic=False), Config(deterministic=True))
-"""Configs of an op that asks torch.are_deterministic_algorithms_enabled()."""
+"""Configs of an op that reads torch.are_deterministic_algorithms_enabled()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class Op:
     arguments: str
 
     def why_not(self) -> str | None:
-        """Why this torch does not have it in that form, or None."""
+        """Why this torch does not have the op in that form, or None."""
         import torch
 
         packet = getattr(torch.ops.aten, self.name, None)
         if packet is None or "default" not in packet.overloads():
             return f"torch {torch.__version__} has no aten::{self.name}; install torch 2.11 or newer"
         schema = packet.default._schema
-        found = [each.name for each in schema.arguments if not each.kwarg_only]
-        asked = self.arguments.split()
-        if len(found) != len(asked) or any(name not in names.split("|") for name, names in zip(found, asked, strict=True)):
+        actual = [each.name for each in schema.arguments if not each.kwarg_only]
+        wanted = self.arguments.split()
+        if len(actual) != len(wanted) or any(name not in names.split("|") for name, names in zip(actual, wanted, strict=True)):
             return (
-                f"aten::{self.name} of torch {torch.__version__} takes ({', '.join(found)}), "
-                f"not ({', '.join(asked)}); use torch 2.11"
+                f"aten::{self.name} of torch {torch.__version__} takes ({', '.join(actual)}), "
+                f"not ({', '.join(wanted)}); use torch 2.11"
             )
         if "scale" not in [each.name for each in schema.arguments]:
             return f"aten::{self.name} of torch {torch.__version__} takes no scale; use torch 2.11"
@@ -63,7 +63,7 @@ def missing_op(ops: tuple[Op, ...]) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The rows of `Inputs` that are no slack: `q (batch, seqlen_q, heads, dim_qk)` dense, `(total_q, heads, dim_qk)` ragged."""
+    """`Inputs` without slack rows: `q (batch, seqlen_q, heads, dim_qk)` dense, `(total_q, heads, dim_qk)` ragged."""
 
     problem: Problem
     q: torch.Tensor
@@ -78,7 +78,7 @@ class Part:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Part:
-        """Views of `inputs`."""
+        """Make views of `inputs`."""
         problem = inputs.problem
         dense = problem.packing == "dense"
         rows_q = problem.seqlens_q[0] if dense else problem.total_q
@@ -103,25 +103,25 @@ class Part:
 
     @property
     def empty(self) -> bool:
-        """Whether there are no queries or no keys at all: the ops are not made for tensors without elements."""
+        """Whether there are no queries or no keys at all: the ops do not take tensors without elements."""
         return not (self.max_seqlen_q and self.max_seqlen_k)
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
-        """(number, first query row, queries) of each ragged sequence."""
+        """Yield (number, first query row, queries) of each ragged sequence."""
         lengths = self.problem.seqlens_q
         yield from zip(range(len(lengths)), accumulate((0, *lengths[:-1])), lengths, strict=True)
 
 
 def without_keys(lse: torch.Tensor) -> torch.Tensor:
-    """LSE of an op that gives +inf to rows that see no key, with -inf there. A +inf elsewhere stays wrong, as -inf."""
+    """Replace +inf by -inf, for ops whose LSE is +inf in rows that see no key. A wrong +inf elsewhere stays wrong, as -inf."""
     return lse.masked_fill(lse == float("inf"), float("-inf"))
 
 
 class Step:
-    """One Trial's calls of an op, which keeps what its forward leaves for its backward. Subclasses call the op.
+    """One trial's calls of an op; it keeps the op's state from forward to backward. Subclasses call the op.
 
-    The backward gets what the op itself returned (padded LSE, random state), as torch's autograd would give it, and not what the
-    harness hands back.
+    The backward gets what the op itself returned (padded LSE, random state), as torch's autograd would pass it, and not what the
+    harness passes back.
     """
 
     def __init__(self, problem: Problem, config: Config) -> None:
@@ -129,21 +129,21 @@ class Step:
         self._kept: Any = None
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """(o, lse, what the backward needs) of a `part` that is not empty, shaped as in `Outputs` without slack rows."""
+        """Return (o, lse, state for the backward) of a `part` that is not empty, shaped as in `Outputs` without slack rows."""
         raise NotImplementedError
 
     def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) of a `part` that is not empty, shaped as in `Outputs` without slack rows."""
+        """Return (dq, dk, dv) of a `part` that is not empty, shaped as in `Outputs` without slack rows."""
         raise NotImplementedError
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """`o` and `lse` as the contract has them; slack rows are unwritten."""
+        """`o` and `lse` as in the contract; slack rows are unwritten."""
         import torch
 
         part, q = Part.of(inputs), inputs.q
         self._kept = None
         if part.empty:
-            # There is no documented answer; zeros and -inf are the contract's.
+            # The ops document no result; zeros and -inf are the contract's.
             *batch, rows, heads, _ = q.shape
             o = torch.zeros((*q.shape[:-1], part.problem.dim_v), dtype=q.dtype, device=q.device)
             return o, torch.full((*batch, heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
@@ -172,7 +172,7 @@ class Step:
 
 
 def _grown(x: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """`x` with `rows` rows, those beyond its own unwritten; itself where nothing is added."""
+    """Extend `x` to `rows` rows, the new ones unwritten; `x` itself where there are none."""
     import torch
 
     if x.shape[dim] == rows:
@@ -186,13 +186,13 @@ def _grown(x: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
 
 @contextmanager
 def _deterministic(config: Config) -> Iterator[None]:
-    """Torch's deterministic mode as the Config has it (it knows no other scope than the process), with its NaN fill."""
+    """Set torch's deterministic mode from the Config (its scope is the process), with its NaN fill."""
     import torch
 
-    asked = config.get("deterministic", False) is True
+    wanted = config.get("deterministic", False) is True
     mode, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(asked)
+    torch.use_deterministic_algorithms(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
@@ -202,15 +202,15 @@ def _deterministic(config: Config) -> Iterator[None]:
 
 
 class Peer:
-    """A Kernel around ops of PyTorch: what it declares, and why it cannot run where it cannot.
+    """A Kernel around ops of PyTorch.
 
     Args:
         name: the kernel's name.
         file: the adapter's source file.
         capabilities: what the op takes.
         step: makes a Built for a Problem and a Config.
-        missing: why this torch lacks what the adapter calls, or None; asked only where torch finds a CUDA device.
-        refuses: why the op does not take a Problem within the capabilities, or None.
+        missing: returns why this torch lacks what the adapter calls, or None; called only where torch finds a CUDA device.
+        refuses: returns why the op does not take a Problem within the capabilities, or None.
         configs: the Configs, the default first.
     """
 
@@ -237,7 +237,7 @@ class Peer:
         return self._configs
 
     def unavailable(self, device: Device) -> str | None:
-        """Another device than CUDA, a missing torch or CUDA device, a torch whose ops are others; or None."""
+        """Another device than CUDA, a missing torch or CUDA device, a torch with other ops; or None."""
         if device != "cuda":
             return f"device={device!r}: {self.name} runs on CUDA only"
         if importlib.util.find_spec("torch") is None:
@@ -247,7 +247,7 @@ class Peer:
             return f"torch {version} was built without CUDA"
         if not sees_cuda():
             return "no CUDA device: torch.cuda.is_available() is False"
-        # Last: it may import what only a process for CUDA should.
+        # Last: it may import modules that only a process for CUDA should.
         return self._missing()
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
@@ -261,7 +261,7 @@ class Peer:
         return f"{self.name} {config.canonical()}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """A fresh Step: it keeps state from forward to backward.
+        """Make a new Step, which keeps state from forward to backward.
 
         Raises:
             BadArgument: `problem` is not supported.

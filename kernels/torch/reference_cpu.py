@@ -1,4 +1,4 @@
-"""`torch.reference_cpu`: torch's own flash attention for the CPU, one call for a dense batch or one for each sequence."""
+"""`torch.reference_cpu`: torch's own flash attention for the CPU, called once for a dense batch, or once for each sequence."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Index = tuple[slice, ...]
 _OP: Final = "_scaled_dot_product_flash_attention_for_cpu"
 _CAPABILITIES: Final = Capabilities(
     packings=("ragged", "dense"),
-    # In float16 and bfloat16 the op's exponential is a quick one, of relative error 5e-5, which shows in LSE.
+    # In float16 and bfloat16 the op uses a fast exponential of relative error 5e-5, which shows in LSE.
     dtypes=("float32",),
     dims=((64, 64), (32, 32), (16, 16), (128, 128), (96, 96), (40, 40), (7, 7), (1, 1), (256, 256)),
     groups=None,
     causal=(None, "top_left"),
-    # The op ends the process with SIGFPE on an empty tensor; it is not called for one here.
+    # The op ends the process with SIGFPE on an empty tensor; here it is never called with one.
     zero_q=True,
     zero_k=True,
     unequal=True,
@@ -39,7 +39,7 @@ _CAPABILITIES: Final = Capabilities(
 
 
 class ReferenceCpu:
-    """`aten::_scaled_dot_product_flash_attention_for_cpu` and its backward, grouped heads as the op itself has them."""
+    """`aten::_scaled_dot_product_flash_attention_for_cpu` and its backward, with the op's own grouped heads."""
 
     name = "torch.reference_cpu"
     backend = "torch"
@@ -47,7 +47,7 @@ class ReferenceCpu:
     capabilities = _CAPABILITIES
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:  # noqa: ARG002 - the contract's signature
-        """One: the op chooses its tiles itself."""
+        """One Config: the op chooses its tiles itself."""
         return (Config(),)
 
     def unavailable(self, device: Device) -> str | None:
@@ -71,7 +71,7 @@ class ReferenceCpu:
         return self.name
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """Nothing to compile.
+        """Compile nothing.
 
         Raises:
             BadArgument: `problem` is not supported.
@@ -82,7 +82,7 @@ class ReferenceCpu:
 
 
 class _Reference:
-    """The op over every sequence that has queries and keys; elsewhere O = 0, LSE = -inf and no gradient."""
+    """The op, called for every sequence that has queries and keys; elsewhere O = 0, LSE = -inf and there is no gradient."""
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """`o` like q with dim_v, and `lse (heads, total_q)` or `(batch, heads, seqlen_q)`; slack rows are 0 and -inf."""
@@ -133,7 +133,7 @@ class _Reference:
 
 
 def _calls(inputs: Inputs) -> Iterator[tuple[_Index, _Index]]:
-    """For each call of the op, where its queries and its keys are."""
+    """Yield the places of queries and keys for each call of the op."""
     problem = inputs.problem
     if problem.packing == "dense":
         seqlen_q, seqlen_k = problem.seqlens_q[0], problem.seqlens_k[0]
@@ -153,7 +153,7 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
-    """(batch, heads, rows) beside a dense q, (heads, rows) beside a ragged one."""
+    """(batch, heads, rows) for a dense q, (heads, rows) for a ragged one."""
     *batch, rows, heads, _ = q.shape
     return (*batch, heads, rows)
 

@@ -1,4 +1,4 @@
-"""Modifiers' trees as functions that flex_attention takes: torch statements, one a node, captured tensors as free variables."""
+"""Modifiers' trees as functions for flex_attention: one torch statement per node, captured tensors as free variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INDICES = "b, h, q_idx, kv_idx"
 
 
 def source_of(tree: Expression, tensors: tuple[str, ...]) -> str:
-    """Python: `make(seqlen_q, seqlen_k, <tensors>)`, which returns the score_mod or mask_mod."""
+    """Python source of `make(seqlen_q, seqlen_k, <tensors>)`, which returns the score_mod or mask_mod."""
     names: dict[Expression, str] = {}
     lines: list[str] = []
     constant: dict[Expression, float | int | bool] = {}
@@ -29,7 +29,7 @@ def source_of(tree: Expression, tensors: tuple[str, ...]) -> str:
         if (not each.args and number(each) is not None) or (
             each.args and each.op != "load" and all(a in constant for a in each.args)
         ):
-            # A function of numbers alone takes no number.
+            # torch's functions do not take plain numbers alone.
             constant[each] = _folded(each)
             names[each] = repr(constant[each])
             continue
@@ -38,11 +38,11 @@ def source_of(tree: Expression, tensors: tuple[str, ...]) -> str:
             lines.append(f"        t{len(lines)} = {text}")
             text = f"t{len(lines) - 1}"
         names[each] = text
-    # What does not depend on an index has no shape of its own.
-    found, of_score = names[tree], tree.kind == "float"
-    result = f"score * 0 + {found}" if of_score else f"(q_idx >= 0) & {found}"
-    given = f"score, {_INDICES}" if of_score else _INDICES
-    head = f"def make({', '.join(('seqlen_q', 'seqlen_k', *tensors))}):\n    def modify({given}):\n"
+    # A result that does not depend on an index has no shape.
+    value, of_score = names[tree], tree.kind == "float"
+    result = f"score * 0 + {value}" if of_score else f"(q_idx >= 0) & {value}"
+    parameters = f"score, {_INDICES}" if of_score else _INDICES
+    head = f"def make({', '.join(('seqlen_q', 'seqlen_k', *tensors))}):\n    def modify({parameters}):\n"
     return head + "".join(f"{line}\n" for line in lines) + f"        return {result}\n    return modify\n"
 
 
@@ -75,16 +75,16 @@ def _text(x: Expression, a: list[str]) -> str:
 def _folded(x: Expression) -> float | int | bool:
     import torch
 
-    found: float | int | bool = evaluate(x, {"b": torch.zeros(())}, {}, torch.float64).item()
-    return found
+    value: float | int | bool = evaluate(x, {"b": torch.zeros(())}, {}, torch.float64).item()
+    return value
 
 
 def function_of(tree: Expression, lengths: tuple[Any, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
-    """The function itself; `lengths` are seqlen_q and seqlen_k, as 0-dimensional tensors where a compiler is to forget them."""
+    """Make the function; `lengths` are seqlen_q and seqlen_k, as 0-dimensional tensors where they must not be compiled in."""
     import torch
 
     names = {each.value.name: None for each in tree.walk() if isinstance(each.value, Captured)}
     space: dict[str, Any] = {"torch": torch}
     exec(compile(source_of(tree, tuple(names)), f"<{tree.kind} modifier>", "exec"), space)
-    made: Callable[..., Any] = space["make"](*lengths, *(tensors[name] for name in names))
-    return made
+    modify: Callable[..., Any] = space["make"](*lengths, *(tensors[name] for name in names))
+    return modify

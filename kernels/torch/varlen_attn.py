@@ -1,7 +1,7 @@
 """`torch.varlen_attn`: torch.nn.attention.varlen.varlen_attn, the public function over ragged flash-attention 2.
 
-Gradients come from autograd: the graph lives from forward to backward. The function takes no gradient of LSE.
-Its causal mask is bottom-right aligned, asked for as window_size=(-1, 0), or as is_causal where it has that argument.
+Gradients come from autograd: the graph is kept from forward to backward. The function takes no gradient of LSE.
+Its causal mask is bottom-right aligned, requested by window_size=(-1, 0), or by is_causal where it has that argument.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["KERNEL", "arguments"]
 
 
 def arguments(problem: Problem, parameters: frozenset[str]) -> dict[str, Any]:
-    """What varlen_attn with these `parameters` is given for `problem` besides tensors and lengths."""
-    given: dict[str, Any] = {"scale": problem.scale}
+    """The keywords of varlen_attn for `problem`, other than tensors and lengths; `parameters` are those that it has."""
+    keywords: dict[str, Any] = {"scale": problem.scale}
     if problem.causal is not None:
-        given |= {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+        keywords |= {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
     if "enable_gqa" in parameters:
-        given["enable_gqa"] = problem.groups > 1
-    return given
+        keywords["enable_gqa"] = problem.groups > 1
+    return keywords
 
 
 class _VarlenAttn(Step):
-    """Leaves of its own, so that no gradient reaches the harness' tensors."""
+    """Calls of varlen_attn on separate leaves, so that no gradient reaches the harness' tensors."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """LSE is `(heads, total_q)`."""

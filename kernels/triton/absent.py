@@ -1,4 +1,4 @@
-"""What a device module uses of Triton while it is being imported, for a machine without Triton.
+"""Stand-ins for the parts of Triton that a device module uses during its import, for a machine without Triton.
 
 Kernels decorated by this `jit` can be read, listed and hashed, but not launched.
 """
@@ -38,12 +38,12 @@ class _Constexpr:
 
 
 class triton:  # noqa: N801 - stands for the module
-    """Stands for the module `triton`."""
+    """Stand-in for the module `triton`."""
 
     jit = staticmethod(_jit)
 
 
 class tl:  # noqa: N801 - stands for the module
-    """Stands for the module `triton.language`."""
+    """Stand-in for the module `triton.language`."""
 
     constexpr = _Constexpr

@@ -1,4 +1,4 @@
-"""Which ptxas Triton assembles its code with."""
+"""Version of the ptxas that Triton assembles its code with."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _SECONDS = 120
 
 
 def assembler(capability: int = 0) -> tuple[int, tuple[int, int]] | None:
-    """(90, (12, 8)): a compute capability, and the version of the ptxas that Triton takes for it, whatever variables name.
+    """Return a compute capability and the version of the ptxas that Triton uses for it, such as (90, (12, 8)).
 
-    In a process of its own, and once: Triton alone knows which release takes which, and to import it, or to look at a GPU, is
-    not this process's to decide.
+    A child process asks Triton, once: only Triton knows which ptxas it uses (environment variables included), and this process
+    must not import it or initialise a GPU for that.
 
     Args:
-        capability: 0: that of the GPU at hand.
+        capability: 0: that of this machine's GPU.
 
     Returns:
-        None where it cannot be told: Triton, or a GPU, is missing.
+        None where it is unknown, because Triton or a GPU is missing.
     """
-    return _asked(capability, tuple(value for name, value in sorted(os.environ.items()) if name.startswith("TRITON_PTXAS")))
+    return _query(capability, tuple(value for name, value in sorted(os.environ.items()) if name.startswith("TRITON_PTXAS")))
 
 
 @functools.cache
-def _asked(capability: int, _: tuple[str, ...]) -> tuple[int, tuple[int, int]] | None:
+def _query(capability: int, _: tuple[str, ...]) -> tuple[int, tuple[int, int]] | None:
     environment = {name: value for name, value in os.environ.items() if name != runtime.VARIABLE}
     command = [sys.executable, "-P", "-c", _ASK.format(capability)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS, env=environment)
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r"^(\d+) (\d+)\.(\d+)", done.stdout, re.MULTILINE)
-    return (int(found[1]), (int(found[2]), int(found[3]))) if found else None
+    match = re.search(r"^(\d+) (\d+)\.(\d+)", done.stdout, re.MULTILINE)
+    return (int(match[1]), (int(match[2]), int(match[3]))) if match else None

@@ -1,8 +1,8 @@
-"""Which blocks of scores a kernel visits: for each block of queries the blocks of keys that it sees, and the other way round.
+"""Lists of the blocks of scores that a kernel visits: the blocks of keys for each block of queries, and the other way round.
 
 A block is full where every query in it sees every key in it, so that nothing is left to mask: it lies within both lengths. It
-is partial where some pair is seen; else it is in no list. A mask is a band of diagonals, low <= kv_idx - q_idx <= high, which is
-what `causal` and `window` are, and a tree of `mask_mod`. Lists are int32, `count (B', H', blocks)` and `index (B', H', blocks,
+is partial where some query sees some key; otherwise it is in no list. A mask is a band of diagonals, low <= kv_idx - q_idx <=
+high, for `causal` and `window`, and a tree for `mask_mod`. Lists are int32, `count (B', H', blocks)` and `index (B', H', blocks,
 others)`: the first `count` of `index` ascend, the rest are other blocks. B' and H' are 1 where the mask does not read b or h.
 """
 
@@ -24,25 +24,25 @@ __all__ = ["WIDEST", "Band", "BlockMask", "Lists", "band_of", "block_mask", "blo
 
 WIDEST = 2**31 - 1
 _CHUNK = 1 << 24
-"""Scores of which the mask is evaluated at once."""
+"""Scores for which the mask is evaluated at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The keys that causal and window leave to query q: q + low to q + high; without a side, it is `WIDEST` away."""
+    """The keys that causal and window leave visible to query q: q + low to q + high; `WIDEST` where a side has no limit."""
 
     low: int = -WIDEST
     high: int = WIDEST
 
     @property
     def everything(self) -> bool:
-        """Whether it hides nothing."""
+        """Whether the band hides nothing."""
         return self == Band()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lists:
-    """Of each block the number of others to visit, and which."""
+    """For each block the number of other blocks to visit, and their indices."""
 
     count: torch.Tensor
     index: torch.Tensor
@@ -83,7 +83,7 @@ def band_of(problem: Problem) -> Band:
 
 
 def blocks_in(length: int, block: int) -> int:
-    """Blocks that cover `length`, at least one, so that no list is without elements."""
+    """Number of blocks that cover `length`, at least one, so that no list is empty."""
     return max(1, -(-length // block))
 
 
@@ -95,15 +95,15 @@ def block_mask(
     block: tuple[int, int],
     device: Any,
 ) -> BlockMask:
-    """The lists of a mask.
+    """Make the lists of a mask.
 
     Args:
         tree: a bool tree, or None.
-        band: holds besides.
+        band: applies in addition to `tree`.
         sizes: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k".
-        tensors: the captured ones by name.
+        tensors: captured tensors by name.
         block: queries and keys of a block.
-        device: where the lists go; remembered there for a mask that reads no captured tensor.
+        device: device of the lists; for a mask that reads no captured tensor they are cached.
 
     Raises:
         BadArgument: a block without queries or keys.
@@ -163,7 +163,7 @@ def _of_tree(
     block: tuple[int, int],
     device: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_of_band`, by the whole mask, some query blocks at a time: bool (B', H', query blocks, key blocks)."""
+    """As `_of_band`, for the whole mask, some query blocks at a time: bool (B', H', query blocks, key blocks)."""
     import torch
 
     n_q, n_k = sizes["seqlen_q"], sizes["seqlen_k"]
@@ -181,13 +181,13 @@ def _of_tree(
     counts = []
     for at in range(0, q_blocks, step):
         rows = torch.arange(at * block[0], min(n_q, (at + step) * block[0]), device=device).view(1, 1, -1, 1)
-        seen = evaluate(tree, {**leaves, "q_idx": rows}, tensors, torch.float32)
+        visible = evaluate(tree, {**leaves, "q_idx": rows}, tensors, torch.float32)
         if not band.everything:
             offset = leaves["kv_idx"] - rows
-            seen = seen & (offset >= band.low) & (offset <= band.high)
+            visible = visible & (offset >= band.low) & (offset <= band.high)
         here = min(step, q_blocks - at)
         dense = torch.zeros(batches, heads, here * block[0], k_blocks * block[1], dtype=torch.bool, device=device)
-        dense[:, :, : rows.numel(), :n_k] = seen
+        dense[:, :, : rows.numel(), :n_k] = visible
         counts.append(dense.view(batches, heads, here, block[0], k_blocks, block[1]).sum((3, 5), dtype=torch.int32))
     count = torch.cat(counts, 2)
     return count > 0, count == block[0] * block[1]

@@ -1,7 +1,7 @@
 """`triton.flex`: dense block-sparse attention with a score_mod and a mask_mod of the Problem's own, forward and backward.
 
-The modifiers' trees are printed as Triton source (`printer`) and compiled into the kernel; which blocks are visited, and which
-of them unmasked, is worked out in torch before each call (`blockmask`), or remembered where no captured tensor decides it.
+The modifiers' trees are printed as Triton source (`printer`) and compiled into the kernel. The blocks to visit, and those of
+them without a mask, are computed in torch before each call (`blockmask`), or cached where no captured tensor decides.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _PRESCALED: Final = replace(
     deviations=Deviations(prescaled_q=True),
 )
 _PRESCALED_PTXAS: Final = (12, 9)
-"""What is prescaled needs a ptxas so new: 12.8 makes descriptors of products in its backward from registers without addresses."""
+"""The oldest ptxas for the prescaled kernel: 12.8 builds descriptors in its backward from registers that hold no address."""
 _HOPPER: Final = 9
-"""Major compute capability of the GPUs with such products."""
+"""Major compute capability of the GPUs whose products use these descriptors."""
 _TF32: Final = replace(_CAPABILITIES, dtypes=("float32",), devices=("cuda",), deviations=Deviations(tf32_on=("cuda",)))
 
 
@@ -77,11 +77,11 @@ class TritonFlex:
 
     Args:
         name: the kernel's name.
-        capabilities: what it declares; a `prescaled_q` or `tf32_on` declared is also done.
-        device_code: returns the module with `forward`, `merge`, `preprocess` and `backward`, but for `merge` each also
+        capabilities: what the kernel declares; a declared `prescaled_q` or `tf32_on` also switches it on.
+        device_code: returns the module with `forward`, `merge`, `preprocess` and `backward`, all except `merge` also as
             `_strided`; called once, after Triton is loaded.
         masks: returns the module with `band_of` and `block_mask`; called once.
-        files: the source files of those modules; None: this package's own.
+        files: the source files of these modules; None: this package's own.
     """
 
     backend = "triton"
@@ -104,7 +104,7 @@ class TritonFlex:
         self._built: dict[tuple[str, Device], BuiltFlex] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: not what this one has loaded and compiled."""
+        """The state for another process, without loaded modules and compiled code."""
         return {**self.__dict__, "_modules": None, "_built": {}}
 
     @property
@@ -114,7 +114,7 @@ class TritonFlex:
 
     @property
     def precision(self) -> str:
-        """Of float32 products: "ieee" or "tf32"."""
+        """Precision of float32 products: "ieee" or "tf32"."""
         return "tf32" if self.capabilities.deviations.tf32_on else "ieee"
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
@@ -122,7 +122,7 @@ class TritonFlex:
         return configs_for(problem, tf32=self.precision == "tf32", prescaled=self.prescaled)
 
     def unavailable(self, device: Device) -> str | None:
-        """A missing package or CUDA device, an assembler that gets the code wrong, or None."""
+        """A missing package or CUDA device, an assembler that makes wrong code, or None."""
         return runtime.unavailable(device) or (self._miscompiled() if device == "cuda" else None)
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
@@ -133,10 +133,10 @@ class TritonFlex:
         return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """What the code is made for.
+        """Everything that is compiled in.
 
-        Dims, dtype, modifiers, whether causal or window hide anything, whether both lengths are whole blocks and
-        whether all is contiguous, and the Config; lengths, widths of windows, heads, strides and scale are run-time values.
+        Dims, dtype, modifiers, whether there is a causal mask or window, whether both lengths are whole blocks, whether all
+        tensors are contiguous, and the Config; lengths, widths of windows, heads, strides and scale are run-time values.
         """
         p = problem
         flags = f"{'banded ' * banded(p)}{'strided ' * strided(p)}{'whole' if even(p, config) else 'ragged'}"
@@ -155,20 +155,20 @@ class TritonFlex:
         return self.build_any(problem, config, device)
 
     def build_any(self, problem: Problem, config: Config, device: Device = "cuda") -> BuiltFlex:
-        """As `build`, of a Config that `configs` need not have: to time what might become one.
+        """As `build`, for any Config, also one that `configs` does not return: to time candidates.
 
         Raises:
             BuildError: Triton is missing, or its compiler refused.
-            BadArgument: this process uses Triton in the other mode, or a block is no whole tiles.
+            BadArgument: this process uses Triton in the other mode, or a tile does not divide its block.
         """
         block = config.integer("block")
         for name in ("tile_m", "tile_n", "dq_tile_m", "dq_tile_n", "dkv_tile_m", "dkv_tile_n"):
             if block % config.integer(name):
-                reason = f"a block of {block} is no whole tiles of it"
-                raise reject(name, config.integer(name), reason, "give one that divides it")
+                reason = f"it does not divide a block of {block}"
+                raise reject(name, config.integer(name), reason, "give a divisor")
         key = (self.compile_key(problem, config), device)
         if key not in self._built:
-            built = self._made(problem, config, device)
+            built = self._instance(problem, config, device)
             if device == "cuda":
                 lower.compile_now(built.calls())
             self._built[key] = built
@@ -179,24 +179,24 @@ class TritonFlex:
         return lower.cannot_lower()
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
-        """Everything that `build` compiles on CUDA."""
-        return lower.units(self._made(problem, config, "cuda").calls(), arch)
+        """List everything that `build` compiles on CUDA."""
+        return lower.units(self._instance(problem, config, "cuda").calls(), arch)
 
     def _miscompiled(self) -> str | None:
-        """Why the ptxas at hand must not assemble this for the GPU at hand, or None."""
+        """Why this machine's ptxas must not assemble the kernel for its GPU, or None."""
         if not self.prescaled:
             return None
         capability, version = assembler() or (0, None)
         if capability and (capability // 10 != _HOPPER or (version and version >= _PRESCALED_PTXAS)):
             return None
         if version is None:
-            return "some versions of ptxas make wrong code of it, and which one Triton takes here cannot be told: use triton.flex"
+            return "some versions of ptxas make wrong code of it, and the version of Triton's is unknown: use triton.flex"
         here, needed = "{}.{}".format(*version), "{}.{}".format(*_PRESCALED_PTXAS)
         variables = "TRITON_PTXAS_PATH (or TRITON_PTXAS_BLACKWELL_PATH, where this Triton reads that)"
-        remedy = f"set {variables} to one of {needed} or newer (Triton's ptxas-blackwell is), or use triton.flex"
+        remedy = f"set {variables} to ptxas {needed} or newer (Triton's ptxas-blackwell is), or use triton.flex"
         return f"ptxas {here} makes wrong code of it: {remedy}"
 
-    def _made(self, problem: Problem, config: Config, device: Device) -> BuiltFlex:
+    def _instance(self, problem: Problem, config: Config, device: Device) -> BuiltFlex:
         runtime.load(device)
         if self._modules is None:
             self._modules = (self._device_code(), self._masks())

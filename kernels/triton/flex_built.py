@@ -1,4 +1,4 @@
-"""A `triton.flex` built for one compile key: allocation, launches, and the block lists that the device code walks."""
+"""`triton.flex` built for one compile key: allocation, launches, and the block lists that the device code reads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["BuiltFlex", "banded", "even", "strided"]
 # Rows per program of the Delta kernel, and of the one that merges parts: no Config changes them.
 _PREPROCESS_ROWS: Final = 64
 _MERGE_ROWS: Final = 16
-# On CUDA, p = 2^(s - m) must not contract with the product inside s: the largest p would no longer be exactly 1. In the
-# backward there is no such p.
+# On CUDA, p = 2^(s - m) must not contract with the product inside s: the largest p would no longer be exactly 1. The
+# backward has no such p.
 _FORWARD_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 _BACKWARD_OPTIONS: Final[dict[str, Any]] = {"enable_fp_fusion": True}
 
@@ -40,7 +40,7 @@ class BuiltFlex:
         problem: any problem of the compile key.
         config: tile sizes, warps, stages and parts.
         prescaled: whether q is scaled and rounded first.
-        precision: of float32 products.
+        precision: precision of float32 products.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BuiltFlex:
         }
 
     def calls(self) -> tuple[Call, ...]:
-        """The launches, for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided."""
+        """The launches, for tensors aligned to 16 bytes as torch's are, or for any alignment where inputs are strided."""
         import torch
 
         mock = importlib.import_module("triton.runtime.jit").MockTensor
@@ -117,8 +117,8 @@ class BuiltFlex:
             Call("forward", self._forward, forward, self._for_forward),
             *((merge,) if self._split > 1 else ()),
             *(
-                Call(name, self._preprocess, (x, x, *(f32,) * 4, *ints[:7]), {**self._for_preprocess, "DLSE": given})
-                for name, given in (("preprocess", False), ("preprocess dlse", True))
+                Call(name, self._preprocess, (x, x, *(f32,) * 4, *ints[:7]), {**self._for_preprocess, "DLSE": dlse})
+                for name, dlse in (("preprocess", False), ("preprocess dlse", True))
             ),
             Call("backward", self._backward, backward, self._for_backward),
         )
@@ -211,12 +211,12 @@ class BuiltFlex:
         return (dq, dk, dv, gradients) if taking_gradients(self._tensors) else (dq, dk, dv)
 
     def _scalars(self, inputs: Inputs, band: Band, lists: _Joined) -> tuple[int | float, ...]:
-        """The numbers that forward and backward take, dO's strides left out."""
+        """The numbers that forward and backward take, without dO's strides."""
         p = inputs.problem
         batches, heads, *blocks = lists.keys[2].shape
         by_batch, by_head = (heads if batches > 1 else 0), int(heads > 1)
         sizes = (p.batch, p.heads, p.kv_heads, p.groups, p.seqlens_q[0], p.seqlens_k[0], inputs.q.shape[1], inputs.k.shape[1])
-        # No layout has q, k, v with another last stride than 1. Strides that are not read might still be too long for int32.
+        # In every layout the last stride of q, k, v is 1. Strides that are not read might still exceed int32.
         strides = (step for x in (inputs.q, inputs.k, inputs.v) for step in x.stride()[:3])
         return (
             float(p.scale),
@@ -242,15 +242,15 @@ class BuiltFlex:
         if self._last is None or not self._last.fits(inputs):
             tensors = {each.name: tensor for each, tensor in zip(self._tensors, inputs.captured, strict=True)}
             mask: BlockMask = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
-            made = _Joined(_joined(mask.keys_partial, mask.keys_full), _joined(mask.queries_partial, mask.queries_full))
+            lists = _Joined(_joined(mask.keys_partial, mask.keys_full), _joined(mask.queries_partial, mask.queries_full))
             of = tuple((weakref.ref(each), _version(each)) for each in inputs.captured)
-            self._last = _Remembered(p, inputs.q.device, of, made)
+            self._last = _Remembered(p, inputs.q.device, of, lists)
         return band, self._last.lists
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """A block mask as the device code takes it: for query blocks lists of key blocks, and the other way round."""
+    """A block mask in the device code's form: lists of key blocks for query blocks, and the other way round."""
 
     keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -258,7 +258,7 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Remembered:
-    """The block lists of a call: good for the next one with the same problem and the same captured tensors, unchanged."""
+    """The block lists of the last call, valid for the same problem and the same captured tensors, unchanged."""
 
     problem: Problem
     device: Any
@@ -275,12 +275,12 @@ class _Remembered:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often it was written; None where torch does not count."""
+    """Count of writes to `tensor`; None where torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _joined(partial: Lists, full: Lists) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each block the number of partial ones, that of all, and both lists in one: the partial ones first."""
+    """For each block the number of partial ones, the number of all, and one list of both, the partial ones first."""
     import torch
 
     masked = partial.count[..., None]
@@ -295,12 +295,12 @@ def strided(problem: Problem) -> bool:
 
 
 def banded(problem: Problem) -> bool:
-    """Whether causal or window are given, though they may hide nothing."""
+    """Whether there is a causal mask or a window, even one that hides nothing."""
     return problem.causal is not None or problem.window not in (None, (None, None))
 
 
 def even(problem: Problem, config: Config) -> bool:
-    """Whether queries and keys are whole blocks, both: there are two variants, not four."""
+    """Whether both queries and keys are whole blocks: two variants are compiled, not four."""
     block = config.integer("block")
     return problem.seqlens_q[0] % block == problem.seqlens_k[0] % block == 0
 

@@ -1,4 +1,4 @@
-"""The Configs of `triton.flex`: tiles of the forward and of both roles of the backward, and blocks of the mask."""
+"""Configs of `triton.flex`: tiles of the forward and of both roles of the backward, and blocks of the mask."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from attnfuzz.kernels.problem import Problem
 __all__ = ["configs_for", "padded", "shared"]
 
 _SHARED: Final = 227 * 1024
-"""Bytes that a block has on sm_90."""
-_BESIDES: Final = 1024
+"""Bytes that a block may have on sm_90."""
+_STATISTICS: Final = 1024
 """Bytes for LSE and Delta."""
 
 
@@ -27,7 +27,7 @@ def _config(
     block: int = 128,
     split: int = 1,
 ) -> Config:
-    """Choices of one Config.
+    """Make a Config.
 
     Args:
         forward: queries and keys of a tile, warps, stages.
@@ -53,8 +53,8 @@ _HALF: Final = (
 )
 # Fastest of ten both ways on an H200 where nothing is hidden (dims 128), call by call.
 _FASTEST_TO_128: Final = _config((64, 64, 4, 3), (64, 64), (64, 64), (4, 2))
-# Its tiles in blocks as small, fastest under a mask: of a window of 1,024 keys a tile of queries visits 17 tiles then, not 18,
-# and masks 2, not 4; causal (4,096 tokens) is 1.02 x as fast.
+# The same tiles in blocks of their own size, fastest with a mask: for a window of 1,024 keys a tile of queries visits 17 tiles
+# instead of 18, and masks 2 instead of 4; causal (4,096 tokens) is 1.02 x as fast.
 _SPARSE_TO_128: Final = _config((64, 64, 4, 3), (64, 64), (64, 64), (4, 2), block=64)
 _HALF_TO_128: Final = (
     _config((128, 64, 8, 3), (128, 32), (32, 128), (8, 2)),
@@ -67,7 +67,7 @@ _SINGLE: Final = (
     _config((32, 32, 4, 1), (32, 32), (32, 32), (4, 1), block=32),
     _config((16, 16, 4, 1), (16, 16), (16, 16), (4, 1), block=64, split=3),
 )
-# 32 x 32 takes 11 to 40 seconds to compile there.
+# 32 x 32 takes 11 to 40 seconds to compile.
 _SINGLE_BEYOND_128: Final = (_config((16, 16, 4, 1), (16, 16), (16, 16), (4, 1), block=32),)
 _TF32: Final = (
     _config((32, 32, 4, 2), (32, 32), (32, 32), (4, 2), block=32),
@@ -76,26 +76,26 @@ _TF32: Final = (
 
 
 def configs_for(problem: Problem, *, tf32: bool, prescaled: bool) -> tuple[Config, ...]:
-    """Those for a problem, the default first; what is prescaled may also leave out the guard of rows without keys."""
-    found = _by_dims(problem, tf32=tf32)
+    """The Configs for a problem, the default first; a prescaled kernel may also omit the guard of rows without keys."""
+    configs = _by_dims(problem, tf32=tf32)
     if prescaled and _rows_safe(problem):
-        found += tuple(Config(each, rows_safe=True) for each in (found[0], _HALF[1]))
+        configs += tuple(Config(each, rows_safe=True) for each in (configs[0], _HALF[1]))
     loads = _tile_loads(problem.score_mod, problem.mask_mod)
     if any(loads):
-        found = tuple(each for each in found if shared(problem, each, loads) <= _SHARED) or (
-            min(found, key=lambda each: shared(problem, each, loads)),
+        configs = tuple(each for each in configs if shared(problem, each, loads) <= _SHARED) or (
+            min(configs, key=lambda each: shared(problem, each, loads)),
         )
-    return found
+    return configs
 
 
 def shared(problem: Problem, config: Config, loads: tuple[int, int]) -> int:
-    """Bytes of shared memory that large tiles take in Triton (3.6 to 3.9), at most: what stays, what is on its way, and loads.
+    """Upper bound in bytes on the shared memory of large tiles in Triton (3.6 to 3.9): resident and pipelined tiles, and loads.
 
     Args:
         problem: its dims and dtype count.
         config: tiles and stages.
-        loads: of captured tensors, a value for each score of a tile, in forward and backward; Triton copies them ahead as well.
-            Loads of a value for each query or key, some hundred bytes, do not count.
+        loads: number of loads of captured tensors with a value per score of a tile, in forward and backward; Triton pipelines
+            them too. Loads with a value per query or key, some hundred bytes, do not count.
     """
     size = 4 if problem.dtype == "float32" else 2
     qk, v = padded(problem.dim_qk) * size, padded(problem.dim_v) * size
@@ -105,11 +105,11 @@ def shared(problem: Problem, config: Config, loads: tuple[int, int]) -> int:
     forward = integer("tile_m") * qk + stages * integer("tile_n") * (qk + v) + max(0, stages - 1) * loads[0] * scores
     roles = ((integer("dq_tile_m"), integer("dq_tile_n")), (integer("dkv_tile_n"), integer("dkv_tile_m")))
     backward = max((m + back_stages * n) * (qk + v) + back_stages * loads[1] * 4 * m * n for m, n in roles)
-    return max(forward, backward) + _BESIDES
+    return max(forward, backward) + _STATISTICS
 
 
 def padded(dim: int) -> int:
-    """The next power of two, at least 16: what the dot products take."""
+    """The next power of two, at least 16, as dot products require."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -127,7 +127,7 @@ def _by_dims(problem: Problem, *, tf32: bool) -> tuple[Config, ...]:
 
 @lru_cache(maxsize=1024)
 def _tile_loads(score: Data | None, mask: Data | None) -> tuple[int, int]:
-    """Loads of captured tensors that hang on the query and on the key, in forward and backward: there the slope's besides."""
+    """Numbers of loads of captured tensors that depend on both query and key, in forward and backward (with the slope's)."""
     tree = None if score is None else parse(score)
     forward = _loads(tree) | _loads(None if mask is None else parse(mask))
     return len(forward), len(forward) + len(_loads(None if tree is None else by_score(tree)))

@@ -1,8 +1,8 @@
 """Device code of block-sparse attention with modifiers: forward, merge of parts, Delta, and a backward without atomics.
 
-Dense tensors are `(batch, rows, heads, dim)`, rows = seqlen + slack; rows of slack are neither read nor written. The kernel's
-own (o, dq, dk, dv) are contiguous, and so are q, k, v and do unless STRIDED: then their strides count, of which the last is 1,
-but for do. `lse` is `(batch, heads, rows_q)` fp32, natural log; `row_lse` (base 2) and `delta` are `(batch, heads, seqlen_q)`.
+Dense tensors are `(batch, rows, heads, dim)`, rows = seqlen + slack; slack rows are neither read nor written. The kernel's
+outputs (o, dq, dk, dv) are contiguous, and so are q, k, v and do unless STRIDED: then their strides are used; the last one is 1
+except for do. `lse` is `(batch, heads, rows_q)` fp32, natural log; `row_lse` (base 2) and `delta` are `(batch, heads, seqlen_q)`.
 Blocks of BLOCK_Q queries and BLOCK_K keys are those of kernels/triton/blockmask.py; tiles divide them. With f = score_mod and
 the rows' dO and dLSE,
 
@@ -13,8 +13,8 @@ the rows' dO and dLSE,
     dq_i = scale * sum_j dx_ij k_j      dk_j = scale * sum_i dx_ij q_i      dv_j = sum_i p_ij do_i
 
 Scores, sums and accumulators are fp32; P and dX are rounded once, to the input dtype. Scores are scaled before their maximum
-is taken, so that a negative scale is right and the largest p is exactly 1. A list of blocks begins with the partial ones, which
-are masked, `*_masked` of `*_count`; the full ones lie within both lengths. A row that sees no key has o = 0, lse = -inf and no
+is taken, so that a negative scale is right and the largest p is exactly 1. A list of `*_count` blocks begins with the `*_masked`
+partial ones, which are masked; the full ones lie within both lengths. A row that sees no key has o = 0, lse = -inf and no
 gradient. A PRESCALED kernel rounds q * scale * log2(e) to the input dtype before the first product.
 """
 
@@ -97,13 +97,13 @@ def _store_tile(pointer, tile, rows, length, dims, DIM: tl.constexpr, PAD: tl.co
 
 @triton.jit
 def _list_row(b, h, block, blocks, list_batch, list_head):
-    """The row of a block's lists; both steps are 0 where all share them. int64."""
+    """The row of a block's lists, int64; both steps are 0 where all batches and heads share them."""
     return (b * list_batch + h * list_head).to(tl.int64) * blocks + block
 
 
 @triton.jit
 def _block_at(index, at, width, PER: tl.constexpr):
-    """The block of the tile `at` of a list; beyond the list's end any other one."""
+    """The block of tile `at` of a list; any block beyond the list's end."""
     return tl.load(index + tl.minimum(at // PER, width - 1))
 
 
@@ -114,7 +114,7 @@ def _seen(
 ):  # fmt: skip
     """Which scores of a partial block count: bool, of the shape to which q_idx and kv_idx broadcast."""
     if BAND:
-        # low <= offset <= high, in one comparison: what lies below wraps around, and so may the sums.
+        # low <= offset <= high, in one comparison: values below wrap around, and so may the sums.
         above_low = tl.sub(kv_idx, tl.add(q_idx, low, sanitize_overflow=False), sanitize_overflow=False)
         seen = above_low.to(tl.uint32) <= tl.sub(high, low, sanitize_overflow=False).to(tl.uint32)
         if not (EVEN_Q and EVEN_K):
@@ -143,7 +143,7 @@ def _where_seen(
 
 @triton.jit
 def _within(idx, length, EVEN: tl.constexpr):
-    """Indices that a modifier may read at: lanes beyond the length read where the last one does."""
+    """Indices at which a modifier may read: lanes beyond the length use the last index."""
     if not EVEN:
         idx = tl.minimum(idx, length - 1)
     return idx
@@ -154,7 +154,7 @@ def _scores(
     products, b, h, q_idx, kv_idx, scale, sizes, tensors,
     SCORE: tl.constexpr, PRESCALED: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """x and s (base 2) of q . k; x is what score_mod is given, and nobody's where there is none."""
+    """x and s (base 2) of q . k; x is score_mod's argument, and unused without one."""
     x = products
     if SCORE is None:
         s = products
@@ -168,7 +168,7 @@ def _scores(
 
 @triton.jit
 def _prescaled(q_tile, scale, PRESCALED: tl.constexpr):
-    """q as the first product takes it."""
+    """q as used in the first product."""
     if PRESCALED:
         q_tile = (q_tile.to(tl.float32) * (scale * LOG2_E)).to(q_tile.dtype)
     return q_tile
@@ -183,15 +183,15 @@ def _forward_tiles(
     DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr, TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles `begin` to `end` of a query block's list of key blocks: full, or not, or MIXED, those before `masked` not.
+    """Process tiles `begin` to `end` of a query block's list of key blocks: FULL, partial, or MIXED (partial before `masked`).
 
-    `block` is that of tile `begin`; returns that of tile `end` as well.
+    `block` is the block of tile `begin`; also returns the block of tile `end`.
     """
     PER: tl.constexpr = BLOCK_K // TILE_N
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
     for at in range(begin, end):
         start_n = block * BLOCK_K + at % PER * TILE_N
-        # Known one tile ahead, so that the next loads wait for no index.
+        # Loaded one tile ahead, so that the next loads wait for no index.
         block = _block_at(index, at + 1, width, PER)
         cols = start_n + tl.arange(0, TILE_N)
         k_tile = _tile(k + start_n.to(tl.int64) * k_step + k_offsets, cols, sizes[4], dims_qk, DIM_QK, PAD_QK, CHECKED)
@@ -247,7 +247,7 @@ def forward(
     dims_qk = tl.arange(0, PAD_QK)
     dims_v = tl.arange(0, PAD_V)
     start_m = tile * TILE_M
-    # Before the tile of queries: where the keys lie is known by the time that it has come.
+    # Before the tile of queries, so that the place of the keys is known when that arrives.
     PER: tl.constexpr = BLOCK_K // TILE_N
     row = _list_row(b, h, start_m // BLOCK_Q, q_blocks, list_batch, list_head)
     index = keys + row * k_blocks
@@ -272,7 +272,7 @@ def forward(
     row_sum = tl.zeros([TILE_M], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     if not (EVEN_Q and EVEN_K):
-        # Apart: what may reach beyond a length is loaded otherwise.
+        # Separate: tiles that may reach beyond a length are loaded differently.
         middle = tl.minimum(tl.maximum(masked, begin), end)
         acc, row_sum, row_max, block = _forward_tiles(
             acc, row_sum, row_max, q_tile, k, v, k_offsets, v_offsets, k_step, v_step, dims_qk, dims_v,
@@ -344,7 +344,7 @@ def preprocess(
     o, do, lse, d_lse, row_lse, delta, heads, seqlen_q, rows_q, do_batch, do_token, do_head, do_dim,
     DIM_V: tl.constexpr, PAD_V: tl.constexpr, STRIDED: tl.constexpr, DLSE: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """Delta less dLSE, and LSE in base 2; both 0 for rows without keys, whose scores are all -inf.
+    """Delta minus dLSE, and LSE in base 2; both 0 for rows without keys, whose scores are all -inf.
 
     Grid (row tiles, heads, batch).
     """
@@ -378,8 +378,8 @@ def preprocess(
 @triton.jit
 def _rows_of(statistics, start, seqlen_q, TILE: tl.constexpr, CHECKED: tl.constexpr):
     """LSE or Delta of a tile of queries, from query `start` on."""
-    # Each thread loads many. Of numbers that the mask needs too, the compiler makes each address by itself; of others, as these
-    # from TILE on, fixed distances from one.
+    # Each thread loads many. For indices that the mask needs too, the compiler computes each address separately; for others, such
+    # as these from TILE on, fixed distances from one address.
     rows = tl.arange(TILE, 2 * TILE)
     start -= TILE
     if CHECKED:
@@ -398,7 +398,7 @@ def _query_tiles(
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_K: tl.constexpr,
     TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ from the tiles `begin` to `end` of a query block's list, as in the forward; what scores give captured tensors."""
+    """dQ from tiles `begin` to `end` of a query block's list, as in the forward, and gradients of captured tensors."""
     PER: tl.constexpr = BLOCK_K // TILE_N
     CHECKED: tl.constexpr = not (FULL or EVEN_K)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
@@ -427,7 +427,7 @@ def _query_tiles(
                 CAPTURED(ds, x, b, h, near_q, near_k, inside, sizes, tensors, gradients)
             ds = SLOPE(ds, x, b, h, near_q, near_k, sizes, tensors)
             if MIXED or not FULL:
-                # Where a hidden score is beyond all bounds, so may its slope be.
+                # Where a hidden score is infinite, its slope may be too.
                 ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq, block
@@ -442,14 +442,14 @@ def _key_tiles(
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, PAD_QK: tl.constexpr, PAD_V: tl.constexpr, BLOCK_Q: tl.constexpr,
     TILE_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one head from the tiles `begin` to `end` of a key block's list; scores lie as (keys, queries)."""
+    """dK and dV of one head from tiles `begin` to `end` of a key block's list; scores are (keys, queries)."""
     PER: tl.constexpr = BLOCK_Q // TILE_M
     CHECKED: tl.constexpr = not (FULL or EVEN_Q)
     WITHIN_Q: tl.constexpr = FULL or EVEN_Q
     WITHIN_K: tl.constexpr = FULL or EVEN_K
     block = _block_at(index, begin, width, PER)
-    # Pipelined, the product into dK would still read the one buffer that Triton (3.6 to 3.9) gives a tile which registers take
-    # first, when the next tile is copied into it.
+    # Not pipelined: Triton (3.6 to 3.9) gives a tile that is first read into registers only one buffer. The product into dK
+    # would still read it when the next tile is copied into it.
     STAGES: tl.constexpr = 1 if PRESCALED else None
     for at in tl.range(begin, end, num_stages=STAGES):
         start_m = block * BLOCK_Q + at % PER * TILE_M
@@ -623,7 +623,7 @@ def backward(
     DQ_TILE_M: tl.constexpr, DQ_TILE_N: tl.constexpr, DKV_TILE_M: tl.constexpr, DKV_TILE_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV, and what captured tensors take. Grid (key tiles + query tiles * groups, kv_heads, batch): keys first."""
+    """dQ, dK and dV, and gradients of captured tensors. Grid (key tiles + query tiles * groups, kv_heads, batch): keys first."""
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.program_id(2)
@@ -655,7 +655,7 @@ def backward(
         )  # fmt: skip
 
 
-# Inputs of another layout may begin anywhere: one compile for all.
+# Strided inputs may have any alignment: one compile for all.
 _INPUTS = ["q", "k", "v", "do"]
 forward_strided = triton.jit(do_not_specialize=_FORWARD_SCALARS, do_not_specialize_on_alignment=_INPUTS)(forward.fn)
 preprocess_strided = triton.jit(do_not_specialize=_PREPROCESS_SCALARS, do_not_specialize_on_alignment=_INPUTS)(preprocess.fn)

@@ -1,4 +1,4 @@
-"""Modifiers' trees as Triton source: real files, named by their content, whose functions a kernel takes as constants.
+"""Modifiers' trees as Triton source: files named by their content, whose functions a kernel takes as constants.
 
     score_mod(score, b, h, q_idx, kv_idx, sizes, tensors)                          the changed score times log2(e), fp32
     score_gradient(d_score, score, b, h, q_idx, kv_idx, sizes, tensors)            d_score times d score_mod / d score, natural
@@ -8,8 +8,8 @@
 
 `score`, `d_score` and `inside` are tiles, `q_idx` and `kv_idx` the int32 indices along their two axes, in range in every lane;
 `sizes` is (batch, heads, kv_heads, seqlen_q, seqlen_k) as run-time numbers, so that no length is compiled in; `tensors` are the
-captured ones, contiguous, in the order of `modified.tensors_of`, and `gradients` are float32, one for each that takes one.
-`captured_gradients` wants queries along axis 0 and keys along axis 1: it adds up what goes to one element before it adds that.
+captured ones, contiguous, in the order of `modified.tensors_of`; `gradients` are float32, one for each tensor that takes one.
+`captured_gradients` needs queries along axis 0 and keys along axis 1: it sums a tile's shares of an element before it adds them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PLACE = "b, h, q_idx, kv_idx"
 
 
 def taking_gradients(tensors: tuple[Captured, ...]) -> tuple[Captured, ...]:
-    """Those whose gradients a backward makes, in their order."""
+    """The tensors whose gradients a backward computes, in their order."""
     return tuple(each for each in tensors if each.gradient)
 
 
 def source(score: Expression | None, mask: Expression | None, tensors: tuple[Captured, ...]) -> str:
-    """The text of a module with the functions of `score` and `mask`; a function is left out where its tree is None.
+    """Print a module with the functions of `score` and `mask`, without those whose tree is None.
 
-    `captured_gradients` is there where a tensor of `tensors` takes a gradient.
+    It has `captured_gradients` where a tensor of `tensors` takes a gradient.
     """
     parts = [_HEAD]
     if score is not None:
@@ -63,7 +63,7 @@ def source(score: Expression | None, mask: Expression | None, tensors: tuple[Cap
 
 
 def load_source(text: str) -> ModuleType:
-    """The module of `text`, from a file named by its content: Triton reads its functions' source there."""
+    """Load `text` as a module, from a file named by its content, where Triton reads its functions' source."""
     name = f"attnfuzz_modifiers_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -82,29 +82,29 @@ def load_source(text: str) -> ModuleType:
 
 
 def _score_mod(tree: Expression, tensors: tuple[Captured, ...]) -> str:
-    # The softmax is in base 2: its factor melts into a constant that the tree may end in.
+    # The softmax is in base 2: its factor is folded into a constant factor of the tree.
     body = _Body(tensors)
     tree = folded(tree * _LOG2_E)
-    made = body.name_of(tree)
-    # Asked of what is printed: folding may have dropped the score.
+    result = body.name_of(tree)
+    # Checked after folding, which may have dropped the score.
     if not tree.scored:
-        made = body.assigned(f"tl.where((q_idx >= 0) & (kv_idx >= 0), {made}, 0.0)")
-    return body.function(f"score_mod(score, {_PLACE}, sizes, tensors)", f"return {made}")
+        result = body.assigned(f"tl.where((q_idx >= 0) & (kv_idx >= 0), {result}, 0.0)")
+    return body.function(f"score_mod(score, {_PLACE}, sizes, tensors)", f"return {result}")
 
 
 def _score_gradient(tree: Expression, tensors: tuple[Captured, ...]) -> str:
     body = _Body(tensors)
-    made = body.product("d_score", folded(by_score(tree)))
-    return body.function(f"score_gradient(d_score, score, {_PLACE}, sizes, tensors)", f"return {made}")
+    result = body.product("d_score", folded(by_score(tree)))
+    return body.function(f"score_gradient(d_score, score, {_PLACE}, sizes, tensors)", f"return {result}")
 
 
 def _mask_mod(tree: Expression, tensors: tuple[Captured, ...]) -> str:
     body = _Body(tensors)
     tree = folded(tree)
     everywhere = number(tree)
-    # A constant has no shape: an index is never negative.
-    made = body.name_of(tree) if everywhere is None else f"(q_idx {'>=' if everywhere else '<'} 0) & (kv_idx >= 0)"
-    return body.function(f"mask_mod({_PLACE}, sizes, tensors)", f"return {made}")
+    # A constant has no shape, so the indices, which are never negative, provide it.
+    result = body.name_of(tree) if everywhere is None else f"(q_idx {'>=' if everywhere else '<'} 0) & (kv_idx >= 0)"
+    return body.function(f"mask_mod({_PLACE}, sizes, tensors)", f"return {result}")
 
 
 def _captured_gradients(tree: Expression, tensors: tuple[Captured, ...]) -> str:
@@ -115,18 +115,18 @@ def _captured_gradients(tree: Expression, tensors: tuple[Captured, ...]) -> str:
             continue
         assert isinstance(load.value, Captured)
         term = body.product("d_score", folded(by_load(tree, load)))
-        # Of what is printed: folding may have dropped what the address would vary along.
+        # After folding, which may have dropped an index from the address.
         place = folded(load)
         target = f"gradients[{slots[load.value]}] + {body.index(place)}"
         reads = {each.op for each in place.walk()}
-        # The score is a tile, and so is an address made of it.
+        # The score is a tile, and so is an address computed from it.
         along = [axis for axis, leaf in ((1, "kv_idx"), (0, "q_idx")) if not reads & {leaf, "score"}]
         if not along:
             body.lines.append(f'tl.atomic_add({target}, {term}, mask=inside, sem="relaxed")')
             continue
         total = f"tl.where(inside, {term}, 0.0)"
         for axis in along:
-            # Both axes gone, the element's address has no shape either.
+            # Without both axes the element's address has no shape either.
             total = f"tl.sum({total}, {axis}{'' if len(along) == 2 else ', keep_dims=True'})"
         body.lines.append(f'tl.atomic_add({target}, {total}, sem="relaxed")')
     return body.function(
@@ -152,7 +152,7 @@ class _Body:
         return name
 
     def name_of(self, tree: Expression) -> str:
-        """What stands for `tree` in a statement: a name, or a literal."""
+        """The name or literal of `tree` in a statement."""
         if tree not in self.names:
             self.names[tree] = self._name(tree)
         return self.names[tree]
@@ -167,9 +167,9 @@ class _Body:
         return self.assigned(f"{name} * {self.name_of(factor)}")
 
     def index(self, load: Expression) -> str:
-        """The element that `load` reads, as a sum that begins with what is widest; in int64 where it has several dimensions.
+        """The element that `load` reads, as a sum that begins with the outermost dimension; int64 for several dimensions.
 
-        Added to an address from left to right, so that what is the same in all lanes is added once.
+        The sum is added to an address from left to right, so that terms common to all lanes are added once.
         """
         assert isinstance(load.value, Captured)
         if len(load.args) == 1:
@@ -184,7 +184,7 @@ class _Body:
     def _size(self, size: int | str) -> str | int:
         if isinstance(size, int):
             return size
-        # Of no query or no key there is no tile to read for.
+        # Without queries or keys there is no tile that reads.
         return "(sizes[3] + sizes[4] - 1)" if size == "offsets" else f"sizes[{_SIZES.index(size)}]"
 
     def _name(self, x: Expression) -> str:
@@ -204,7 +204,7 @@ class _Body:
         if x.op == "sigmoid":
             return f"1.0 / (1.0 + {self._power(x.args[0], -_LOG2_E)})"
         if x.op == "tanh":
-            # Beyond the range of exp this is 1 or -1; near 0 it is off by some 2^-24, not relative to itself.
+            # Beyond the range of exp this is 1 or -1; near 0 its error is some 2^-24, absolute, not relative.
             return f"2.0 / (1.0 + {self._power(x.args[0], -2 * _LOG2_E)}) - 1.0"
         a = [self.name_of(each) for each in x.args]
         if x.op in _TURNED and number(x.args[0]) is not None:
@@ -230,7 +230,7 @@ class _Body:
 def _times(flat: str | int, size: str | int) -> Any:
     if isinstance(flat, int) and isinstance(size, int):
         return flat * size
-    # The literal has no type to widen.
+    # A literal has no type to widen.
     wide, other = (size, flat) if isinstance(flat, int) else (flat, size)
     return f"({wide}).to(tl.int64) * {other}"
 

@@ -1,6 +1,6 @@
-"""Triton in one of its two modes: compiled on CUDA, or interpreted on the CPU. A process has one mode for its life.
+"""Triton in one of its two modes: compiled on CUDA, or interpreted on the CPU. A process keeps its mode.
 
-Triton chooses while it is first imported, from TRITON_INTERPRET; `load` sets that variable before.
+Triton chooses the mode during its first import, from TRITON_INTERPRET; `load` sets that variable first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["VARIABLE", "compile_counts", "load", "mode", "unavailable"]
 
 _NEEDED: dict[Device, tuple[str, ...]] = {"cpu": ("torch", "triton", "numpy"), "cuda": ("torch", "triton")}
 VARIABLE = "TRITON_INTERPRET"
-"""The environment variable that settles Triton's mode."""
+"""The environment variable that selects Triton's mode."""
 
 _compiles: Counter[str] = Counter()
 _ready: set[Device] = set()
@@ -33,12 +33,12 @@ def mode() -> Device | None:
     standard = sys.modules.get("triton.language.standard")
     if jit is None or standard is None:
         return None
-    # The variable may have changed since: Triton's own library shows what it was then.
+    # The variable may have changed since the import: Triton's own library shows the mode.
     return "cuda" if isinstance(standard.cdiv, jit.JITFunction) else "cpu"
 
 
 def load(device: Device) -> ModuleType:
-    """The module `triton` in the mode that `device` needs; later calls are cheap.
+    """Import `triton` in the mode that `device` needs; later calls are cheap.
 
     On the CPU this also repairs the interpreter (`attnfuzz.kernels.triton.interpreter.interpreter`).
 
@@ -55,7 +55,7 @@ def load(device: Device) -> ModuleType:
             "device",
             device,
             f"Triton was imported in its {now} mode, and a process has one mode",
-            f"use a process of its own for {device!r}, started with {remedy}",
+            f"use another process for {device!r}, started with {remedy}",
         )
     if device == "cpu":
         os.environ[VARIABLE] = "1"
@@ -85,14 +85,14 @@ def unavailable(device: Device) -> str | None:
 
 
 def compile_counts() -> dict[str, int]:
-    """Compiles in this process (disk-cache hits included) per device function; always empty in the interpreter."""
+    """Count compiles in this process (disk-cache hits included) per device function; always empty in the interpreter."""
     return dict(_compiles)
 
 
 def _count_compiles(triton: Any) -> None:
-    """Count what Triton's compiler says of each compile, passing every call on to a listener that is already there.
+    """Count the compiles that Triton's compiler reports, and pass each report on to an existing listener.
 
-    Not by the hook behind a compile: Triton 3.6 writes a kernel's constants as JSON for it, which functions among them are not.
+    The hook after a compile cannot be used: Triton 3.6 writes a kernel's constants as JSON for it, which fails for functions.
     """
     before = triton.knobs.compilation.listener
 

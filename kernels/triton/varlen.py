@@ -51,7 +51,7 @@ _HALF_CONFIGS: Final = (
 )
 _HALF_CONFIGS_TO_128: Final = (_config(128, 64, 8, 2), _config(64, 128, 8, 2))
 _SINGLE_CONFIGS: Final = (_config(32, 32, 4, 1), _config(16, 16, 4, 1))
-# 32 x 32 takes 11 to 40 seconds to compile there.
+# 32 x 32 takes 11 to 40 seconds to compile.
 _SINGLE_CONFIGS_BEYOND_128: Final = (_config(16, 16, 4, 1),)
 
 # Rows per program of the Delta kernel: no Config changes it.
@@ -92,7 +92,7 @@ class TritonVarlen:
         self._built: dict[tuple[str, Device], BuiltVarlen] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: not what this one has loaded and compiled."""
+        """The state for another process, without loaded modules and compiled code."""
         return {**self.__dict__, "_module": None, "_built": {}}
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
@@ -114,7 +114,7 @@ class TritonVarlen:
         return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """Dims, causal, dtype, Config, and whether all is contiguous; lengths, heads, strides and scale are run-time values."""
+        """Dims, causal, dtype, Config, whether all tensors are contiguous; lengths, heads, strides, scale are run-time values."""
         strided = " strided" if _strided(problem) else ""
         return f"{self.name} {problem.dim_qk} {problem.dim_v} {problem.causal} {problem.dtype}{strided} {config.canonical()}"
 
@@ -140,7 +140,7 @@ class TritonVarlen:
         return lower.cannot_lower()
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
-        """Everything that `build` compiles on CUDA."""
+        """List everything that `build` compiles on CUDA."""
         return lower.units(BuiltVarlen(self._loaded("cuda"), problem, config).calls(), arch)
 
     def _loaded(self, device: Device) -> ModuleType:
@@ -188,7 +188,7 @@ class BuiltVarlen:
         }
 
     def calls(self) -> tuple[Call, ...]:
-        """The launches, for 16-byte aligned tensors as torch allocates them, or for any where the inputs are strided."""
+        """The launches, for tensors aligned to 16 bytes as torch's are, or for any alignment where inputs are strided."""
         import torch
 
         x, f32, i32 = getattr(torch, self._dtype), torch.float32, torch.int32
@@ -277,12 +277,12 @@ def _strided(problem: Problem) -> bool:
 
 
 def _steps(inputs: Inputs) -> tuple[int, ...]:
-    """Strides of tokens and heads in q, k, v; of tokens, heads and dims in dO. No layout has q, k, v with another last stride."""
+    """Strides of tokens and heads in q, k, v, whose last stride is always 1; of tokens, heads and dims in dO."""
     return (*inputs.q.stride()[:2], *inputs.k.stride()[:2], *inputs.v.stride()[:2], *inputs.d_o.stride())
 
 
 def _padded(dim: int) -> int:
-    """The next power of two, at least 16: what the dot products take."""
+    """The next power of two, at least 16, as dot products require."""
     return max(16, 1 << (dim - 1).bit_length())
 
 

@@ -1,8 +1,8 @@
 """Device code of ragged attention with grouped heads: forward, Delta, and a backward without atomics.
 
-Token tensors are `(tokens, heads, dim)`. The kernel's own (o, dq, dk, dv) are contiguous, and so are q, k, v and do unless
-STRIDED: then their strides count, of which the last is 1, but for do. `lse` is `(heads, lse_stride)` fp32, natural log;
-`delta` is `(total_q, heads)` fp32. Sequence b owns the rows `cu_seqlens[b] <= row < cu_seqlens[b + 1]`: nothing outside them
+Token tensors are `(tokens, heads, dim)`. The kernel's outputs (o, dq, dk, dv) are contiguous, and so are q, k, v and do unless
+STRIDED: then their strides are used; the last one is 1 except for do. `lse` is `(heads, lse_stride)` fp32, natural log;
+`delta` is `(total_q, heads)` fp32. Sequence b has the rows `cu_seqlens[b] <= row < cu_seqlens[b + 1]`: nothing outside them
 is read or written. With c = scale * log2(e), per query row i and key j,
 
     s_ij = c * q_i . k_j   (-inf where j is hidden)      m_i = max_j s_ij      l_i = sum_j 2^(s_ij - m_i)
@@ -63,7 +63,7 @@ def _last_key(rows, seqlen_q, seqlen_k, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _inside(rows, length, dims, DIM: tl.constexpr, PAD: tl.constexpr):
-    """Which elements of a tile belong to the sequence and to the head: (rows, PAD), or (rows, 1) without padding."""
+    """Mask of a tile's elements that belong to the sequence and the head: (rows, PAD), or (rows, 1) without padding."""
     inside = rows[:, None] < length
     if DIM != PAD:
         inside = inside & (dims[None, :] < DIM)
@@ -331,7 +331,7 @@ def _backward_keys(
     acc_dv = tl.zeros([TILE_N, PAD_V], tl.float32)
     begin_m = 0
     if CAUSAL:
-        # The first query that sees key start_n, down to a whole tile.
+        # The first query that sees key start_n, rounded down to a whole tile.
         begin_m = tl.maximum(0, start_n - _diagonal(seqlen_q, seqlen_k)) // TILE_M * TILE_M
     groups = heads // kv_heads
     for member in range(groups):
@@ -418,7 +418,7 @@ def backward(
             )  # fmt: skip
 
 
-# Inputs of another layout may begin anywhere: one compile for all.
+# Strided inputs may have any alignment: one compile for all.
 _INPUTS = ["q", "k", "v", "do"]
 forward_strided = triton.jit(do_not_specialize=_FORWARD_SCALARS, do_not_specialize_on_alignment=_INPUTS)(forward.fn)
 preprocess_strided = triton.jit(do_not_specialize=_PREPROCESS_SCALARS, do_not_specialize_on_alignment=_INPUTS)(preprocess.fn)

@@ -272,7 +272,7 @@ def test_gradients_are_those_of_the_definition(name: str, dtype: torch.dtype) ->
 
 
 ODD = {
-    "kernel": ({"kernel": 3}, "it is no kernel"),
+    "kernel": ({"kernel": 3}, "it is not a kernel"),
     "causal": ({"causal": torch.tensor([True, False])}, "no such mask"),
     "scale": ({"kernel": "tilelang.gqa.split", "softmax_scale": 3e38}, "does not fit float32"),
     "meta": ({name: torch.empty(2, 5, 4, 32, device="meta") for name in ("q", "k", "v")}, "kernels read plain memory"),

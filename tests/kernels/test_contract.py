@@ -191,7 +191,7 @@ def test_config_integers() -> None:
     assert config.integer("tile_m") == 64
     assert config.tile("tile_m", 1) == 64
     assert config.tile("tile_n") == 1
-    with pytest.raises(TypeError, match="config variant='split' is no integer"):
+    with pytest.raises(TypeError, match="config variant='split' is not an integer"):
         config.integer("variant")
     with pytest.raises(KeyError):
         config.integer("stages")

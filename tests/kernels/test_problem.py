@@ -115,11 +115,11 @@ IMPOSSIBLE_LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "constant values": (
         {"layout_v": Layout(expanded=True)},
-        "layout_v.expanded=True: q, k and v are no constants; use it for layout_do only",
+        "layout_v.expanded=True: q, k and v are not constants; use it for layout_do only",
     ),
     "packed gradients": (
         {"layout_do": Layout(packed=True)},
-        "layout_do.packed=True: dO has no part in q, k, v; leave it out",
+        "layout_do.packed=True: dO is not packed with q, k, v; leave it out",
     ),
     "k alone": (
         {"layout_k": Layout(packed=True)},

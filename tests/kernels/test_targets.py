@@ -98,9 +98,9 @@ REFUSED = {
     "acme_target:KERNAL": "the module 'acme_target' has no 'KERNAL'; did you mean 'KERNEL'?",
     "acme_target:xyz": "the module 'acme_target' has no 'xyz'; kernels there: KERNEL, WRONG, OTHER",
     "acme_target:Holder.none": "the class 'Holder' has no 'none'; did you mean 'inner'?",
-    "acme_target:flash": "flash(q, k, v, ...) is no kernel, and makes none without arguments; "
-    "an attention function becomes one by attnfuzz.kernels.adapters.dense or varlen; name the object that they give",
-    "acme_target:failing": "making it failed with ZeroDivisionError: division by zero; mend that",
+    "acme_target:flash": "flash(q, k, v, ...) is not a kernel, and needs arguments to make one; "
+    "an attention function becomes one by attnfuzz.kernels.adapters.dense or varlen; name the object that they return",
+    "acme_target:failing": "making it failed with ZeroDivisionError: division by zero; fix that",
     "acme_none:KERNEL": "there is no module 'acme_none' ",
     "acme_none.deeper:KERNEL": "there is no module 'acme_none' ",
     "acme_target.deeper:KERNEL": "there is no module 'acme_target.deeper' ",
@@ -111,7 +111,7 @@ REFUSED = {
     ":KERNEL": "it is not of the form package.module:OBJECT",
     "a:b:c": "it is not of the form package.module:OBJECT",
     "acme_broken:KERNEL": "importing acme_broken failed with ModuleNotFoundError: No module named 'acme_absent' "
-    "(acme_broken.py:2); mend that, or install what it needs",
+    "(acme_broken.py:2); fix that, or install what it needs",
     "acme_exit:KERNEL": "importing acme_exit failed with SystemExit: 3 (acme_exit.py:1)",
     "acme_syntax:KERNEL": "importing acme_syntax failed with SyntaxError",
 }

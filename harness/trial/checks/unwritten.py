@@ -16,7 +16,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.kernels.contract import Built, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
-from attnfuzz.kernels.support.memory import told_stores
+from attnfuzz.kernels.support.memory import describe_stores
 
 __all__ = ["OTHER_FILL", "name_unwritten"]
 
@@ -65,6 +65,6 @@ def _renamed(failure: Failure, problem: Problem, first: dict[OutputName, torch.T
     never = bool((now[changed] == OTHER_FILL).all())
     said = "were never written" if never else "come from memory that was never written"
     message = f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements {said}; first at {where(name, place)}"
-    if stores := told_stores(second):
+    if stores := describe_stores(second):
         message += f"; {stores}"
     return replace(failure, kind="unwritten", message=message, place=place)

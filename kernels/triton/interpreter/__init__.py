@@ -1,1 +1,1 @@
-"""Triton's interpreter, repaired and with an exact memory checker."""
+"""Triton's interpreter, repaired, with an exact memory checker."""

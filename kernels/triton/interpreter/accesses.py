@@ -1,4 +1,4 @@
-"""What an access may do: reach its own tensors, and be in no conflict with other programs of the launch."""
+"""Rules for an access: it must stay within its own tensors, and not conflict with other programs of the launch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["accessed", "note_load", "note_site", "note_store", "order", "refuse_
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _MOST_PENDING = 64 << 20
-"""Bytes of addresses of loads that a launch may keep before it looks at them."""
+"""Bytes of load addresses that a launch may keep before it processes them."""
 _VERBS: dict[Operation, str] = {"load": "reads", "store": "writes", "atomic": "changes"}
 
 
 def views_of(kind: Any) -> tuple[View, ...]:
-    """The tensors that pointers of type `kind` may be used for: all, where nothing is known."""
+    """The tensors that pointers of type `kind` may be used for: all tensors where nothing is known."""
     view = getattr(kind, "view", None)
     if isinstance(view, View):
         return (view,)
@@ -35,7 +35,7 @@ def views_of(kind: Any) -> tuple[View, ...]:
 
 
 def accessed(operation: Operation, ptrs: Any, kept: Array) -> Sequence[tuple[View, int, Array | None]]:
-    """The tensors that an access reaches, each with the addresses in it; None: all under the mask. Others are refused."""
+    """The tensors that an access reaches, each with its addresses (None: all under the mask); refuses any other access."""
     kind, data = ptrs.dtype, ptrs.data
     view = getattr(kind, "view", None)
     if type(view) is View:
@@ -57,17 +57,17 @@ def accessed(operation: Operation, ptrs: Any, kept: Array) -> Sequence[tuple[Vie
 
 
 def _of_several(operation: Operation, kind: Any, width: int, live: Array) -> list[tuple[View, int, Array]]:
-    found, left = [], live
+    reached, left = [], live
     for view in views_of(kind):
         if left.size:
             inside = view.holds(left, width)
             if inside.any():
-                found.append((view, width, left[inside]))
+                reached.append((view, width, left[inside]))
                 left = left[~inside]
     if left.size:
         what = f"{_VERBS[operation]} address {int(left[0]):#x}, which is in no tensor of the launch ({left.size} elements in all)"
         refuse("out-of-bounds", operation, what)
-    return found
+    return reached
 
 
 def _outside(operation: Operation, view: View, width: int, live: Array, inside: Array) -> NoReturn:
@@ -102,7 +102,7 @@ def refuse_duplicates(view: View, live: Array) -> None:
 
 
 def note_load(view: View, width: int, data: Array, kept: Array | None, live: Array | None) -> None:
-    """Keep the addresses of a load, and compare them with what other programs have stored."""
+    """Keep the addresses of a load, and compare them with the stores of other programs."""
     launch, shadow = now(), view.shadow
     if live is not None:
         data, kept = live, None
@@ -123,7 +123,7 @@ def note_load(view: View, width: int, data: Array, kept: Array | None, live: Arr
 
 
 def note_store(operation: Operation, view: View, width: int, live: Array, *, atomic: bool) -> None:
-    """Note who writes the addresses `live`, and compare them with what other programs have read and written."""
+    """Note that this program writes the addresses `live`, and compare them with loads and stores of other programs."""
     launch, shadow = now(), view.shadow
     if not live.size:
         return
@@ -133,7 +133,7 @@ def note_store(operation: Operation, view: View, width: int, live: Array, *, ato
 
 
 def note_site(ptrs: Any) -> None:
-    """Remember which statement stores to a tensor, even where its mask hides everything."""
+    """Note which statement stores to a tensor, even where its mask hides everything."""
     watch, view = now().watch, getattr(ptrs.dtype, "view", None)
     if watch is not None and type(view) is View:
         watch.stores.setdefault(view.storage, {}).setdefault(sites.site())
@@ -147,7 +147,7 @@ def _race(operation: Operation, view: View, address: int, done: str, stamp: int,
 
 
 def order(view: View, live: Array, ptrs: Any, *, relaxed: bool) -> None:
-    """A lock or a counter is one integer: who takes it over comes after those who have had it. Sums of floats order nothing."""
+    """Order programs by an atomic on one integer (lock or counter): earlier holders come first. Sums of floats order nothing."""
     if relaxed or live.size != 1 or not ptrs.dtype.element_ty.is_int():
         return
     launch = now()
@@ -159,13 +159,13 @@ def order(view: View, live: Array, ptrs: Any, *, relaxed: bool) -> None:
     holders.add(launch.stamp)
 
 
-def refuse_unwritten(operation: Operation, ptrs: Any, kept: Array, made: Any) -> None:
-    """Refuse to go on with values of memory that nobody has written, where the harness knows such memory."""
+def refuse_unwritten(operation: Operation, ptrs: Any, kept: Array, result: Any) -> None:
+    """Refuse values from memory that was never written, where the harness knows such memory."""
     view = getattr(ptrs.dtype, "view", None)
     if now().watch is None or (type(view) is View and view.shadow.fresh is None):
         return
     live = live_of(ptrs.data, kept)
-    values = live_of(np.broadcast_to(made.data, ptrs.data.shape), kept)
+    values = live_of(np.broadcast_to(result.data, ptrs.data.shape), kept)
     for each in (view,) if type(view) is View else views_of(ptrs.dtype):
         width = max(1, ptrs.dtype.element_ty.primitive_bitwidth // 8)
         mine = each.holds(live, width) if each is not view else np.ones(live.shape, np.bool_)
@@ -173,5 +173,5 @@ def refuse_unwritten(operation: Operation, ptrs: Any, kept: Array, made: Any) ->
         if unwritten is not None:
             element = each.element(int(live[mine][unwritten][0]))
             count = int(np.count_nonzero(unwritten))
-            what = f"reads {element} of {sites.title(each)}, which nobody has written ({count} elements in all)"
+            what = f"reads {element} of {sites.title(each)}, which was never written ({count} elements in all)"
             refuse("uninitialised", operation, what)

@@ -1,10 +1,10 @@
-"""Triton's interpreter, made right for bfloat16 and quick enough for fuzzing. Tried with Triton 3.6 and 3.9.
+"""Triton's interpreter, corrected for bfloat16 and fast enough for fuzzing. Tested with Triton 3.6 and 3.9.
 
-As shipped it keeps a bfloat16 as its 16 bits in a `uint16` and then computes with those integers, and it truncates where
-it converts to bfloat16. Here every bfloat16 operation goes through float32 and rounds to nearest, ties to even.
+As shipped it keeps a bfloat16 as its 16 bits in a `uint16`, computes with those integers, and truncates in conversions to
+bfloat16. Here every bfloat16 operation goes through float32 and rounds to nearest, ties to even.
 
-As shipped it also patches the language anew for every launch and every nested call. Here that happens once. The short
-ways around Triton's type checker are in `shortcuts`, the checks of every access to memory in `memory`.
+As shipped it also patches the language again for every launch and every nested call. Here that happens once. Shortcuts past
+Triton's type checker are in `shortcuts`, the checks of memory accesses in `memory`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _is_bfloat16(handle: Any) -> bool:
 
 
 def _widened(handle: Any) -> Any:
-    """A bfloat16 handle as float32; any other as it is."""
+    """A bfloat16 handle as float32; any other handle unchanged."""
     return _Handle(bfloat16_to_float32(handle.data), tl.float32) if _is_bfloat16(handle) else handle
 
 
@@ -84,7 +84,7 @@ def _narrowed(values: Array) -> Any:
 
 
 def _install_bfloat16() -> None:
-    """Give the builder bfloat16 casts, arithmetic, dot products and sums. Loads and stores move bits, which is right."""
+    """Correct the builder's bfloat16 casts, arithmetic, dot products and sums. Loads and stores move bits and need no change."""
     shipped_cast = _Builder.cast_impl
     shipped_fp_to_fp = _Builder.create_fp_to_fp
     shipped_binary = _Builder.binary_op
@@ -117,7 +117,7 @@ def _install_bfloat16() -> None:
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         if _is_bfloat16(z):
-            # Exact products and one float64 sum: rounded once, as good as always, to float32 and then to bfloat16.
+            # Exact products and one float64 sum, rounded to float32 and then to bfloat16: nearly always one rounding.
             wide = [bfloat16_to_float32(operand.data).astype(np.float64) for operand in (x, y, z)]
             return _narrowed((wide[0] * wide[1] + wide[2]).astype(np.float32))
         return shipped_fma(self, x, y, z)
@@ -141,14 +141,14 @@ def _install_bfloat16() -> None:
 
 
 def _dot_operand(handle: Any) -> Any:
-    """A half-precision operand as float32: exact, and NumPy has a fast product for that."""
+    """A half-precision operand as float32: exact, and NumPy's float32 product is fast."""
     if handle.dtype.scalar == tl.float16:
         return _Handle(handle.data.astype(np.float32), tl.float32)
     return _widened(handle)
 
 
 def _install_min_max() -> None:
-    """Reductions that drop NaN, as the language says, but without NumPy's warning where there is nothing else."""
+    """Drop NaN in min and max reductions, as the language specifies, without NumPy's warning where all are NaN."""
     shipped_min_max = shipped.ReduceOps.min_max
     quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 
@@ -159,7 +159,7 @@ def _install_min_max() -> None:
 
 
 def _install_language() -> None:
-    """Put the language into its interpreted form for good, and make nested calls plain calls."""
+    """Put the language into its interpreted form permanently, and make nested calls plain calls."""
     shipped._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     # Triton 3.6 converts an array of one element here, which NumPy 2.4 refuses.
     tl.tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
@@ -174,7 +174,7 @@ def _install_language() -> None:
 
 
 def _install_launch() -> None:
-    """Launch over CPU tensors in place: no copies of their storage, and one look at the signature."""
+    """Launch over CPU tensors in place, without copies of their storage, and inspect each signature once."""
     shipped_launch = shipped.GridExecutor.__call__
     signatures: dict[Any, inspect.Signature] = {}
 

@@ -1,4 +1,4 @@
-"""The launch that is being interpreted: its tensors, what is noted of their memory, and the program that runs."""
+"""The launch in progress: its tensors, the notes on their memory, and the running program."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Launch:
         self.atomic = False
         """Whether loads and stores are parts of an atomic operation."""
         self.other = False
-        """Whether the load in progress has been given `other`."""
+        """Whether the load in progress has an `other`."""
         self.pending = 0
         self.ordered: dict[int, set[int]] = {}
-        """Programs that an earlier one is known to have ended its work for, by stamp."""
+        """Programs that are ordered before each one, by stamp."""
         self.released: dict[tuple[int, int], set[int]] = {}
         self.watch = memory.current()
         self.shadows: dict[int, Shadow] = {} if self.watch is None else self.watch.shadows
@@ -42,18 +42,18 @@ class Launch:
             self.watch.launches.append(name)
 
     def view(self, tensor: Any) -> View:
-        """The View of a tensor argument."""
-        made = View(tensor)
-        shadow = self.shadows.get(made.storage)
-        if shadow is None or shadow.size != made.size:
-            fresh = None if self.watch is None else self.watch.fresh.get(made.storage)
-            shadow = self.shadows[made.storage] = Shadow(made.storage, made.size, made.width, fresh)
-        made.shadow = shadow
-        self.views.append(made)
-        return made
+        """Make the View of a tensor argument."""
+        view = View(tensor)
+        shadow = self.shadows.get(view.storage)
+        if shadow is None or shadow.size != view.size:
+            fresh = None if self.watch is None else self.watch.fresh.get(view.storage)
+            shadow = self.shadows[view.storage] = Shadow(view.storage, view.size, view.width, fresh)
+        view.shadow = shadow
+        self.views.append(view)
+        return view
 
     def end(self) -> None:
-        """What is only read in a launch is of no use to the next."""
+        """End the launch: drop pending loads, which do not matter to the next one."""
         global _next_base
         _next_base = max(_next_base, self.last + 1)
         for view in self.views:
@@ -64,13 +64,13 @@ class Launch:
         return self.ordered.get(self.stamp, _NONE)
 
     def enter(self, indices: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
-        """Program `indices` of a grid of `sizes` begins."""
+        """Begin program `indices` of a grid of `sizes`."""
         self.program, self.sizes = indices, sizes
         self.stamp = self.base + 1 + (indices[0] * sizes[1] + indices[1]) * sizes[2] + indices[2]
         self.last = max(self.last, self.stamp)
 
     def named(self, stamp: int) -> str:
-        """The program of a stamp, for people."""
+        """Format the program of a stamp."""
         if stamp == self.base:
             return "several other programs"
         number, (_, ny, nz) = stamp - self.base - 1, self.sizes
@@ -78,24 +78,24 @@ class Launch:
 
 
 def now() -> Launch:
-    """The launch in progress; there is one."""
+    """The launch in progress, which must exist."""
     assert current is not None
     return current
 
 
 def bearing(kind: Any, view: View | tuple[View, ...] | None) -> Any:
-    """A copy of pointer type `kind`, equal to it for Triton, that bears its View, or several where it may be of each of them."""
-    made = copy.copy(kind)
-    made.view = view
-    made.width = max(1, made.element_ty.primitive_bitwidth // 8)
-    return made
+    """Copy pointer type `kind`, equal for Triton, with its View attached, or several where the pointer may be of each of them."""
+    attached = copy.copy(kind)
+    attached.view = view
+    attached.width = max(1, attached.element_ty.primitive_bitwidth // 8)
+    return attached
 
 
 def refuse(kind: MemoryKind, operation: Operation, what: str) -> NoReturn:
-    """End the launch with a MemoryFault, which the watch remembers should the kernel's own code catch it."""
+    """End the launch with a MemoryFault; the watch keeps it in case the kernel's own code catches it."""
     launch = now()
-    told = f"{what}; program {launch.program} of {launch.name}"
-    fault = MemoryFault(kind, operation, sites.site(), told, sites.callers())
+    message = f"{what}; program {launch.program} of {launch.name}"
+    fault = MemoryFault(kind, operation, sites.site(), message, sites.callers())
     if launch.watch is not None and launch.watch.fault is None:
         launch.watch.fault = fault
     raise fault

@@ -1,8 +1,7 @@
-"""The exact memory checker: every load, store and atomic of every interpreted launch, against the tensors that it was given.
+"""The exact memory checker: checks every load, store and atomic of every interpreted launch against the launch's tensors.
 
-The pointer type of each tensor argument bears its View, and Triton's own operations hand that on: a pointer may be used for
-elements of its own tensor alone, whatever lies beside them. A pointer that was a number in between may be used for all tensors
-of the launch.
+The pointer type of each tensor argument has its View attached, and Triton's own operations pass it on: a pointer may only be used
+for elements of its own tensor. A pointer that was a number in between may be used for all tensors of the launch.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ _Handle: Any = shipped.TensorHandle
 
 
 def install() -> None:
-    """Check every launch from now on, as long as `attnfuzz.kernels.support.memory.checking()`. Call it once, last of all repairs.
+    """Check every launch from now on, as long as `attnfuzz.kernels.support.memory.checking()`. Call it once, after all repairs.
 
-    Where Triton's interpreter is not as it is known, launches stay unchecked, and a RuntimeWarning says why.
+    Where Triton's interpreter has another form than expected, launches stay unchecked, and a RuntimeWarning says why.
     """
     if reason := _unfit():
-        told = (
+        text = (
             f"the memory checker does not know the interpreter of Triton {triton.__version__}: {reason}; launches are not checked"
         )
-        memory.leave_unchecked(told)
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        memory.leave_unchecked(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
         return
     shipped._implicit_cvt = _converted(shipped._implicit_cvt)
     shipped.GridExecutor.__call__ = _launched(shipped.GridExecutor.__call__)
@@ -82,24 +81,24 @@ _EXPECTED = {
 
 
 def _unfit() -> str | None:
-    """What of the interpreter is other than this module expects, or None."""
+    """How the interpreter differs from what this module expects, or None."""
     for name, expected in _EXPECTED.items():
-        found = getattr(_Builder, name, None)
-        if found is None:
+        method = getattr(_Builder, name, None)
+        if method is None:
             return f"there is no InterpreterBuilder.{name}"
-        parameters = tuple(inspect.signature(found).parameters)
+        parameters = tuple(inspect.signature(method).parameters)
         if parameters[: len(expected)] != expected:
             return f"InterpreterBuilder.{name} takes {', '.join(parameters)}"
     if not callable(getattr(shipped, "_implicit_cvt", None)):
         return "there is no _implicit_cvt"
     try:
         return _handed_on()
-    except Exception as error:  # whatever another version raises
+    except Exception as error:  # another version may raise anything
         return f"its pointers cannot be tried ({type(error).__name__}: {error})"
 
 
 def _handed_on() -> str | None:
-    """Which operation on pointers loses their type, or None."""
+    """Why pointers lose their type in some operation, or None."""
     kind = bearing(tl.pointer_type(tl.float32), None)
     builder = shipped.interpreter_builder
     start = _Handle(np.array([64], np.uint64), kind)
@@ -114,17 +113,17 @@ def _handed_on() -> str | None:
         "create_reshape": builder.create_reshape(wide, [1, 2], False),
         "create_trans": builder.create_trans(wide, [1, 0]),
     }
-    lost = [name for name, made in tried.items() if made.dtype is not kind]
+    lost = [name for name, result in tried.items() if result.dtype is not kind]
     return f"{lost[0]} loses the type of a pointer" if lost else None
 
 
 def _converted(shipped_convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def convert(argument: Any) -> Any:
-        made = shipped_convert(argument)
+        tensor = shipped_convert(argument)
         if launches.current is not None and hasattr(argument, "data_ptr"):
             wrapper = isinstance(argument, triton.runtime.jit.TensorWrapper)
-            made.handle.dtype = bearing(made.handle.dtype, launches.current.view(argument.base if wrapper else argument))
-        return made
+            tensor.handle.dtype = bearing(tensor.handle.dtype, launches.current.view(argument.base if wrapper else argument))
+        return tensor
 
     return convert
 
@@ -155,7 +154,7 @@ def _entered(shipped_enter: Callable[..., None]) -> Callable[..., None]:
 
 
 def _language_load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember that there is an `other`: the interpreter drops one that is a single 0."""
+    """Note that there is an `other`: the interpreter drops one that is a single 0."""
 
     @functools.wraps(shipped_load)
     def load(pointer: Any, mask: Any = None, other: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +182,9 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
             )
         for view, width, live in accessed("load", ptrs, kept):
             note_load(view, width, data, kept, live)
-        made = shipped_load(self, ptrs, mask, other, *hints, **named)
-        refuse_unwritten("load", ptrs, kept, made)
-        return made
+        result = shipped_load(self, ptrs, mask, other, *hints, **named)
+        refuse_unwritten("load", ptrs, kept, result)
+        return result
 
     return create_masked_load
 
@@ -218,18 +217,18 @@ def _atomic(shipped_atomic: Callable[..., Any], *, pointers: int, mask: int | No
         ]
         for view, _, live in reached:
             order(view, live, ptrs, relaxed=getattr(args[-2], "name", "") == "RELAXED")
-        made = shipped_atomic(self, *args)
+        result = shipped_atomic(self, *args)
         if getattr(args[0], "name", "") != "XCHG":
-            refuse_unwritten("atomic", ptrs, kept, made)
+            refuse_unwritten("atomic", ptrs, kept, result)
         for view, width, live in reached:
             note_store("atomic", view, width, live, atomic=True)
-        return made
+        return result
 
     return create_atomic
 
 
 def _as_atomic(shipped_access: Callable[..., Any]) -> Callable[..., Any]:
-    """Loads and stores within are atomic."""
+    """Treat the loads and stores within an operation as atomic."""
 
     @functools.wraps(shipped_access)
     def access(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,18 +245,18 @@ def _as_atomic(shipped_access: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _merged(shipped_operation: Callable[..., Any]) -> Callable[..., Any]:
-    """A pointer that is one of several may be used for any of their tensors; one of another element type, for its own."""
+    """Allow a pointer that is one of several to be used for any of their tensors; after a bitcast, for its own."""
 
     @functools.wraps(shipped_operation)
     def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = shipped_operation(self, *args, **kwargs)
-        if launches.current is not None and isinstance(getattr(made, "dtype", None), tl.pointer_type):
-            found: list[View] = []
+        result = shipped_operation(self, *args, **kwargs)
+        if launches.current is not None and isinstance(getattr(result, "dtype", None), tl.pointer_type):
+            views: list[View] = []
             for each in args:
                 kind = getattr(each, "dtype", None)
                 if isinstance(each, _Handle) and isinstance(kind, tl.pointer_type):
-                    found += [view for view in views_of(kind) if view not in found]
-            made.dtype = bearing(made.dtype, found[0] if len(found) == 1 else tuple(found))
-        return made
+                    views += [view for view in views_of(kind) if view not in views]
+            result.dtype = bearing(result.dtype, views[0] if len(views) == 1 else tuple(views))
+        return result
 
     return operation

@@ -1,8 +1,8 @@
-"""Short ways around Triton's type checker for the commonest operations of an interpreted kernel.
+"""Shortcuts past Triton's type checker for the most frequent operations of an interpreted kernel.
 
 Triton checks, promotes and broadcasts both operands before each operation, which costs far more than the operation
-itself. Where NumPy promotes and broadcasts as Triton does, such operations go to NumPy at once; everything else takes
-Triton's own way. Loads and casts still go through the interpreter's builder.
+itself. Where NumPy promotes and broadcasts as Triton does, such operations go to NumPy directly; everything else goes through
+Triton. Loads and casts still go through the interpreter's builder.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ def install() -> None:
 _templates: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
 
 
-def _made(data: Any, scalar: Any, block: bool, kind: Any = None) -> Any:
-    """The tensor of `data` with elements of type `scalar`; tensor types are built once per element type and shape.
+def _tensor_of(data: Any, scalar: Any, block: bool, kind: Any = None) -> Any:
+    """Make the tensor of `data` with elements of type `scalar`; tensor types are built once per element type and shape.
 
-    A pointer's handle has a type of its own, `kind`, by which the memory checker knows its tensor.
+    A pointer's handle has another type, `kind`, to which the memory checker has attached its tensor.
     """
     key = (scalar.name, data.shape if block else None)
     template = _templates.get(key)
     if template is None:
-        made = _tensor(_Handle(data, kind or scalar), tl.block_type(scalar, list(data.shape)) if block else scalar)
-        _templates[key] = {name: value for name, value in vars(made).items() if name != "handle"}
-        return made
-    made = _tensor.__new__(_tensor)
-    vars(made).update(template)
-    made.handle = _Handle(data, kind or scalar)
-    return made
+        tensor = _tensor(_Handle(data, kind or scalar), tl.block_type(scalar, list(data.shape)) if block else scalar)
+        _templates[key] = {name: value for name, value in vars(tensor).items() if name != "handle"}
+        return tensor
+    tensor = _tensor.__new__(_tensor)
+    vars(tensor).update(template)
+    tensor.handle = _Handle(data, kind or scalar)
+    return tensor
 
 
 def _common(left: Any, right: Any) -> Any:
@@ -95,7 +95,7 @@ def _literal(other: Any, kind: str) -> Any:
 
 
 def _operator(name: str, function: Callable[..., Any], result: Any = None) -> Callable[[Any, Any], Any]:
-    """The operator `name` on fp32, on int32 and int64, and pointer + integer; `result` is its own element type, if it has one."""
+    """The operator `name` on fp32, on int32 and int64, and pointer + integer; `result`: its element type if not the operands'."""
     shipped_operator = getattr(_tensor, name)
 
     def operator(self: Any, other: Any) -> Any:
@@ -105,13 +105,13 @@ def _operator(name: str, function: Callable[..., Any], result: Any = None) -> Ca
                 scalar = _common(self.dtype, other.dtype)
                 if scalar is not None:
                     data = function(self.handle.data, other.handle.data)
-                    return _made(data, result or scalar, bool(self.shape or other.shape))
+                    return _tensor_of(data, result or scalar, bool(self.shape or other.shape))
             elif (literal := _literal(other, kind)) is not None:
-                return _made(function(self.handle.data, literal), result or self.dtype, bool(self.shape))
+                return _tensor_of(function(self.handle.data, literal), result or self.dtype, bool(self.shape))
         elif name == "__add__" and type(other) is _tensor and self.dtype.is_ptr() and other.dtype.name in ("int32", "int64"):
             width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
             data = self.handle.data + other.handle.data.astype(np.uint64) * np.uint64(width)
-            return _made(data, self.dtype, bool(self.shape or other.shape), self.handle.dtype)
+            return _tensor_of(data, self.dtype, bool(self.shape or other.shape), self.handle.dtype)
         return shipped_operator(self, other)
 
     return operator
@@ -123,7 +123,7 @@ def _logic(name: str, function: Callable[..., Any]) -> Callable[[Any, Any], Any]
 
     def operator(self: Any, other: Any) -> Any:
         if type(other) is _tensor and self.dtype.name == "int1" == other.dtype.name:
-            return _made(function(self.handle.data, other.handle.data), tl.int1, bool(self.shape or other.shape))
+            return _tensor_of(function(self.handle.data, other.handle.data), tl.int1, bool(self.shape or other.shape))
         return shipped_operator(self, other)
 
     return operator
@@ -135,7 +135,7 @@ def _getitem(shipped_getitem: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
 
     def getitem(self: Any, index: Any) -> Any:
         if type(index) is tuple and self.shape and all(part is None or part == whole for part in index):
-            return _made(self.handle.data[index], self.dtype, True, self.handle.dtype if self.dtype.is_ptr() else None)
+            return _tensor_of(self.handle.data[index], self.dtype, True, self.handle.dtype if self.dtype.is_ptr() else None)
         return shipped_getitem(self, index)
 
     return getitem
@@ -154,7 +154,7 @@ def _where(shipped_where: Callable[..., Any]) -> Callable[..., Any]:
                     other, block = (y.handle.data, bool(y.shape)) if y.dtype.name == kind else (None, False)
                 if other is not None:
                     data = np.where(condition.handle.data, x.handle.data, other)
-                    return _made(data, x.dtype, bool(condition.shape or x.shape or block))
+                    return _tensor_of(data, x.dtype, bool(condition.shape or x.shape or block))
         return shipped_where(condition, x, y, **kwargs)
 
     return where
@@ -171,7 +171,7 @@ def _to(shipped_to: Callable[..., Any]) -> Callable[..., Any]:
                 return self
             if source == "fp32" or target == "fp32" or {source, target} == {"int32", "int64"}:
                 data = shipped.interpreter_builder.cast_impl(self.handle, dtype).data
-                return _made(data, dtype, bool(self.shape))
+                return _tensor_of(data, dtype, bool(self.shape))
         return shipped_to(self, dtype, *args, **kwargs)
 
     return to
@@ -189,7 +189,7 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
             return shipped_load(pointer, mask, other, **kwargs)
         if mask is None and other is None and not pointer.shape:
             always = _Handle(np.ones(1, np.bool_), tl.int1)
-            return _made(builder.create_masked_load(pointer.handle, always, None, *hints).data, element, False)
+            return _tensor_of(builder.create_masked_load(pointer.handle, always, None, *hints).data, element, False)
         if pointer.shape and type(mask) is _tensor and type(other) is float and set(kwargs) <= {"_semantic"}:
             shape = np.broadcast_shapes(pointer.handle.data.shape, mask.handle.data.shape)
             pointers = _Handle(np.broadcast_to(pointer.handle.data, shape), pointer.handle.dtype)
@@ -198,14 +198,14 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
                 rest = builder.cast_impl(_Handle(np.full(shape, other, np.float32), tl.float32), element)
             else:
                 rest = _Handle(np.zeros(shape, shipped._get_np_dtype(element)), element)
-            return _made(builder.create_masked_load(pointers, kept, rest, *hints).data, element, True)
+            return _tensor_of(builder.create_masked_load(pointers, kept, rest, *hints).data, element, True)
         return shipped_load(pointer, mask, other, **kwargs)
 
     return load
 
 
 def _np_dtype(shipped_np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Triton builds a table of all types at every call: remember its answers."""
+    """Cache the results: Triton builds a table of all types at every call."""
     known: dict[str, Any] = {}
 
     def np_dtype(scalar: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where in the device code an interpreted launch is: the statement, the functions around it, and the names of its tensors."""
+"""The place of an interpreted launch in its device code: statement, calling functions, and names of tensors."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def site() -> Site:
 
 
 def callers() -> tuple[Site, ...]:
-    """The statements that led to it, from the launched function on."""
+    """The calling statements, from the launched function on."""
     return tuple(_sited(frame) for frame in _device_frames())[:0:-1]
 
 
 def title(view: View) -> str:
-    """A tensor by the name of the launch's argument, with shape and dtype."""
+    """Format a tensor: the name of the launch's argument, shape and dtype."""
     frames = list(_device_frames())
     named = frames[-1].f_locals if frames else {}
     for name, value in named.items():
-        if (found := _part(value, view)) is not None:
-            return f"{name}{found} {view}"
+        if (part := _part(value, view)) is not None:
+            return f"{name}{part} {view}"
     return f"a tensor {view}"
 
 
 def _part(value: Any, view: View) -> str | None:
-    """How `view` is reached from an argument: "", "[1]" for part of a tuple; None: not at all."""
+    """How `view` is reached from an argument: "", "[1]" for part of a tuple; None: it is not part of it."""
     if isinstance(value, tuple | tl.tuple):
         for index, each in enumerate(value):
-            if (found := _part(each, view)) is not None:
-                return f"[{index}]{found}"
+            if (part := _part(each, view)) is not None:
+                return f"[{index}]{part}"
         return None
     kind = getattr(getattr(value, "handle", None), "dtype", None)
     return "" if getattr(kind, "view", None) is view else None
 
 
 def _device_frames() -> Iterator[FrameType]:
-    """Frames of device code, the innermost first, up to the launch."""
+    """Yield the frames of device code, the innermost first, up to the launch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

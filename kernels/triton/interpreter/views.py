@@ -1,4 +1,4 @@
-"""Which elements belong to a tensor: the exact set, whatever its strides, asked by address."""
+"""The exact set of elements of a tensor of any strides, queried by address."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["View"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _LARGEST_MAP = 1 << 26
-"""Elements between the first and the last of a tensor for which a table of all is made."""
+"""Limit of a table's elements, from the first of a tensor to the last."""
 
 
 class View:
     """The memory of one tensor argument.
 
     Args:
-        tensor: with data_ptr(), element_size(), shape, stride() and untyped_storage(), as torch's.
+        tensor: an object with data_ptr(), element_size(), shape, stride() and untyped_storage(), like torch's.
     """
 
     __slots__ = ("_map", "_steps", "begin", "dense", "end", "shadow", "shape", "size", "storage", "title", "width")
@@ -50,14 +50,14 @@ class View:
         self.dense = _dense(steps)
 
     def covers(self, pointers: Array) -> bool:
-        """Whether all of `pointers` (at least one) lie between the first byte and the last element's first."""
+        """Whether all of `pointers` (at least one) lie between the first bytes of the first and the last element."""
         return bool(
             np.minimum.reduce(pointers, axis=None) >= self.begin
             and np.maximum.reduce(pointers, axis=None) <= self.end - self.width
         )
 
     def holds(self, pointers: Array, width: int) -> Array:
-        """For each address whether `width` bytes from it on are this tensor's: bool, shaped like `pointers`."""
+        """For each address whether the `width` bytes from it on belong to this tensor: bool, shaped like `pointers`."""
         offsets = pointers.astype(np.int64) - self.begin
         if width > self.width:
             parts = offsets[..., None] + np.arange(0, width, self.width)
@@ -81,7 +81,7 @@ class View:
         return self._map
 
     def _wide(self) -> bool:
-        """Whether a table would be too large, and the place of each element can be told from its number instead."""
+        """Whether a table would be too large, and each element's indices can be computed from its number instead."""
         reach = (self.end - self.begin) // self.width
         rests = [1 + sum((size - 1) * stride for stride, size in self._steps[at:]) for at in range(1, len(self._steps) + 1)]
         apart = all(stride >= rest for (stride, _), rest in zip(self._steps, rests, strict=True))
@@ -95,7 +95,7 @@ class View:
         return np.asarray(inside & (elements == 0))
 
     def element(self, address: int) -> str:
-        """An element of this tensor, by its indices where its rows follow one another."""
+        """Format an element of this tensor, by its indices where memory follows their order."""
         number = (address - self.begin) // self.width
         if self.dense and self.shape and 0 <= number < math.prod(self.shape) and self._rows_in_order():
             return f"[{', '.join(str(int(index)) for index in np.unravel_index(number, self.shape))}]"

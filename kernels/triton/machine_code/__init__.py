@@ -1,1 +1,1 @@
-"""Machine code of Triton kernels: compiled without a GPU, read for races and wrong descriptors."""
+"""Machine code of Triton kernels: compiled without a GPU, checked for races and wrong descriptors."""

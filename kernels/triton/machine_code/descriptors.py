@@ -1,10 +1,10 @@
-"""Products of a Triton kernel whose shared memory is not where it should be: descriptors, followed through the machine code.
+"""Products of a Triton kernel that read the wrong shared memory: their descriptors, followed through the machine code.
 
 A product of warp groups (WGMMA) finds its tile in shared memory by a descriptor of 64 bits (PTX ISA, "Matrix descriptor"): an
-address and an offset in its lower half, an offset and the swizzling in its upper half. Triton makes the upper half of constants
-alone, and the lower one of nothing that it loads from memory (other compilers may do otherwise). ptxas 12.8 loses, now and then,
-the copy that both halves are made from: the registers then hold whatever was in them before (bfloat16 values, where it was
-found), and the product reads another tile, or beyond shared memory. A wrong register that holds an address as well is not seen.
+address and an offset in its lower half, an offset and the swizzling in its upper half. Triton computes the upper half from
+constants only, and the lower half from nothing that it loads from memory (other compilers may not). ptxas 12.8 sometimes loses
+the copy from which both halves are computed: the registers then hold earlier values (bfloat16 values, in the case observed), and
+the product reads another tile, or beyond shared memory. A wrong register that also holds an address is not detected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attnfuzz.kernels.triton.machine_code.sass import Function, Instruction, fun
 __all__ = ["astray"]
 
 _Origins = frozenset[tuple[str, int]]
-"""Where a value comes from: ("loaded" | "run" | "undefined", the first such instruction's address); none: from constants."""
+"""Origins of a value: ("loaded" | "run" | "undefined", the first such instruction's address); empty: constants only."""
 _UNDEFINED: _Origins = frozenset({("undefined", 0)})
 _WORDS = {"loaded": "was loaded{at}", "run": "is no constant", "undefined": "nothing has set"}
 _State = dict[str, _Origins]
@@ -25,18 +25,18 @@ _Step = tuple[Instruction, Effect | None]
 
 
 def astray(sass: str) -> tuple[str, ...]:
-    """Products that read shared memory by registers which hold no descriptor, each in a sentence; one for each line of source.
+    """Describe products that read shared memory by registers without a descriptor: one sentence per line of source.
 
-    Registers and addresses are not in it: another compile would choose others, and what is known would look new.
+    Sentences do not name registers and addresses: another compile would choose others, and a known finding would look new.
 
     Args:
-        sass: of one architecture, as `nvdisasm -c -g` prints it.
+        sass: machine code of one architecture, as `nvdisasm -c -g` prints it.
     """
-    told = dict[str, None]()
+    sentences = dict[str, None]()
     for function in functions(sass):
         if function.known and any(descriptors_of(each) for block in function.blocks for each in block):
-            told |= dict.fromkeys(_sentence(function, each, origins) for each, origins in _found(function))
-    return tuple(told)
+            sentences |= dict.fromkeys(_sentence(function, each, origins) for each, origins in _wrong_products(function))
+    return tuple(sentences)
 
 
 def _sentence(function: Function, instruction: Instruction, origins: _Origins) -> str:
@@ -48,9 +48,9 @@ def _sentence(function: Function, instruction: Instruction, origins: _Origins) -
     return f"{where}: a product's shared memory descriptor is made of a register that {what}: wrong code of ptxas"
 
 
-def _found(function: Function) -> Iterator[tuple[Instruction, _Origins]]:
-    """The first such product of each line, in order, and where what it takes for a descriptor comes from."""
-    seen = set[str | int]()
+def _wrong_products(function: Function) -> Iterator[tuple[Instruction, _Origins]]:
+    """Yield the first such product of each line, in order, and the origins of the value that it takes for a descriptor."""
+    reported = set[str | int]()
     steps = [list(_steps(block)) for block in function.blocks]
     for begin, block in zip(_settled(function, steps), steps, strict=True):
         if begin is None:
@@ -59,8 +59,8 @@ def _found(function: Function) -> Iterator[tuple[Instruction, _Origins]]:
         for instruction, effect in block:
             for lower, upper in descriptors_of(instruction):
                 low = frozenset(each for each in _held(state, lower) if each[0] != "run")
-                if (wrong := low or _held(state, upper)) and (place := instruction.line or instruction.address) not in seen:
-                    seen.add(place)
+                if (wrong := low or _held(state, upper)) and (place := instruction.line or instruction.address) not in reported:
+                    reported.add(place)
                     yield instruction, wrong
             _apply(state, instruction, effect)
 
@@ -76,7 +76,7 @@ def _steps(block: list[Instruction]) -> Iterator[_Step]:
 
 
 def _settled(function: Function, steps: list[list[_Step]]) -> list[_State | None]:
-    """What each block begins with, whichever way it is reached; None: it never is."""
+    """The state at the beginning of each block, over all ways to reach it; None: it is never reached."""
     begins: list[_State | None] = [None] * len(steps)
     begins[0] = {}
     waiting = [0]
@@ -92,7 +92,7 @@ def _settled(function: Function, steps: list[list[_Step]]) -> list[_State | None
 
 
 def _joined(begins: list[_State | None], number: int, state: _State) -> bool:
-    """Add `state` to what block `number` begins with; whether that is more than before."""
+    """Add `state` to the beginning of block `number`; returns whether anything was new."""
     known = begins[number]
     if known is None:
         begins[number] = dict(state)
@@ -111,9 +111,9 @@ def _apply(state: _State, instruction: Instruction, effect: Effect | None) -> No
     if effect is None:
         return
     own: _Origins = frozenset({(effect.origin, instruction.address)}) if effect.origin else frozenset()
-    made = [_first_of_each(own.union(*(_held(state, each) for each in sources))) for sources in effect.sources]
-    for target, origins in zip(effect.targets, made, strict=True):
-        # Where a predicate decides, it decides of what reads it as well: nothing is undefined by that.
+    origins_of = [_first_of_each(own.union(*(_held(state, each) for each in sources))) for sources in effect.sources]
+    for target, origins in zip(effect.targets, origins_of, strict=True):
+        # A predicate that guards this write guards its readers as well: the target does not become undefined.
         state[target] = _first_of_each(origins | state[target]) if effect.maybe and target in state else origins
 
 
@@ -122,7 +122,7 @@ def _held(state: _State, place: str) -> _Origins:
 
 
 def _first_of_each(origins: _Origins) -> _Origins:
-    """Of each kind the first: what grows without end would never settle."""
+    """The first origin of each kind: sets that grow without end would never settle."""
     if len(origins) < 2:
         return origins
     first = dict(sorted(origins, reverse=True))

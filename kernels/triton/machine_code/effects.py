@@ -1,4 +1,4 @@
-"""What one instruction of NVIDIA's machine code (Hopper's) makes of registers, as far as where values come from matters.
+"""Effects of one instruction of NVIDIA's machine code (Hopper's) on registers, as far as origins of values matter.
 
 A place is a register "R12", a uniform one "UR4", or four bytes of a thread's own stack, "S264".
 """
@@ -28,15 +28,15 @@ _XOR = re.compile(r"U?LOP3\.LUT (U?R\d+), (U?R\d+)(?:\.reuse)?, (U?R\d+)(?:\.reu
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Each target takes what its sources hold, and `origin` besides."""
+    """Each target takes the origins of its sources, and `origin` in addition."""
 
     targets: tuple[str, ...]
     sources: tuple[tuple[str, ...], ...]
-    """Of each target. None: a constant."""
+    """The sources of each target; empty: a constant."""
     origin: str | None = None
-    """ "loaded" from memory, or "run": known only when the kernel runs."""
+    """ "loaded" from memory, or "run": known only while the kernel runs."""
     maybe: bool = False
-    """Whether a predicate decides if it happens."""
+    """Whether it depends on a predicate."""
 
 
 def descriptors_of(instruction: Instruction) -> tuple[tuple[str, str], ...]:
@@ -44,17 +44,17 @@ def descriptors_of(instruction: Instruction) -> tuple[tuple[str, str], ...]:
 
     gdesc[UR8] stands for four registers: of A in UR8 and UR9, where A is in shared memory, and of B in UR10 and UR11.
     """
-    found = _PRODUCT.search(instruction.text)
-    if not found:
+    product = _PRODUCT.search(instruction.text)
+    if not product:
         return ()
-    first = int(found[1])
+    first = int(product[1])
     operands = _operands(instruction.text)
     a_in_registers = len(operands) > 1 and _TARGET.match(operands[1]) is not None
     return tuple((f"UR{at}", f"UR{at + 1}") for at in ((first + 2,) if a_in_registers else (first, first + 2)))
 
 
 def effect_of(instruction: Instruction) -> Effect | None:
-    """What it does; None: nothing that matters here."""
+    """The effect of an instruction; None: none that matters here."""
     text = _PREDICATE.sub("", instruction.text, count=1) if instruction.text.startswith("@") else instruction.text
     maybe = text != instruction.text
     name, operands = text.split(" ", 1)[0], _operands(text)
@@ -80,7 +80,7 @@ def effect_of(instruction: Instruction) -> Effect | None:
     if name.startswith(_RUN):
         return Effect(targets, none, None if "SRZ" in operands[-1] else "run", maybe)
     if name == "UIADD3.64":
-        pairs = [found for each in operands[1:] if (found := _TARGET.match(each))]
+        pairs = [match for each in operands[1:] if (match := _TARGET.match(each))]
         return Effect(targets, tuple(tuple(f"{x[1]}{int(x[2]) + i}" for x in pairs) for i in range(2)), None, maybe)
     read = tuple(register for each in operands[1:] if "c[" not in each for register in _registers(each))
     if "WIDE" in name and (last := _TARGET.match(operands[-1])):
@@ -89,19 +89,19 @@ def effect_of(instruction: Instruction) -> Effect | None:
 
 
 def swaps(block: list[Instruction]) -> dict[int, tuple[str, str] | None]:
-    """Addresses of three exclusive ors that exchange two registers: these at the last of them, None at the others."""
-    made = ((each, effect_of(each)) for each in block)
-    writes = [(each.address, target, _XOR.match(each.text)) for each, effect in made if effect for target in effect.targets]
-    found: dict[int, tuple[str, str] | None] = {}
+    """Addresses of each three exclusive ors that exchange two registers: the registers at the last one, None at the others."""
+    effects = ((each, effect_of(each)) for each in block)
+    writes = [(each.address, target, _XOR.match(each.text)) for each, effect in effects if effect for target in effect.targets]
+    exchanged: dict[int, tuple[str, str] | None] = {}
     for number, (address, target, xor) in enumerate(writes):
-        if xor is None or address in found or target not in (pair := {xor[2], xor[3]}) or len(pair) != 2:
+        if xor is None or address in exchanged or target not in (pair := {xor[2], xor[3]}) or len(pair) != 2:
             continue
         (other,) = pair - {target}
-        # The next two that write either: the same exclusive or, of the other one and of this one again.
+        # The next two writes to either register: the same exclusive or, to the other one and to this one again.
         rest = [each for each in writes[number + 1 :] if each[1] in pair][:2]
         if [each[1] for each in rest if each[2] and {each[2][2], each[2][3]} == pair] == [other, target]:
-            found |= {address: None, rest[0][0]: None, rest[1][0]: (target, other)}
-    return found
+            exchanged |= {address: None, rest[0][0]: None, rest[1][0]: (target, other)}
+    return exchanged
 
 
 def _operands(text: str) -> list[str]:
@@ -119,18 +119,18 @@ def _stored(name: str, operands: list[str], maybe: bool) -> Effect | None:
 
 
 def _places(operand: str, count: int) -> tuple[tuple[str, ...], ...]:
-    """Of the stack; none where a register decides which."""
-    found = _STACK.match(operand)
-    base = int(found[1] or "0", 16) if found else 0
-    return tuple((f"S{base + 4 * i}",) if found else () for i in range(count))
+    """The places on the stack; empty where a register decides."""
+    match = _STACK.match(operand)
+    base = int(match[1] or "0", 16) if match else 0
+    return tuple((f"S{base + 4 * i}",) if match else () for i in range(count))
 
 
 def _count(name: str) -> int:
-    """Registers that it makes. The accumulators of 64 x N scores lie in 128 threads, those of HMMA's 16 x 8 in 32."""
+    """Number of registers that it writes. Accumulators of 64 x N scores lie in 128 threads, those of HMMA's 16 x 8 in 32."""
     if product := _ACCUMULATORS.match(name):
         return int(product[1] or 8) // (4 if product[2] or product[3] else 2)
     if name.startswith("LDSM"):
-        return int(found[1]) if (found := re.search(r"\.([124])$", name)) else 1
+        return int(match[1]) if (match := re.search(r"\.([124])$", name)) else 1
     if ".128" in name:
         return 4
     return 2 if re.search(r"\.64\b", name) or (name.startswith(_WIDE) and not name.startswith("CS2R.32")) else 1

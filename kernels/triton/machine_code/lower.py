@@ -1,4 +1,4 @@
-"""Triton's device functions compiled to machine code for any architecture, without a GPU."""
+"""Compile Triton's device functions to machine code for any architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Call", "cannot_lower", "compile_now", "units"]
 
 _TALKS = "bytes spill stores"
 _LAST_LINES = 3
-"""Lines of source above the place of an error."""
+"""Lines of source shown for an error, the last one being its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A launch as `JITFunction.warmup` takes it: dtypes stand for tensors."""
+    """A launch as `JITFunction.warmup` takes it, with dtypes instead of tensors."""
 
     name: str
     function: Any
@@ -34,7 +34,7 @@ class Call:
     constants: dict[str, Any]
 
     def compile(self) -> Any:
-        """Compile for the active driver's device; Triton's own cache is asked first."""
+        """Compile for the active driver's device, or take the code from Triton's own cache."""
         return self.function.warmup(*self.arguments, grid=(1,), **self.constants)
 
 
@@ -42,8 +42,7 @@ def compile_now(calls: Iterable[Call]) -> None:
     """Compile for this machine's GPU.
 
     Raises:
-        BuildError: with the compiler's text, or with what Triton would say at the first launch, if no block can have so much
-            shared memory.
+        BuildError: with the compiler's text, or with Triton's error at a launch if no block can have so much shared memory.
     """
     try:
         for each in calls:
@@ -74,7 +73,7 @@ def cannot_lower() -> str | None:
 
 
 def units(calls: Iterable[Call], arch: str) -> tuple[Unit, ...]:
-    """One for each launch."""
+    """Make one Unit per launch."""
     return tuple(_Unit(each, arch) for each in calls)
 
 
@@ -88,12 +87,12 @@ class _Unit:
         return self.call.name
 
     def identity(self) -> str | None:
-        """Triton's own cache is keyed by all that matters."""
+        """None: Triton's own cache is keyed by everything that matters."""
         return None
 
     def compile(self) -> MachineCode:
         knobs = importlib.import_module("triton.knobs")
-        # Triton has asked ptxas for its figures anyway, and prints them if told to.
+        # Triton gets ptxas' figures anyway; this makes it print them.
         knobs.nvidia.dump_ptxas_log = True
         with captured() as printed, _target(capability(self.arch)), contextlib.redirect_stdout(io.StringIO()) as said:
             try:
@@ -118,7 +117,7 @@ class _Unit:
 
 @contextlib.contextmanager
 def _target(number: int) -> Iterator[None]:
-    """Triton believes that the active device is of this compute capability."""
+    """Make Triton take the active device for one of this compute capability."""
     targets = importlib.import_module("triton.backends.compiler")
     driver = importlib.import_module("triton.runtime.driver").driver
     before = driver._active
@@ -130,7 +129,7 @@ def _target(number: int) -> Iterator[None]:
 
 
 class _Pretended:
-    """As much of a driver as a compile asks for. Functions keep what is compiled by device: a number for each capability."""
+    """The part of a driver that a compile needs. Functions cache code by device: each capability is a device number."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -146,7 +145,7 @@ class _Pretended:
 
 
 def _assembled(kernel: Any, number: int) -> str:
-    """What ptxas says of code that came from Triton's cache: assembled once more, by Triton itself."""
+    """Output of ptxas for code from Triton's cache: Triton assembles it once more."""
     compiler = importlib.import_module("triton.backends.nvidia.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", number, 32)
     with captured(), contextlib.redirect_stdout(io.StringIO()) as said:
@@ -155,16 +154,16 @@ def _assembled(kernel: Any, number: int) -> str:
 
 
 def _words(error: BaseException, printed: str) -> str:
-    """Type, message and place of what went wrong, not the source of all functions round it."""
+    """Format type, message and place of an error, without the source of all functions around it."""
     while type(error).__name__ == "CompilationError" and error.__cause__ is not None:
-        # An error in a function that is called is told by each of its callers.
+        # Each caller wraps an error of the function that it called.
         error = error.__cause__
     node, source = getattr(error, "node", None), getattr(error, "src", None)
     if node is None or not isinstance(source, str):
         return f"{type(error).__name__}: {error}\n{printed}"
     line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
-    shown = source.splitlines()[max(0, line - _LAST_LINES) : line]
+    lines = source.splitlines()[max(0, line - _LAST_LINES) : line]
     message = getattr(error, "error_message", None) or "the compiler does not say why"
     return "\n".join(
-        (f"{type(error).__name__} at line {line} of the function:", *shown, " " * column + "^", str(message), printed)
+        (f"{type(error).__name__} at line {line} of the function:", *lines, " " * column + "^", str(message), printed)
     )

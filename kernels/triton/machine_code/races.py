@@ -1,9 +1,9 @@
-"""Tiles that are overwritten while a product still reads them, in what Triton makes for Hopper.
+"""Tiles that are overwritten while a product still reads them, in Triton's code for Hopper.
 
-Products of warp groups (WGMMA) read shared memory while the program goes on, and copies into it (cp.async) do as well. Triton's
-pipeliner counts the buffers that a tile needs by its first use: one where that is a load into registers, though a later
-product, not waited for until the next turn of the loop, reads the tile too. The next tile is then copied into that buffer
-before the product is done (seen in Triton 3.6.0 and 3.9.0).
+Products of warp groups (WGMMA) and copies into shared memory (cp.async) run while the program goes on. Triton's pipeliner counts
+the buffers that a tile needs by its first use: one where that is a load into registers, even if a later product, not waited for
+until the next iteration of the loop, reads the tile too. The next tile is then copied into that buffer before the product is
+done (observed in Triton 3.6.0 and 3.9.0).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _NAME = re.compile(r"%\w+")
 
 
 def _twice(lines: list[str]) -> list[str]:
-    """The body of each loop two times: what a turn begins, the next one meets."""
-    found: list[str] = []
+    """Repeat the body of each loop: the second iteration meets what the first one started."""
+    repeated: list[str] = []
     loops: list[tuple[str, int]] = []
     for line in lines:
         indent = line[: len(line) - len(line.lstrip())]
         if " scf.for " in line and line.rstrip().split(" loc(")[0].endswith("{"):
-            loops.append((indent, len(found) + 1))
+            loops.append((indent, len(repeated) + 1))
         elif loops and line.startswith(loops[-1][0] + "}"):
-            found += found[loops.pop()[1] :]
-        found.append(line)
-    return found
+            repeated += repeated[loops.pop()[1] :]
+        repeated.append(line)
+    return repeated
 
 
 def overwritten(ttgir: str) -> tuple[str, ...]:
-    """What is copied into a tile of one buffer while a product that reads it may be under way, each in a sentence.
+    """Describe copies into a tile of one buffer while a product that reads it may be running, one sentence each.
 
     Args:
         ttgir: the kernel after Triton's passes for the GPU, as text.
@@ -43,18 +43,18 @@ def overwritten(ttgir: str) -> tuple[str, ...]:
     lines = _twice(ttgir.splitlines())
     buffer: dict[str, str] = {}
     for line in lines:
-        if found := _ONE_BUFFER.search(line):
-            buffer[found[1]] = found[1]
-        elif (found := _VIEW.search(line)) and found[2] in buffer:
-            buffer[found[1]] = buffer[found[2]]
-    told, read = dict[str, None](), set[str]()
+        if match := _ONE_BUFFER.search(line):
+            buffer[match[1]] = match[1]
+        elif (match := _VIEW.search(line)) and match[2] in buffer:
+            buffer[match[1]] = buffer[match[2]]
+    sentences, read = dict[str, None](), set[str]()
     for line in lines:
         if _WAIT.search(line):
             read.clear()
-        elif found := _PRODUCT.search(line):
-            read |= {buffer[name] for name in _NAME.findall(found[1]) if name in buffer}
-        elif (found := _COPY.search(line)) and buffer.get(found[2]) in read:
+        elif match := _PRODUCT.search(line):
+            read |= {buffer[name] for name in _NAME.findall(match[1]) if name in buffer}
+        elif (match := _COPY.search(line)) and buffer.get(match[2]) in read:
             # The names are the source's, numbered.
-            name = re.sub(r"_\d+$", "", found[1].removeprefix("%"))
-            told[f"{name}: the next tile is copied into its one buffer while a product may still read it"] = None
-    return tuple(told)
+            name = re.sub(r"_\d+$", "", match[1].removeprefix("%"))
+            sentences[f"{name}: the next tile is copied into its one buffer while a product may still read it"] = None
+    return tuple(sentences)

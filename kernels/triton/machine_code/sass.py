@@ -1,4 +1,4 @@
-"""NVIDIA's machine code as nvdisasm prints it (`nvdisasm -c -g`): functions, basic blocks, and what leads where."""
+"""Parser of NVIDIA's machine code as `nvdisasm -c -g` prints it: functions, basic blocks, and their order."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _LEAVES = re.compile(r"\b(BRA|EXIT|RET|CALL|BRXU?|JMXU?|JMP)\b")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _NEVER_PAST = re.compile(r"(BRA\s+`|EXIT\b|RET\b)")
-"""At the beginning of an instruction after which the next one is not reached."""
+"""Beginning of an instruction after which the next one is not reached."""
 _ANYWHERE = re.compile(r"\b(CALL|BRXU?|JMXU?|JMP)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One of them: "@P0 IADD3 R1, R2, 0x1, RZ"."""
+    """An instruction, such as "@P0 IADD3 R1, R2, 0x1, RZ"."""
 
     address: int
     text: str
     line: str | None
-    """Of the source, "flex_device.py:465", where the compiler kept it."""
+    """Line of the source, such as "flex_device.py:465", where the compiler kept it."""
 
 
 @dataclass(slots=True)
 class Function:
-    """Its basic blocks in the order of their addresses, the first one entered first."""
+    """A function: its basic blocks in the order of their addresses; it starts with the first."""
 
     name: str
     blocks: list[list[Instruction]] = field(default_factory=list)
     following: list[list[int]] = field(default_factory=list)
-    """Of each block those that may run next."""
+    """For each block the blocks that may run next."""
     known: bool = True
-    """Whether that is so: not where a register says where to go on, nor where another function is called."""
+    """Whether `following` is complete: no jump to a register's address, no call of another function."""
 
 
 def functions(sass: str) -> Iterator[Function]:
-    """Those with instructions.
+    """Yield the functions that have instructions.
 
     Args:
-        sass: what `nvdisasm -c -g` prints; without `-g` no lines of the source are known.
+        sass: output of `nvdisasm -c -g`; without `-g` no lines of the source are known.
     """
-    found: dict[str, list[str]] = {}
+    listings: dict[str, list[str]] = {}
     current: list[str] = []
     for line in sass.splitlines():
         if section := _SECTION.match(line):
-            current = found.setdefault(section[1], [])
+            current = listings.setdefault(section[1], [])
         current.append(line)
-    for name, lines in found.items():
+    for name, lines in listings.items():
         function = _function(name, lines)
         if function.blocks:
             yield function

@@ -9,6 +9,9 @@ from support.faults import FAULTS, Fault, faulty
 from support.runs import row_of
 from support.tilelang_faults import DENSE_FAULTS, RAGGED_FAULTS, TileLangFault, faulty_tilelang
 
+from attnfuzz.kernels.faults import device as on_device
+from attnfuzz.kernels.faults.planted import planted_source
+
 
 # A quarter of them always, another one in each of the two, the others when asked for: most of the time is compilers'.
 @pytest.mark.parametrize(
@@ -40,3 +43,10 @@ def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: TileLangFault, t
 def test_the_fault_of_a_ragged_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
     kernel = faulty_tilelang(fault, ragged=True)
     record_property("fault", row_of(kernel, "ragged", fault.name, tmp_path, causal=fault.causal, ahead=fault.ahead))
+
+
+@pytest.mark.parametrize("fault", on_device.FAULTS, ids=lambda fault: fault.slug)
+def test_a_fault_that_only_a_gpu_shows_can_still_be_planted(fault: on_device.DeviceFault) -> None:
+    for backend, edits in (("triton", fault.triton), ("tilelang", fault.tilelang)):
+        _, source = planted_source(f"attnfuzz.kernels.{backend}.varlen_device", edits)
+        compile(source, backend, "exec")

@@ -360,7 +360,7 @@ def _unwritten(dtype: torch.dtype, count: int = 8) -> None:
 def test_memory_that_nobody_has_written(dtype: str, fill: float) -> None:
     chosen_dtype = getattr(torch, dtype)
     fault = refused("uninitialised", "value = tl.load", copy, lambda: watched(lambda: _unwritten(chosen_dtype), fill))
-    assert f"reads [0] of source (8,) {dtype}, which nobody has written (8 elements in all)" in str(fault)
+    assert f"reads [0] of source (8,) {dtype}, which was never written (8 elements in all)" in str(fault)
     watched(lambda: _unwritten(chosen_dtype, 0), fill)
     # Nobody knows of memory that was there before.
     _unwritten(chosen_dtype)
@@ -399,7 +399,7 @@ def test_part_of_memory_written() -> None:
         copy[(1,)](x, torch.empty(8), 0, 8, 1, size=8)
 
     fault = refused("uninitialised", "value = tl.load", copy, lambda: watched(run))
-    assert "reads [7] of source (8,) float32, which nobody has written (1 elements in all)" in str(fault)
+    assert "reads [7] of source (8,) float32, which was never written (1 elements in all)" in str(fault)
 
 
 def test_adding_to_memory_that_nobody_has_written() -> None:
