@@ -383,10 +383,10 @@ def _rows_of(statistics, start, seqlen_q, TILE: tl.constexpr, CHECKED: tl.conste
     rows = tl.arange(TILE, 2 * TILE)
     start -= TILE
     if CHECKED:
-        found = tl.load(statistics + start + rows, mask=rows < seqlen_q - start, other=0.0)
+        values = tl.load(statistics + start + rows, mask=rows < seqlen_q - start, other=0.0)
     else:
-        found = tl.load(statistics + start + rows)
-    return found
+        values = tl.load(statistics + start + rows)
+    return values
 
 
 @triton.jit

@@ -134,9 +134,9 @@ def campaign_part(summary: KernelSummary, done: CampaignFinished, settings: Sett
     return Part("campaign", outcome, text, findings, figures, not_kept=done.not_kept or "", complete=to_the_end)
 
 
-def _of_finding(found: CampaignFinding) -> Iterator[Finding]:
+def _of_finding(finding: CampaignFinding) -> Iterator[Finding]:
     """Yield a finding for each failure that the minimal Case shows."""
-    yield from findings_of("campaign", found.case, found.verdict, found.path, found.rate)
+    yield from findings_of("campaign", finding.case, finding.verdict, finding.path, finding.rate)
 
 
 def findings_of(
