@@ -135,11 +135,11 @@ def _low_precision(problem: Problem, data: SequenceData, *, in_half: bool) -> _P
 
     q, d_o = data.q.float(), data.d_o.float()
     k, v = (x.float().repeat_interleave(groups, 0) for x in (data.k, data.v))
-    seen = visible(problem, data.index)
-    blind = ~seen.any(-1, keepdim=True)
+    mask = visible(problem, data.index)
+    blind = ~mask.any(-1, keepdim=True)
     scaled_k = half(k * scale) if in_half else k
     s = half(q @ scaled_k.mT) * (1.0 if in_half else scale)
-    s = s.masked_fill(~(seen | blind), -torch.inf)
+    s = s.masked_fill(~(mask | blind), -torch.inf)
     p = torch.softmax(s, -1).masked_fill(blind, 0.0)
     p_half = half(p)
     d_p = half(d_o @ v.mT)
