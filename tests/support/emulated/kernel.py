@@ -154,7 +154,7 @@ class _Emulation:
             v=inputs.v[at_k].float().transpose(0, 1)[:, None],
             d_o=_heads_first(p, inputs.d_o[at_q].float()),
             d_lse=None if d_lse is None else d_lse[_of_lse(at_q)].unflatten(0, (p.kv_heads, p.groups)),
-            seen=_seen(p, index, self.change.causal_shift) & unmasked(inputs, index),
+            mask=_mask(p, index, self.change.causal_shift) & unmasked(inputs, index),
             modified=Modified(inputs, index) if score_of(p) is not None else None,
         )
         return Tiled(sequence, p.scale, self.choices, self.change, prescaled_q=self.prescaled_q, tf32=self.tf32)
@@ -189,20 +189,20 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).transpose(0, 1)
 
 
-def _seen(problem: Problem, index: int, shift: int) -> torch.Tensor:
+def _mask(problem: Problem, index: int, shift: int) -> torch.Tensor:
     """Which keys each query sees, bool (seqlen_q, seqlen_k); the causal edge `shift` keys too far right."""
     n, m = problem.seqlens_q[index], problem.seqlens_k[index]
     rows, keys = torch.arange(n)[:, None], torch.arange(m)[None, :]
     diagonal = rows if problem.causal == "top_left" else rows + (m - n)
-    seen = torch.ones(n, m, dtype=torch.bool)
+    mask = torch.ones(n, m, dtype=torch.bool)
     if problem.causal is not None:
-        seen &= keys <= diagonal + shift
+        mask &= keys <= diagonal + shift
     left, right = problem.window or (None, None)
     if left is not None:
-        seen &= keys >= diagonal - left
+        mask &= keys >= diagonal - left
     if right is not None:
-        seen &= keys <= diagonal + right
-    return seen
+        mask &= keys <= diagonal + right
+    return mask
 
 
 KERNEL: Final = Emulated("emulated")

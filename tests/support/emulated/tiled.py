@@ -19,8 +19,8 @@ _INF = math.inf
 class Sequence:
     """Tensors of one sequence, float32 holding values of `dtype`, heads as [kv_heads, groups].
 
-    `q [kv_heads, groups, n, dim_qk]`, `k, v [kv_heads, 1, m, dim]`, `d_o` like q with dim_v, `seen [n, m]`,
-    `d_lse [kv_heads, groups, n]` or None. `seen` may be `[kv_heads, groups, n, m]`, too.
+    `q [kv_heads, groups, n, dim_qk]`, `k, v [kv_heads, 1, m, dim]`, `d_o` like q with dim_v, `mask [n, m]`,
+    `d_lse [kv_heads, groups, n]` or None. `mask` may be `[kv_heads, groups, n, m]`, too.
     """
 
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Sequence:
     v: torch.Tensor
     d_o: torch.Tensor
     d_lse: torch.Tensor | None
-    seen: torch.Tensor
+    mask: torch.Tensor
     modified: Modified | None = None
 
 
@@ -78,13 +78,13 @@ class Tiled:
         modified = self.x.modified
         return s if modified is None else modified.score(s * self._f32(self.scale), keys)
 
-    def _seen(self, where: str) -> torch.Tensor:
-        """The mask of the forward or of the backward, without the dropped key."""
-        seen = self.x.seen
+    def _mask(self, where: str) -> torch.Tensor:
+        """Which keys are visible in the forward or in the backward, without the dropped key."""
+        mask = self.x.mask
         if where in self.change.key_dropped and self.keys:
-            seen = seen.clone()
-            seen[..., self.keys // 2] = False
-        return seen
+            mask = mask.clone()
+            mask[..., self.keys // 2] = False
+        return mask
 
     def _exp2(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.exp2(x)
@@ -135,7 +135,7 @@ class Tiled:
         """Scores of one key tile before their factor, -inf where masked, and the tile's v."""
         end, tile_n = min(self.keys, start + self.choices.tile_n), self.choices.tile_n
         k, v = self.x.k[:, :, start:end], self.x.v[:, :, start:end]
-        s = self._scores(q, k, slice(start, end)).masked_fill(~self._seen("forward")[..., start:end], -_INF)
+        s = self._scores(q, k, slice(start, end)).masked_fill(~self._mask("forward")[..., start:end], -_INF)
         if self.change.padding_visible and end - start < tile_n:
             padding = start + tile_n - end
             s = torch.cat([s, s.new_zeros(*s.shape[:-1], padding)], -1)
@@ -193,7 +193,7 @@ class Tiled:
         if x.modified is not None:
             s = self._mma(self.q, x.k.mT) * self._f32(self.scale)
             x.modified.add_gradients(s, ds)
-            ds = torch.where(self._seen("backward"), ds * x.modified.slope(s), 0.0)
+            ds = torch.where(self._mask("backward"), ds * x.modified.slope(s), 0.0)
         after = None
         if self.choices.ds_scale == "before":
             ds = ds * gradient
@@ -222,7 +222,7 @@ class Tiled:
         else:
             log2_e = change.log2_e_backward
             p = self._exponential(s, self._f32(scale * log2_e), (lse * self._f32(log2_e))[..., None])
-        return torch.where(self._seen("backward") & ~blind[..., None], p, 0.0)
+        return torch.where(self._mask("backward") & ~blind[..., None], p, 0.0)
 
     def _delta(self, o: torch.Tensor, o32: torch.Tensor) -> torch.Tensor:
         """D = rowsum(dO * O)."""

@@ -95,17 +95,17 @@ class _Sequence:
         self.k, self.v = (x.float().repeat_interleave(problem.groups, 0) for x in (data.k, data.v))
         self.seen = visible_keys(problem, data.index)
         if "mask off by one" in faults and problem.causal:
-            self.seen = self.seen.roll(1, 1)
-        if "last key dropped" in faults and self.seen.shape[1] > 1:
-            self.seen = self.seen.clone()
-            self.seen[:, -1] = False
-        self.live = self.seen.any(-1)
+            self.mask = self.mask.roll(1, 1)
+        if "last key dropped" in faults and self.mask.shape[1] > 1:
+            self.mask = self.mask.clone()
+            self.mask[:, -1] = False
+        self.live = self.mask.any(-1)
         scale = problem.scale * (1.01 if "scale 1 %" in faults else 1.0)
         log2_e = 1.4424 if "log2e with four digits" in faults else LOG2_E
         s = (self.q @ self.k.mT) * (scale * log2_e)
         if "scores in half" in faults:
             s = s.to(self.dtype).float()
-        self.s = s.masked_fill(~self.seen, -math.inf)
+        self.s = s.masked_fill(~self.mask, -math.inf)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         m = self.s.amax(-1) if self.s.shape[-1] else self.s.new_zeros(self.s.shape[:-1])
@@ -126,7 +126,7 @@ class _Sequence:
 
     def backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.forward()
-        p = torch.where(self.seen, torch.exp2(self.s - self.true_lse[..., None] * LOG2_E), 0.0)
+        p = torch.where(self.mask, torch.exp2(self.s - self.true_lse[..., None] * LOG2_E), 0.0)
         delta = (self.o.float() * self.d_o).sum(-1)
         if "delta missing" in self.faults:
             delta = torch.zeros_like(delta)

@@ -139,7 +139,7 @@ def _low_precision(problem: Problem, data: SequenceData, *, in_half: bool) -> _P
     blind = ~seen.any(-1, keepdim=True)
     scaled_k = half(k * scale) if in_half else k
     s = half(q @ scaled_k.mT) * (1.0 if in_half else scale)
-    s = s.masked_fill(~(seen | blind), -torch.inf)
+    s = s.masked_fill(~(mask | blind), -torch.inf)
     p = torch.softmax(s, -1).masked_fill(blind, 0.0)
     p_half = half(p)
     d_p = half(d_o @ v.mT)
