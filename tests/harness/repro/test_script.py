@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,20 +19,22 @@ from support.paths import TESTS
 from support.repro import register_all
 
 from attnfuzz.harness.campaign.corpus import CaseFile
+from attnfuzz.harness.judge.contract import heads_first
+from attnfuzz.harness.judge.intervals import measured
+from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.repro.script.script import Script, script_of
-from attnfuzz.harness.repro.script.trees import function_of
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.expressions import named as modifiers
-from attnfuzz.kernels.expressions import tree
-from attnfuzz.kernels.expressions.evaluation import evaluate
-from attnfuzz.kernels.expressions.tree import Captured, Expression, captured, to_data
+from attnfuzz.kernels.expressions.tree import to_data
+from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
 from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe
 
 CONFIG = Config(tile_m=6, tile_n=6)
+INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 SMALL: dict[str, Any] = {"seqlens_q": (3, 0, 5), "seqlens_k": (4, 2, 3), "heads": 4, "kv_heads": 2, "dim_qk": 8, "dim_v": 8}
 
 
@@ -57,18 +61,38 @@ def case_of(kernel: str = "acme.right", *, pattern: Pattern = "normal", check: A
     return Case(kernel=kernel, problem=Problem(**(SMALL | changed)), recipe=recipe, config=CONFIG, check=check)
 
 
+def checked(script: dict[str, Any], kernel: str | None = None) -> list[str]:
+    """What the script finds wrong, with its own kernel or another one."""
+    case = script["CASE"]
+    case = dataclasses.replace(
+        case, kernel=registry.get(kernel) if kernel else case.kernel, memory=script["unpacked"](script["DATA"])
+    )
+    found: list[str] = script["check"](case)
+    return found
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
 def assert_same_inputs(script: dict[str, Any], case: Case) -> None:
-    got = script["materialise"](script["PROBLEM"], script["Recipe"](**script["RECIPE"]), "cpu")
+    """Values, strides, and all that lies around them in allocations, which the same tensors share."""
+    problem, table = script["CASE"].calls[-1]
+    allocations = script["unpacked"](script["DATA"])
     expected = materialise(case.problem, case.recipe, "cpu")
-    for name in ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k"):
-        x, y = getattr(got, name), getattr(expected, name)
-        assert (x is None) == (y is None)
-        if x is not None:
-            assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride()), name
-            assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)), name
-    assert len(got.captured) == len(expected.captured)
-    assert all(torch.equal(x, y) for x, y in zip(got.captured, expected.captured, strict=True))
-    assert (got.max_seqlen_q, got.max_seqlen_k) == (expected.max_seqlen_q, expected.max_seqlen_k)
+    tensors = {f"captured {each.name}": x for each, x in zip(tensors_of(case.problem), expected.captured, strict=True)}
+    tensors |= {name: x for name in INPUTS if (x := getattr(expected, name)) is not None}
+    assert problem == case.problem
+    assert set(table) == set(tensors)
+    for name, y in tensors.items():
+        x = table[name].within(allocations)
+        assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride()), name
+        assert x.storage_offset() == y.storage_offset()
+        assert torch.equal(bits(x), bits(y)), name
+        whole = torch.empty(0, dtype=torch.uint8).set_(y.untyped_storage())
+        assert torch.equal(allocations[table[name].allocation], whole)
+        sharing = {other for other, z in tensors.items() if z.numel() and z.untyped_storage().data_ptr() == whole.data_ptr()}
+        assert not y.numel() or sharing == {other for other in table if table[other].allocation == table[name].allocation}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -76,7 +100,7 @@ def test_every_pattern_is_made_to_the_bit_and_a_right_kernel_is_ok(pattern: Patt
     case = case_of(pattern=pattern, dtype=("float16", "bfloat16", "float32")[PATTERNS.index(pattern) % 3])
     script = loaded(written(case).text, monkeypatch)
     assert_same_inputs(script, case)
-    assert script["check"]() == []
+    assert checked(script) == []
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -107,7 +131,7 @@ def test_every_form_of_a_problem_is_made_to_the_bit_and_a_right_kernel_is_ok(nam
     script = loaded(written(case).text, monkeypatch)
     assert_same_inputs(script, case)
     assert run_trial(case, "cpu").failures == ()
-    assert script["check"]() == []
+    assert checked(script) == []
 
 
 FAULTS: dict[str, tuple[Case, str]] = {
@@ -132,55 +156,42 @@ def test_a_script_shows_what_the_harness_finds(name: str, monkeypatch: pytest.Mo
     case, expected = FAULTS[name]
     assert run_trial(case, "cpu").failures
     script = loaded(written(case).text, monkeypatch)
-    found = script["check"]()
+    found = checked(script)
     assert any(line.startswith(expected) for line in found), found
-    script["KERNEL"] = registry.get("acme.right")
-    assert script["check"]() == []
+    assert checked(script, "acme.right") == []
 
 
 def test_the_worst_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("acme.element")
     place = run_trial(case, "cpu").failures[0].place
     assert place is not None
-    found = loaded(written(case).text, monkeypatch)["check"]()
+    found = checked(loaded(written(case).text, monkeypatch))
     assert found[1].startswith(f"  sequence 0, row 0, head 0, dim 3: got {place.got:.9g}, expected {place.expected:.9g}, allowed")
 
 
-def test_inputs_that_were_edited_are_held_to_rough_limits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = written(case_of()).text
-    edited = loaded(text.replace("seqlens_q=(3, 0, 5)", "seqlens_q=(3, 1, 9)"), monkeypatch)
-    assert edited["check"]() == []
-    assert "these inputs are not the case's own" in capsys.readouterr().out
-    edited["KERNEL"] = registry.get("acme.unwritten")
-    assert edited["check"]()
-
-
-def test_large_cases_have_the_budget_of_each_row_and_larger_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnfuzz.harness.repro.script import budgets as script_budgets
-
-    case = case_of("acme.element")
-    monkeypatch.setattr(script_budgets, "_ELEMENTWISE", 10)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_an_interval_ends_where_the_judge_ends_it(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end of each element is right to the judge, and the next value beyond it is wrong."""
+    case = case_of(dtype=dtype, causal="bottom_right", packing="dense", seqlens_q=(3, 3), seqlens_k=(2, 2), slack_q=1)
     script = loaded(written(case).text, monkeypatch)
-    assert script["BUDGETS"]["o"][1] == (4, 8, 1)
-    assert any(line.startswith("dv: ") for line in script["check"]())
-    monkeypatch.setattr(script_budgets, "_MOST_SCORES", 10)
-    with pytest.raises(BadArgument, match="a script's plain float64 reference holds 10 at most; make the case smaller first"):
-        written(case)
+    memory = script["unpacked"](script["DATA"])
+    inputs = materialise(case.problem, case.recipe, "cpu")
+    truths = Truths(inputs, registry.get(case.kernel).capabilities.deviations, "cpu")
+    truths.count_ties()
+    for name, (_, *ends) in script["CASE"].outputs.items():
+        for end, away in zip(ends, (-torch.inf, torch.inf), strict=True):
+            x = end.within(memory)
+            beyond = torch.nextafter(x, torch.tensor(away, dtype=x.dtype))
+            over = [measured(case.problem, {name: heads_first(case.problem, name, y)}, truths)[name].over for y in (x, beyond)]
+            # There is nothing below -inf, the LSE of rows without keys.
+            assert over == [0, int((heads_first(case.problem, name, x) != away).sum())], (name, away)
 
 
-def test_budgets_are_never_smaller_than_measured_and_hardly_larger() -> None:
-    from attnfuzz.harness.repro.script.budgets import _packed
-    from attnfuzz.harness.repro.script.parts import unpacked
-
-    x = torch.cat([torch.tensor([0.0, torch.inf, 1.0]), torch.rand(999) * 10.0 ** torch.randint(-30, 3, (999,))]).double() * 1.1
-    for bits, most in ((23, 2.0**-22), (7, 2.0**-6)):
-        back = unpacked(*_packed(x, bits))
-        assert torch.equal(back.isinf(), x.isinf())
-        finite = ~x.isinf()
-        assert bool((back >= x)[finite].all())
-        assert bool((back <= x * (1 + most))[finite].all())
+def test_large_cases_are_refused_before_anything_is_made() -> None:
+    huge = case_of(seqlens_q=(1 << 20,), seqlens_k=(1 << 20,), heads=64, kv_heads=64)
+    message = "bytes': a script holds at most 2097152 bytes of inputs and expected outputs; shrink it first: attnfuzz repro CASE --shrink"
+    with pytest.raises(BadArgument, match=re.escape(message)):
+        written(huge)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +227,7 @@ def test_the_interpreters_own_checks_are_on_in_a_script(
     assert run_trial(case, "cpu").failures[0].kind == "out-of-bounds"
     script = written(case, identity={"kind": "out-of-bounds", "check": "store in preprocess"})
     assert script.note is None
-    assert loaded(script.text, monkeypatch)["check"]() == ["the kernel raised; its traceback is above"]
+    assert checked(loaded(script.text, monkeypatch)) == ["the kernel raised; its traceback is above"]
     assert "MemoryFault: varlen_device.py:" in capsys.readouterr().err
 
 
@@ -238,45 +249,6 @@ def test_a_kernel_that_no_script_could_import_is_refused() -> None:
     registry.register(Plain("acme.nowhere"))
     with pytest.raises(BadArgument, match="the kernel is no global of a module that a script could import it from"):
         written(case_of("acme.nowhere"))
-
-
-# --- modifiers as torch expressions
-
-
-TREES: dict[str, Expression] = {
-    **modifiers.MASKS,
-    **modifiers.SCORES,
-    "constants only": tree.where(tree.truth(True), tree.tanh(tree.const(0.1)), tree.const(-0.3) + tree.const(0.1)) + tree.S,
-    "min and max": tree.minimum(tree.S, 0.25) - tree.maximum(-tree.S, tree.to_float(tree.Q - tree.KV)) * 0.1,
-    "precedence": (tree.S - (tree.S - 2.0)) * (tree.S + 1.0) - (0.5 - tree.absolute(tree.S * 3.0 - 1.0)),
-    "integers": ((tree.Q + 7) % 3 - (tree.KV - 4) // 2 > -1) & ~(tree.Q.equals(tree.KV) | (tree.SEQLEN_Q < tree.SEQLEN_K)),
-    "a mask of constants": (tree.whole(3) < tree.whole(4)) & tree.truth(True),
-    "functions": tree.exp(tree.sigmoid(tree.S) * -0.5) + tree.to_float(tree.whole(3)) * tree.to_float(tree.B),
-    "a constant index": tree.S + tree.load(Captured("t", (4, "heads"), "normal"), tree.whole(2), tree.H),
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_modifiers_are_printed_as_what_they_are(name: str) -> None:
-    found = TREES[name]
-    sizes = {"batch": 2, "heads": 3, "kv_heads": 3, "seqlen_q": 5, "seqlen_k": 6}
-    tensors = {}
-    for each in captured(found):
-        shape = tuple(tree.size_of(size, sizes) for size in each.sizes)
-        values = torch.randint(0, 5, shape) if each.kind == "int" else torch.randn(shape, dtype=torch.float64)
-        tensors[each.name] = values
-    s = torch.linspace(-2, 2, 90, dtype=torch.float64).reshape(3, 5, 6)
-    i, j = torch.arange(5)[:, None], torch.arange(6)[None, :]
-    h, n_q, n_k = torch.arange(3)[:, None, None], torch.tensor(5), torch.tensor(6)
-    leaves = {"b": torch.tensor(1), "h": h, "q_idx": i, "kv_idx": j, "seqlen_q": n_q, "seqlen_k": n_k}
-    kind = "score_mod" if found.kind == "float" else "mask_mod"
-    names: dict[str, Any] = {"torch": torch}
-    exec(function_of(kind, found), names)
-    first = [s] if kind == "score_mod" else []
-    got = names[kind](*first, *leaves.values(), *tensors.values())
-    expected = evaluate(found, {**leaves, "score": s}, tensors, torch.float64)
-    assert got.dtype == expected.dtype
-    assert torch.equal(got.broadcast_to(s.shape), expected.broadcast_to(s.shape)), function_of(kind, found)
 
 
 # --- in a fresh process
