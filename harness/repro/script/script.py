@@ -70,7 +70,7 @@ def script_of(stored: CaseFile, device: Device) -> Script:
         BadArgument: the kernel does not take the Case or cannot be imported by another process, or the Case is too large.
     """
     kernel, note = check_runnable(stored.case, device), unshown(stored, device)
-    line, value = _kernel_lines(kernel)
+    imported = _kernel_lines(kernel)
     packed, data = _packed(stored, kernel, device)
     _, future, source = Path(runtime.__file__).read_text(encoding="utf-8").partition("from __future__ import annotations\n")
     # The repr of a Config writes its keys without quotes, where they would be code.
@@ -80,7 +80,7 @@ def script_of(stored: CaseFile, device: Device) -> Script:
     texts = "".join(f'\n    """\n{text}""",' for text in data)
     parts = [
         f"{_head(stored, note)}\n{future}{_INTERPRETED if device == 'cpu' else ''}{source.rstrip()}",
-        f"{line}\n\nKERNEL = {value}\nCASE = PackedCase({case}\n)\nDATA = ({texts}\n)",
+        f"{imported}\n\nCASE = PackedCase({case}\n)\nDATA = ({texts}\n)",
         'if __name__ == "__main__":\n    sys.exit(run(CASE, DATA))\n',
     ]
     return Script("\n\n\n".join(parts), note)
@@ -91,20 +91,18 @@ def unshown(stored: CaseFile, device: Device) -> str | None:
     identity, case = stored.found.get("identity"), stored.case
     kind, check = (identity.get("kind"), identity.get("check")) if isinstance(identity, dict) else (None, None)
     if case.check in RELATIONS or kind == "relation":
-        return (
-            f"the Case compares related calls (check {case.check}); this script makes one call: only `attnfuzz repro` shows more"
-        )
+        return f"the Case compares related calls (check {case.check}); this script makes one: only `attnfuzz repro` shows more"
     if kind == "aggregate":
         return "no element is beyond its own budget, only all of them together: only `attnfuzz repro` shows that"
     if kind == "uninitialised" or (kind in _CHECKED and device == "cuda"):
-        return f"attnfuzz's memory checker reports {kind}; this script shows only wrong values, or a write beyond a tensor"
+        return f"a failure of kind {kind} is seen by attnfuzz's memory checker; this script shows only what follows of it"
     if kind == "contract" and check in _UNCHECKED:
         return f"this script checks the type, shape, dtype and device of an output, not its {check}"
     return None
 
 
-def _kernel_lines(kernel: Kernel) -> tuple[str, str]:
-    """The import of a kernel, and the expression that it is."""
+def _kernel_lines(kernel: Kernel) -> str:
+    """The import of a kernel as KERNEL."""
     name, origin = kernel.name, registry.origin(kernel.name)
     target = origin.target if origin else None if registry.is_local(name) else registry.target(name)
     if target is None and registry.is_local(name):
@@ -113,13 +111,15 @@ def _kernel_lines(kernel: Kernel) -> tuple[str, str]:
             raise reject("script", name, "the kernel is no global of a module that a script could import it from", "make it one")
         target = ":".join(place)
     elif target is None or target.startswith("attnfuzz."):
-        return "from attnfuzz.kernels.registry import get", f"get({name!r})"
+        return f"from attnfuzz.kernels.registry import get\n\nKERNEL = get({name!r})"
     module, _, path = target.partition(":")
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in f"{module}.{path}".split(".")):
         raise reject("script", name, f"{target!r} cannot be written as an import", "give module and kernel Python identifiers")
+    first, dot, rest = path.partition(".")
+    lines = f"from {module} import {first}{'' if first == 'KERNEL' else ' as KERNEL'}"
     # A target may also name what makes the kernel.
-    call = "" if registry.found_at(target) is kernel else "()"
-    return f"from {module} import {path.partition('.')[0]}", f"{path}{call}"
+    value = f"KERNEL{dot}{rest}{'' if registry.found_at(target) is kernel else '()'}"
+    return lines if value == "KERNEL" else f"{lines}\n\nKERNEL = {value}"
 
 
 def _head(stored: CaseFile, note: str | None) -> str:
@@ -138,11 +138,7 @@ def _head(stored: CaseFile, note: str | None) -> str:
 
 
 def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCase, list[str]]:
-    """The Case as data, with the text of each allocation.
-
-    Raises:
-        BadArgument: it is too large.
-    """
+    """The Case as data, with the text of each allocation. One that is too large is refused."""
     case, p, pack = stored.case, stored.case.problem, _Pack()
     rows, keys = p.heads * p.total_q, p.kv_heads * p.total_k
     count = {"o": rows * p.dim_v, "lse": rows, "dq": rows * p.dim_qk, "dk": keys * p.dim_qk, "dv": keys * p.dim_v}
@@ -156,10 +152,10 @@ def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCas
     in_doubt = any(truths.budgets.doubted.values())
     outputs = {str(name): pack.interval(name, true, p, skip=True) for name, true in truths.items()}
     outputs |= {f"d {name}": pack.interval(f"d {name}", true, p, skip=in_doubt) for name, true in truths.captured.items()}
-    reorder = {str(name): pack.reorder(name, true, p) for name, true in truths.items()} if calls[1:] else {}
+    reorder = {str(name): pack.reorder(name, true, p) for name, true in truths.items()} if p in calls[:-1] else {}
     _check_size(sum(len(content) for _, content in pack.allocations))
-    exact, runs = kernel.capabilities.deterministic, tries(stored.rate)
-    packed = PackedCase(kernel, device, case.config, tables, outputs, reorder, exact, runs)
+    exact = kernel.capabilities.deterministic
+    packed = PackedCase(kernel, device, case.config, tables, outputs, reorder, exact, tries(stored.rate))
     return packed, [base64.encodebytes(zlib.compress(content, 9)).decode() for _, content in pack.allocations]
 
 
@@ -189,10 +185,7 @@ class _Pack:
         return {name: self.tensor(owners.setdefault(x.untyped_storage().data_ptr(), name), x) for name, x in tensors.items()}
 
     def interval(self, name: str, true: Truth, problem: Problem, *, skip: bool) -> tuple[Stored, Stored, Stored]:
-        """Expected, lowest and highest value: outputs after rounding, float32 LSE and captured gradients as they are.
-
-        `skip`: where the budget is infinite, NaN is right as well.
-        """
+        """Expected, lowest and highest value; its ends are rounded as an output is. `skip`: an infinite budget allows NaN."""
         endless, exact = true.expected.isinf(), name == "lse" or name.startswith("d ")
         centre = true.expected.masked_fill(endless, 0.0)
         error = true.allowed + half_ulp(centre, Format.of("float32")) if name.startswith("d ") else true.allowed

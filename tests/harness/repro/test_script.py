@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from msgspec import structs
 from support.paths import TESTS
 from support.repro import register_all
 
 from attnfuzz.harness.campaign.corpus import CaseFile
+from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.intervals import measured
 from attnfuzz.harness.judge.truth import Truths
@@ -187,11 +190,64 @@ def test_an_interval_ends_where_the_judge_ends_it(dtype: Any, monkeypatch: pytes
             assert over == [0, int((heads_first(case.problem, name, x) != away).sum())], (name, away)
 
 
-def test_large_cases_are_refused_before_anything_is_made() -> None:
-    huge = case_of(seqlens_q=(1 << 20,), seqlens_k=(1 << 20,), heads=64, kv_heads=64)
-    message = "bytes': a script holds at most 2097152 bytes of inputs and expected outputs; shrink it first: attnfuzz repro CASE --shrink"
-    with pytest.raises(BadArgument, match=re.escape(message)):
-        written(huge)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "large": (
+        {"seqlens_q": (1 << 20,), "seqlens_k": (1 << 20,), "heads": 64, "kv_heads": 64},
+        "a script holds at most 2097152 bytes of inputs and expected outputs; shrink it first: attnfuzz repro CASE --shrink",
+    ),
+    "large inputs": ({"layout_q": Layout(offset=1 << 21)}, "a script holds at most 2097152 bytes"),
+    "unsupported": ({"dim_qk": 300}, "acme.right does not support it: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_a_script_is_refused(name: str, tmp_path: Path) -> None:
+    changed, message = REFUSED[name]
+    (tmp_path / "case.json").write_text(json.dumps(case_of(**changed).to_object()))
+    arguments = [str(tmp_path / "case.json"), "--device", "cpu", "--script", str(tmp_path / "shown.py")]
+    result = CliRunner().invoke(cli.main, ["repro", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "shown.py").exists()
+
+
+def test_names_and_texts_of_a_case_file_never_become_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harm = f"open({str(tmp_path / 'harm')!r}, 'w')"
+    key = f"x=1) if {harm} else dict(y"
+    config = Config({key: f"'+{harm}+'", f'"""+{harm}+"""': f"\\\n{harm}", "null": "\0"})
+    case = dataclasses.replace(CaseFile(case_of(), {"message": f"\n{harm}\r{harm}\f\x1d\0{harm}\ud800"}, Path("case.json")))
+    case = dataclasses.replace(case, case=structs.replace(case.case, config=config))
+    text = script_of(case, "cpu").text
+    text.encode()
+    script = loaded(text, monkeypatch)
+    assert script["CASE"].config == config
+    assert checked(script) == []
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_flaky_failure_is_run_as_often_as_its_rate_demands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = written(case_of(), rate=[1, 3]).text
+    assert "# It failed in 1 of 3 runs: it is run up to 8 times, until it fails." in text
+    script = loaded(text, monkeypatch)
+    runs = iter([[], [], ["o: wrong"]])
+    monkeypatch.setitem(script, "check", lambda case: next(runs))
+    assert script["run"](script["CASE"], script["DATA"]) == 1
+    assert capsys.readouterr().out == "FAILED acme.right on cpu, run 3\no: wrong\n"
+
+
+def test_calls_before_have_their_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other lengths; equal calls share theirs."""
+    case = case_of(check="other_shape")
+    script = loaded(written(case).text, monkeypatch)
+    memory, calls = script["unpacked"](script["DATA"]), script["CASE"].calls
+    assert [problem == case.problem for problem, _ in calls] == [False, True, False, True]
+    assert calls[0] == calls[2]
+    for problem, table in calls:
+        assert torch.equal(bits(table["q"].within(memory)), bits(materialise(problem, case.recipe, "cpu").q))
+    assert checked(script) == []
 
 
 @pytest.mark.parametrize(
@@ -241,6 +297,32 @@ def test_a_script_needs_nothing_of_attnfuzz_but_the_kernel() -> None:
         assert {"attnfuzz.kernels.contract", "attnfuzz.kernels.problem"} <= ours
         assert all(each.startswith("attnfuzz.kernels.") for each in ours), ours
         assert "support.repro" in modules
+
+
+@pytest.mark.parametrize("path", ["run", "make", "Holder.check"])
+def test_a_kernel_is_imported_from_where_it_was_asked_for(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object, a function that makes it, an attribute; whose names may be the script's own."""
+    for table in ("_loaded", "_origins"):
+        monkeypatch.setattr(registry, table, {})
+    source = "from support.repro import Plain\n\nrun = Plain('acme.target')\nclass Holder:\n    check = run\n"
+    (tmp_path / "script_target.py").write_text(source + "def make():\n    return run\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "script_target", raising=False)
+    kernel = registry.get(f"script_target:{path}")
+    script = loaded(written(case_of(kernel.name)).text, monkeypatch)
+    assert script["CASE"].kernel is sys.modules["script_target"].run
+    assert script["run"](script["CASE"], script["DATA"]) == 0
+
+
+@pytest.mark.parametrize("name", ["acme-kernels", "class", "x; import os"])
+def test_a_kernel_whose_name_is_no_identifier_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.repro import Plain
+
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    module.__dict__["KERNEL"] = registry.register(Plain("acme.named"))
+    with pytest.raises(BadArgument, match="cannot be written as an import; give module and kernel Python identifiers"):
+        written(case_of("acme.named"))
 
 
 def test_a_kernel_that_no_script_could_import_is_refused() -> None:
