@@ -1,6 +1,6 @@
-"""What a standalone script runs. Its text is this module's, followed by the kernel's import, the Case and the packed tensors.
+"""Functions of a standalone script: it is this module's text, then the kernel's import, the Case and the packed tensors.
 
-It may use torch, the standard library and the kernels' contract, nothing else.
+It may import only torch, the standard library and the kernels' contract.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ class Stored(NamedTuple):
 class PackedCase:
     """A Case as data: the calls in order, the judged one last, each a Problem and its inputs by name.
 
-    `outputs`: the float64 reference of each output, the lowest and the highest right value; NaN where nothing is judged.
-    `reorder`: the error that another order of additions may make, which may differ between two equal calls. `deterministic`: the
-    outputs that the kernel declares equal to the bit. `runs`: how often it is run until it fails. `memory`: all allocations.
+    `outputs`: of each output the float64 reference, its error budget, the lowest and the highest right value; NaN where nothing
+    is judged.
+    `reorder`: the error of another order of additions, by which equal calls may differ. `deterministic`: outputs that the kernel
+    declares equal to the bit. `runs`: the most runs, until one fails. `memory`: all allocations.
     """
 
     kernel: Kernel
     device: Device
     config: Config
     calls: tuple[tuple[Problem, dict[str, Stored]], ...]
-    outputs: dict[str, tuple[Stored, Stored, Stored]]
+    outputs: dict[str, tuple[Stored, ...]]
     reorder: dict[str, Stored]
     deterministic: tuple[str, ...]
     runs: int
@@ -62,7 +63,7 @@ class PackedCase:
 
 
 def unpacked(data: tuple[str, ...]) -> list[torch.Tensor]:
-    """The bytes of each allocation, aligned as torch aligns its own."""
+    """Return the bytes of each allocation, aligned as torch aligns its own."""
     contents = [zlib.decompress(base64.b64decode(text)) for text in data]
     return [torch.frombuffer(bytearray(each or b"."), dtype=torch.uint8)[: len(each)].clone() for each in contents]
 
@@ -136,7 +137,7 @@ def called(case: PackedCase, problem: Problem, table: dict[str, Stored], bands: 
 
 def broken_form(case: PackedCase, name: str, got: Any) -> str | None:
     """What is wrong with an output's type, shape, dtype or device, or None."""
-    expected, lowest, _ = case.outputs[name]
+    expected, _, lowest, _ = case.outputs[name]
     if not isinstance(got, torch.Tensor):
         return f"{name} is {type(got).__name__}, a tensor is expected"
     form, right = (
@@ -148,14 +149,12 @@ def broken_form(case: PackedCase, name: str, got: Any) -> str | None:
 
 def compared(case: PackedCase, name: str, got: torch.Tensor) -> list[str]:
     """Lines about an output's wrong elements, the worst five with their places; empty if all are right."""
-    expected, low, high = (each.within(case.memory).double() for each in case.outputs[name])
+    expected, allowed, low, high = (each.within(case.memory).double() for each in case.outputs[name])
     got = got.detach().cpu().double()
     wrong = ~((low <= got) & (got <= high) | low.isnan())
     if not wrong.any():
         return []
     lines = [f"{name}: {int(wrong.sum())} of {int((~low.isnan()).sum())} elements are wrong"]
-    # Each end is the last right value on its side; an expected -inf (LSE of a row without keys) allows no error.
-    allowed = (torch.where(got < expected, low, high) - expected).abs().nan_to_num(nan=0.0, posinf=math.inf)
     ratio = ((got - expected).abs() / allowed).nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(~wrong, -1.0)
     for flat in ratio.flatten().topk(min(5, int(wrong.sum()))).indices.tolist():
         place = place_of(case.calls[-1][0], name, [int(at) for at in torch.unravel_index(torch.tensor(flat), wrong.shape)])
@@ -200,7 +199,7 @@ def again(case: PackedCase, first: dict[str, tuple[Any, Any]], outputs: dict[str
 
 
 def check(case: PackedCase) -> list[str]:
-    """Run the calls of `case` once; what is wrong, in words."""
+    """Run the calls of `case` once; return what is wrong, in words."""
     bands, earlier, first = Bands(), list[str](), dict[str, tuple[Any, Any]]()
     problem = case.calls[-1][0]
     try:
@@ -225,7 +224,7 @@ def check(case: PackedCase) -> list[str]:
 
 
 def run(case: PackedCase, data: tuple[str, ...]) -> int:
-    """Print what is wrong; the exit code: 0 OK, 1 FAILED, 2 an error of the script itself."""
+    """Print the result; return the exit code: 0 OK, 1 FAILED, 2 an error of the script itself."""
     try:
         case.memory[:] = unpacked(data)
         for number in range(case.runs):

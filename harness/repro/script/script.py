@@ -1,7 +1,7 @@
-"""A Case as one standalone Python file that holds its packed inputs and expected outputs; it imports only torch and the kernel.
+"""Write a Case as one standalone Python file that holds its packed inputs and expected outputs.
 
-Its functions are the text of runtime.py. Of each expected element it holds the float64 oracle's value and the interval that the
-judge allows, so that the script decides as the harness does.
+The file's functions are the text of runtime.py. It holds the float64 reference of each element and the interval that the judge
+allows, so its verdict on elements is the harness's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Script:
 
 
 def script_of(stored: CaseFile, device: Device) -> Script:
-    """The standalone script of a case file, to be run on `device`. The kernel is not run for it.
+    """Write the standalone script of a case file, for `device`. The kernel is not run.
 
     Raises:
         BadArgument: the kernel does not take the Case or cannot be imported by another process, or the Case is too large.
@@ -87,7 +87,7 @@ def script_of(stored: CaseFile, device: Device) -> Script:
 
 
 def unshown(stored: CaseFile, device: Device) -> str | None:
-    """What of a Case's failure a script for `device` cannot show, or None."""
+    """Say what of a Case's failure a script for `device` cannot show, or None."""
     identity, case = stored.found.get("identity"), stored.case
     kind, check = (identity.get("kind"), identity.get("check")) if isinstance(identity, dict) else (None, None)
     if case.check in RELATIONS or kind == "relation":
@@ -102,13 +102,13 @@ def unshown(stored: CaseFile, device: Device) -> str | None:
 
 
 def _kernel_lines(kernel: Kernel) -> str:
-    """The import of a kernel as KERNEL."""
+    """Return the import of a kernel as KERNEL."""
     name, origin = kernel.name, registry.origin(kernel.name)
     target = origin.target if origin else None if registry.is_local(name) else registry.target(name)
     if target is None and registry.is_local(name):
         place = global_of(kernel)
         if place is None or place[0] == "__main__":
-            raise reject("script", name, "the kernel is no global of a module that a script could import it from", "make it one")
+            raise reject("script", name, "the kernel is not a global of a module that a script could import", "make it one")
         target = ":".join(place)
     elif target is None or target.startswith("attnfuzz."):
         return f"from attnfuzz.kernels.registry import get\n\nKERNEL = get({name!r})"
@@ -131,19 +131,19 @@ def _head(stored: CaseFile, note: str | None) -> str:
     identity = stored.found.get("identity")
     kind = identity.get("kind") if isinstance(identity, dict) else None
     if kind in ("crash", "hang", "out-of-memory", "illegal-access"):
-        lines.append(f"The kernel ended or kept its process ({kind}): so it does to this script, unless it is mended.")
+        lines.append(f"The kernel ended or blocked its process ({kind}). It does the same to this script until it is fixed.")
     lines += [f"NOTE: {note}."] if note else []
-    # Each line of each text becomes a comment: a text of the case file may have several.
+    # A text of the case file may have several lines: each must become a comment.
     return "\n".join(f"# {line}".rstrip() for text in lines for line in printable(text).replace("\0", "\\0").splitlines())
 
 
 def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCase, list[str]]:
-    """The Case as data, with the text of each allocation. One that is too large is refused."""
+    """Return the Case as data and the text of each allocation. A Case that is too large is refused."""
     case, p, pack = stored.case, stored.case.problem, _Pack()
     rows, keys = p.heads * p.total_q, p.kv_heads * p.total_k
     count = {"o": rows * p.dim_v, "lse": rows, "dq": rows * p.dim_qk, "dk": keys * p.dim_qk, "dv": keys * p.dim_v}
     # A lower bound, before anything large is allocated.
-    _check_size(12 * sum(count[name] for name in p.needs.outputs))
+    _check_size(16 * sum(count[name] for name in p.needs.outputs))
     calls = (*(earlier_problems(kernel, case, device) if case.check in CALLS else ()), p)
     inputs = [materialise(each, case.recipe, "cpu") for each in calls]
     tables = tuple((each.problem, pack.inputs(each)) for each in inputs)
@@ -166,7 +166,7 @@ def _check_size(count: int) -> None:
 
 
 class _Pack:
-    """Collects allocations, (the tensor that one is of, content), each once: equal calls share theirs."""
+    """Allocations by (first tensor in it, content), each stored once: equal calls share theirs."""
 
     def __init__(self) -> None:
         self.allocations: dict[tuple[str, bytes], int] = {}
@@ -178,14 +178,14 @@ class _Pack:
         return Stored(number, str(x.dtype).removeprefix("torch."), tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def inputs(self, inputs: Inputs) -> dict[str, Stored]:
-        """Tensors that share an allocation share it here."""
+        """Keep all inputs; tensors that share an allocation still share it."""
         tensors = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
         tensors |= {f"captured {each.name}": x for each, x in zip(tensors_of(inputs.problem), inputs.captured, strict=True)}
         owners: dict[int, str] = {}
         return {name: self.tensor(owners.setdefault(x.untyped_storage().data_ptr(), name), x) for name, x in tensors.items()}
 
-    def interval(self, name: str, true: Truth, problem: Problem, *, skip: bool) -> tuple[Stored, Stored, Stored]:
-        """Expected, lowest and highest value; its ends are rounded as an output is. `skip`: an infinite budget allows NaN."""
+    def interval(self, name: str, true: Truth, problem: Problem, *, skip: bool) -> tuple[Stored, ...]:
+        """Expected value, budget, and ends of the interval, rounded as an output is. `skip`: an infinite budget allows NaN."""
         endless, exact = true.expected.isinf(), name == "lse" or name.startswith("d ")
         centre = true.expected.masked_fill(endless, 0.0)
         error = true.allowed + half_ulp(centre, Format.of("float32")) if name.startswith("d ") else true.allowed
@@ -194,21 +194,17 @@ class _Pack:
         low, high = (_upward(low), -_upward(-high)) if exact else (rounded(low, form), rounded(high, form))
         low, high = (torch.where(endless, true.expected, each.double()).to(dtype) for each in (low, high))
         low = low.masked_fill(true.allowed.isinf(), math.nan) if skip else low
-        first, *ends = (_as_returned(problem, name, x) for x in (true.expected, low, high))
-        return (
-            self.tensor(f"{name} expected", first),
-            self.tensor(f"{name} lowest", ends[0]),
-            self.tensor(f"{name} highest", ends[1]),
-        )
+        parts = {"expected": true.expected, "allowed": true.allowed.float(), "lowest": low, "highest": high}
+        return tuple(self.tensor(f"{name} {part}", _as_returned(problem, name, x)) for part, x in parts.items())
 
     def reorder(self, name: str, true: Truth, problem: Problem) -> Stored:
-        """What another order of additions may change in an output."""
+        """Keep the error of another order of additions."""
         error = true.allowed if true.budget is None or true.budget.reorder is None else true.budget.reorder
         return self.tensor(f"{name} reorder", _as_returned(problem, name, error.masked_fill(true.allowed.isinf(), math.inf)))
 
 
 def _as_returned(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
-    """(heads, tokens[, dim]) as a kernel returns it, NaN in slack rows; the gradient of a captured tensor stays."""
+    """Turn (heads, tokens[, dim]) into a kernel's shape, NaN in slack rows; the gradient of a captured tensor is copied."""
     if name.startswith("d "):
         return x.clone()
     if problem.packing == "dense":

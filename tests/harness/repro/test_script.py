@@ -169,7 +169,8 @@ def test_the_worst_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     place = run_trial(case, "cpu").failures[0].place
     assert place is not None
     found = checked(loaded(written(case).text, monkeypatch))
-    assert found[1].startswith(f"  sequence 0, row 0, head 0, dim 3: got {place.got:.9g}, expected {place.expected:.9g}, allowed")
+    values = f"got {place.got:.9g}, expected {place.expected:.9g}, allowed error {place.allowed:.3g}, error/allowed "
+    assert found[1].startswith(f"  sequence 0, row 0, head 0, dim 3: {values}")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -181,7 +182,7 @@ def test_an_interval_ends_where_the_judge_ends_it(dtype: Any, monkeypatch: pytes
     inputs = materialise(case.problem, case.recipe, "cpu")
     truths = Truths(inputs, registry.get(case.kernel).capabilities.deviations, "cpu")
     truths.count_ties()
-    for name, (_, *ends) in script["CASE"].outputs.items():
+    for name, (_, _, *ends) in script["CASE"].outputs.items():
         for end, away in zip(ends, (-torch.inf, torch.inf), strict=True):
             x = end.within(memory)
             beyond = torch.nextafter(x, torch.tensor(away, dtype=x.dtype))
@@ -329,7 +330,7 @@ def test_a_kernel_that_no_script_could_import_is_refused() -> None:
     from support.repro import Plain
 
     registry.register(Plain("acme.nowhere"))
-    with pytest.raises(BadArgument, match="the kernel is no global of a module that a script could import it from"):
+    with pytest.raises(BadArgument, match="the kernel is not a global of a module that a script could import"):
         written(case_of("acme.nowhere"))
 
 
