@@ -45,10 +45,9 @@ class Stored(NamedTuple):
 class PackedCase:
     """A Case as data: the calls in order, the judged one last, each a Problem and its inputs by name.
 
-    `outputs`: of each output the float64 reference, its error budget, the lowest and the highest right value; NaN where nothing
-    is judged.
-    `reorder`: the error of another order of additions, by which equal calls may differ. `deterministic`: outputs that the kernel
-    declares equal to the bit. `runs`: the most runs, until one fails. `memory`: all allocations.
+    `outputs`: float64 reference, error budget, lowest and highest right value; NaN where nothing is judged. `reorder`: the
+    error of another order of additions, by which equal calls may differ. `deterministic`: outputs that the kernel declares equal
+    to the bit. `runs`: the most runs, until one fails. `memory`: all allocations.
     """
 
     kernel: Kernel
@@ -229,10 +228,10 @@ def run(case: PackedCase, data: tuple[str, ...]) -> int:
         case.memory[:] = unpacked(data)
         for number in range(case.runs):
             if lines := check(case):
-                print(f"FAILED {case.kernel.name} on {case.device}, run {number + 1}", *lines, sep="\n")
+                sys.stdout.write("\n".join([f"FAILED {case.kernel.name} on {case.device}, run {number + 1}", *lines, ""]))
                 return 1
     except Exception:
-        traceback.print_exc(file=sys.stderr)
+        traceback.print_exc()
         return 2
-    print(f"OK {case.kernel.name} on {case.device}")
+    sys.stdout.write(f"OK {case.kernel.name} on {case.device}\n")
     return 0

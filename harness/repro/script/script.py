@@ -173,6 +173,7 @@ class _Pack:
 
     def tensor(self, owner: str, x: torch.Tensor) -> Stored:
         """Keep the whole allocation of `x`."""
+        _check_size(x.untyped_storage().nbytes())
         content = bytes(memory(x, 0, x.untyped_storage().nbytes()).tolist())
         number = self.allocations.setdefault((owner, content), len(self.allocations))
         return Stored(number, str(x.dtype).removeprefix("torch."), tuple(x.shape), x.stride(), int(x.storage_offset()))

@@ -53,10 +53,10 @@ def written(case: Case, **found: Any) -> Script:
 
 def loaded(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The script's names, as after an import of it."""
-    made = ModuleType("a_script_of_attnfuzz")
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    exec(compile(text, "script.py", "exec"), made.__dict__)
-    return made.__dict__
+    module = ModuleType("a_script_of_attnfuzz")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text, "script.py", "exec"), module.__dict__)
+    return module.__dict__
 
 
 def case_of(kernel: str = "acme.right", *, pattern: Pattern = "normal", check: Any = "oracle", **changed: Any) -> Case:
@@ -70,8 +70,8 @@ def checked(script: dict[str, Any], kernel: str | None = None) -> list[str]:
     case = dataclasses.replace(
         case, kernel=registry.get(kernel) if kernel else case.kernel, memory=script["unpacked"](script["DATA"])
     )
-    found: list[str] = script["check"](case)
-    return found
+    lines: list[str] = script["check"](case)
+    return lines
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -159,8 +159,8 @@ def test_a_script_shows_what_the_harness_finds(name: str, monkeypatch: pytest.Mo
     case, expected = FAULTS[name]
     assert run_trial(case, "cpu").failures
     script = loaded(written(case).text, monkeypatch)
-    found = checked(script)
-    assert any(line.startswith(expected) for line in found), found
+    lines = checked(script)
+    assert any(line.startswith(expected) for line in lines), lines
     assert checked(script, "acme.right") == []
 
 
@@ -168,9 +168,9 @@ def test_the_worst_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("acme.element")
     place = run_trial(case, "cpu").failures[0].place
     assert place is not None
-    found = checked(loaded(written(case).text, monkeypatch))
+    lines = checked(loaded(written(case).text, monkeypatch))
     values = f"got {place.got:.9g}, expected {place.expected:.9g}, allowed error {place.allowed:.3g}, error/allowed "
-    assert found[1].startswith(f"  sequence 0, row 0, head 0, dim 3: {values}")
+    assert lines[1].startswith(f"  sequence 0, row 0, head 0, dim 3: {values}")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -252,7 +252,7 @@ def test_calls_before_have_their_own_inputs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("found", "check", "note"),
+    ("identity", "check", "note"),
     [
         ({"kind": "aggregate", "check": "R"}, "oracle", "only all of them together"),
         ({"kind": "relation", "check": "split_batch"}, "split_batch", "compares related calls (check split_batch)"),
@@ -262,8 +262,8 @@ def test_calls_before_have_their_own_inputs(monkeypatch: pytest.MonkeyPatch) -> 
         ({"kind": "mismatch", "check": "element"}, "oracle", None),
     ],
 )
-def test_what_a_script_cannot_show_is_said(found: dict[str, str], check: Any, note: str | None) -> None:
-    script = written(case_of(check=check), identity=found)
+def test_what_a_script_cannot_show_is_said(identity: dict[str, str], check: Any, note: str | None) -> None:
+    script = written(case_of(check=check), identity=identity)
     if note is None:
         assert script.note is None
         assert "NOTE" not in script.text
@@ -347,7 +347,7 @@ def started(path: Path, *folders: Path) -> subprocess.Popen[str]:
 def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Path) -> None:
     """A numeric fault of a kernel elsewhere, one that dies, and the demo's in an interpreted Triton kernel."""
     source = (TESTS / "support" / "repro.py").read_text()
-    for folder, text in (("broken", source), ("mended", source.replace("flat[3] += 0.25", "pass"))):
+    for folder, text in (("broken", source), ("fixed", source.replace("flat[3] += 0.25", "pass"))):
         (tmp_path / folder / "support").mkdir(parents=True)
         (tmp_path / folder / "support" / "repro.py").write_text(text)
     ours = case_of("acme.element")
@@ -365,7 +365,7 @@ def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Pa
     for name, case in cases.items():
         (tmp_path / f"{name}.py").write_text(written(case, identity={"kind": "crash"}).text)
     running = {name: started(tmp_path / f"{name}.py", tmp_path / "broken") for name in cases}
-    running["mended"] = started(tmp_path / "ours.py", tmp_path / "mended")
+    running["fixed"] = started(tmp_path / "ours.py", tmp_path / "fixed")
     if "demo" in cases:
         text = (tmp_path / "demo.py").read_text().replace("get('demo.varlen')", "get('triton.varlen')")
         (tmp_path / "right.py").write_text(text)
@@ -374,7 +374,7 @@ def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Pa
     out, err, code = done["ours"]
     assert code == 1, err
     assert out.splitlines()[:2] == ["FAILED acme.element on cpu, run 1", "dv: 1 of 144 elements are wrong"]
-    assert done["mended"] == ("OK acme.element on cpu\n", "", 0)
+    assert done["fixed"] == ("OK acme.element on cpu\n", "", 0)
     assert done["dies"][2] == -signal.SIGSEGV
     if "demo" in cases:
         out, err, code = done["demo"]
