@@ -63,7 +63,7 @@ _OPTION = {"as_json": "json"}
     metavar="memcheck|racecheck|initcheck",
     help="Run it under NVIDIA's compute-sanitizer: exit 0 clean, 1 if that reports anything [deadline: 10m for all of it].",
 )
-@click.option("--script", metavar="FILE", help="Write one Python file that shows the failure without attnfuzz; - for stdout.")
+@click.option("--script", metavar="FILE", help="Write one Python file that shows the failure without the harness; - for stdout.")
 @click.option("--repeat", type=int, metavar="N", help="Run it N times, and show how often and how it fails.")
 @click.option("--shrink", is_flag=True, help="Shrink further; a smaller case file is written beside this one.")
 @click.option("--budget", metavar="60s", help="Time for --shrink [default: 60s].")
@@ -172,7 +172,7 @@ def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> i
 
 
 def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> int:
-    """Written whole before the file is touched."""
+    """Write the script; the file stays as it was if there is an error."""
     from attnfuzz.harness.repro.script.script import script_of
 
     device, _ = where.device_for(stored.case)

@@ -1,7 +1,7 @@
-"""The child that NVIDIA's compute-sanitizer watches: the launches of one Case, and nothing else that runs on the GPU.
+"""The child process under NVIDIA's compute-sanitizer: it runs only the launches of one Case on the GPU.
 
-Inputs are made on the CPU and copied, there is no oracle, and memory is neither poisoned nor put between bands: each tensor is an
-allocation of its own, whose ends the sanitizer knows, and what the kernel leaves unwritten stays so.
+Inputs are made on the CPU and copied. There is no oracle, no poison and no guard band: each tensor is an allocation of its own,
+whose ends the sanitizer knows, and memory that the kernel does not write stays uninitialised.
 
     python -m attnfuzz.harness.repro.sanitize.child TASK.json RESULT.json
 """
@@ -30,12 +30,12 @@ __all__ = ["main", "run_launches"]
 
 
 def main(arguments: list[str]) -> None:
-    """Do the task; the result file says how far it came: "started", "launched", "raised", "refused", "broken" or "done"."""
+    """Run the task; the result file holds the last stage: "started", "launched", "raised", "refused", "broken" or "done"."""
     task, result = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
     mark_as_child()
 
-    def say(stage: str, told_more: str = "") -> None:
-        result.write_text(json.dumps({"stage": stage, "text": told_more}))
+    def say(stage: str, text: str = "") -> None:
+        result.write_text(json.dumps({"stage": stage, "text": text}))
 
     say("started")
     try:
@@ -46,18 +46,18 @@ def main(arguments: list[str]) -> None:
         say("refused", str(error))
     except _KernelError as error:
         say("raised", str(error))
-    except BaseException as error:  # whatever it is, the parent shall know
+    except BaseException as error:  # the parent reports any error
         say("broken", format_traceback(error))
     else:
         say("done")
 
 
 class _KernelError(Exception):
-    """What the kernel raised."""
+    """Holds the text of what the kernel raised."""
 
 
 def run_launches(kernel: Kernel, case: Case, device: Device, say: Any) -> None:
-    """Forward and backward of the Case, after the calls that its check puts before it.
+    """Run forward and backward of the Case, after the earlier calls of its check.
 
     Raises:
         BadArgument: the kernel cannot take the Case.

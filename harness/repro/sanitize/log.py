@@ -1,7 +1,7 @@
-"""What compute-sanitizer writes, read: findings of memcheck, racecheck and initcheck, equal ones counted together.
+"""Read the log of compute-sanitizer: findings of memcheck, racecheck and initcheck, equal ones counted together.
 
-A record is a line after `=========` and the indented lines below it. Forms from 2020 to 2025 are known, which differ in words
-("Address" or "Access to") and in where they put the kernel's name (before its offset, or behind file and line).
+A record is a line after `=========` and the indented lines below it. Forms from 2020 to 2025 are known. They differ in words
+("Address" or "Access to") and in the place of the kernel's name (before its offset, or behind file and line).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NO_FINDING = (
     "Warning: Maximum number of hazards",
     "Program hit ",
 )
-"""Program hit: an API call that failed, as every one does after an invalid access."""
+"""First lines of other records. Program hit: an API call that failed, as every one does after an invalid access."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that the sanitizer reports, at one place of the code."""
+    """A report of the sanitizer, at one place of the code."""
 
     kind: str
     """ "invalid global write", "uninitialised global read", "race", ..."""
@@ -64,17 +64,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SanitizerLog(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings, most frequent first; what the tool's own summary counts; and lines that are neither."""
+    """Findings, most frequent first; the errors that the tool's summary counts; and all other lines."""
 
     findings: tuple[Finding, ...] = ()
     errors: int = 0
-    """What the tool's own summary counts, failed API calls left out."""
+    """Count of the tool's own summary, without failed API calls."""
     notes: tuple[str, ...] = ()
 
 
 def read_log(text: str) -> SanitizerLog:
-    """Everything that the sanitizer's lines in `text` say; other lines are passed over."""
-    found: dict[tuple[object, ...], Finding] = {}
+    """Read the sanitizer's lines in `text`; other lines are skipped."""
+    findings: dict[tuple[object, ...], Finding] = {}
     errors, notes = 0, []
     for head, details in _records(text):
         if summary := _SUMMARY.match(head):
@@ -83,11 +83,11 @@ def read_log(text: str) -> SanitizerLog:
             errors -= 1
         elif (finding := _finding(head, details)) is not None:
             key = (finding.kind, finding.kernel, finding.code, finding.size, finding.severity)
-            before = found.get(key)
-            found[key] = finding if before is None else msgspec.structs.replace(before, count=before.count + finding.count)
+            before = findings.get(key)
+            findings[key] = finding if before is None else msgspec.structs.replace(before, count=before.count + finding.count)
         elif not head.startswith(_NO_FINDING):
             notes.append(head)
-    ordered = sorted(found.values(), key=lambda each: (each.severity != "error", -each.count))
+    ordered = sorted(findings.values(), key=lambda each: (each.severity != "error", -each.count))
     return SanitizerLog(findings=tuple(ordered), errors=max(0, errors), notes=tuple(notes))
 
 
@@ -98,13 +98,13 @@ def _records(text: str) -> Iterator[tuple[str, list[str]]]:
         marked = _MARK.match(line.rstrip())
         if not line.startswith("=====") or marked is None:
             continue
-        said = marked[1]
-        if said.startswith("   "):
-            details.append(said.strip())
+        content = marked[1]
+        if content.startswith("   "):
+            details.append(content.strip())
             continue
         if head:
             yield head, details
-        head, details = said.strip(), []
+        head, details = content.strip(), []
     if head:
         yield head, details
 
@@ -124,7 +124,7 @@ def _finding(head: str, details: list[str]) -> Finding | None:
         kind = " ".join(filter(None, ("uninitialised", unwritten[1], "read")))
         return _access(kind, _number(unwritten[2]), details)
     if not head.startswith(_NO_FINDING) and any(_THREAD.match(each) for each in details):
-        return _access(head, None, details)  # a kind that is not known here is one nevertheless
+        return _access(head, None, details)  # a kind that is not known here
     return None
 
 
@@ -149,12 +149,12 @@ def _access(kind: str, size: int | None, details: list[str]) -> Finding:
 
 def _race(head: re.Match[str], details: list[str]) -> Finding:
     others = [match for each in details if (match := _RACE_WITH.match(each))]
-    told = "; ".join(f"{match[1].lower()} at {match[2]}" for match in others)
+    other = "; ".join(f"{match[1].lower()} at {match[2]}" for match in others)
     return Finding(
         kind=f"race of a {head[2].lower()}",
         kernel=_function(head[3]),
         code=head[3],
-        other=told,
+        other=other,
         severity=_severity(head[1]),
         count=max(1, sum(_number(match[3] or "1") for match in others)),
     )

@@ -1,4 +1,4 @@
-"""What compute-sanitizer found, for people and for machines."""
+"""Results of compute-sanitizer, for people and for machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sanitized_object(stored: CaseFile, done: Sanitized) -> dict[str, Any]:
 
 
 def show_sanitized(console: Console, stored: CaseFile, done: Sanitized) -> None:
-    """CLEAN or FOUND, the Case, and a table of findings."""
+    """Print CLEAN or FOUND, the Case, and a table of findings."""
     style, outcome = ("bold green", "CLEAN") if done.clean else ("bold red", "FOUND")
     console.print(
         f"[{style}]{outcome}[/] {escape(str(stored.path))} under {done.tool} on {done.device}, {done.seconds:.0f} s",
@@ -60,13 +60,13 @@ def _table(findings: tuple[Finding, ...]) -> Table:
     for each in findings:
         what = each.kind + (f" of {each.size} bytes" if each.size is not None else "")
         mild = "" if each.severity == "error" else f" ({each.severity})"
-        seen = (
+        details = (
             f"thread {each.thread}" if each.thread else "",
             f"block {each.block}" if each.block else "",
             each.address,
             each.nearest,
             each.other,
         )
-        cells = (what + mild, each.kernel, each.code, ", ".join(filter(None, seen)), str(each.count))
+        cells = (what + mild, each.kernel, each.code, ", ".join(filter(None, details)), str(each.count))
         table.add_row(*map(escape, cells))
     return table

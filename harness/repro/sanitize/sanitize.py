@@ -1,4 +1,4 @@
-"""One Case under NVIDIA's compute-sanitizer: memcheck, racecheck or initcheck of its launches, in a process of their own."""
+"""Run one Case under NVIDIA's compute-sanitizer (memcheck, racecheck or initcheck), in a child process."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TOOLS: Final[dict[str, tuple[str, ...]]] = {
     "racecheck": ("--racecheck-report=analysis",),
     "initcheck": ("--report-api-errors=no",),
 }
-"""The tools, and options of each that are left out where the installed version does not know them."""
+"""Options of each tool; an installed version that lacks one runs without it."""
 DEADLINE = 600.0
-"""Seconds, unless told otherwise: under a sanitizer a launch takes a hundred times as long, and so does loading torch."""
+"""Seconds by default: under a sanitizer a launch takes a hundred times as long, and so does loading torch."""
 _PROGRAM, _TOOLKITS = "compute-sanitizer", Path("/usr/local")
-_FOUND = 86
-"""Exit code by which the sanitizer tells that it has found something."""
+_FINDINGS = 86
+"""Exit code of a sanitizer with findings."""
 _LIMIT = 1000
 _HELP_SECONDS = 60.0
 _TAIL = 4000
@@ -45,7 +45,7 @@ _TAIL = 4000
 
 @dataclass(frozen=True, slots=True)
 class Sanitized:
-    """What came of it: `findings`, or what ended the process before the Case was through."""
+    """Result of a run: `findings`, or what ended the process before the Case was done."""
 
     tool: str
     device: Device
@@ -53,52 +53,52 @@ class Sanitized:
     seconds: float
     command: tuple[str, ...]
     raised: str | None = None
-    """What the kernel raised, or how its process died."""
+    """What the kernel raised, or how its process ended."""
     late: bool = False
     """The deadline passed; there may be more to find."""
     notes: tuple[str, ...] = field(default=())
 
     @property
     def clean(self) -> bool:
-        """Nothing was reported, and the Case ran through."""
+        """Whether nothing was reported and the Case was done."""
         return not self.findings and self.raised is None and not self.late
 
 
 def sanitizer_program() -> str:
-    """Where compute-sanitizer is.
+    """Path of compute-sanitizer.
 
     Raises:
-        BadArgument: it is nowhere; the text says where was looked and what to do.
+        BadArgument: it is not installed; the text names the folders and the remedy.
     """
     roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     roots += sorted(_TOOLKITS.glob("cuda*"), reverse=True)
     folders = [str(root / part) for root in roots for part in ("bin", "compute-sanitizer")]
-    found = shutil.which(_PROGRAM) or shutil.which(_PROGRAM, path=os.pathsep.join(folders) or os.devnull)
-    if found is None:
+    program = shutil.which(_PROGRAM) or shutil.which(_PROGRAM, path=os.pathsep.join(folders) or os.devnull)
+    if program is None:
         raise BadArgument(
             "sanitize: compute-sanitizer is not on PATH, in CUDA_HOME/bin or in /usr/local/cuda*/bin; "
             "install the CUDA toolkit's compute-sanitizer, or set CUDA_HOME to a toolkit that has it"
         )
-    return found
+    return program
 
 
-def sanitize(case: Case, tool: str, asked: str = "auto", *, deadline: float | None = None) -> Sanitized:
+def sanitize(case: Case, tool: str, device: str = "auto", *, deadline: float | None = None) -> Sanitized:
     """Run `case` under `tool`.
 
     Args:
         case: what to run.
         tool: memcheck, racecheck or initcheck.
-        asked: the device, which must come to CUDA: auto or cuda.
+        device: auto or cuda; auto must resolve to CUDA.
         deadline: seconds for all of it; None: 600.
 
     Raises:
         BadArgument: no such tool, no CUDA device, no compute-sanitizer, a Case that cannot run here, a sanitizer that does not
-            start, or a deadline that passed with nothing found.
+            start, or a deadline that passed without a finding.
     """
     if tool not in TOOLS:
         raise reject("sanitize", tool, "compute-sanitizer has no such tool", f"use one of {', '.join(TOOLS)}")
-    if asked == "cpu" or environment.resolve_device("cuda" if asked == "cuda" else asked) != "cuda":
-        raise reject("device", asked, "compute-sanitizer watches a GPU", "use a machine with one, and --device cuda")
+    if device == "cpu" or environment.resolve_device("cuda" if device == "cuda" else device) != "cuda":
+        raise reject("device", device, "compute-sanitizer watches a GPU", "use a machine with one, and --device cuda")
     kernel = registry.get(case.kernel)
     if reason := kernel.unavailable("cuda"):
         raise BadArgument(f"kernel={kernel.name!r}: it cannot run on cuda here: {reason}")
@@ -114,41 +114,41 @@ def _watched(case: Case, tool: str, program: str, folder: Path, deadline: float)
     task, result, output = folder / "task.json", folder / "result.json", folder / "output"
     task.write_text(json.dumps({"kernel": shipped(case.kernel), "case": case.canonical(), "device": "cuda"}))
     command = (
-        *(program, f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_FOUND}", f"--print-limit={_LIMIT}"),
+        *(program, f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_FINDINGS}", f"--print-limit={_LIMIT}"),
         *(f"--log-file={folder}/log.%p", *_known(program, TOOLS[tool])),
         *(sys.executable, "-m", "attnfuzz.harness.repro.sanitize.child", str(task), str(result)),
     )
     start = time.monotonic()
     code = _ended(command, output, deadline)
-    said = output.read_text(errors="replace")
-    log = read_log("\n".join([said, *(each.read_text(errors="replace") for each in sorted(folder.glob("log.*")))]))
+    printed = output.read_text(errors="replace")
+    log = read_log("\n".join([printed, *(each.read_text(errors="replace") for each in sorted(folder.glob("log.*")))]))
     stage, text = _result(result)
     findings = log.findings
-    if not findings and (log.errors or code == _FOUND):
-        # Never clean because a report could not be read.
+    if not findings and (log.errors or code == _FINDINGS):
+        # An unreadable report must never pass for clean.
         findings = (Finding(kind=f"{log.errors or 'some'} errors in a form that is not known here"),)
-    raised = _trouble(case, tool, stage, text, code, said, log) if code is not None and not findings else None
+    raised = _trouble(case, tool, stage, text, code, printed, log) if code is not None and not findings else None
     if code is None and not findings:
         raise reject(
-            "deadline", f"{deadline:g}s", f"the Case was not through under {tool}", "give more time, such as --deadline 30m"
+            "deadline", f"{deadline:g}s", f"the Case was not done under {tool}", "give more time, such as --deadline 30m"
         )
     return Sanitized(tool, "cuda", findings, time.monotonic() - start, command, raised, late=code is None, notes=log.notes)
 
 
 def _known(program: str, options: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `options` that this version of the sanitizer has."""
+    """The `options` that the installed sanitizer has."""
     try:
-        told = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=_HELP_SECONDS)
+        done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=_HELP_SECONDS)
     except subprocess.TimeoutExpired:
-        reason = f"its --help says nothing within {_HELP_SECONDS:g} s"
-        raise reject("compute-sanitizer", program, reason, "see whether this installation of it works") from None
-    return tuple(each for each in options if each.split("=")[0] in told.stdout + told.stderr)
+        reason = f"its --help printed nothing within {_HELP_SECONDS:g} s"
+        raise reject("compute-sanitizer", program, reason, "check this installation") from None
+    return tuple(each for each in options if each.split("=")[0] in done.stdout + done.stderr)
 
 
 def _ended(command: tuple[str, ...], output: Path, deadline: float) -> int | None:
-    """The exit code; None: the deadline passed, and everything that the command started is gone."""
+    """Exit code of the command; None if the deadline passed. Its process group is killed in both cases."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Each tensor an allocation of its own: within one large block nothing is out of bounds.
+    # Each tensor needs an allocation of its own: within one large block nothing is out of bounds.
     variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with output.open("wb") as sink:
         process = subprocess.Popen(
@@ -165,16 +165,16 @@ def _ended(command: tuple[str, ...], output: Path, deadline: float) -> int | Non
 
 
 def _result(path: Path) -> tuple[str, str]:
-    """(stage, text) that the child has written last; "" where it has written nothing."""
+    """(stage, text) that the child wrote last; "" if it wrote nothing."""
     try:
-        found = json.loads(path.read_text())
-        return found["stage"], found["text"]
+        content = json.loads(path.read_text())
+        return content["stage"], content["text"]
     except (OSError, ValueError):
         return "", ""
 
 
-def _trouble(case: Case, tool: str, stage: str, text: str, code: int, said: str, log: SanitizerLog) -> str | None:
-    """What the kernel did wrong without a finding; None: the Case ran through.
+def _trouble(case: Case, tool: str, stage: str, text: str, code: int, printed: str, log: SanitizerLog) -> str | None:
+    """What went wrong without a finding; None if the Case was done.
 
     Raises:
         BadArgument: the kernel was not launched at all.
@@ -187,7 +187,7 @@ def _trouble(case: Case, tool: str, stage: str, text: str, code: int, said: str,
         return f"the process died while the kernel ran (exit code {code})"
     if stage == "refused":
         raise BadArgument(text)
-    last = "\n".join(filter(None, (*log.notes, text, said[-_TAIL:].strip())))
+    last = "\n".join(filter(None, (*log.notes, text, printed[-_TAIL:].strip())))
     raise BadArgument(
         f"sanitize={tool!r}: compute-sanitizer ended with code {code} before {case.kernel} was launched; "
         f"see what it says, and whether it supports this GPU and driver:\n{last}"

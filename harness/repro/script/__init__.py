@@ -1,1 +1,1 @@
-"""A standalone Python file that shows a failure without attnfuzz."""
+"""A standalone Python file that shows a failure without the harness."""

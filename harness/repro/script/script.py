@@ -1,45 +1,58 @@
-"""A case file as one Python file that stands by itself: inputs, kernel call, float64 reference, comparison.
+"""Write a Case as one standalone Python file that holds its packed inputs and expected outputs.
 
-It needs torch and what the kernel itself is imported from, nothing of the harness or the oracle, so that a kernel's author can
-read and change all of it. Its functions are those that the harness makes inputs by and those of parts.py, taken
-as text with what they use; the reference is written out with just the masks and modifiers of the Case. The budgets cannot come
-along as code (they are half of the oracle): they are measured when the script is written, and hold for the Case's own inputs,
-which the script tells by a checksum. Inputs that were edited are held to the same share of each output's largest value.
+The file's functions are the text of runtime.py. It holds the float64 reference of each element and the interval that the judge
+allows, so its verdict on elements is the harness's.
 """
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from importlib import metadata
-from typing import Any
+import base64
+import keyword
+import math
+import zlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from pprint import pformat
 
-import msgspec
+import torch
 
 from attnfuzz.harness.campaign.corpus import CaseFile
-from attnfuzz.harness.campaign.shrink import tries
+from attnfuzz.harness.campaign.runner import tries
+from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.isolation.kernel_ref import global_of
+from attnfuzz.harness.judge.truth import Truth, Truths
 from attnfuzz.harness.report.describe import describe_case
-from attnfuzz.harness.repro.script.budgets import ScriptBudgets, measured_budgets
-from attnfuzz.harness.repro.script.bundle import Bundle, module
-from attnfuzz.harness.repro.script.reference import reference_of
-from attnfuzz.harness.repro.script.values import maker_of
+from attnfuzz.harness.repro.script import runtime
+from attnfuzz.harness.repro.script.runtime import PackedCase, Stored
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.poison import memory
+from attnfuzz.harness.trial.trial import check_runnable
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.contract import Device, Inputs, Kernel
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem, reject
-from attnfuzz.strategies.case import CALLS, RELATIONS, Case
+from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.oracles.formats import Format, half_ulp, rounded
+from attnfuzz.strategies.case import CALLS, RELATIONS
 from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["Script", "script_of", "unshown"]
 
-_PARTS = "attnfuzz.harness.repro.script.parts"
-_OWN = ("attnfuzz.harness", "attnfuzz.oracles", "attnfuzz.strategies")
+_MOST_BYTES = 2 << 20
+"""Bytes of all tensors that a script may hold, before they are packed."""
+_INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 _CHECKED = ("out-of-bounds", "outside-view", "duplicate-store", "race", "masked-load")
 """Kinds that the interpreter of Triton kernels on the CPU refuses by itself, in a script as well."""
-_IMPORTED = {name: ("attnfuzz.kernels.problem", name) for name in ("Layout", "Needs")}
 _UNCHECKED = ("layout", "storage", "strides")
 """Checks of a tensor's form that are not in a script."""
+_HEAD = """attnfuzz case {}, written by `attnfuzz repro CASE --script`.
+Run it with Python where the kernel can be imported: exit code 0 is OK, 1 is FAILED, 2 is an error of the script itself.
+The inputs and the expected outputs are packed at the end. They belong to this case alone: for other inputs, edit the case file
+and write a script again."""
+_INTERPRETED = """
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # Triton on the CPU: set before anything imports it
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,227 +64,157 @@ class Script:
 
 
 def script_of(stored: CaseFile, device: Device) -> Script:
-    """The standalone script of a case file, to be run on `device`. The kernel is not run for it.
+    """Write the standalone script of a case file, for `device`. The kernel is not run.
 
     Raises:
-        BadArgument: the kernel is absent or cannot be imported by another process, or the Case is too large.
+        BadArgument: the kernel does not take the Case or cannot be imported by another process, or the Case is too large.
     """
-    case = stored.case
-    kernel = registry.get(case.kernel)
-    note = unshown(stored, device)
-    budgets = measured_budgets(case, kernel, device)
-    bundle = _bundle(case)
-    line, value = _kernel_lines(kernel)
-    body = reference_of(case, kernel)
-    main = _main(case, stored.rate)
-    constants = _constants(case, kernel, device, value, budgets, stored)
-    for text in (body, main, constants):
-        bundle.use(text, _IMPORTED | module(_PARTS).imported)
-    imports = dict.fromkeys([*bundle.imports(), "import sys", "import traceback", "import torch", line])
+    kernel, note = check_runnable(stored.case, device), unshown(stored, device)
+    imported = _kernel_lines(kernel)
+    packed, data = _packed(stored, kernel, device)
+    _, future, source = Path(runtime.__file__).read_text(encoding="utf-8").partition("from __future__ import annotations\n")
+    # The repr of a Config writes its keys without quotes, where they would be code.
+    arguments = {"kernel": "KERNEL", "device": repr(device), "config": f"Config({dict(packed.config)!r})"}
+    arguments |= {each.name: pformat(getattr(packed, each.name), width=120, sort_dicts=False) for each in fields(packed)[3:-1]}
+    case = "".join(f"\n    {name}={text}," for name, text in arguments.items())
+    texts = "".join(f'\n    """\n{text}""",' for text in data)
     parts = [
-        _head(stored, device, note),
-        "\n".join(sorted(imports, key=_import_order)),
-        constants,
-        "# --- inputs, made from the seed alone, the same bits everywhere; the comparison; guarded memory",
-        *bundle.texts,
-        "# --- the float64 reference, gradients by autograd",
-        body,
-        "# --- the check",
-        main,
+        f"{_head(stored, note)}\n{future}{_INTERPRETED if device == 'cpu' else ''}{source.rstrip()}",
+        f"{imported}\n\nCASE = PackedCase({case}\n)\nDATA = ({texts}\n)",
+        'if __name__ == "__main__":\n    sys.exit(run(CASE, DATA))\n',
     ]
-    return Script("\n\n\n".join(parts) + "\n", note)
+    return Script("\n\n\n".join(parts), note)
 
 
 def unshown(stored: CaseFile, device: Device) -> str | None:
-    """What of a Case's failure a script for `device` cannot show, or None."""
-    told = stored.found.get("identity")
-    kind, check = (told.get("kind"), told.get("check")) if isinstance(told, dict) else (None, None)
-    if stored.case.check in RELATIONS or kind == "relation":
-        return (
-            f"the Case compares related calls (check {stored.case.check}); this script makes the one call and compares it with "
-            "the float64 reference: what shows only between calls, only `attnfuzz repro` shows"
-        )
+    """Say what of a Case's failure a script for `device` cannot show, or None."""
+    identity, case = stored.finding.identity, stored.case
+    kind, check = (identity.kind, identity.check) if identity else (None, None)
+    if case.check in RELATIONS or kind == "relation":
+        return f"the Case compares related calls (check {case.check}); this script makes one: only `attnfuzz repro` shows more"
     if kind == "aggregate":
-        return (
-            "no element is beyond its own budget, only all of them together; this script compares elements: only "
-            "`attnfuzz repro` shows that"
-        )
+        return "no element is beyond its own budget, only all of them together: only `attnfuzz repro` shows that"
     if kind == "uninitialised" or (kind in _CHECKED and device == "cuda"):
-        return (
-            f"a failure of kind {kind} is seen by attnfuzz's memory checker; this script shows it where wrong values, or a write "
-            "beyond a tensor, come of it"
-        )
+        return f"a failure of kind {kind} is seen by attnfuzz's memory checker; this script shows only what follows of it"
     if kind == "contract" and check in _UNCHECKED:
         return f"this script checks the type, shape, dtype and device of an output, not its {check}"
     return None
 
 
-def _bundle(case: Case) -> Bundle:
-    """What makes the inputs, and the parts that every script has."""
-    plain = all(getattr(case.problem, name) == Layout() for name in LAYOUTS) and not tensors_of(case.problem)
-    bundle = Bundle(
-        _OWN,
-        {("attnfuzz.harness.trial.values", "Maker"): maker_of(case.recipe.pattern)},
-        {("attnfuzz.strategies.case", "Recipe"): (_PARTS, "Recipe")},
-    )
-    bundle.add(_PARTS if plain else "attnfuzz.harness.trial.inputs", "materialise")
-    names = ["checksum", "called", "judged"]
-    names += ["judged_captured"] if tensors_of(case.problem) else []
-    names += ["kept", "again"] if case.check in CALLS else []
-    for name in names:
-        bundle.add(_PARTS, name)
-    return bundle
+def _kernel_lines(kernel: Kernel) -> str:
+    """Return the import of a kernel as KERNEL."""
+    name, origin = kernel.name, registry.origin(kernel.name)
+    target = origin.target if origin else None if registry.is_local(name) else registry.target(name)
+    if target is None and registry.is_local(name):
+        place = global_of(kernel)
+        if place is None or place[0] == "__main__":
+            raise reject("script", name, "the kernel is not a global of a module that a script could import", "make it one")
+        target = ":".join(place)
+    elif target is None or target.startswith("attnfuzz."):
+        return f"from attnfuzz.kernels.registry import get\n\nKERNEL = get({name!r})"
+    module, _, path = target.partition(":")
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in f"{module}.{path}".split(".")):
+        raise reject("script", name, f"{target!r} cannot be written as an import", "give module and kernel Python identifiers")
+    first, dot, rest = path.partition(".")
+    lines = f"from {module} import {first}{'' if first == 'KERNEL' else ' as KERNEL'}"
+    # A target may also name what makes the kernel.
+    value = f"KERNEL{dot}{rest}{'' if registry.object_at(target) is kernel else '()'}"
+    return lines if value == "KERNEL" else f"{lines}\n\nKERNEL = {value}"
 
 
-def _import_order(line: str) -> tuple[bool, bool, str]:
-    return "attnfuzz" in line, line.startswith("from"), line
-
-
-def _kernel_lines(kernel: Kernel) -> tuple[str, str]:
-    """The import of a kernel, and the expression that it is."""
-    name = kernel.name
-    if not registry.is_local(name):
-        for point in metadata.entry_points(group=registry.ENTRY_POINT_GROUP):
-            if point.name == name:
-                found = point.load()
-                call = "()" if inspect.isclass(found) or inspect.isfunction(found) else ""
-                first, _, rest = point.attr.partition(".")
-                return f"from {point.module} import {first}", f"{first}{'.' + rest if rest else ''}{call}"
-    place = global_of(kernel)
-    if not registry.is_local(name) and (place is None or place[0].startswith("attnfuzz.")):
-        return "from attnfuzz.kernels.registry import get", f"get({name!r})"
-    if place is None or place[0] == "__main__":
-        raise reject("script", name, "the kernel is no global of a module that a script could import it from", "make it one")
-    return f"from {place[0]} import {place[1]}", place[1]
-
-
-def _head(stored: CaseFile, device: Device, note: str | None) -> str:
-    case = stored.case
-    told = [f"attnfuzz case {case.id}, written by `attnfuzz repro CASE --script`. Run it: exit 0 is OK, 1 is FAILED."]
-    told += [f"   {name:<20} {value}" for name, value in describe_case(case)]
-    if message := stored.found.get("message"):
-        told.append(f"   {'found':<20} {message}")
-    identity = stored.found.get("identity")
-    kind = identity.get("kind") if isinstance(identity, dict) else None
+def _head(stored: CaseFile, note: str | None) -> str:
+    lines = [_HEAD.format(stored.case.id), *(f"   {name:<20} {value}" for name, value in describe_case(stored.case))]
+    if stored.finding.message:
+        lines.append(f"   {'found':<20} {stored.finding.message}")
+    if rate := stored.rate:
+        lines.append(f"It failed in {rate[0]} of {rate[1]} runs: it is run up to {tries(rate)} times, until it fails.")
+    kind = stored.finding.identity.kind if stored.finding.identity else None
     if kind in ("crash", "hang", "out-of-memory", "illegal-access"):
-        told.append(f"The kernel ended or kept its process ({kind}): so it does to this script, unless it is mended.")
-    if note:
-        told.append(f"NOTE: {note}.")
-    lines = ["\n".join(f"# {line}".rstrip() for text in told for line in text.splitlines()), "from __future__ import annotations"]
-    if device == "cpu":
-        # As in harness/core/environment.py: before anything imports Triton.
-        lines.append('import os\n\nos.environ["TRITON_INTERPRET"] = "1"  # Triton on the CPU: set before anything imports it')
-    return "\n\n".join(lines)
+        lines.append(f"The kernel ended or blocked its process ({kind}). It does the same to this script until it is fixed.")
+    lines += [f"NOTE: {note}."] if note else []
+    # A text of the case file may have several lines: each must become a comment.
+    return "\n".join(f"# {line}".rstrip() for text in lines for line in printable(text).replace("\0", "\\0").splitlines())
 
 
-def _constants(case: Case, kernel: Kernel, device: Device, value: str, budgets: ScriptBudgets, stored: CaseFile) -> str:
-    recipe = ", ".join(f"{name}={each!r}" for name, each in msgspec.to_builtins(case.recipe).items())
-    lines = [
-        f"DEVICE = {device!r}",
-        f"KERNEL = {value}",
-        f"PROBLEM = {_problem(case.problem)}",
-        f"CONFIG = Config({', '.join(f'{name}={each!r}' for name, each in case.config.items())})",
-        f"RECIPE = dict({recipe})",
-    ]
-    if case.check in CALLS:
-        earlier = ", ".join(_problem(each) for each in earlier_problems(kernel, case, device))
-        lines += ["# Calls that come before, in the same process.", f"EARLIER = [{earlier}]"]
-        exact = tuple(name for name in case.problem.needs.outputs if name in kernel.capabilities.deterministic)
-        lines.append(f"DETERMINISTIC = {exact!r}")
-        lines.append(f"REORDER = {_table(budgets.reorder)}")
-    if stored.rate is not None:
-        lines.append(f"RUNS = {tries(stored.rate)}  # it failed in {stored.rate[0]} of {stored.rate[1]} runs")
-    rows = ", of each row its largest" if budgets.by_row else ""
-    lines += [
-        "# How far off each element may be: the error budgets of a correct kernel, measured with the float64 oracle when this",
-        f"# was written{rows}. They hold for the inputs of this checksum. Inputs that were edited are held to LIMITS, which is",
-        "# rough: the largest budget of an output as a share of its largest value, or 8 roundings where that is more.",
-        f"CHECKSUM = {_checksum(case)}",
-        f"BUDGETS = {_table(budgets.allowed)}",
-        f"LIMITS = {_numbers(budgets.limits)}",
-    ]
-    return "\n".join(lines)
+def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCase, list[str]]:
+    """Return the Case as data and the text of each allocation. A Case that is too large is refused."""
+    case, p, pack = stored.case, stored.case.problem, _Pack()
+    rows, keys = p.heads * p.total_q, p.kv_heads * p.total_k
+    count = {"o": rows * p.dim_v, "lse": rows, "dq": rows * p.dim_qk, "dk": keys * p.dim_qk, "dv": keys * p.dim_v}
+    # A lower bound, before anything large is allocated.
+    _check_size(16 * sum(count[name] for name in p.needs.outputs))
+    calls = (*(earlier_problems(kernel, case, device) if case.check in CALLS else ()), p)
+    inputs = [materialise(each, case.recipe, "cpu") for each in calls]
+    tables = tuple((each.problem, pack.inputs(each)) for each in inputs)
+    truths = Truths(inputs[-1], kernel.capabilities.deviations, device)
+    truths.count_ties()
+    in_doubt = any(truths.budgets.doubted.values())
+    outputs = {str(name): pack.interval(name, true, p, skip=True) for name, true in truths.items()}
+    outputs |= {f"d {name}": pack.interval(f"d {name}", true, p, skip=in_doubt) for name, true in truths.captured.items()}
+    reorder = {str(name): pack.reorder(name, true, p) for name, true in truths.items()} if p in calls[:-1] else {}
+    _check_size(sum(len(content) for _, content in pack.allocations))
+    exact = kernel.capabilities.deterministic
+    packed = PackedCase(kernel, device, case.config, tables, outputs, reorder, exact, tries(stored.rate))
+    return packed, [base64.encodebytes(zlib.compress(content, 9)).decode() for _, content in pack.allocations]
 
 
-def _numbers(values: dict[str, float]) -> str:
-    return "{" + ", ".join(f"{name!r}: {value:.4g}" for name, value in values.items()) + "}"
+def _check_size(count: int) -> None:
+    if count > _MOST_BYTES:
+        reason = f"a script holds at most {_MOST_BYTES} bytes of inputs and expected outputs"
+        raise reject("script", f"{count} bytes", reason, "shrink it first: attnfuzz repro CASE --shrink")
 
 
-def _table(packed: dict[str, tuple[str, tuple[int, ...]]]) -> str:
-    rows = (f"    {name!r}: ({text!r}, {shape!r})," for name, (text, shape) in packed.items())
-    return "\n".join(["{", *rows, "}"])
+class _Pack:
+    """Allocations by (first tensor in it, content), each stored once: equal calls share theirs."""
+
+    def __init__(self) -> None:
+        self.allocations: dict[tuple[str, bytes], int] = {}
+
+    def tensor(self, owner: str, x: torch.Tensor) -> Stored:
+        """Keep the whole allocation of `x`."""
+        _check_size(x.untyped_storage().nbytes())
+        content = bytes(memory(x, 0, x.untyped_storage().nbytes()).tolist())
+        number = self.allocations.setdefault((owner, content), len(self.allocations))
+        return Stored(number, str(x.dtype).removeprefix("torch."), tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+    def inputs(self, inputs: Inputs) -> dict[str, Stored]:
+        """Keep all inputs; tensors that share an allocation still share it."""
+        tensors = {name: x for name in _INPUTS if (x := getattr(inputs, name)) is not None}
+        tensors |= {f"captured {each.name}": x for each, x in zip(tensors_of(inputs.problem), inputs.captured, strict=True)}
+        owners: dict[int, str] = {}
+        return {name: self.tensor(owners.setdefault(x.untyped_storage().data_ptr(), name), x) for name, x in tensors.items()}
+
+    def interval(self, name: str, true: Truth, problem: Problem, *, skip: bool) -> tuple[Stored, ...]:
+        """Expected value, budget, and ends of the interval, rounded as an output is. `skip`: an infinite budget allows NaN."""
+        endless, exact = true.expected.isinf(), name == "lse" or name.startswith("d ")
+        centre = true.expected.masked_fill(endless, 0.0)
+        error = true.allowed + half_ulp(centre, Format.of("float32")) if name.startswith("d ") else true.allowed
+        low, high = centre - error, centre + error
+        form, dtype = Format.of(problem.dtype), torch.float32 if exact else getattr(torch, problem.dtype)
+        low, high = (_upward(low), -_upward(-high)) if exact else (rounded(low, form), rounded(high, form))
+        low, high = (torch.where(endless, true.expected, each.double()).to(dtype) for each in (low, high))
+        low = low.masked_fill(true.allowed.isinf(), math.nan) if skip else low
+        parts = {"expected": true.expected, "allowed": true.allowed.float(), "lowest": low, "highest": high}
+        return tuple(self.tensor(f"{name} {part}", _as_returned(problem, name, x)) for part, x in parts.items())
+
+    def reorder(self, name: str, true: Truth, problem: Problem) -> Stored:
+        """Keep the error of another order of additions."""
+        error = true.allowed if true.budget is None or true.budget.reorder is None else true.budget.reorder
+        return self.tensor(f"{name} reorder", _as_returned(problem, name, error.masked_fill(true.allowed.isinf(), math.inf)))
 
 
-def _problem(problem: Problem) -> str:
-    """The Problem as it is built, defaults left out."""
-    fields: dict[str, Any] = {
-        each.name: value for each in msgspec.structs.fields(Problem) if (value := getattr(problem, each.name)) != each.default
-    }
-    return f"Problem({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+def _as_returned(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Turn (heads, tokens[, dim]) into a kernel's shape, NaN in slack rows; the gradient of a captured tensor is copied."""
+    if name.startswith("d "):
+        return x.clone()
+    if problem.packing == "dense":
+        x = x.unflatten(1, (problem.batch, x.shape[1] // problem.batch)).transpose(0, 1)
+    at, slack = (-1, problem.slack_q) if name == "lse" else (-2, problem.slack_k if name in ("dk", "dv") else problem.slack_q)
+    x = torch.cat([x, x.new_full((*x.shape[:at], slack, *x.shape[at:][1:]), math.nan)], at)
+    return (x if name == "lse" else x.transpose(-3, -2)).contiguous()
 
 
-def _checksum(case: Case) -> int:
-    from attnfuzz.harness.repro.script.parts import checksum
-    from attnfuzz.harness.trial.inputs import materialise
-
-    return checksum(materialise(case.problem, case.recipe, "cpu"))
-
-
-def _main(case: Case, rate: tuple[int, int] | None) -> str:
-    """The end of the script: call, compare, say."""
-    calls = case.check in CALLS
-    captured = [each.name for each in tensors_of(case.problem)]
-    after = _CAPTURED.replace("NAMES", repr(captured)) if captured else ""
-    text = _MAIN.replace("#EARLIER\n", _EARLIER if calls else "").replace("#AFTER\n", after + (_AFTER if calls else ""))
-    return (text.replace("range(1)", "range(RUNS)") if rate else text).strip()
-
-
-_MAIN = '''
-def check() -> list[str]:
-    """What is wrong, in words."""
-    bands, recipe = Bands(), Recipe(**RECIPE)
-    inputs = materialise(PROBLEM, recipe, DEVICE)
-    try:
-#EARLIER
-        made, wrong = called(KERNEL, PROBLEM, CONFIG, inputs, bands)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # a kernel may raise anything
-        traceback.print_exc()
-        return ["the kernel raised; its traceback is above"]
-    expected, own = reference(inputs), checksum(inputs) == CHECKSUM
-    if not own:
-        print("these inputs are not the case's own: they are held to LIMITS, not to BUDGETS")
-    wrong += bands.broken()
-    wrong += judged(inputs, made, expected, BUDGETS if own else None, LIMITS)
-#AFTER
-    return wrong
-
-
-def main() -> int:
-    """Print what is wrong; the exit code."""
-    for run in range(1):
-        if wrong := check():
-            print(f"FAILED {KERNEL.name} on {DEVICE}, run {run + 1}", *wrong, sep="\\n")
-            return 1
-    print(f"OK {KERNEL.name} on {DEVICE}")
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except Exception:  # of this script, not of the kernel
-        traceback.print_exc()
-        sys.exit(2)
-'''
-_EARLIER = """        first, before = None, []
-        for problem in EARLIER:
-            earlier, changed = called(KERNEL, problem, CONFIG, materialise(problem, recipe, DEVICE), bands)
-            before += [f"{line} (in a call before)" for line in changed]
-            first = kept(PROBLEM, earlier) if problem == PROBLEM and first is None else first
-"""
-_AFTER = """    wrong += before
-    wrong += again(inputs, first, made, REORDER, DETERMINISTIC) if first else []
-"""
-_CAPTURED = "    wrong += judged_captured(made, expected, NAMES, BUDGETS if own else None, LIMITS)\n"
+def _upward(x: torch.Tensor) -> torch.Tensor:
+    """The smallest float32 that is not below each float64."""
+    y = x.float()
+    return torch.where(y.double() < x, torch.nextafter(y, torch.tensor(torch.inf)), y)

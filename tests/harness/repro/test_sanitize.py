@@ -281,7 +281,7 @@ def test_a_sanitizer_that_does_not_answer_is_told(command, monkeypatch: pytest.M
     monkeypatch.setattr(sanitize, "_HELP_SECONDS", 0.001)
     result = command("")
     assert result.exit_code == 2
-    assert "its --help says nothing within 0.001 s" in result.stderr
+    assert "its --help printed nothing within 0.001 s" in result.stderr
 
 
 def test_a_clean_run_ends_with_0_and_has_the_right_options_and_variables(command) -> None:
@@ -342,7 +342,7 @@ def test_the_deadline_ends_it_with_all_that_it_started(command) -> None:
     """
     result = command(body, "--sanitize", "memcheck", "--deadline", "3s")
     assert result.exit_code == 2
-    assert "deadline='3s': the Case was not through under memcheck; give more time, such as --deadline 30m" in result.stderr
+    assert "deadline='3s': the Case was not done under memcheck; give more time, such as --deadline 30m" in result.stderr
     state, end = Path(f"/proc/{Path('pid').read_text().strip()}/stat"), time.monotonic() + 20
 
     def ended() -> bool:

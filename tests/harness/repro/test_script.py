@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -13,24 +15,29 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from msgspec import structs
 from support.paths import TESTS
 from support.repro import register_all
 
-from attnfuzz.harness.campaign.corpus import CaseFile
+from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding
+from attnfuzz.harness.cli import main as cli
+from attnfuzz.harness.judge.contract import heads_first
+from attnfuzz.harness.judge.intervals import measured
+from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.repro.script.script import Script, script_of
-from attnfuzz.harness.repro.script.trees import function_of
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.expressions import named as modifiers
-from attnfuzz.kernels.expressions import tree
-from attnfuzz.kernels.expressions.evaluation import evaluate
-from attnfuzz.kernels.expressions.tree import Captured, Expression, captured, to_data
+from attnfuzz.kernels.expressions.tree import to_data
+from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
 from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe
 
 CONFIG = Config(tile_m=6, tile_n=6)
+INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 SMALL: dict[str, Any] = {"seqlens_q": (3, 0, 5), "seqlens_k": (4, 2, 3), "heads": 4, "kv_heads": 2, "dim_qk": 8, "dim_v": 8}
 
 
@@ -41,15 +48,15 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(case: Case, **found: Any) -> Script:
-    return script_of(CaseFile(case, found, Path("case.json")), "cpu")
+    return script_of(CaseFile(case, StoredFinding.read(found), Path("case.json")), "cpu")
 
 
 def loaded(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The script's names, as after an import of it."""
-    made = ModuleType("a_script_of_attnfuzz")
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    exec(compile(text, "script.py", "exec"), made.__dict__)
-    return made.__dict__
+    module = ModuleType("a_script_of_attnfuzz")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text, "script.py", "exec"), module.__dict__)
+    return module.__dict__
 
 
 def case_of(kernel: str = "acme.right", *, pattern: Pattern = "normal", check: Any = "oracle", **changed: Any) -> Case:
@@ -57,18 +64,38 @@ def case_of(kernel: str = "acme.right", *, pattern: Pattern = "normal", check: A
     return Case(kernel=kernel, problem=Problem(**(SMALL | changed)), recipe=recipe, config=CONFIG, check=check)
 
 
+def checked(script: dict[str, Any], kernel: str | None = None) -> list[str]:
+    """What the script finds wrong, with its own kernel or another one."""
+    case = script["CASE"]
+    case = dataclasses.replace(
+        case, kernel=registry.get(kernel) if kernel else case.kernel, memory=script["unpacked"](script["DATA"])
+    )
+    lines: list[str] = script["check"](case)
+    return lines
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
 def assert_same_inputs(script: dict[str, Any], case: Case) -> None:
-    got = script["materialise"](script["PROBLEM"], script["Recipe"](**script["RECIPE"]), "cpu")
+    """Values, strides, and all that lies around them in allocations, which the same tensors share."""
+    problem, table = script["CASE"].calls[-1]
+    allocations = script["unpacked"](script["DATA"])
     expected = materialise(case.problem, case.recipe, "cpu")
-    for name in ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k"):
-        x, y = getattr(got, name), getattr(expected, name)
-        assert (x is None) == (y is None)
-        if x is not None:
-            assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride()), name
-            assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)), name
-    assert len(got.captured) == len(expected.captured)
-    assert all(torch.equal(x, y) for x, y in zip(got.captured, expected.captured, strict=True))
-    assert (got.max_seqlen_q, got.max_seqlen_k) == (expected.max_seqlen_q, expected.max_seqlen_k)
+    tensors = {f"captured {each.name}": x for each, x in zip(tensors_of(case.problem), expected.captured, strict=True)}
+    tensors |= {name: x for name in INPUTS if (x := getattr(expected, name)) is not None}
+    assert problem == case.problem
+    assert set(table) == set(tensors)
+    for name, y in tensors.items():
+        x = table[name].within(allocations)
+        assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride()), name
+        assert x.storage_offset() == y.storage_offset()
+        assert torch.equal(bits(x), bits(y)), name
+        whole = torch.empty(0, dtype=torch.uint8).set_(y.untyped_storage())
+        assert torch.equal(allocations[table[name].allocation], whole)
+        sharing = {other for other, z in tensors.items() if z.numel() and z.untyped_storage().data_ptr() == whole.data_ptr()}
+        assert not y.numel() or sharing == {other for other in table if table[other].allocation == table[name].allocation}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -76,7 +103,7 @@ def test_every_pattern_is_made_to_the_bit_and_a_right_kernel_is_ok(pattern: Patt
     case = case_of(pattern=pattern, dtype=("float16", "bfloat16", "float32")[PATTERNS.index(pattern) % 3])
     script = loaded(written(case).text, monkeypatch)
     assert_same_inputs(script, case)
-    assert script["check"]() == []
+    assert checked(script) == []
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -107,7 +134,7 @@ def test_every_form_of_a_problem_is_made_to_the_bit_and_a_right_kernel_is_ok(nam
     script = loaded(written(case).text, monkeypatch)
     assert_same_inputs(script, case)
     assert run_trial(case, "cpu").failures == ()
-    assert script["check"]() == []
+    assert checked(script) == []
 
 
 FAULTS: dict[str, tuple[Case, str]] = {
@@ -132,59 +159,102 @@ def test_a_script_shows_what_the_harness_finds(name: str, monkeypatch: pytest.Mo
     case, expected = FAULTS[name]
     assert run_trial(case, "cpu").failures
     script = loaded(written(case).text, monkeypatch)
-    found = script["check"]()
-    assert any(line.startswith(expected) for line in found), found
-    script["KERNEL"] = registry.get("acme.right")
-    assert script["check"]() == []
+    lines = checked(script)
+    assert any(line.startswith(expected) for line in lines), lines
+    assert checked(script, "acme.right") == []
 
 
 def test_the_worst_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of("acme.element")
     place = run_trial(case, "cpu").failures[0].place
     assert place is not None
-    found = loaded(written(case).text, monkeypatch)["check"]()
-    assert found[1].startswith(f"  sequence 0, row 0, head 0, dim 3: got {place.got:.9g}, expected {place.expected:.9g}, allowed")
+    lines = checked(loaded(written(case).text, monkeypatch))
+    values = f"got {place.got:.9g}, expected {place.expected:.9g}, allowed error {place.allowed:.3g}, error/allowed "
+    assert lines[1].startswith(f"  sequence 0, row 0, head 0, dim 3: {values}")
 
 
-def test_inputs_that_were_edited_are_held_to_rough_limits(
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_an_interval_ends_where_the_judge_ends_it(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end of each element is right to the judge, and the next value beyond it is wrong."""
+    case = case_of(dtype=dtype, causal="bottom_right", packing="dense", seqlens_q=(3, 3), seqlens_k=(2, 2), slack_q=1)
+    script = loaded(written(case).text, monkeypatch)
+    memory = script["unpacked"](script["DATA"])
+    inputs = materialise(case.problem, case.recipe, "cpu")
+    truths = Truths(inputs, registry.get(case.kernel).capabilities.deviations, "cpu")
+    truths.count_ties()
+    for name, (_, _, *ends) in script["CASE"].outputs.items():
+        for end, away in zip(ends, (-torch.inf, torch.inf), strict=True):
+            x = end.within(memory)
+            beyond = torch.nextafter(x, torch.tensor(away, dtype=x.dtype))
+            over = [measured(case.problem, {name: heads_first(case.problem, name, y)}, truths)[name].over for y in (x, beyond)]
+            # There is nothing below -inf, the LSE of rows without keys.
+            assert over == [0, int((heads_first(case.problem, name, x) != away).sum())], (name, away)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "large": (
+        {"seqlens_q": (1 << 20,), "seqlens_k": (1 << 20,), "heads": 64, "kv_heads": 64},
+        "a script holds at most 2097152 bytes of inputs and expected outputs; shrink it first: attnfuzz repro CASE --shrink",
+    ),
+    "large inputs": ({"layout_q": Layout(offset=1 << 21)}, "a script holds at most 2097152 bytes"),
+    "unsupported": ({"dim_qk": 300}, "acme.right does not support it: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_a_script_is_refused(name: str, tmp_path: Path) -> None:
+    changed, message = REFUSED[name]
+    (tmp_path / "case.json").write_text(json.dumps(case_of(**changed).to_object()))
+    arguments = [str(tmp_path / "case.json"), "--device", "cpu", "--script", str(tmp_path / "shown.py")]
+    result = CliRunner().invoke(cli.main, ["repro", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "shown.py").exists()
+
+
+def test_names_and_texts_of_a_case_file_never_become_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harm = f"open({str(tmp_path / 'harm')!r}, 'w')"
+    key = f"x=1) if {harm} else dict(y"
+    config = Config({key: f"'+{harm}+'", f'"""+{harm}+"""': f"\\\n{harm}", "null": "\0"})
+    case = dataclasses.replace(
+        CaseFile(case_of(), StoredFinding(message=f"\n{harm}\r{harm}\f\x1d\0{harm}\ud800"), Path("case.json"))
+    )
+    case = dataclasses.replace(case, case=structs.replace(case.case, config=config))
+    text = script_of(case, "cpu").text
+    text.encode()
+    script = loaded(text, monkeypatch)
+    assert script["CASE"].config == config
+    assert checked(script) == []
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_flaky_failure_is_run_as_often_as_its_rate_demands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = written(case_of()).text
-    edited = loaded(text.replace("seqlens_q=(3, 0, 5)", "seqlens_q=(3, 1, 9)"), monkeypatch)
-    assert edited["check"]() == []
-    assert "these inputs are not the case's own" in capsys.readouterr().out
-    edited["KERNEL"] = registry.get("acme.unwritten")
-    assert edited["check"]()
+    text = written(case_of(), rate=[1, 3]).text
+    assert "# It failed in 1 of 3 runs: it is run up to 8 times, until it fails." in text
+    script = loaded(text, monkeypatch)
+    runs = iter([[], [], ["o: wrong"]])
+    monkeypatch.setitem(script, "check", lambda case: next(runs))
+    assert script["run"](script["CASE"], script["DATA"]) == 1
+    assert capsys.readouterr().out == "FAILED acme.right on cpu, run 3\no: wrong\n"
 
 
-def test_large_cases_have_the_budget_of_each_row_and_larger_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnfuzz.harness.repro.script import budgets as script_budgets
-
-    case = case_of("acme.element")
-    monkeypatch.setattr(script_budgets, "_ELEMENTWISE", 10)
+def test_calls_before_have_their_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other lengths; equal calls share theirs."""
+    case = case_of(check="other_shape")
     script = loaded(written(case).text, monkeypatch)
-    assert script["BUDGETS"]["o"][1] == (4, 8, 1)
-    assert any(line.startswith("dv: ") for line in script["check"]())
-    monkeypatch.setattr(script_budgets, "_MOST_SCORES", 10)
-    with pytest.raises(BadArgument, match="a script's plain float64 reference holds 10 at most; make the case smaller first"):
-        written(case)
-
-
-def test_budgets_are_never_smaller_than_measured_and_hardly_larger() -> None:
-    from attnfuzz.harness.repro.script.budgets import _packed
-    from attnfuzz.harness.repro.script.parts import unpacked
-
-    x = torch.cat([torch.tensor([0.0, torch.inf, 1.0]), torch.rand(999) * 10.0 ** torch.randint(-30, 3, (999,))]).double() * 1.1
-    for bits, most in ((23, 2.0**-22), (7, 2.0**-6)):
-        back = unpacked(*_packed(x, bits))
-        assert torch.equal(back.isinf(), x.isinf())
-        finite = ~x.isinf()
-        assert bool((back >= x)[finite].all())
-        assert bool((back <= x * (1 + most))[finite].all())
+    memory, calls = script["unpacked"](script["DATA"]), script["CASE"].calls
+    assert [problem == case.problem for problem, _ in calls] == [False, True, False, True]
+    assert calls[0] == calls[2]
+    for problem, table in calls:
+        assert torch.equal(bits(table["q"].within(memory)), bits(materialise(problem, case.recipe, "cpu").q))
+    assert checked(script) == []
 
 
 @pytest.mark.parametrize(
-    ("found", "check", "note"),
+    ("identity", "check", "note"),
     [
         ({"kind": "aggregate", "check": "R"}, "oracle", "only all of them together"),
         ({"kind": "relation", "check": "split_batch"}, "split_batch", "compares related calls (check split_batch)"),
@@ -194,8 +264,8 @@ def test_budgets_are_never_smaller_than_measured_and_hardly_larger() -> None:
         ({"kind": "mismatch", "check": "element"}, "oracle", None),
     ],
 )
-def test_what_a_script_cannot_show_is_said(found: dict[str, str], check: Any, note: str | None) -> None:
-    script = written(case_of(check=check), identity=found)
+def test_what_a_script_cannot_show_is_said(identity: dict[str, str], check: Any, note: str | None) -> None:
+    script = written(case_of(check=check), identity=identity)
     if note is None:
         assert script.note is None
         assert "NOTE" not in script.text
@@ -216,7 +286,7 @@ def test_the_interpreters_own_checks_are_on_in_a_script(
     assert run_trial(case, "cpu").failures[0].kind == "out-of-bounds"
     script = written(case, identity={"kind": "out-of-bounds", "check": "store in preprocess"})
     assert script.note is None
-    assert loaded(script.text, monkeypatch)["check"]() == ["the kernel raised; its traceback is above"]
+    assert checked(loaded(script.text, monkeypatch)) == ["the kernel raised; its traceback is above"]
     assert "MemoryFault: varlen_device.py:" in capsys.readouterr().err
 
 
@@ -232,51 +302,38 @@ def test_a_script_needs_nothing_of_attnfuzz_but_the_kernel() -> None:
         assert "support.repro" in modules
 
 
+@pytest.mark.parametrize("path", ["run", "make", "Holder.check"])
+def test_a_kernel_is_imported_from_where_it_was_asked_for(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object, a function that makes it, an attribute; whose names may be the script's own."""
+    for table in ("_loaded", "_origins"):
+        monkeypatch.setattr(registry, table, {})
+    source = "from support.repro import Plain\n\nrun = Plain('acme.target')\nclass Holder:\n    check = run\n"
+    (tmp_path / "script_target.py").write_text(source + "def make():\n    return run\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "script_target", raising=False)
+    kernel = registry.get(f"script_target:{path}")
+    script = loaded(written(case_of(kernel.name)).text, monkeypatch)
+    assert script["CASE"].kernel is sys.modules["script_target"].run
+    assert script["run"](script["CASE"], script["DATA"]) == 0
+
+
+@pytest.mark.parametrize("name", ["acme-kernels", "class", "x; import os"])
+def test_a_kernel_whose_name_is_no_identifier_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.repro import Plain
+
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    module.__dict__["KERNEL"] = registry.register(Plain("acme.named"))
+    with pytest.raises(BadArgument, match="cannot be written as an import; give module and kernel Python identifiers"):
+        written(case_of("acme.named"))
+
+
 def test_a_kernel_that_no_script_could_import_is_refused() -> None:
     from support.repro import Plain
 
     registry.register(Plain("acme.nowhere"))
-    with pytest.raises(BadArgument, match="the kernel is no global of a module that a script could import it from"):
+    with pytest.raises(BadArgument, match="the kernel is not a global of a module that a script could import"):
         written(case_of("acme.nowhere"))
-
-
-# --- modifiers as torch expressions
-
-
-TREES: dict[str, Expression] = {
-    **modifiers.MASKS,
-    **modifiers.SCORES,
-    "constants only": tree.where(tree.truth(True), tree.tanh(tree.const(0.1)), tree.const(-0.3) + tree.const(0.1)) + tree.S,
-    "min and max": tree.minimum(tree.S, 0.25) - tree.maximum(-tree.S, tree.to_float(tree.Q - tree.KV)) * 0.1,
-    "precedence": (tree.S - (tree.S - 2.0)) * (tree.S + 1.0) - (0.5 - tree.absolute(tree.S * 3.0 - 1.0)),
-    "integers": ((tree.Q + 7) % 3 - (tree.KV - 4) // 2 > -1) & ~(tree.Q.equals(tree.KV) | (tree.SEQLEN_Q < tree.SEQLEN_K)),
-    "a mask of constants": (tree.whole(3) < tree.whole(4)) & tree.truth(True),
-    "functions": tree.exp(tree.sigmoid(tree.S) * -0.5) + tree.to_float(tree.whole(3)) * tree.to_float(tree.B),
-    "a constant index": tree.S + tree.load(Captured("t", (4, "heads"), "normal"), tree.whole(2), tree.H),
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_modifiers_are_printed_as_what_they_are(name: str) -> None:
-    found = TREES[name]
-    sizes = {"batch": 2, "heads": 3, "kv_heads": 3, "seqlen_q": 5, "seqlen_k": 6}
-    tensors = {}
-    for each in captured(found):
-        shape = tuple(tree.size_of(size, sizes) for size in each.sizes)
-        values = torch.randint(0, 5, shape) if each.kind == "int" else torch.randn(shape, dtype=torch.float64)
-        tensors[each.name] = values
-    s = torch.linspace(-2, 2, 90, dtype=torch.float64).reshape(3, 5, 6)
-    i, j = torch.arange(5)[:, None], torch.arange(6)[None, :]
-    h, n_q, n_k = torch.arange(3)[:, None, None], torch.tensor(5), torch.tensor(6)
-    leaves = {"b": torch.tensor(1), "h": h, "q_idx": i, "kv_idx": j, "seqlen_q": n_q, "seqlen_k": n_k}
-    kind = "score_mod" if found.kind == "float" else "mask_mod"
-    names: dict[str, Any] = {"torch": torch}
-    exec(function_of(kind, found), names)
-    first = [s] if kind == "score_mod" else []
-    got = names[kind](*first, *leaves.values(), *tensors.values())
-    expected = evaluate(found, {**leaves, "score": s}, tensors, torch.float64)
-    assert got.dtype == expected.dtype
-    assert torch.equal(got.broadcast_to(s.shape), expected.broadcast_to(s.shape)), function_of(kind, found)
 
 
 # --- in a fresh process
@@ -292,7 +349,7 @@ def started(path: Path, *folders: Path) -> subprocess.Popen[str]:
 def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Path) -> None:
     """A numeric fault of a kernel elsewhere, one that dies, and the demo's in an interpreted Triton kernel."""
     source = (TESTS / "support" / "repro.py").read_text()
-    for folder, text in (("broken", source), ("mended", source.replace("flat[3] += 0.25", "pass"))):
+    for folder, text in (("broken", source), ("fixed", source.replace("flat[3] += 0.25", "pass"))):
         (tmp_path / folder / "support").mkdir(parents=True)
         (tmp_path / folder / "support" / "repro.py").write_text(text)
     ours = case_of("acme.element")
@@ -310,7 +367,7 @@ def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Pa
     for name, case in cases.items():
         (tmp_path / f"{name}.py").write_text(written(case, identity={"kind": "crash"}).text)
     running = {name: started(tmp_path / f"{name}.py", tmp_path / "broken") for name in cases}
-    running["mended"] = started(tmp_path / "ours.py", tmp_path / "mended")
+    running["fixed"] = started(tmp_path / "ours.py", tmp_path / "fixed")
     if "demo" in cases:
         text = (tmp_path / "demo.py").read_text().replace("get('demo.varlen')", "get('triton.varlen')")
         (tmp_path / "right.py").write_text(text)
@@ -319,7 +376,7 @@ def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Pa
     out, err, code = done["ours"]
     assert code == 1, err
     assert out.splitlines()[:2] == ["FAILED acme.element on cpu, run 1", "dv: 1 of 144 elements are wrong"]
-    assert done["mended"] == ("OK acme.element on cpu\n", "", 0)
+    assert done["fixed"] == ("OK acme.element on cpu\n", "", 0)
     assert done["dies"][2] == -signal.SIGSEGV
     if "demo" in cases:
         out, err, code = done["demo"]

@@ -93,7 +93,7 @@ class _Sequence:
         self.p_dtype = torch.bfloat16 if "p in bf16" in faults else self.dtype
         self.q, self.d_o = data.q.float(), data.d_o.float()
         self.k, self.v = (x.float().repeat_interleave(problem.groups, 0) for x in (data.k, data.v))
-        self.seen = visible_keys(problem, data.index)
+        self.mask = visible_keys(problem, data.index)
         if "mask off by one" in faults and problem.causal:
             self.mask = self.mask.roll(1, 1)
         if "last key dropped" in faults and self.mask.shape[1] > 1:

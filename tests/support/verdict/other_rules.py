@@ -135,8 +135,8 @@ def _low_precision(problem: Problem, data: SequenceData, *, in_half: bool) -> _P
 
     q, d_o = data.q.float(), data.d_o.float()
     k, v = (x.float().repeat_interleave(groups, 0) for x in (data.k, data.v))
-    seen = visible_keys(problem, data.index)
-    blind = ~seen.any(-1, keepdim=True)
+    mask = visible_keys(problem, data.index)
+    blind = ~mask.any(-1, keepdim=True)
     scaled_k = half(k * scale) if in_half else k
     s = half(q @ scaled_k.mT) * (1.0 if in_half else scale)
     s = s.masked_fill(~(mask | blind), -torch.inf)
