@@ -23,7 +23,7 @@ from support.repro import register_all
 from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.judge.contract import heads_first
-from attnfuzz.harness.judge.intervals import measured
+from attnfuzz.harness.judge.intervals import measure
 from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.repro.script.script import Script, script_of
 from attnfuzz.harness.trial.inputs import materialise
@@ -48,6 +48,8 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(case: Case, **found: Any) -> Script:
+    if "identity" in found:
+        found["identity"] = {"kernel": case.kernel, "output": None, "check": "element", **found["identity"]}
     return script_of(CaseFile(case, StoredFinding.read(found), Path("case.json")), "cpu")
 
 
@@ -186,7 +188,7 @@ def test_an_interval_ends_where_the_judge_ends_it(dtype: Any, monkeypatch: pytes
         for end, away in zip(ends, (-torch.inf, torch.inf), strict=True):
             x = end.within(memory)
             beyond = torch.nextafter(x, torch.tensor(away, dtype=x.dtype))
-            over = [measured(case.problem, {name: heads_first(case.problem, name, y)}, truths)[name].over for y in (x, beyond)]
+            over = [measure(case.problem, {name: heads_first(case.problem, name, y)}, truths)[name].over for y in (x, beyond)]
             # There is nothing below -inf, the LSE of rows without keys.
             assert over == [0, int((heads_first(case.problem, name, x) != away).sum())], (name, away)
 
