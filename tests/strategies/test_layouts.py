@@ -88,7 +88,7 @@ def test_a_right_kernel_passes_with_what_is_drawn(case: Case) -> None:
 
 @dataclasses.dataclass
 class Misreading(Emulated):
-    """Takes one input for contiguous, whatever its strides are."""
+    """Reads one input as if it were contiguous."""
 
     misread: str = "q"
 
@@ -142,8 +142,8 @@ def hunted(tmp_path: Path) -> Callable[[Kernel], Found]:
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "d_o"])
 def test_a_kernel_that_ignores_strides_is_found(tensor: str, hunted: Callable[[Kernel], Found]) -> None:
     """For d_o: a backward that takes dO's strides for those of O."""
-    found = hunted(Misreading(name="test.misreading", misread=tensor))
-    problem = found.case.problem
+    findings = hunted(Misreading(name="test.misreading", misread=tensor))
+    problem = findings.case.problem
     own = f"layout_{tensor.replace('_', '')}"
     assert getattr(problem, own) != Layout()
     assert all(getattr(problem, name) == Layout() for name in LAYOUTS if name != own) or getattr(problem, own).packed
@@ -152,10 +152,10 @@ def test_a_kernel_that_ignores_strides_is_found(tensor: str, hunted: Callable[[K
 
 
 def test_a_write_between_rows_is_found(hunted: Callable[[Kernel], Found]) -> None:
-    found = hunted(Emulated(name="test.writing", before=writes_after_the_first_row))
-    assert (found.identity.kind, found.identity.check) == ("guard", "input k")
-    assert found.verdict.failures[0].message == "the kernel wrote between the rows of its input k"
-    assert found.case.problem.layout_k == Layout(pitch=1)
+    findings = hunted(Emulated(name="test.writing", before=writes_after_the_first_row))
+    assert (findings.identity.kind, findings.identity.check) == ("guard", "input k")
+    assert findings.verdict.failures[0].message == "the kernel wrote between the rows of its input k"
+    assert findings.case.problem.layout_k == Layout(pitch=1)
 
 
 def test_a_write_into_a_packed_neighbour_names_the_neighbour() -> None:
