@@ -1,4 +1,4 @@
-"""The specification: plain float64 attention, gradients by torch.autograd. Slow and obvious; the reference for kernels and budgets."""
+"""The specification: plain float64 attention, gradients by torch.autograd. Slow and obvious, the reference for all kernels."""
 
 from __future__ import annotations
 
