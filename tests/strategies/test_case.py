@@ -58,7 +58,7 @@ def any_case(draw: st.DrawFn) -> Case:
         seed=draw(st.integers(0, 2**63 - 1)),
     )
     config = draw(st.dictionaries(st.text(max_size=8), st.integers(-(2**53), 2**53) | st.booleans() | st.text(max_size=8)))
-    kernel = draw(st.text(st.characters(exclude_characters=":"), max_size=20))
+    kernel = draw(st.text(st.characters(codec="utf-8", exclude_characters=":"), max_size=20))
     return Case(kernel=kernel, problem=problem, recipe=recipe, config=Config(config))
 
 
