@@ -1,4 +1,4 @@
-"""The specification: plain float64 attention, gradients by torch.autograd. Slow, obvious, and what all else is compared with."""
+"""The specification: plain float64 attention, gradients by torch.autograd. Slow and obvious, the reference for all kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores that a mask_mod which compares floats may keep or hide: kernels evaluate it in float32, the oracle in float64.
+"""Scores in doubt under a mask_mod that compares floats: kernels evaluate it in float32, the oracle in float64.
 
 Integers, captured float32, and results from exact arguments that float32 represents are exact. All others have the errors of
 oracles/tree_errors.py and those of values that are flushed to zero. A value that may be beyond float32's range has an infinite

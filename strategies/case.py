@@ -98,7 +98,7 @@ class BadCase(BadArgument):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How to compute the values of q, k, v and dO; never the values themselves.
+    """A rule to compute the values of q, k, v and dO, never the values themselves.
 
     Each tensor is `pattern` applied to hashed noise of (seed, tensor name, element index), times its scale, a power of
     two so that scaling is exact.

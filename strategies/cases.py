@@ -25,7 +25,7 @@ _DEFAULT_TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large a drawn Case may be, from the cost of one trial on the device."""
+    """Limits on the size of a drawn Case, from the cost of one trial on the device."""
 
     batch: int = 5
     heads: int = 6

@@ -47,7 +47,7 @@ def why_not_call(kernel: Kernel, case: Case, device: Device) -> str | None:
 
 
 def other_problems(kernel: Kernel, check: Check, problem: Problem, config: Config, device: Device) -> tuple[Problem, ...]:
-    """Return every Problem that a call before one of `problem` may have under `check`, and that the kernel takes by `config`."""
+    """Return every Problem of a call before one of `problem` under `check`, among those the kernel takes with `config`."""
     makers = {"other_shape": _other_lengths, "other_scale": _other_scales, "other_mask": _other_masks}
     problems: dict[Problem, None] = {}
     for changes in makers[check](kernel, problem, config):

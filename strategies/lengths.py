@@ -18,7 +18,7 @@ __all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "long_enough"
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How large a batch may be, for a number of heads and a Config.
+    """Limits on the size of a batch, for a number of heads and a Config.
 
     A sequence costs `heads * ceil(seqlen_q / tile_m) * ceil(seqlen_k / tile_n)` tiles; `tiles` bounds the batch's sum.
     """

@@ -1,4 +1,4 @@
-"""Steps from a Case to simpler ones, by which a failure is shrunk to one that a person can read at a glance.
+"""Steps from a Case to simpler ones, to shrink a failure until a person can read it at a glance.
 
 Hypothesis shrinks the choices behind a Case; removing one choice shifts all later ones, so that ragged batches get stuck (for
 example at four sequences, 65 x 64 tokens, where 2 x 1 fails as well). A Case is plain data, so its parts are simplified instead,

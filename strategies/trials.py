@@ -19,7 +19,7 @@ __all__ = ["call_checks", "trial_cases"]
 
 _OUT_OF = 16
 _RELATIONS, _CALLS = 2, 3
-"""Of 16 Cases, 2 are relations, and 3 draw a check with or without earlier calls (`call_checks`)."""
+"""Number of Cases in 16 that are relations, and that draw a check with or without earlier calls (`call_checks`)."""
 
 
 def trial_cases(

@@ -349,7 +349,7 @@ def _starts(lengths: tuple[int, ...]) -> list[int]:
 
 
 def _heavy_tailed(bits: torch.Tensor) -> torch.Tensor:
-    """Return +-m * 2**e: m uniform in [1, 2), e + 7 the count of ones in 12 bits; log2 deviates by 1.76, as exp(1.2 normal)."""
+    """Return +-m * 2**e: m uniform in [1, 2), e + 7 the ones among 12 bits; log2 deviates by 1.76, as exp(1.2 normal)."""
     ones = torch.zeros_like(bits)
     for place in range(12):
         ones += (bits >> place) & 1

@@ -41,7 +41,7 @@ class _Product:
     """(Z, n, dim)."""
     values: torch.Tensor
     variance: torch.Tensor
-    """Of the factor's rounding, (Z, n, m)."""
+    """Variance of the factor's rounding, (Z, n, m)."""
     single: tuple[torch.Tensor, torch.Tensor] | None = None
     """Variance (Z, n, 1) and direction (Z, n, dim) of one error shared by a whole row."""
 

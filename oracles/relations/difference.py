@@ -1,4 +1,4 @@
-"""What a relation consists of: the launches, the values that must be equal in their outputs, and how far off these may be."""
+"""The parts of a relation: launches, values that must be equal in their outputs, and how far off these may be."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ EXACT = {
 
 
 def doubted(mask: Expression) -> torch.Tensor:
-    found = doubtful(mask, LEAVES, TENSORS)
-    assert found is not None
-    return found.expand(HEADS, ROWS, KEYS)
+    doubt = doubtful(mask, LEAVES, TENSORS)
+    assert doubt is not None
+    return doubt.expand(HEADS, ROWS, KEYS)
 
 
 def answer(mask: Expression, dtype: torch.dtype) -> torch.Tensor:

@@ -35,7 +35,7 @@ def problem_of(**changes: object) -> Problem:
     return Problem(**{"seqlens_q": (4,), "seqlens_k": (5,), "dim_qk": 3, "dim_v": 2, "dtype": "float32", **changes})
 
 
-def by_hand(problem: Problem, q: list, k: list, v: list, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_hand(problem: Problem, q: list, k: list, v: list, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """O and LSE by loops over scalars, with nothing of the oracle's."""
     heads, rows, keys = len(q), len(q[0]), len(k[0])
     o = torch.zeros(heads, rows, problem.dim_v, dtype=torch.float64)
@@ -45,7 +45,7 @@ def by_hand(problem: Problem, q: list, k: list, v: list, seen: torch.Tensor) -> 
         for i in range(rows):
             scores = {}
             for j in range(keys):
-                if seen[i, j]:
+                if visible[i, j]:
                     s = problem.scale * math.fsum(a * b for a, b in zip(q[h][i], k[g][j], strict=True))
                     scores[j] = problem.softcap * math.tanh(s / problem.softcap) if problem.softcap else s
             if scores:
@@ -72,12 +72,12 @@ def test_gradients_match_finite_differences(changes: dict) -> None:
     problem = problem_of(**changes)
     inputs = materialise(problem, Recipe(seed=5), "cpu")
     (data,) = sequences(inputs)
-    seen = visible_keys(problem, 0)
-    live = seen.any(-1)
+    visible = visible_keys(problem, 0)
+    live = visible.any(-1)
     tensors = [x.double().requires_grad_() for x in (data.q, data.k, data.v)]
 
     def outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = attention(q, k, v, seen, problem.scale, capped(problem))
+        o, lse = attention(q, k, v, visible, problem.scale, capped(problem))
         return o, lse[:, live]
 
     assert torch.autograd.gradcheck(outputs, tensors)

@@ -58,32 +58,32 @@ def any_case(draw: st.DrawFn) -> Case:
         seed=draw(st.integers(0, 2**63 - 1)),
     )
     config = draw(st.dictionaries(st.text(max_size=8), st.integers(-(2**53), 2**53) | st.booleans() | st.text(max_size=8)))
-    kernel = draw(st.text(st.characters(exclude_characters=":"), max_size=20))
+    kernel = draw(st.text(st.characters(codec="utf-8", exclude_characters=":"), max_size=20))
     return Case(kernel=kernel, problem=problem, recipe=recipe, config=Config(config))
 
 
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
 @given(any_case())
-def test_json_keeps_the_case_its_hash_and_its_id(drawn: Case) -> None:
-    for text in (drawn.canonical(), json.dumps(drawn.to_object()), json.dumps(drawn.to_object(), indent=4)):
+def test_json_keeps_the_case_its_hash_and_its_id(case_: Case) -> None:
+    for text in (case_.canonical(), json.dumps(case_.to_object()), json.dumps(case_.to_object(), indent=4)):
         again = case_from_json(text)
-        assert again == drawn
-        assert hash(again) == hash(drawn)
-        assert again.id == drawn.id
-        assert again.canonical() == drawn.canonical()
+        assert again == case_
+        assert hash(again) == hash(case_)
+        assert again.id == case_.id
+        assert again.canonical() == case_.canonical()
 
 
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)
 @given(any_case())
-def test_canonical_json_leaves_defaults_out(drawn: Case) -> None:
+def test_canonical_json_leaves_defaults_out(case_: Case) -> None:
     plain = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8)
-    found = json.loads(drawn.canonical())
-    assert found == json.loads(json.dumps(drawn.to_object()))
-    assert list(found) == sorted(found) == ["config", "format", "kernel", "problem", "recipe"]
-    for name in found["problem"]:
-        assert name in PLAIN or getattr(drawn.problem, name) != getattr(plain, name)
-    for name in found["recipe"]:
-        assert getattr(drawn.recipe, name) != getattr(Recipe(), name)
+    data = json.loads(case_.canonical())
+    assert data == json.loads(json.dumps(case_.to_object()))
+    assert list(data) == sorted(data) == ["config", "format", "kernel", "problem", "recipe"]
+    for name in data["problem"]:
+        assert name in PLAIN or getattr(case_.problem, name) != getattr(plain, name)
+    for name in data["recipe"]:
+        assert getattr(case_.recipe, name) != getattr(Recipe(), name)
 
 
 def test_the_plainest_case_in_json() -> None:
@@ -131,14 +131,14 @@ def test_every_part_is_part_of_the_identity() -> None:
 
 
 def test_the_id_is_ten_hex_digits_and_the_same_in_every_process() -> None:
-    drawn = Case(kernel="x", problem=case(causal="top_left").problem, recipe=Recipe(seed=7), config=Config(tile_m=64, split=True))
+    case_ = Case(kernel="x", problem=case(causal="top_left").problem, recipe=Recipe(seed=7), config=Config(tile_m=64, split=True))
     code = "import sys; from attnfuzz.strategies.case import case_from_json; print(case_from_json(sys.argv[1]).id)"
     for seed in ("0", "1"):
-        command = [sys.executable, "-P", "-c", code, drawn.canonical()]
+        command = [sys.executable, "-P", "-c", code, case_.canonical()]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
-        assert done.stdout.strip() == drawn.id
-    assert len(drawn.id) == 10
-    assert int(drawn.id, 16) >= 0
+        assert done.stdout.strip() == case_.id
+    assert len(case_.id) == 10
+    assert int(case_.id, 16) >= 0
 
 
 def test_reading_a_case_needs_neither_hypothesis_nor_torch() -> None:

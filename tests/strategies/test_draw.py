@@ -1,4 +1,4 @@
-"""Values by seed: the same whatever is imported, and errors come out as they are."""
+"""Values by seed: imports do not change them, and errors are raised unchanged."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from attnfuzz.strategies.draw import draw_values
 
 
-def drawn(seed: int, examples: int = 60) -> list[int]:
+def draws(seed: int, examples: int = 60) -> list[int]:
     values: list[int] = []
     draw_values(st.integers(0, 10**12), values.append, seed=seed, examples=examples)
     return values
 
 
 def test_a_seed_draws_the_same_values_whatever_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = drawn(3)
+    before = draws(3)
     path = tmp_path / "acme_constants.py"
     path.write_text("VALUES = [" + ", ".join(str(77_000_000_000 + i) for i in range(400)) + "]\n")
     module = ModuleType("acme_constants")
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, "acme_constants", module)
-    assert before == drawn(3)
-    assert drawn(4) != before
+    assert before == draws(3)
+    assert draws(4) != before
 
 
 def test_true_ends_the_draw() -> None:

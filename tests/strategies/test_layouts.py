@@ -85,7 +85,7 @@ def test_a_right_kernel_passes_with_what_is_drawn(case: Case) -> None:
 
 @dataclasses.dataclass
 class Misreading(Emulated):
-    """Takes one input for contiguous, whatever its strides are."""
+    """Reads one input as if it were contiguous."""
 
     misread: str = "q"
 

@@ -78,23 +78,23 @@ def quiet(count: int) -> settings:
     )
 
 
-def drawn(subject: Subject, count: int = 100, limits: Limits = LIMITS, seed: int = 5) -> list[Case]:
+def draw_cases(subject: Subject, count: int = 100, limits: Limits = LIMITS, seed: int = 5) -> list[Case]:
     """`count` Cases of a seed, without shrinking."""
-    found: list[Case] = []
+    collected: list[Case] = []
 
     @hypothesis.seed(seed)
     @quiet(count)
     @given(cases(subject, device="cpu", limits=limits))
     def draw(case: Case) -> None:
-        found.append(case)
+        collected.append(case)
 
     draw()
-    return found
+    return collected
 
 
 @pytest.fixture(scope="module")
 def many() -> list[Case]:
-    return drawn(Subject(), 400)
+    return draw_cases(Subject(), 400)
 
 
 def tiles(case: Case) -> int:
@@ -122,8 +122,8 @@ def test_every_case_survives_json(many: list[Case]) -> None:
 
 
 def test_the_same_seed_draws_the_same_cases(many: list[Case]) -> None:
-    assert drawn(Subject(), 400) == many
-    assert drawn(Subject(), 50, seed=6) != many[:50]
+    assert draw_cases(Subject(), 400) == many
+    assert draw_cases(Subject(), 50, seed=6) != many[:50]
 
 
 def test_most_draws_are_distinct(many: list[Case]) -> None:
@@ -133,7 +133,7 @@ def test_most_draws_are_distinct(many: list[Case]) -> None:
 def test_nothing_is_drawn_only_to_be_thrown_away() -> None:
     reports: list[dict[str, Any]] = []
     with collector.with_value(reports.append):
-        assert len(drawn(Subject(), 200)) == 200
+        assert len(draw_cases(Subject(), 200)) == 200
     statuses = [each["status"] for each in reports[-1]["generate-phase"]["test-cases"]]
     assert "invalid" not in statuses
     assert statuses.count("valid") == 200
@@ -156,7 +156,7 @@ REACHED: dict[str, tuple[Callable[[Case], object], int]] = {
     "q longer than k by one": (lambda c: any(q == k + 1 for q, k in pairs(c)), 5),
     "k longer than q by one": (lambda c: any(k == q + 1 for q, k in pairs(c)), 5),
     "groups": (lambda c: c.problem.groups > 1, 60),
-    "groups that are no power of two": (lambda c: c.problem.groups in (3, 5, 6), 20),
+    "groups other than powers of two": (lambda c: c.problem.groups in (3, 5, 6), 20),
     "groups and several kv_heads": (lambda c: c.problem.groups > 1 and c.problem.kv_heads > 1, 5),
     "one token": (lambda c: (1, 1) in pairs(c), 10),
     "slack rows of queries": (lambda c: c.problem.slack_q, 60),
@@ -200,7 +200,7 @@ def test_most_patterns_are_drawn_and_the_plain_one_most_often(many: list[Case]) 
 
 @pytest.fixture(scope="module")
 def roomy() -> list[Case]:
-    return drawn(Subject(), 400, Limits(batch=4, heads=6, length=300, tiles=200))
+    return draw_cases(Subject(), 400, Limits(batch=4, heads=6, length=300, tiles=200))
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
@@ -209,9 +209,9 @@ def test_lengths_around_tiles_are_drawn_where_there_is_room(roomy: list[Case], s
         tile = case.config.integer("tile_m" if side == "q" else "tile_n")
         return {n - tile for n in getattr(case.problem, f"seqlens_{side}")} & {-1, 0, 1}
 
-    found = [difference for case in roomy for difference in near(case)]
-    assert len(found) >= 10
-    assert len(set(found)) >= 2
+    differences = [difference for case in roomy for difference in near(case)]
+    assert len(differences) >= 10
+    assert len(set(differences)) >= 2
 
 
 def test_most_cases_have_several_tiles_where_there_is_room(roomy: list[Case]) -> None:
@@ -249,7 +249,7 @@ NARROW: dict[str, tuple[dict[str, Any], Callable[[Case], object]]] = {
 def test_what_is_not_declared_is_not_drawn(name: str) -> None:
     can, holds = NARROW[name]
     subject = Subject(can=can)
-    for case in drawn(subject, 60):
+    for case in draw_cases(subject, 60):
         assert subject.supports(case.problem, case.config, "cpu") is None
         assert holds(case)
 
@@ -258,8 +258,8 @@ def test_what_is_not_declared_is_not_drawn(name: str) -> None:
 def blocks_of(case: Case) -> tuple[BlockMask, int]:
     """The block lists of a Case whose mask reads no captured tensor, and how many blocks are full."""
     problem, block = case.problem, case.config.integer("block")
-    found = block_mask(mask_of(problem), band_of(problem), problem.sizes, {}, (block, block), "cpu")
-    return found, int(found.keys_full.count.sum())
+    blocks = block_mask(mask_of(problem), band_of(problem), problem.sizes, {}, (block, block), "cpu")
+    return blocks, int(blocks.keys_full.count.sum())
 
 
 def reads(tree: Expression | None) -> set[str]:
@@ -272,7 +272,7 @@ def blocky() -> list[Case]:
     blocks = tuple(Config(tile_m=32, tile_n=32, block=block) for block in (128, 64, 32))
     limits = Limits(batch=4, heads=6, length=300, tiles=12)
     # Of one seed Cases are much alike.
-    cases_of = [case for seed in (5, 6, 7) for case in drawn(Subject(can=can, tiles=blocks), 100, limits, seed)]
+    cases_of = [case for seed in (5, 6, 7) for case in draw_cases(Subject(can=can, tiles=blocks), 100, limits, seed)]
     assert all(max(case.problem.seqlens_q + case.problem.seqlens_k) <= limits.length for case in cases_of)
     assert all(tiles(case) <= max(limits.tiles, case.problem.heads * case.problem.batch) for case in cases_of)
     return [case for case in cases_of if "load" not in reads(mask_of(case.problem))]
@@ -287,10 +287,10 @@ def differ(case: Case, mask: BlockMask) -> bool:
 
 BLOCKS_REACHED: dict[str, tuple[Callable[[Case, BlockMask, int], object], int]] = {
     "a full block": (lambda c, mask, full: full, 20),
-    "a full block, heads that score_mod tells apart": (
+    "a full block, heads with different scores": (
         lambda c, mask, full: full and c.problem.groups > 1 and "h" in reads(score_of(c.problem)), 2,
     ),
-    "a full block, sequences that score_mod tells apart": (
+    "a full block, sequences with different scores": (
         lambda c, mask, full: full and c.problem.batch > 1 and "b" in reads(score_of(c.problem)), 2,
     ),
     "lists of its own for a head of a group": (lambda c, mask, full: c.problem.groups > 1 and differ(c, mask), 2),
@@ -311,7 +311,7 @@ def test_whole_blocks_are_drawn_often_and_small_limits_hold(blocky: list[Case]) 
     assert sum(whole) > len(blocky) / 4
     small = Limits(batch=2, heads=2, length=100, tiles=3)
     tile = Config(tile_m=32, tile_n=32, block=32)
-    for case in drawn(Subject(tiles=(tile,)), 60, small):
+    for case in draw_cases(Subject(tiles=(tile,)), 60, small):
         assert tiles(case) <= max(small.tiles, case.problem.heads * case.problem.batch)
 
 
@@ -345,7 +345,7 @@ def laid_out(problem: Problem) -> list[str]:
 def strided() -> list[Case]:
     subject = Subject(can={"layouts": True, "packings": ("ragged", "dense")})
     # Of one seed Cases are much alike: 600 of another have no expanded heads at all.
-    return [case for seed in (5, 6, 7, 8) for case in drawn(subject, 250, seed=seed)]
+    return [case for seed in (5, 6, 7, 8) for case in draw_cases(subject, 250, seed=seed)]
 
 
 @pytest.mark.parametrize("name", LAYOUTS_DRAWN)
@@ -376,18 +376,18 @@ def test_a_layout_that_does_not_matter_shrinks_away(strided: list[Case], name: s
     starts = [case for case in strided if laid_out(case.problem) and holds(case.problem)][:8]
     assert starts
     for start in starts:
-        found = minimal(start, lambda case: holds(case.problem), can={"layouts": True, "packings": ("ragged", "dense")})
-        assert found.problem == plain(**layouts)
+        smallest = minimal(start, lambda case: holds(case.problem), can={"layouts": True, "packings": ("ragged", "dense")})
+        assert smallest.problem == plain(**layouts)
 
 
 def test_both_packings_are_drawn() -> None:
-    packings = [case.problem.packing for case in drawn(Subject(can={"packings": ("ragged", "dense")}), 100)]
+    packings = [case.problem.packing for case in draw_cases(Subject(can={"packings": ("ragged", "dense")}), 100)]
     assert min(packings.count("ragged"), packings.count("dense")) > 10
 
 
 @pytest.mark.parametrize("limits", [Limits(batch=1, heads=1, length=1, tiles=1), Limits(batch=2, heads=9, length=300, tiles=3)])
 def test_small_limits_hold(limits: Limits) -> None:
-    for case in drawn(Subject(), 60, limits):
+    for case in draw_cases(Subject(), 60, limits):
         assert case.problem.batch <= limits.batch
         assert case.problem.heads <= min(limits.heads, limits.tiles)
         assert max(case.problem.seqlens_q + case.problem.seqlens_k) <= limits.length
@@ -395,22 +395,22 @@ def test_small_limits_hold(limits: Limits) -> None:
 
 
 def test_a_kernel_without_tiles_is_drawn_for() -> None:
-    assert {case.config for case in drawn(Subject(tiles=(Config(),)), 30)} == {Config()}
+    assert {case.config for case in draw_cases(Subject(tiles=(Config(),)), 30)} == {Config()}
 
 
 def test_only_the_given_variants_are_drawn() -> None:
     chosen = all_variants(Subject(), "cpu")[3:5]
-    found: set[Config] = set()
+    configs: set[Config] = set()
 
     @quiet(40)
     @given(cases(Subject(), device="cpu", variants=chosen))
     def draw(case: Case) -> None:
         problem = case.problem
-        found.add(case.config)
+        configs.add(case.config)
         assert Variant(problem.dtype, problem.causal, (problem.dim_qk, problem.dim_v), case.config) in chosen
 
     draw()
-    assert found == {variant.config for variant in chosen}
+    assert configs == {variant.config for variant in chosen}
 
 
 # --- shrinking
@@ -495,8 +495,8 @@ def test_what_does_not_matter_shrinks_away(many: list[Case], name: str) -> None:
 
 def test_slack_shrinks_on_its_own_side(many: list[Case]) -> None:
     for start in [case for case in many if case.problem.slack_q and case.problem.slack_k][:12]:
-        found = minimal(start, lambda case: case.problem.slack_k)
-        assert found.problem == plain(slack_k=found.problem.slack_k)
+        smallest = minimal(start, lambda case: case.problem.slack_k)
+        assert smallest.problem == plain(slack_k=smallest.problem.slack_k)
 
 
 def test_a_seed_that_matters_is_kept(many: list[Case]) -> None:
@@ -524,10 +524,10 @@ def test_simpler_cases_differ_and_stay_among_the_compiled_variants(many: list[Ca
 def test_a_dense_case_stays_of_one_length(many: list[Case]) -> None:
     start = Case(kernel="acme.flash", problem=plain(seqlens_q=(9,) * 3, seqlens_k=(40,) * 3, packing="dense"), config=CONFIGS[0])
     variants = all_variants(Subject(), "cpu")
-    seen = list(simpler(start, variants))
-    assert any(each.problem.packing == "dense" and each.problem.seqlens_k == (1,) * 3 for each in seen)
-    assert any(each.problem.packing == "dense" and each.problem.batch == 1 for each in seen)
-    assert any(each.problem.packing == "ragged" for each in seen)
+    steps = list(simpler(start, variants))
+    assert any(each.problem.packing == "dense" and each.problem.seqlens_k == (1,) * 3 for each in steps)
+    assert any(each.problem.packing == "dense" and each.problem.batch == 1 for each in steps)
+    assert any(each.problem.packing == "ragged" for each in steps)
 
 
 # --- lengths
@@ -535,19 +535,19 @@ def test_a_dense_case_stays_of_one_length(many: list[Case]) -> None:
 
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_edges_are_the_lengths_around_tiles(tile: int) -> None:
-    found = edges(tile, 1000)
-    assert {1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1, 999, 1000} <= set(found)
-    assert {n % 4 for n in found} == set(range(4))
-    assert found[0] == 1
-    assert len(set(found)) == len(found)
+    lengths = edges(tile, 1000)
+    assert {1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1, 999, 1000} <= set(lengths)
+    assert {n % 4 for n in lengths} == set(range(4))
+    assert lengths[0] == 1
+    assert len(set(lengths)) == len(lengths)
 
 
 @pytest.mark.parametrize("longest", [1, 2, 3, 17])
 def test_edges_stay_within_the_longest(longest: int) -> None:
-    found = edges(64, longest)
-    assert found
-    assert max(found) == longest
-    assert min(found) == 1
+    lengths = edges(64, longest)
+    assert lengths
+    assert max(lengths) == longest
+    assert min(lengths) == 1
 
 
 LENGTH = st.integers(0, 400)
@@ -567,18 +567,18 @@ LENGTH = st.integers(0, 400)
     ),
 )
 def test_fitted_keeps_what_fits_and_cuts_the_rest(batch: list[tuple[int, int]], room: Room) -> None:
-    found = fitted(batch, room)
-    assert len(found) == len(batch)
-    costs = [room.heads * -(-n_q // room.tile_m) * -(-n_k // room.tile_n) for n_q, n_k in found]
+    result = fitted(batch, room)
+    assert len(result) == len(batch)
+    costs = [room.heads * -(-n_q // room.tile_m) * -(-n_k // room.tile_n) for n_q, n_k in result]
     assert sum(costs) <= max(room.tiles, room.heads * len(batch))
-    for (n_q, n_k), (old_q, old_k) in zip(found, batch, strict=True):
+    for (n_q, n_k), (old_q, old_k) in zip(result, batch, strict=True):
         assert n_q <= old_q
         assert n_k <= old_k
         assert (n_q == 0) == (old_q == 0)
         assert (n_k == 0) == (old_k == 0)
     wanted = sum(room.heads * -(-n_q // room.tile_m) * -(-n_k // room.tile_n) for n_q, n_k in batch)
     if wanted <= room.tiles - room.heads * (len(batch) - 1):
-        assert found == tuple(batch)
+        assert result == tuple(batch)
     equal = fitted([(n_q, n_q) for n_q, _ in batch], room, equal=True)
     assert all(n_q == n_k for n_q, n_k in equal)
 
@@ -587,16 +587,16 @@ def test_fitted_keeps_what_fits_and_cuts_the_rest(batch: list[tuple[int, int]], 
 
 
 def every(strategy: st.SearchStrategy[Any], count: int = 300) -> set[Any]:
-    found: set[Any] = set()
+    values: set[Any] = set()
 
     @hypothesis.seed(0)
     @quiet(count)
     @given(strategy)
     def draw(value: Any) -> None:
-        found.add(value)
+        values.add(value)
 
     draw()
-    return found
+    return values
 
 
 def test_heads_are_all_pairs_that_fit() -> None:
@@ -612,11 +612,11 @@ def test_scales() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_recipes_have_every_pattern_and_stay_where_the_dtype_reaches(dtype: Any) -> None:
-    found = every(recipes(dtype), 1500)
-    assert {recipe.pattern for recipe in found} == set(PATTERNS)
-    assert sum(recipe.pattern == "normal" for recipe in found) > len(found) / 12
-    assert max(recipe.do_scale for recipe in found) == (4.0 if dtype == "float16" else 16.0)
-    overflowing = sum(recipe.pattern == "near_overflow" for recipe in found) / len(found)
+    values = every(recipes(dtype), 1500)
+    assert {recipe.pattern for recipe in values} == set(PATTERNS)
+    assert sum(recipe.pattern == "normal" for recipe in values) > len(values) / 12
+    assert max(recipe.do_scale for recipe in values) == (4.0 if dtype == "float16" else 16.0)
+    overflowing = sum(recipe.pattern == "near_overflow" for recipe in values) / len(values)
     assert 0 < overflowing < (0.03 if dtype == "float16" else 0.1)
 
 
@@ -624,20 +624,20 @@ def test_recipes_have_every_pattern_and_stay_where_the_dtype_reaches(dtype: Any)
 
 
 def test_all_variants_are_every_combination_simplest_first() -> None:
-    found = all_variants(Subject(), "cpu")
-    assert len(found) == len(set(found)) == 3 * 3 * 3 * 2
-    assert found[0] == Variant("float16", None, (64, 64), CONFIGS[0])
-    assert [variant.dtype for variant in found[::18]] == ["float16", "bfloat16", "float32"]
-    assert list(dict.fromkeys(variant.causal for variant in found)) == [None, "bottom_right", "top_left"]
+    variants = all_variants(Subject(), "cpu")
+    assert len(variants) == len(set(variants)) == 3 * 3 * 3 * 2
+    assert variants[0] == Variant("float16", None, (64, 64), CONFIGS[0])
+    assert [variant.dtype for variant in variants[::18]] == ["float16", "bfloat16", "float32"]
+    assert list(dict.fromkeys(variant.causal for variant in variants)) == [None, "bottom_right", "top_left"]
 
 
 def test_a_variant_that_the_kernel_refuses_is_left_out() -> None:
     def refuse(problem: Problem, config: Config) -> str | None:
         return "too wide" if problem.dim_qk == 192 and config["tile_m"] == 64 else None
 
-    found = all_variants(Subject(refuse=refuse), "cpu")
-    assert len(found) == 54 - 9
-    assert not any(refuse(variant.problem(Subject().capabilities), variant.config) for variant in found)
+    variants = all_variants(Subject(refuse=refuse), "cpu")
+    assert len(variants) == 54 - 9
+    assert not any(refuse(variant.problem(Subject().capabilities), variant.config) for variant in variants)
 
 
 def test_a_dense_kernel_has_variants() -> None:
@@ -667,10 +667,10 @@ def test_nothing_to_draw_is_an_error_with_the_reason(subject: Subject, device: D
 @pytest.mark.parametrize("count", [1, 3, 4, 9, 30, 54, 99])
 def test_a_pool_has_the_asked_size_the_simplest_and_the_order(count: int) -> None:
     variants = all_variants(Subject(), "cpu")
-    found = pool(variants, count, seed=0)
-    assert len(found) == len(set(found)) == min(count, len(variants))
-    assert found[0] == variants[0]
-    assert list(found) == sorted(found, key=variants.index)
+    members = pool(variants, count, seed=0)
+    assert len(members) == len(set(members)) == min(count, len(variants))
+    assert members[0] == variants[0]
+    assert list(members) == sorted(members, key=variants.index)
 
 
 def test_a_pool_depends_on_its_seed_alone() -> None:
@@ -681,10 +681,10 @@ def test_a_pool_depends_on_its_seed_alone() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pool_shows_every_value_when_it_can(seed: int) -> None:
-    found = pool(all_variants(Subject(), "cpu"), 4, seed)
-    assert {variant.dtype for variant in found} == set(WIDE["dtypes"])
-    assert {variant.causal for variant in found} == set(WIDE["causal"])
-    assert {variant.dims for variant in found} == set(WIDE["dims"])
-    assert {variant.config for variant in found} == set(CONFIGS)
-    found = pool(all_variants(Subject(), "cpu"), 10, seed)
-    assert len({(variant.dtype, variant.causal) for variant in found}) == 9
+    members = pool(all_variants(Subject(), "cpu"), 4, seed)
+    assert {variant.dtype for variant in members} == set(WIDE["dtypes"])
+    assert {variant.causal for variant in members} == set(WIDE["causal"])
+    assert {variant.dims for variant in members} == set(WIDE["dims"])
+    assert {variant.config for variant in members} == set(CONFIGS)
+    members = pool(all_variants(Subject(), "cpu"), 10, seed)
+    assert len({(variant.dtype, variant.causal) for variant in members}) == 9

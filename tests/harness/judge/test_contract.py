@@ -1,4 +1,4 @@
-"""Outputs whose elements share memory are no outputs; other strides than the contiguous ones are."""
+"""Outputs whose elements share memory are refused; other strides than contiguous ones are allowed."""
 
 from __future__ import annotations
 

@@ -48,11 +48,11 @@ def test_another_kernel_kind_output_or_check_is_another_bug(changed: dict[str, A
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(NUMERIC)))
 def test_the_others_are_told_apart_by_their_text_without_numbers(kind: str) -> None:
-    def seen(message: str) -> Identity:
+    def identity(message: str) -> Identity:
         return failure(kind=kind, output=None, check="forward", message=message).identity
 
-    assert seen("index 17 is out of range [0, 5)") == seen("index 8 is out of range [0, 123)")
-    assert seen("index 17 is out of range") != seen("key 17 is out of range")
+    assert identity("index 17 is out of range [0, 5)") == identity("index 8 is out of range [0, 123)")
+    assert identity("index 17 is out of range") != identity("key 17 is out of range")
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_strides_offset_values_and_gaps_of_a_layout(name: str, dtype: str) -> None:
     problem, layouts, tensor, strides, offset = LAID_OUT[name]
     problem = replace(problem, dtype=dtype)
-    plain, found = (materialise(replace(problem, **changed), Recipe(do_scale=2.0), "cpu") for changed in ({}, layouts))
+    plain, laid_out = (materialise(replace(problem, **changed), Recipe(do_scale=2.0), "cpu") for changed in ({}, layouts))
     for each in TENSORS:
-        expected, got = getattr(plain, each), getattr(found, each)
+        expected, got = getattr(plain, each), getattr(laid_out, each)
         assert got.shape == expected.shape
         layout = layouts.get(f"layout_{each.replace('_', '')}", Layout())
         if layout.expanded_heads:
@@ -102,12 +102,12 @@ def test_strides_offset_values_and_gaps_of_a_layout(name: str, dtype: str) -> No
             assert (got == 2.0).all()
         else:
             assert torch.equal(bits(expected), bits(got))
-    got = getattr(found, tensor)
+    got = getattr(laid_out, tensor)
     assert (got.stride(), got.storage_offset()) == (strides, offset)
     gaps = bits(whole(got).clone())
     for each in TENSORS:
-        if getattr(found, each).untyped_storage().data_ptr() == got.untyped_storage().data_ptr():
-            other = getattr(found, each)
+        if getattr(laid_out, each).untyped_storage().data_ptr() == got.untyped_storage().data_ptr():
+            other = getattr(laid_out, each)
             gaps.as_strided(other.shape, other.stride(), other.storage_offset()).zero_()
     gaps = gaps[gaps != 0].view(got.dtype)
     assert gaps.isnan().all()
@@ -124,14 +124,14 @@ def test_packed_tensors_share_an_allocation() -> None:
 def test_what_the_kernel_gets_lies_in_memory_as_what_was_made(name: str) -> None:
     problem, layouts, _, _, _ = LAID_OUT[name]
     inputs, bands = materialise(replace(problem, **layouts), Recipe(), "cpu"), Bands()
-    given = copied(inputs, bands)
+    copies = copied(inputs, bands)
     for each in TENSORS:
-        before, after = getattr(inputs, each), getattr(given, each)
+        before, after = getattr(inputs, each), getattr(copies, each)
         assert after.stride() == before.stride()
         assert after.untyped_storage().data_ptr() != before.untyped_storage().data_ptr()
         assert after.storage_offset() * after.element_size() % 256 == before.storage_offset() * before.element_size() % 256
         assert torch.equal(memory(before), memory(after))
-    shared = [{getattr(x, each).untyped_storage().data_ptr() for each in ("q", "k", "v")} for x in (inputs, given)]
+    shared = [{getattr(x, each).untyped_storage().data_ptr() for each in ("q", "k", "v")} for x in (inputs, copies)]
     assert len(shared[0]) == len(shared[1])
     assert bands.broken() is None
 
@@ -141,9 +141,9 @@ def test_what_the_kernel_gets_lies_in_memory_as_what_was_made(name: str) -> None
 def test_a_write_on_either_side_of_a_copy_is_found(offset: int, size: int) -> None:
     for at, side in ((-1, "before the start"), (size, "past the end")):
         bands = Bands()
-        given = bands.copies({"q": torch.zeros(64, dtype=torch.float16)[offset : offset + size]}, "its input")["q"]
+        copy = bands.copies({"q": torch.zeros(64, dtype=torch.float16)[offset : offset + size]}, "its input")["q"]
         assert bands.broken() is None
-        whole(given)[given.storage_offset() + at] = 0
+        whole(copy)[copy.storage_offset() + at] = 0
         assert bands.broken() == f"1 2-byte words were written {side} of its input q ({size},) torch.float16"
 
 
@@ -157,7 +157,7 @@ def test_a_write_past_packed_inputs_names_them_all() -> None:
 def test_poison_fills_every_kind_of_empty() -> None:
     with PoisonEmpty(Bands()):
         x = torch.empty(3)
-        made = [
+        empties = [
             x,
             torch.empty_like(x),
             x.new_empty(2, 2),
@@ -166,7 +166,7 @@ def test_poison_fills_every_kind_of_empty() -> None:
         ]
         integers = torch.empty(4, dtype=torch.int32)
         kept = [torch.zeros(3), torch.ones(2), torch.full((2,), 5.0)]
-    assert all(torch.isnan(each).all() for each in made)
+    assert all(torch.isnan(each).all() for each in empties)
     assert (integers == torch.iinfo(torch.int32).max).all()
     assert [each.tolist() for each in kept] == [[0, 0, 0], [1, 1], [5, 5]]
     assert torch.empty(0).numel() == 0

@@ -189,7 +189,7 @@ def test_patterns_keep_their_promise() -> None:
 # --- what each pattern promises
 
 
-def made(pattern: str, seed: int = 1, dtype: str = "float32") -> Inputs:
+def inputs_of(pattern: str, seed: int = 1, dtype: str = "float32") -> Inputs:
     """Two sequences of 40 and 24 tokens, two heads in one group."""
     problem = Problem(seqlens_q=(40, 24), seqlens_k=(40, 24), heads=2, dim_qk=16, dim_v=16, dtype=dtype)
     return materialise(problem, Recipe(pattern=pattern, seed=seed), "cpu")
@@ -211,68 +211,68 @@ def sometimes(holds: Callable[[int], object]) -> bool:
 
 def test_uniform01() -> None:
     for name in TENSORS:
-        x = getattr(made("uniform01"), name)
+        x = getattr(inputs_of("uniform01"), name)
         assert 0 <= x.min() < 0.1
         assert 0.9 < x.max() < 1
 
 
 def test_fewvalued() -> None:
-    assert all(getattr(made("fewvalued"), name).unique().tolist() == [-1, 0, 1] for name in TENSORS)
+    assert all(getattr(inputs_of("fewvalued"), name).unique().tolist() == [-1, 0, 1] for name in TENSORS)
 
 
 def test_sparse() -> None:
-    assert all(0.75 < (getattr(made("sparse"), name) == 0).double().mean() < 0.85 for name in TENSORS)
+    assert all(0.75 < (getattr(inputs_of("sparse"), name) == 0).double().mean() < 0.85 for name in TENSORS)
 
 
 def test_ties_q() -> None:
-    first, second = parts(made("ties_q").q)
+    first, second = parts(inputs_of("ties_q").q)
     assert (first == first[:1]).all()
     assert (second == second[:1]).all()
     assert not torch.equal(first[0], second[0])
-    assert sometimes(lambda seed: (made("ties_q", seed).d_o[:40] == made("ties_q", seed).d_o[:1]).all())
+    assert sometimes(lambda seed: (inputs_of("ties_q", seed).d_o[:40] == inputs_of("ties_q", seed).d_o[:1]).all())
 
 
 def test_dup_keys() -> None:
     for seed in SEEDS:
-        for part in parts(made("dup_keys", seed).k):
+        for part in parts(inputs_of("dup_keys", seed).k):
             assert 1 <= part.unique(dim=0).shape[0] <= part.shape[0] // 2
-    assert sometimes(lambda seed: made("dup_keys", seed).v[:40].unique(dim=0).shape[0] <= 20)
-    assert sometimes(lambda seed: made("dup_keys", seed).k[:40].unique_consecutive(dim=0).shape[0] <= 20)
+    assert sometimes(lambda seed: inputs_of("dup_keys", seed).v[:40].unique(dim=0).shape[0] <= 20)
+    assert sometimes(lambda seed: inputs_of("dup_keys", seed).k[:40].unique_consecutive(dim=0).shape[0] <= 20)
 
 
 def test_block_const() -> None:
     def blocks(x: torch.Tensor) -> list[int]:
         return [part.unique_consecutive(dim=0).shape[0] for part in parts(x)]
 
-    assert blocks(made("block_const").q) == blocks(made("block_const").k) == [4, 4]
-    assert sometimes(lambda seed: made("block_const", seed).v[..., 0].unique_consecutive(dim=0).shape[0] <= 8)
-    assert sometimes(lambda seed: (made("block_const", seed).v == made("block_const", seed).v[..., :1]).all())
-    assert sometimes(lambda seed: set(made("block_const", seed).v.unique().tolist()) <= {-1, 0, 1})
+    assert blocks(inputs_of("block_const").q) == blocks(inputs_of("block_const").k) == [4, 4]
+    assert sometimes(lambda seed: inputs_of("block_const", seed).v[..., 0].unique_consecutive(dim=0).shape[0] <= 8)
+    assert sometimes(lambda seed: (inputs_of("block_const", seed).v == inputs_of("block_const", seed).v[..., :1]).all())
+    assert sometimes(lambda seed: set(inputs_of("block_const", seed).v.unique().tolist()) <= {-1, 0, 1})
 
 
 def test_small_logits() -> None:
-    assert all(scores(made("small_logits", seed)).abs().max() < 0.3 for seed in SEEDS)
-    assert made("small_logits").k.abs().max() > 2
+    assert all(scores(inputs_of("small_logits", seed)).abs().max() < 0.3 for seed in SEEDS)
+    assert inputs_of("small_logits").k.abs().max() > 2
 
 
 def test_normal_scaled() -> None:
     for name in TENSORS:
-        assert len({made("normal_scaled", seed).v.abs().max().frexp().exponent.item() for seed in SEEDS}) > 3, name
+        assert len({inputs_of("normal_scaled", seed).v.abs().max().frexp().exponent.item() for seed in SEEDS}) > 3, name
 
 
 def test_huge_logits() -> None:
-    assert scores(made("huge_logits")).abs().max() > 1000
+    assert scores(inputs_of("huge_logits")).abs().max() > 1000
 
 
 def test_sink() -> None:
-    inputs = made("sink")
+    inputs = inputs_of("sink")
     assert all((part[0] == 1).all() and not (part[1] == 1).any() for part in parts(inputs.k))
     assert scores(inputs)[:, 0].mean() > scores(inputs)[:, 1:].mean() + 1
-    assert sometimes(lambda seed: all((part[0] == 0).all() for part in parts(made("sink", seed).v)))
+    assert sometimes(lambda seed: all((part[0] == 0).all() for part in parts(inputs_of("sink", seed).v)))
 
 
 def test_onehot() -> None:
-    inputs = made("onehot")
+    inputs = inputs_of("onehot")
     for q, k in zip(parts(inputs.q), parts(inputs.k), strict=True):
         own = (q[:, 0] @ k[:, 0].T).argmax(1) == torch.arange(len(q))
         assert own.double().mean() > 0.9
@@ -281,53 +281,53 @@ def test_onehot() -> None:
 
 
 def test_k_offset() -> None:
-    found = scores(made("k_offset"))
-    assert found.mean(1).abs().mean() > 3 * found.std(1).mean()
+    s = scores(inputs_of("k_offset"))
+    assert s.mean(1).abs().mean() > 3 * s.std(1).mean()
 
 
 def test_v_mean() -> None:
-    assert all(made("v_mean", seed).v.mean() > 0.9 for seed in SEEDS)
-    assert sometimes(lambda seed: made("v_mean", seed).v.mean() > 10)
-    assert sometimes(lambda seed: made("v_mean", seed).d_o.mean() > 0.5)
+    assert all(inputs_of("v_mean", seed).v.mean() > 0.9 for seed in SEEDS)
+    assert sometimes(lambda seed: inputs_of("v_mean", seed).v.mean() > 10)
+    assert sometimes(lambda seed: inputs_of("v_mean", seed).d_o.mean() > 0.5)
 
 
 def test_sorted_do() -> None:
-    inputs, plain = made("sorted_do"), made("normal")
+    inputs, plain = inputs_of("sorted_do"), inputs_of("normal")
     for name in ("v", "d_o"):
         for part, unsorted in zip(parts(getattr(inputs, name)), parts(getattr(plain, name)), strict=True):
             assert torch.equal(part, unsorted.sort(0).values)
-    assert sometimes(lambda seed: (made("sorted_do", seed).q[:40].diff(dim=0) >= 0).all())
+    assert sometimes(lambda seed: (inputs_of("sorted_do", seed).q[:40].diff(dim=0) >= 0).all())
 
 
 def test_chan_outlier() -> None:
     def large(x: torch.Tensor) -> set[int]:
         return set((x.abs().amax((0, 1)) > 4).nonzero().flatten().tolist())
 
-    found = {seed: made("chan_outlier", seed) for seed in SEEDS}
-    assert all(len(large(inputs.q)) == 2 and large(inputs.k) <= large(inputs.q) for inputs in found.values())
-    assert all(len(large(inputs.v)) == 1 and not large(inputs.v) & large(inputs.d_o) for inputs in found.values())
-    assert len({*map(frozenset, (large(inputs.v) for inputs in found.values()))}) > 3
+    by_seed = {seed: inputs_of("chan_outlier", seed) for seed in SEEDS}
+    assert all(len(large(inputs.q)) == 2 and large(inputs.k) <= large(inputs.q) for inputs in by_seed.values())
+    assert all(len(large(inputs.v)) == 1 and not large(inputs.v) & large(inputs.d_o) for inputs in by_seed.values())
+    assert len({*map(frozenset, (large(inputs.v) for inputs in by_seed.values()))}) > 3
 
 
 def test_tok_outlier() -> None:
     for seed in SEEDS:
-        rows = [(part.abs().amax((1, 2)) > 4).nonzero().flatten().tolist() for part in parts(made("tok_outlier", seed).v)]
+        rows = [(part.abs().amax((1, 2)) > 4).nonzero().flatten().tolist() for part in parts(inputs_of("tok_outlier", seed).v)]
         assert [len(each) for each in rows] == [1, 1]
-    assert sometimes(lambda seed: made("tok_outlier", seed).q.abs().max() > 16)
+    assert sometimes(lambda seed: inputs_of("tok_outlier", seed).q.abs().max() > 16)
 
 
 def test_lognormal() -> None:
     for name in TENSORS:
-        x = getattr(made("lognormal"), name).abs()
+        x = getattr(inputs_of("lognormal"), name).abs()
         assert 1.1 < x.log().std() < 1.35
         assert 0.7 < x.median() < 1.4
-        assert 0.45 < (getattr(made("lognormal"), name) > 0).double().mean() < 0.55
+        assert 0.45 < (getattr(inputs_of("lognormal"), name) > 0).double().mean() < 0.55
 
 
 def test_subnormal() -> None:
     """Many values lie below the smallest normal number, and yet the largest products do not vanish."""
     for seed, dtype in itertools.product(SEEDS, DTYPES):
-        inputs = made("subnormal", seed, dtype)
+        inputs = inputs_of("subnormal", seed, dtype)
         tiny = torch.finfo(inputs.q.dtype).tiny
         below = [(getattr(inputs, name).abs() < tiny).double().mean() for name in TENSORS]
         assert max(below) > 0.5
@@ -337,5 +337,5 @@ def test_subnormal() -> None:
 
 def test_near_overflow() -> None:
     for seed in SEEDS:
-        assert 2**13 < made("near_overflow", seed, "float16").v.abs().max() <= 65504
-        assert 2.0**100 < made("near_overflow", seed, "bfloat16").v.abs().max() < 2.0**102
+        assert 2**13 < inputs_of("near_overflow", seed, "float16").v.abs().max() <= 65504
+        assert 2.0**100 < inputs_of("near_overflow", seed, "bfloat16").v.abs().max() < 2.0**102

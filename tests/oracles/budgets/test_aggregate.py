@@ -25,11 +25,11 @@ from attnfuzz.strategies.case import Recipe  # noqa: E402
 
 def as_expected(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The outputs of a kernel that makes no error but the last rounding."""
-    made = {name: each.expected for name, each in truth(inputs, Deviations(), "cpu").items()}
-    return {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype).contiguous() for name, x in made.items()}
+    right = {name: each.expected for name, each in truth(inputs, Deviations(), "cpu").items()}
+    return {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype).contiguous() for name, x in right.items()}
 
 
-def told(inputs: Inputs, outputs: dict[str, torch.Tensor]) -> list[str]:
+def messages(inputs: Inputs, outputs: dict[str, torch.Tensor]) -> list[str]:
     verdict = judge("k", inputs, Outputs(**outputs), truth(inputs, Deviations(), "cpu"))
     return [each.message for each in verdict.failures]
 
@@ -54,7 +54,7 @@ def told(inputs: Inputs, outputs: dict[str, torch.Tensor]) -> list[str]:
 )
 def test_the_last_rounding_is_no_bias(problem: Problem, recipe: Recipe) -> None:
     inputs = materialise(problem, recipe, "cpu")
-    assert told(inputs, as_expected(inputs)) == []
+    assert messages(inputs, as_expected(inputs)) == []
 
 
 def test_an_equal_share_for_every_key_is_rounded_alike_in_every_head() -> None:
@@ -70,7 +70,7 @@ def test_an_equal_share_for_every_key_is_rounded_alike_in_every_head() -> None:
             p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
             shares.append((p.half().double().mT @ data.d_o.double()).transpose(0, 1))
         outputs["dv"] = torch.cat(shares).half()
-        assert told(inputs, outputs) == []
+        assert messages(inputs, outputs) == []
 
 
 @pytest.mark.parametrize(("seqlen", "recipe"), [(54, Recipe(seed=3)), (32, Recipe())])
@@ -86,10 +86,10 @@ def test_sums_of_rounded_p_lie_on_the_steps_of_dv(seqlen: int, recipe: Recipe) -
     scores = (q @ k.T * problem.scale).masked_fill((distance < 0) | (distance > 1), -torch.inf)
     p = torch.softmax(scores, -1).to(torch.bfloat16).double()
     outputs = as_expected(inputs)
-    made = (p.T @ d_o).to(torch.bfloat16).reshape(outputs["dv"].shape)
-    assert told(inputs, {**outputs, "dv": made}) == []
-    # What is wrong in an element is told all the same.
-    assert "dV: " in "".join(told(inputs, {**outputs, "dv": made * 1.02}))
+    dv = (p.T @ d_o).to(torch.bfloat16).reshape(outputs["dv"].shape)
+    assert messages(inputs, {**outputs, "dv": dv}) == []
+    # An element beyond its budget is still reported.
+    assert "dV: " in "".join(messages(inputs, {**outputs, "dv": dv * 1.02}))
 
 
 def test_equal_terms_of_a_float32_sum_are_rounded_alike() -> None:
@@ -104,9 +104,9 @@ def test_equal_terms_of_a_float32_sum_are_rounded_alike() -> None:
         for row in range(772):
             total += p[head, row, :, None] * data.d_o[head, row]
     outputs["dv"] = total[:, None]
-    assert told(inputs, outputs) == []
+    assert messages(inputs, outputs) == []
     outputs["dv"] = total[:, None] * 1.001
-    assert told(inputs, outputs)
+    assert messages(inputs, outputs)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -119,7 +119,7 @@ def test_a_scale_in_all_of_an_output_is_an_alarm(dtype: str, seqlen: int, heads:
         outputs = as_expected(inputs)
         off = 1 + (2.0**-12 if dtype == "float16" else 2.0**-9)
         outputs[name] = (exact[name] * off).transpose(0, 1).to(inputs.q.dtype)
-        assert any("together they show a scale or a bias" in each for each in told(inputs, outputs)), name
+        assert any("together they show a scale or a bias" in each for each in messages(inputs, outputs)), name
 
 
 def test_a_tiny_batch_is_looked_at_for_repeats_only_on_suspicion() -> None:
@@ -144,11 +144,11 @@ def test_rows_and_keys_that_see_something_are_told_without_their_scores() -> Non
             seqlens_q=(n_q,), seqlens_k=(n_k,), dim_qk=8, dim_v=8,
             causal=generator.choice([None, "bottom_right", "top_left"]), window=generator.choice([None, window]),
         )  # fmt: skip
-        seen = attention.sees(problem, torch.arange(n_q)[:, None], torch.arange(n_k)[None], n_q, n_k)
+        visible = attention.sees(problem, torch.arange(n_q)[:, None], torch.arange(n_k)[None], n_q, n_k)
         rows = rows_seeing(problem, 0)
-        assert list(rows) == seen.any(1).nonzero().flatten().tolist(), problem
+        assert list(rows) == visible.any(1).nonzero().flatten().tolist(), problem
         if rows:
-            assert list(key_range(problem, 0, rows)) == seen.any(0).nonzero().flatten().tolist(), problem
+            assert list(key_range(problem, 0, rows)) == visible.any(0).nonzero().flatten().tolist(), problem
 
 
 @pytest.mark.parametrize("most", [3, 64, 10_000])
@@ -160,12 +160,12 @@ def test_samples_are_rows_and_keys_that_see_something(most: int) -> None:
     for frame in frames(problem, 1 << 20):
         placed = Placed(tokens_of(inputs), frame)
         rows, keys = placed.sampled(most)
-        seen = placed.visible()
-        seen = seen.expand(len(frame.sequences) * len(frame.kv_heads), -1, -1)
-        assert seen.any(2).flatten()[rows].all()
-        assert seen.any(1).flatten()[keys].all()
-        assert len(set(rows.tolist())) == len(rows) > 0.7 * min(most, int(seen.any(2).sum()))
-        assert len(set(keys.tolist())) == len(keys) > 0.7 * min(most, int(seen.any(1).sum()))
+        visible = placed.visible()
+        visible = visible.expand(len(frame.sequences) * len(frame.kv_heads), -1, -1)
+        assert visible.any(2).flatten()[rows].all()
+        assert visible.any(1).flatten()[keys].all()
+        assert len(set(rows.tolist())) == len(rows) > 0.7 * min(most, int(visible.any(2).sum()))
+        assert len(set(keys.tolist())) == len(keys) > 0.7 * min(most, int(visible.any(1).sum()))
 
 
 def test_dead_rows_hide_no_repeated_values() -> None:

@@ -44,18 +44,18 @@ class Live(TorchDispatchMode):
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        made = op(*args, **(kwargs or {}))
+        result = op(*args, **(kwargs or {}))
         self._held = {key: (ref, size) for key, (ref, size) in self._held.items() if not ref.expired()}
-        for each in made if isinstance(made, (tuple, list)) else [made]:
+        for each in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(each, torch.Tensor):
                 storage = each.untyped_storage()
                 self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self._held.values()))
-        return made
+        return result
 
 
-def parts_of(found) -> dict[str, torch.Tensor]:
-    return {"lse": found.lse, **{name: budget.allowed for name, budget in found.outputs.items()}}
+def parts_of(budgets_) -> dict[str, torch.Tensor]:
+    return {"lse": budgets_.lse, **{name: budget.allowed for name, budget in budgets_.outputs.items()}}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -107,19 +107,19 @@ def test_every_score_is_in_one_frame(name: str) -> None:
             for i in frame.sequences:
                 counts[i][frame.rows.start : frame.rows.stop, frame.keys.start : frame.keys.stop] += len(frame.kv_heads)
         for i, count in counts.items():
-            seen = attention.visible_keys(problem, i)
-            assert (count[seen] == problem.kv_heads).all()
+            visible = attention.visible_keys(problem, i)
+            assert (count[visible] == problem.kv_heads).all()
             assert (count <= problem.kv_heads).all()
 
 
 def test_a_block_of_rows_gets_the_keys_that_it_sees() -> None:
     for problem in PROBLEMS.values():
         for i, n_q in enumerate(problem.seqlens_q):
-            seen = attention.visible_keys(problem, i)
+            visible = attention.visible_keys(problem, i)
             for start in range(0, n_q, 7):
                 rows = range(start, min(start + 7, n_q))
                 keys = key_range(problem, i, rows)
-                outside = seen[rows.start : rows.stop].clone()
+                outside = visible[rows.start : rows.stop].clone()
                 outside[:, keys.start : keys.stop] = False
                 assert not outside.any()
 
@@ -200,11 +200,11 @@ def test_values_near_overflow_hide_no_wrong_output(fault: float, output: str, dt
     inputs = materialise(problem, Recipe(pattern="near_overflow", v_scale=16.0), "cpu")
     built = kernel.build(problem, kernel.configs(problem)[0], "cpu")
     o, lse = built.forward(inputs)
-    made = Outputs(o, lse, *built.backward(inputs, o, lse))
+    outputs = Outputs(o, lse, *built.backward(inputs, o, lse))
     expected = truth(inputs, Deviations(), "cpu")
-    assert judge("emulated", inputs, made, expected).status == "pass"
-    getattr(made, output).mul_(fault)
-    verdict = judge("emulated", inputs, made, expected)
+    assert judge("emulated", inputs, outputs, expected).status == "pass"
+    getattr(outputs, output).mul_(fault)
+    verdict = judge("emulated", inputs, outputs, expected)
     assert {each.output for each in verdict.failures} == {output}
     assert verdict.figures[output].over > 128 * 32
 
@@ -212,9 +212,9 @@ def test_values_near_overflow_hide_no_wrong_output(fault: float, output: str, dt
 @pytest.mark.parametrize("n_q", [1, 2, 3, 7, 24])
 def test_no_part_of_one_row(n_q: int) -> None:
     problem = Problem(seqlens_q=(n_q,), seqlens_k=(40,), dim_qk=8, dim_v=8, heads=8, kv_heads=1)
-    found = list(frames(problem, 100))
-    assert [i for frame in found for i in frame.rows] == list(range(n_q))
-    assert all(len(frame.rows) >= min(2, n_q) for frame in found)
+    parts = list(frames(problem, 100))
+    assert [i for frame in parts for i in frame.rows] == list(range(n_q))
+    assert all(len(frame.rows) >= min(2, n_q) for frame in parts)
 
 
 def test_equal_rows_are_no_alarm_in_the_smallest_parts() -> None:
@@ -223,13 +223,13 @@ def test_equal_rows_are_no_alarm_in_the_smallest_parts() -> None:
     inputs = materialise(case.problem, case.recipe, "cpu")
     built = kernel.build(case.problem, case.config, "cpu")
     o, lse = built.forward(inputs)
-    made = Outputs(o, lse, *built.backward(inputs, o, lse))
+    outputs = Outputs(o, lse, *built.backward(inputs, o, lse))
     expected = truth(inputs, kernel.capabilities.deviations, "cpu")
-    found = budgets(inputs, kernel.capabilities.deviations, "cpu", ties=True, chunk=1)
+    batch = budgets(inputs, kernel.capabilities.deviations, "cpu", ties=True, chunk=1)
     for name in ("dk", "dv"):
-        excess = (getattr(made, name).double().transpose(0, 1) - expected[name].expected).abs()
+        excess = (getattr(outputs, name).double().transpose(0, 1) - expected[name].expected).abs()
         cell = half_ulp(expected[name].expected, Format.of(case.problem.dtype))
-        assert (excess <= found.outputs[name].allowed + cell).all()
+        assert (excess <= batch.outputs[name].allowed + cell).all()
 
 
 def test_only_small_problems_are_tiny() -> None:
@@ -244,18 +244,18 @@ def test_only_small_problems_are_tiny() -> None:
 @pytest.mark.parametrize("seqlens", [(5, 9), (200, 300)])
 def test_the_judge_says_the_same_on_host_and_device(seqlens: tuple[int, int]) -> None:
     problem = Problem(seqlens_q=(seqlens[0],), seqlens_k=(seqlens[1],), dim_qk=32, dim_v=32, heads=2, slack_q=2)
-    told = []
+    verdicts = []
     for device in ("cpu", "cuda"):
         inputs = materialise(problem, Recipe(), device)
         expected = truth(inputs, Deviations(), device)
         assert expected["o"].expected.device.type == ("cpu" if is_tiny(problem) else device)
-        made = {name: each.expected.to(device) for name, each in expected.items()}
-        rows = {name: 2 if name in ("o", "lse", "dq") else 0 for name in made}
-        made = {name: torch.nn.functional.pad(x, (0,) * (2 * x.ndim - 4) + (0, rows[name])) for name, x in made.items()}
-        outputs = {name: x.float() if name == "lse" else x.transpose(0, 1).half() for name, x in made.items()}
+        outputs = {name: each.expected.to(device) for name, each in expected.items()}
+        rows = {name: 2 if name in ("o", "lse", "dq") else 0 for name in outputs}
+        outputs = {name: torch.nn.functional.pad(x, (0,) * (2 * x.ndim - 4) + (0, rows[name])) for name, x in outputs.items()}
+        outputs = {name: x.float() if name == "lse" else x.transpose(0, 1).half() for name, x in outputs.items()}
         assert judge("test", inputs, Outputs(**outputs), expected).status == "pass"
         outputs["dk"][3, 0, 7] += 1
-        told.append(judge("test", inputs, Outputs(**outputs), expected))
-    host, device_ = told
+        verdicts.append(judge("test", inputs, Outputs(**outputs), expected))
+    host, device_ = verdicts
     assert [(x.kind, x.output, x.place.position, x.place.dim) for x in host.failures] == [("mismatch", "dk", 3, 7)]
     assert [(x.kind, x.output, x.place.position, x.place.dim) for x in device_.failures] == [("mismatch", "dk", 3, 7)]

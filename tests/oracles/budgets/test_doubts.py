@@ -52,13 +52,13 @@ def one_sequence(mask: Expression, **fields: Any) -> Problem:
 
 
 def judged(kernel: str, problem: Problem, config: int = 0, **recipe: Any) -> Verdict:
-    found = registry.get(kernel)
+    subject = registry.get(kernel)
     return trial.run_trial(
-        Case(kernel=kernel, problem=problem, recipe=Recipe(**recipe), config=found.configs(problem)[config]), "cpu"
+        Case(kernel=kernel, problem=problem, recipe=Recipe(**recipe), config=subject.configs(problem)[config]), "cpu"
     )
 
 
-def told(verdict: Verdict) -> list[str]:
+def messages(verdict: Verdict) -> list[str]:
     return [each.message for each in verdict.failures]
 
 
@@ -76,7 +76,7 @@ def test_any_answer_to_what_is_in_doubt_passes(name: str, score: str) -> None:
         assert not any(each.allowed.isnan().any() for each in (*expected.values(), *expected.captured.values()))
         for seed in range(3):
             verdict = judge("any", inputs, answered(inputs, seed), expected)
-            assert verdict.status == "pass", (pattern, seed, told(verdict))
+            assert verdict.status == "pass", (pattern, seed, messages(verdict))
 
 
 @pytest.mark.parametrize("scale", [4.0, 60.0, 2000.0])
@@ -89,19 +89,19 @@ def test_scores_in_doubt_may_be_all_that_counts(name: str, scale: float) -> None
         expected = truth(inputs, Deviations(), "cpu")
         assert not any(each.allowed.isnan().any() for each in (*expected.values(), *expected.captured.values()))
         verdict = judge("any", inputs, answered(inputs, seed), expected)
-        assert verdict.status == "pass", told(verdict)
+        assert verdict.status == "pass", messages(verdict)
 
 
 def test_what_is_left_unjudged_is_those_rows_alone() -> None:
     inputs = materialise(one_sequence(FEW), Recipe(seed=1), "cpu")
-    found = budgets(inputs, Deviations(), "cpu")
+    batch = budgets(inputs, Deviations(), "cpu")
     rows = [7, 14, 21, 28]
-    for name, allowed in (("o", found.outputs["o"].allowed), ("dq", found.outputs["dq"].allowed), ("lse", found.lse)):
+    for name, allowed in (("o", batch.outputs["o"].allowed), ("dq", batch.outputs["dq"].allowed), ("lse", batch.lse)):
         endless = allowed.isinf().reshape(4, 40, -1)
         assert endless[:, rows].all(), name
         assert endless.sum() == endless[:, rows].numel(), name
-    assert not any(found.outputs[name].allowed.isinf().any() for name in ("dk", "dv"))
-    assert found.doubted == {"o": 16 * 24, "lse": 16, "dq": 16 * 16, "dk": 0, "dv": 0}
+    assert not any(batch.outputs[name].allowed.isinf().any() for name in ("dk", "dv"))
+    assert batch.doubted == {"o": 16 * 24, "lse": 16, "dq": 16 * 16, "dk": 0, "dv": 0}
 
 
 def test_keys_grow_by_what_rows_in_doubt_may_add_to_them() -> None:
@@ -132,21 +132,21 @@ def test_frames_do_not_matter(chunk: int | None, lean: bool) -> None:
 
 def test_rows_that_see_nothing_for_certain_leave_keys_unjudged() -> None:
     inputs = materialise(one_sequence(ONE), Recipe(seed=1), "cpu")
-    found = budgets(inputs, Deviations(), "cpu")
+    batch = budgets(inputs, Deviations(), "cpu")
     # q_idx + 1 is 3 (kv_idx + 1): 13 keys, and no other is seen by any row.
-    assert found.doubted["dk"] == 2 * 13 * 16
-    assert (found.outputs["dv"].allowed[:, 13:] == 0).all()
+    assert batch.doubted["dk"] == 2 * 13 * 16
+    assert (batch.outputs["dv"].allowed[:, 13:] == 0).all()
 
 
 @pytest.mark.parametrize("mask", [EXACT, Q >= KV, to_float(Q) >= to_float(KV)], ids=str)
 def test_exact_masks_are_judged_whole(mask: Expression) -> None:
     inputs = materialise(one_sequence(mask), Recipe(seed=1), "cpu")
-    found = budgets(inputs, Deviations(), "cpu")
-    assert not any(found.doubted.values())
-    assert all(each.allowed.isfinite().all() for each in found.outputs.values())
+    batch = budgets(inputs, Deviations(), "cpu")
+    assert not any(batch.doubted.values())
+    assert all(each.allowed.isfinite().all() for each in batch.outputs.values())
     like = budgets(materialise(one_sequence(where_whole(mask)), Recipe(seed=1), "cpu"), Deviations(), "cpu")
     for name, each in like.outputs.items():
-        assert torch.equal(each.allowed, found.outputs[name].allowed), name
+        assert torch.equal(each.allowed, batch.outputs[name].allowed), name
 
 
 def where_whole(mask: Expression) -> Expression:
@@ -159,7 +159,7 @@ def where_whole(mask: Expression) -> Expression:
 def test_a_right_kernel_passes_with_some_not_judged(lengths: tuple[int, int]) -> None:
     for seed in (1, 2):
         verdict = judged("triton.flex", dense(*lengths, mask=TIES, dtype="float16"), seed=seed)
-        assert verdict.status == "pass", told(verdict)
+        assert verdict.status == "pass", messages(verdict)
         figures = verdict.figures
         assert all(0 < figures[name].doubted < figures[name].elements for name in ("o", "lse", "dq"))
         assert f"more not judged ({IN_DOUBT})" in describe_verdict(verdict)[0]
@@ -171,7 +171,7 @@ def test_a_right_kernel_passes_with_some_not_judged(lengths: tuple[int, int]) ->
 @pytest.mark.parametrize("name", MASKS_IN_DOUBT)
 def test_every_mask_in_doubt_passes_on_a_right_kernel(name: str, dtype: str) -> None:
     problem = dense(40, 70, mask=MASKS_IN_DOUBT[name], score=alibi(gradient=True), dtype=dtype, causal="bottom_right")
-    assert told(judged("triton.flex", problem, seed=5)) == []
+    assert messages(judged("triton.flex", problem, seed=5)) == []
 
 
 @interpreted
@@ -232,4 +232,4 @@ def test_a_fault_in_other_rows_is_found(planted: FlexFault, shows: str) -> None:
     finally:
         registry.unregister(kernel.name)
     assert judged("triton.flex", planted.problem).status == "pass"
-    assert set(shows.split()) <= {each.output for each in verdict.failures}, told(verdict)
+    assert set(shows.split()) <= {each.output for each in verdict.failures}, messages(verdict)

@@ -1,4 +1,4 @@
-"""Errors that are not independent: what rows share, and single numbers, are told apart from faults."""
+"""Errors that are not independent: what rows share, and single numbers, are distinguished from faults."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PLAIN = Problem(
 
 
 def figures(problem: Problem, recipe: Recipe) -> dict[str, tuple[float, float]]:
-    made = budgets(materialise(problem, recipe, "cpu"), Deviations(), "cpu", generic=False, independent=True)
-    assert made.independence is not None
-    return made.independence.figures()
+    batch = budgets(materialise(problem, recipe, "cpu"), Deviations(), "cpu", generic=False, independent=True)
+    assert batch.independence is not None
+    return batch.independence.figures()
 
 
 @pytest.mark.parametrize("path", FALSE_ALARMS, ids=lambda path: path.stem)
@@ -46,10 +46,10 @@ def test_a_false_alarm_of_before_passes(path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_generic_values_are_independent(dtype: str, seed: int) -> None:
-    found = figures(replace(PLAIN, dtype=dtype), Recipe(seed=seed))
-    assert set(found) == {"o", "dq", "dk", "dv"}
-    assert max(z for z, _ in found.values()) < Independence.Z_LIMIT
-    assert max(c for _, c in found.values()) < 0.4, "R's limit is about the common one"
+    of_outputs = figures(replace(PLAIN, dtype=dtype), Recipe(seed=seed))
+    assert set(of_outputs) == {"o", "dq", "dk", "dv"}
+    assert max(z for z, _ in of_outputs.values()) < Independence.Z_LIMIT
+    assert max(c for _, c in of_outputs.values()) < 0.4, "R's limit is about the common one"
 
 
 def test_a_slope_beside_which_scores_are_nothing_is_rounded_alike_in_every_row() -> None:
@@ -69,8 +69,8 @@ def test_a_scale_is_found_as_before(output: str, score_mod: object) -> None:
     problem = Problem(seqlens_q=(256,), seqlens_k=(256,), heads=4, dim_qk=64, dim_v=64, score_mod=score_mod)
     inputs = materialise(problem, Recipe(seed=5), "cpu")
     true = truth(inputs, Deviations(), "cpu")
-    made = {name: each.expected for name, each in true.items()}
-    made[output] = made[output] * (1 + 2.0**-12)
-    rounded = {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype) for name, x in made.items()}
-    found = judge("k", inputs, Outputs(**{name: x.contiguous() for name, x in rounded.items()}), true).failures
-    assert [(each.output, each.check) for each in found] == [(output, "z")]
+    outputs = {name: each.expected for name, each in true.items()}
+    outputs[output] = outputs[output] * (1 + 2.0**-12)
+    rounded = {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype) for name, x in outputs.items()}
+    failures = judge("k", inputs, Outputs(**{name: x.contiguous() for name, x in rounded.items()}), true).failures
+    assert [(each.output, each.check) for each in failures] == [(output, "z")]

@@ -64,7 +64,7 @@ class Plant:
         self.got = torch.where(mask, torch.as_tensor(values, dtype=torch.float64), self.got)
         return self
 
-    def found(self, config: Config = TILES, others: dict[OutputName, torch.Tensor] | None = None) -> Pattern:
+    def pattern(self, config: Config = TILES, others: dict[OutputName, torch.Tensor] | None = None) -> Pattern:
         bad = ~((self.got - self.expected).abs() <= self.allowed)
         return diagnose(self.problem, config, self.name, self.got, self.expected, self.allowed, bad, others)
 
@@ -117,37 +117,37 @@ PLACES = [
 
 @pytest.mark.parametrize(("name", "where", "text", "tiles"), PLACES, ids=range(len(PLACES)))
 def test_the_place_is_told(name: OutputName, where: tuple, text: str, tiles: str) -> None:
-    found = Plant(name=name).put(where, NAN).found()
-    assert text in found.text
-    assert tiles in found.where.tiles
-    assert bool(tiles) == bool(found.where.tiles), found.where.tiles
-    assert found.where.share == 1
-    assert found.text.endswith(": NaN")
-    assert [each.kind for each in found.looks] == ["nan"]
+    pattern = Plant(name=name).put(where, NAN).pattern()
+    assert text in pattern.text
+    assert tiles in pattern.where.tiles
+    assert bool(tiles) == bool(pattern.where.tiles), pattern.where.tiles
+    assert pattern.where.share == 1
+    assert pattern.text.endswith(": NaN")
+    assert [each.kind for each in pattern.looks] == ["nan"]
 
 
 def test_rows_that_the_mask_leaves_alone_are_told() -> None:
     problem = msgspec.structs.replace(RAGGED, causal="bottom_right")
-    found = Plant(problem=problem).put((ALL, slice(0, 40)), NAN).found()
-    assert found.text == "rows that see no key of sequence 0 (of 4), all heads: NaN"
+    pattern = Plant(problem=problem).put((ALL, slice(0, 40)), NAN).pattern()
+    assert pattern.text == "rows that see no key of sequence 0 (of 4), all heads: NaN"
     problem = Problem(seqlens_q=(20,), seqlens_k=(50,), dim_qk=16, dim_v=16, causal="top_left")
-    assert Plant(problem=problem, name="dk").put((ALL, slice(20, 50)), NAN).found().text.startswith("keys that no query sees")
+    assert Plant(problem=problem, name="dk").put((ALL, slice(20, 50)), NAN).pattern().text.startswith("keys that no query sees")
     windowed = Problem(seqlens_q=(20,), seqlens_k=(50,), dim_qk=16, dim_v=16, window=(3, 0))
-    assert Plant(problem=windowed, name="dk").put((ALL, slice(0, 27)), NAN).found().text.startswith("keys that no query sees")
-    assert Plant(problem=windowed, name="dk").put((ALL, slice(0, 26)), NAN).found().text.startswith("keys 0-25")
+    assert Plant(problem=windowed, name="dk").put((ALL, slice(0, 27)), NAN).pattern().text.startswith("keys that no query sees")
+    assert Plant(problem=windowed, name="dk").put((ALL, slice(0, 26)), NAN).pattern().text.startswith("keys 0-25")
 
 
 @pytest.mark.parametrize("config", [Config(), Config(tile_m=1), Config(tile_m=512)])
 def test_without_evidence_nothing_is_said_of_tiles(config: Config) -> None:
-    assert Plant().put((ALL, slice(202, 234)), NAN).found(config).where.tiles == ""
+    assert Plant().put((ALL, slice(202, 234)), NAN).pattern(config).where.tiles == ""
 
 
 def test_a_few_right_elements_do_not_hide_a_tile() -> None:
     plant = Plant(name="lse").put((ALL, slice(202, 234)), 9.0)
     plant.got[:, 210] = plant.expected[:, 210]
-    found = plant.found()
-    assert (found.where.rows, found.where.tiles) == ((Span(32, 64),), "one whole tile of 32")
-    assert found.where.share == 31 / 32
+    pattern = plant.pattern()
+    assert (pattern.where.rows, pattern.where.tiles) == ((Span(32, 64),), "one whole tile of 32")
+    assert pattern.where.share == 31 / 32
 
 
 TILE = (ALL, slice(202, 234))
@@ -207,9 +207,9 @@ def test_the_look_is_told(kind: str, name: OutputName, where: tuple, values: Cal
         plant.allowed = 1e-3 * plant.expected.abs() + 1e-5
     if kind == "rounded":
         plant.allowed *= 1e-3
-    found = plant.put(where, values(plant)).found()
-    (look,) = found.looks
-    assert (kind, text in found.text) == (look.kind, True), found.text
+    pattern = plant.put(where, values(plant)).pattern()
+    (look,) = pattern.looks
+    assert (kind, text in pattern.text) == (look.kind, True), pattern.text
     assert look.share > 0.9
     assert look.confidence >= 0.95 or kind in ("noise", "partial", "foreign")
     if value is not None:
@@ -224,32 +224,32 @@ def test_truncation_is_told_from_a_scale() -> None:
     plant.allowed = 0.001 * plant.expected.abs()
     bits = plant.expected.float().view(torch.int32)
     plant.got = (bits & ~0xFFFF).view(torch.float32).double()
-    found = plant.found()
-    assert [each.kind for each in found.looks] == ["truncated"], found.text
+    pattern = plant.pattern()
+    assert [each.kind for each in pattern.looks] == ["truncated"], pattern.text
     plant.got = (plant.expected * 0.99).bfloat16().double()
-    found = plant.found()
-    assert [each.kind for each in found.looks] == ["scaled"], found.text
+    pattern = plant.pattern()
+    assert [each.kind for each in pattern.looks] == ["scaled"], pattern.text
     plant.got = plant.expected.bfloat16().double()
-    found = plant.found()
-    assert [each.kind for each in found.looks] == ["noise"], found.text
+    pattern = plant.pattern()
+    assert [each.kind for each in pattern.looks] == ["noise"], pattern.text
 
 
 def test_another_output_is_recognised() -> None:
     plant = Plant(name="dk")
     other = plant.normal()
-    found = plant.put((), other).found(others={"dv": other, "o": Plant().expected, "lse": Plant(name="lse").expected})
-    assert found.text == "everywhere: the values expected of dV"
-    assert found.looks[0].name == "dv"
+    pattern = plant.put((), other).pattern(others={"dv": other, "o": Plant().expected, "lse": Plant(name="lse").expected})
+    assert pattern.text == "everywhere: the values expected of dV"
+    assert pattern.looks[0].name == "dv"
 
 
 def test_two_looks_are_told_apart_each_with_its_place() -> None:
-    found = Plant().put(TILE, 0.0).put((2, slice(0, 32)), NAN).put((ALL, slice(100, 132)), math.inf).found()
-    assert [each.kind for each in found.looks] == ["nan", "inf", "missing"]
-    assert sum(each.share for each in found.looks) == pytest.approx(1)
-    assert "rows 0-31 of sequence 0 (of 4) (one whole tile of 32), head 2 (of 4)" in found.looks[0].text
-    found = Plant().put(TILE, 0.0).put((ALL, slice(0, 100)), 7.0).found()
-    assert [each.kind for each in found.looks] == ["missing", "foreign"]
-    assert "rows 32-63 of sequence 3 (of 4) (one whole tile of 32)" in found.looks[0].text
+    pattern = Plant().put(TILE, 0.0).put((2, slice(0, 32)), NAN).put((ALL, slice(100, 132)), math.inf).pattern()
+    assert [each.kind for each in pattern.looks] == ["nan", "inf", "missing"]
+    assert sum(each.share for each in pattern.looks) == pytest.approx(1)
+    assert "rows 0-31 of sequence 0 (of 4) (one whole tile of 32), head 2 (of 4)" in pattern.looks[0].text
+    pattern = Plant().put(TILE, 0.0).put((ALL, slice(0, 100)), 7.0).pattern()
+    assert [each.kind for each in pattern.looks] == ["missing", "foreign"]
+    assert "rows 32-63 of sequence 3 (of 4) (one whole tile of 32)" in pattern.looks[0].text
 
 
 def test_an_infinity_that_was_expected_is_told() -> None:
@@ -259,8 +259,8 @@ def test_an_infinity_that_was_expected_is_told() -> None:
     plant.got[:, :10] = -30000.0
     bad = torch.zeros_like(plant.wrong)
     bad[:, :10] = True
-    found = diagnose(RAGGED, TILES, "lse", plant.got, plant.expected, plant.allowed, bad)
-    assert found.text == "rows 0-9 of sequence 0 (of 4), all heads: finite values where an infinity is expected"
+    pattern = diagnose(RAGGED, TILES, "lse", plant.got, plant.expected, plant.allowed, bad)
+    assert pattern.text == "rows 0-9 of sequence 0 (of 4), all heads: finite values where an infinity is expected"
 
 
 ONE = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
@@ -270,12 +270,12 @@ def test_one_element_is_a_known_factor_only_where_chance_is_out() -> None:
     plant = Plant(problem=ONE, name="lse")
     plant.allowed[:] = 1e-5
     plant.got = plant.expected / math.log(2)
-    assert plant.found().text == "everywhere: the values expected, times 1.4427 (1/ln 2)"
+    assert plant.pattern().text == "everywhere: the values expected, times 1.4427 (1/ln 2)"
     plant.got = plant.expected * 1.31
-    assert plant.found().text == "everywhere"
+    assert plant.pattern().text == "everywhere"
     plant.allowed[:] = 0.1
     plant.got = plant.expected / math.log(2)
-    assert plant.found().looks == ()
+    assert plant.pattern().looks == ()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -284,11 +284,11 @@ def test_one_element_is_a_known_factor_only_where_chance_is_out() -> None:
 def test_noise_is_called_noise(name: OutputName, size: float, seed: int) -> None:
     plant = Plant(name=name, seed=seed)
     plant.got = plant.expected + size * plant.allowed * plant.normal()
-    found = plant.found()
-    assert [each.kind for each in found.looks] == ["noise"], found.text
-    assert found.where.tiles == ""
-    assert "tile" not in found.text
-    assert found.looks[0].value == pytest.approx(size, rel=0.6)
+    pattern = plant.pattern()
+    assert [each.kind for each in pattern.looks] == ["noise"], pattern.text
+    assert pattern.where.tiles == ""
+    assert "tile" not in pattern.text
+    assert pattern.looks[0].value == pytest.approx(size, rel=0.6)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -296,26 +296,26 @@ def test_a_handful_of_noisy_elements_shows_no_pattern(seed: int) -> None:
     plant = Plant(seed=seed)
     flat = torch.randperm(plant.got.numel(), generator=plant.random)[: 4 + seed]
     plant.got.view(-1)[flat] += 3 * (plant.allowed * plant.normal().sign()).view(-1)[flat]
-    found = plant.found()
-    assert {each.kind for each in found.looks} <= {"noise"}, found.text
-    assert found.where.tiles == ""
+    pattern = plant.pattern()
+    assert {each.kind for each in pattern.looks} <= {"noise"}, pattern.text
+    assert pattern.where.tiles == ""
 
 
 def test_a_whole_tensor_is_not_called_aligned() -> None:
     problem = Problem(seqlens_q=(64, 128), seqlens_k=(64, 128), dim_qk=16, dim_v=16)
     for name in OUTPUT_NAMES:
-        found = Plant(problem=problem, name=name).put((), NAN).found()
-        assert found.text == "everywhere: NaN"
-        assert found.where.tiles == ""
-    found = Plant(problem=problem).put((ALL, slice(0, 64)), NAN).found()
-    assert found.text == "sequence 0 (of 2): NaN"
-    assert found.where.tiles == ""
+        pattern = Plant(problem=problem, name=name).put((), NAN).pattern()
+        assert pattern.text == "everywhere: NaN"
+        assert pattern.where.tiles == ""
+    pattern = Plant(problem=problem).put((ALL, slice(0, 64)), NAN).pattern()
+    assert pattern.text == "sequence 0 (of 2): NaN"
+    assert pattern.where.tiles == ""
 
 
 @settings(max_examples=120, database=None, deadline=None)
 @given(data=st.data())
 def test_any_mask_has_a_pattern(data: st.DataObject) -> None:
-    """No error whatever is wrong; the region holds all of it, and its share is right."""
+    """Every mask has a region that holds all of it, with the right share."""
     lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any))
     problem = Problem(
         seqlens_q=tuple(lengths), seqlens_k=tuple(data.draw(st.permutations(lengths))), heads=4, kv_heads=2, dim_qk=8, dim_v=8
@@ -327,8 +327,8 @@ def test_any_mask_has_a_pattern(data: st.DataObject) -> None:
     plant.expected = plant.expected * data.draw(st.sampled_from([0.0, 1.0, 1e30]))
     plant.allowed = plant.allowed * data.draw(st.sampled_from([0.0, 1.0, NAN, math.inf]))
     got = torch.where(bad, value, plant.expected)
-    found = diagnose(problem, TILES, plant.name, got, plant.expected, plant.allowed, bad)
-    region = found.where
+    pattern = diagnose(problem, TILES, plant.name, got, plant.expected, plant.allowed, bad)
+    region = pattern.where
     heads, rows, columns = (
         [i for s in each for i in range(s.start, s.stop, s.step)] for each in (region.heads, region.rows, region.columns)
     )
@@ -336,8 +336,8 @@ def test_any_mask_has_a_pattern(data: st.DataObject) -> None:
     assert 0 < region.share <= 1
     assert bad.dim() == 2 or set(bad.any(0).any(0).nonzero().flatten().tolist()) <= set(columns)
     assert rows
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Pattern) == found
-    assert all(math.isfinite(each.confidence) and (each.value is None or math.isfinite(each.value)) for each in found.looks)
+    assert msgspec.json.decode(msgspec.json.encode(pattern), type=Pattern) == pattern
+    assert all(math.isfinite(each.confidence) and (each.value is None or math.isfinite(each.value)) for each in pattern.looks)
 
 
 def test_ten_million_elements_take_about_a_second() -> None:
@@ -402,9 +402,9 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "output", "text"), FAULTS)
 def test_a_faulty_kernel_is_described(fault: str, output: str, text: str) -> None:
-    found = judged(*outputs_of({fault}))
-    assert text in found[output].pattern.text
-    assert "tile" not in found[output].pattern.text
+    failures = judged(*outputs_of({fault}))
+    assert text in failures[output].pattern.text
+    assert "tile" not in failures[output].pattern.text
 
 
 def test_the_other_faults_of_an_output_with_none_are_left_alone() -> None:

@@ -124,19 +124,19 @@ def test_a_kernel_with_one_length_has_no_other_shape() -> None:
 
 
 def test_only_checks_that_make_sense_are_drawn_the_oracle_first() -> None:
-    def drawn(subject: Subject) -> set[str]:
-        found: set[str] = set()
+    def drawn_checks(subject: Subject) -> set[str]:
+        checks: set[str] = set()
 
         @given(call_checks(subject, PROBLEM, Config(), "cpu"))
         @settings(max_examples=80, database=None)
         def draw(check: str) -> None:
-            found.add(check)
+            checks.add(check)
 
         draw()
-        return found
+        return checks
 
-    assert drawn(Subject()) == {"oracle", *CALLS}
-    assert drawn(Subject(capabilities=replace(WIDE, causal=(None,)))) == {"oracle", "twice", "other_shape", "other_scale"}
+    assert drawn_checks(Subject()) == {"oracle", *CALLS}
+    assert drawn_checks(Subject(capabilities=replace(WIDE, causal=(None,)))) == {"oracle", "twice", "other_shape", "other_scale"}
 
 
 # --- what may differ

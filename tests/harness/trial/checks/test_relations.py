@@ -64,7 +64,7 @@ SHOWS: dict[Check, tuple[str, Problem, str]] = {
     "split_keys": ("LSE is that of the last chunk of keys", problem(3, LONG), "lse"),
     "huge_strides": ("the row offset of do wraps at 2^31", problem(5, 7), "dv"),
 }
-"""For each relation a fault, a Problem that it shows on, and the output that tells of it."""
+"""For each relation a fault, a Problem that shows it, and the output that is wrong."""
 
 
 def tried(kernel: Kernel, of: Problem, check: Check, recipe: Recipe = Recipe()) -> tuple[Failure, ...]:  # noqa: B008
@@ -140,16 +140,16 @@ def test_faults_of_a_real_kernel_are_found(check: Check, edit: Edit, of: Problem
     code = functools.partial(planted_copy, "attnfuzz.kernels.triton.varlen_device", [edit])
     bad = TritonVarlen(name="test.planted", device_code=code)
     config = good.configs(of)[0]
-    found: set[str] = set()
+    wrong: set[str] = set()
     for number in range(4):
         case = Case(kernel="test.planted", problem=of, config=config, check=check, recipe=Recipe(seed=number))
         registry.register(bad)
-        found |= {str(each.output) for each in trial.run_trial(case, "cpu").failures}
+        wrong |= {str(each.output) for each in trial.run_trial(case, "cpu").failures}
         registry.unregister("test.planted")
         assert not trial.run_trial(replace(case, kernel="triton.varlen"), "cpu").failures
-        if found:
+        if wrong:
             break
-    assert outputs <= found
+    assert outputs <= wrong
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
@@ -213,9 +213,9 @@ def test_rows_and_heads_are_judged_as_well_as_elements() -> None:
     zero, one = torch.zeros_like(noise), torch.ones(())
 
     def ratio(error: torch.Tensor) -> tuple[float, str]:
-        found = worst(Difference("o", 0, error, zero, one, noise=True))
-        assert found is not None
-        return found.ratio, found.rule
+        largest = worst(Difference("o", 0, error, zero, one, noise=True))
+        assert largest is not None
+        return largest.ratio, largest.rule
 
     assert ratio(noise)[0] < 1
     by_row = noise.clone()
@@ -231,9 +231,9 @@ def test_rows_and_heads_are_judged_as_well_as_elements() -> None:
 
 def test_bit_by_bit_is_no_tolerance() -> None:
     zero = torch.zeros((1, 2, 3), dtype=torch.float64)
-    found = worst(Difference("o", 0, zero + 2.0**-149, zero, zero))
-    assert found is not None
-    assert found.ratio == torch.inf
+    largest = worst(Difference("o", 0, zero + 2.0**-149, zero, zero))
+    assert largest is not None
+    assert largest.ratio == torch.inf
     assert worst(Difference("o", 0, zero[:, :0], zero[:, :0], zero[:, :0])) is None
     endless = torch.full((1, 2), -torch.inf)
     good = worst(Difference("lse", 0, endless, endless, torch.zeros(())))
@@ -246,17 +246,19 @@ ATOMIC = msgspec.structs.replace(WIDE, deterministic=(), dlse=False)
 SMALL = Limits(batch=2, heads=3, length=40, tiles=4)
 
 
-def drawn(kernel: Kernel, count: int, limits: Limits | None = None, variants: tuple[Variant, ...] | None = None) -> list[Case]:
-    found: list[Case] = []
+def draw_cases(
+    kernel: Kernel, count: int, limits: Limits | None = None, variants: tuple[Variant, ...] | None = None
+) -> list[Case]:
+    collected: list[Case] = []
 
     @seed(11)
     @settings(max_examples=count, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
     @given(case=relation_cases(kernel, device="cpu", limits=limits, variants=variants))
     def collect(case: Case) -> None:
-        found.append(case)
+        collected.append(case)
 
     collect()
-    return found
+    return collected
 
 
 @pytest.fixture(params=["exact", "atomic", "long", "reference"])
@@ -274,14 +276,14 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def test_correct_kernels_pass_what_is_drawn(subject: Kernel) -> None:
-    for case in drawn(subject, 30):
+    for case in draw_cases(subject, 30):
         verdict = trial.run_trial(case, "cpu")
         assert not verdict.failures, (case.canonical(), verdict.failures)
 
 
 HALF, BFLOAT = "float16", "bfloat16"
 FALSE_ALARMS: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
-    # Kernels on a GPU were told to be wrong there, and so was an emulated one with the same numbers. Equal P are rounded alike,
+    # Kernels on a GPU were reported as wrong there, and so was an emulated one with the same numbers. Equal P are rounded alike,
     ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (249,), "dim_qk": 192, "dim_v": 128, "dtype": BFLOAT,
                                 "softmax_scale": 0.0}, Recipe(), {}),
     ("emulated", "constant_v", {"seqlens_q": (12,), "seqlens_k": (76,), "dim_qk": 96, "dim_v": 96, "dtype": HALF,
@@ -322,7 +324,7 @@ def test_triton_passes_what_is_drawn() -> None:
     kernel = registry.get("triton.varlen")
     if reason := kernel.unavailable("cpu"):
         pytest.skip(reason)
-    for case in drawn(kernel, 30, SMALL):
+    for case in draw_cases(kernel, 30, SMALL):
         verdict = trial.run_trial(case, "cpu")
         assert not verdict.failures, (case.canonical(), verdict.failures)
 
@@ -333,7 +335,7 @@ def test_tilelang_passes_what_is_drawn() -> None:
     if reason := kernel.unavailable("cpu"):
         pytest.skip(reason)
     variants = pool(all_variants(kernel, "cpu"), 2, 0)
-    for case in drawn(kernel, 30, SMALL, variants):
+    for case in draw_cases(kernel, 30, SMALL, variants):
         verdict = trial.run_trial(case, "cpu")
         assert not verdict.failures, (case.canonical(), verdict.failures)
 
@@ -351,7 +353,7 @@ def test_long_sequences_pass_on_the_gpu(name: str, check: Check) -> None:
 
 
 def test_every_relation_is_drawn_and_fits(subject: Kernel) -> None:
-    cases = drawn(subject, 200)
+    cases = draw_cases(subject, 200)
     wanted = set(RELATIONS) - (set() if subject.capabilities.layouts else {"huge_strides"})
     assert {case.check for case in cases} == wanted
     assert all(why_not_case(subject, case, "cpu") is None for case in cases)
@@ -359,11 +361,11 @@ def test_every_relation_is_drawn_and_fits(subject: Kernel) -> None:
 
 def test_what_makes_no_sense_is_not_drawn() -> None:
     plain = Long(capabilities=Capabilities(dims=((16, 16),), devices=("cpu",), compiles_on=()))
-    assert {case.check for case in drawn(plain, 60)} == set(RELATIONS) - {
+    assert {case.check for case in draw_cases(plain, 60)} == set(RELATIONS) - {
         *("repeated_heads", "future_keys", "split_keys", "huge_strides")
     }
     prescaled = Long(capabilities=msgspec.structs.replace(CAN, deviations=Deviations(prescaled_q=True)))
-    assert "shifted_scores" not in {case.check for case in drawn(prescaled, 60)}
+    assert "shifted_scores" not in {case.check for case in draw_cases(prescaled, 60)}
 
 
 REFUSED = [
@@ -442,16 +444,16 @@ def test_what_is_not_finite_forgives_nothing(where: str, value: float, noise: bo
     """A limit is made of the first launch's values: NaN there must not pass, nor hide what is wrong elsewhere."""
     parts = {name: torch.ones(2, 4, 8, dtype=torch.float64) for name in ("got", "expected", "allowed")}
     parts[where][1, 2, 3] = value
-    found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
-    assert found is not None
+    largest = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
+    assert largest is not None
     if where == "allowed":
-        assert found.ratio <= 1, "equal values need no limit"
+        assert largest.ratio <= 1, "equal values need no limit"
         parts["got"][1, 2, 3] += 1
-        found = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
-        assert found is not None
-    assert not found.ratio <= 1
+        largest = worst(Difference("o", 0, parts["got"], parts["expected"], parts["allowed"], noise=noise))
+        assert largest is not None
+    assert not largest.ratio <= 1
     if where != "allowed":
         both = {**parts, "got": parts[where], "expected": parts[where]}
         same = worst(Difference("o", 0, both["got"], both["expected"], both["allowed"], noise=noise))
         assert same is not None
-        assert not same.ratio <= 1, "the same NaN or infinity in both launches is no agreement"
+        assert not same.ratio <= 1, "the same NaN or infinity in both launches is not agreement"

@@ -33,9 +33,9 @@ def only(verdict: Verdict) -> Failure:
 
 
 def half_written(subject: Subject, problem: Problem, out: Out) -> None:
-    made = torch.empty_like(out["dv"])
-    made[:6] = out["dv"][:6]
-    out["dv"] = made
+    part = torch.empty_like(out["dv"])
+    part[:6] = out["dv"][:6]
+    out["dv"] = part
 
 
 def test_rows_never_written_are_called_so() -> None:
