@@ -72,7 +72,7 @@ def test_a_fault_that_only_a_gpu_shows_can_still_be_planted(fault: on_device.Dev
 
 
 def hunted(kernel: Kernel, backend: str, fault: str, folder: Path, *, causal: bool, ahead: bool = False) -> dict[str, object]:
-    """The row that tells how `fault` was found in `kernel`, which must be so."""
+    """Find `fault` in `kernel`, which must succeed, and return its row of the table."""
     device: Device = "cuda" if environment.has_cuda() and "cuda" in kernel.capabilities.devices else "cpu"
     environment.prepare(device)
     if reason := kernel.unavailable(device):
@@ -104,19 +104,19 @@ def hunted(kernel: Kernel, backend: str, fault: str, folder: Path, *, causal: bo
     finally:
         registry.unregister(kernel.name)
     assert hunt.found, f"not found in {hunt.tally.cases} cases"
-    found = next(iter(hunt.found.values()))
-    assert found.verdict.failure is not None
+    finding = next(iter(hunt.found.values()))
+    assert finding.verdict.failure is not None
     kinds = ("mismatch", "aggregate", "nonfinite", "unwritten", *get_args(MemoryKind))
-    assert found.identity.kind in kinds, found.verdict.failure.message
-    assert found.case.problem.batch <= 2, found.case.canonical()
-    assert not found.partly
-    problem = found.case.problem
+    assert finding.identity.kind in kinds, finding.verdict.failure.message
+    assert finding.case.problem.batch <= 2, finding.case.canonical()
+    assert not finding.partly
+    problem = finding.case.problem
     return {
         "kernel": backend,
         "fault": fault,
-        "shows in": str(found.identity.output or found.identity.kind),
-        "cases": found.cases_to_find,
+        "shows in": str(finding.identity.output or finding.identity.kind),
+        "cases": finding.cases_to_find,
         "seconds": round(time.monotonic() - start, 1),
-        "minimal": f"{lengths(found.case)} heads {problem.heads}/{problem.kv_heads} {problem.dtype} "
-        f"{problem.causal or 'full'} {found.case.recipe.pattern}",
+        "minimal": f"{lengths(finding.case)} heads {problem.heads}/{problem.kv_heads} {problem.dtype} "
+        f"{problem.causal or 'full'} {finding.case.recipe.pattern}",
     }
