@@ -38,7 +38,7 @@ def test_a_product_under_way(read: str) -> None:
     assert overwritten(loop(read=read, wait="%w = ttng.warp_group_dot_wait %dk {pendings = 1 : i32}")) == OVERWRITTEN
 
 
-@pytest.mark.parametrize(("wait", "message"), [("", OVERWRITTEN), ("%w = ttng.warp_group_dot_wait %dk {pendings = 0 : i32}", ())])
+@pytest.mark.parametrize(("wait", "sentences"), [("", OVERWRITTEN), ("%w = ttng.warp_group_dot_wait %dk {pendings = 0 : i32}", ())])
 def test_a_product_of_the_turn_before(wait: str, sentences: tuple[str, ...]) -> None:
     lines = loop(wait=wait).strip().splitlines()
     before, begin, product, copy = lines[:3], lines[3], lines[4:8], lines[8:10]
