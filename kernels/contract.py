@@ -85,7 +85,7 @@ class Config(Mapping[str, ConfigValue]):
 
 
 class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a kernel's arithmetic differs from what the verdict assumes. Each declaration widens its budget by exactly that term.
+    """Differences of a kernel's arithmetic from the verdict's assumptions. Each declaration widens its budget by that term.
 
     Assumed: P <= 1 against the true running maximum, the row sum from fp32 P, P and dS rounded once to the input
     dtype, fp32 accumulation, one final rounding.
@@ -108,7 +108,7 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a kernel can do, as data. Strategies draw only what is declared; the defaults describe the simplest kernel."""
+    """The abilities of a kernel, as data. Strategies draw only what is declared; the defaults describe the simplest kernel."""
 
     packings: tuple[Packing, ...] = ("ragged",)
     dtypes: tuple[Dtype, ...] = ("float16", "bfloat16")
@@ -184,7 +184,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """What a kernel returned; None where it does not produce an output.
+    """Results of a kernel; None where it does not produce an output.
 
     `o` like q with dim_v, `dq, dk, dv` like q, k, v, in the input dtype. `lse` is float32, natural log:
     `(heads, total_q + slack_q)` ragged, `(batch, heads, seqlen_q + slack_q)` dense. Slack rows may hold anything.
@@ -242,7 +242,7 @@ class Kernel(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the kernel can do."""
+        """The abilities that the kernel declares."""
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """The Configs that may be drawn for `problem`, the default first."""
@@ -254,7 +254,7 @@ class Kernel(Protocol):
         """Why this kernel cannot take `problem`, or None: at least `why_unsupported(...)`."""
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """What the compiled code depends on: equal keys share one compile. Called only for what `supports` accepts."""
+        """Everything the compiled code depends on: equal keys share one compile. Called only for what `supports` accepts."""
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """Compile (or take from the cache) for `problem`.

@@ -45,7 +45,7 @@ _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, repr_omit_defaults=True):
-    """How one tensor lies in memory; its shape stays as `Problem` has it. The default is contiguous in the packing's own order.
+    """Memory layout of one tensor, whose shape is that of `Problem`. The default is contiguous in the packing's default order.
 
     A row is the part of one token that is contiguous: `heads * dim` elements, or `dim` where heads are stored outside tokens.
     """
@@ -78,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which outputs are needed, and whether there is a gradient of LSE."""
+    """The outputs that are needed, and whether there is a gradient of LSE."""
 
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES
     dlse: bool = False

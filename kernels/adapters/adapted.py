@@ -48,7 +48,7 @@ class Adapted:
         return why_unsupported(self.capabilities, problem, device) or self.call.why_not(problem)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """What compiled functions usually depend on; they compile at their first call."""
+        """The usual dependencies of compiled functions, which compile at their first call."""
         form = (problem.dtype, problem.dim_qk, problem.dim_v, problem.causal is not None)
         return f"{self.name} {form} {config.canonical()}"
 

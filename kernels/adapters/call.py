@@ -19,7 +19,7 @@ __all__ = ["Call", "Running"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a function is called, and what it returns."""
+    """A function with its calling convention and its kinds of results."""
 
     function: Callable[..., Any]
     own_backward: Callable[..., Any] | None

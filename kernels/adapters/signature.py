@@ -1,4 +1,4 @@
-"""What a function's signature shows: which of flash-attention's parameters it has, their names, and its source file."""
+"""Signature of a function: which of flash-attention's parameters it has, their names, and its source file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Signature:
     name: str
     parameters: tuple[str, ...]
     required: tuple[str, ...]
-    """Those without a default."""
+    """Parameters without a default."""
 
     def option(self, name: str) -> str | None:
         """The function's own name for the option `name`; None where it has no such option."""

@@ -1,1 +1,1 @@
-"""What the kernels of all backends share."""
+"""Code that the kernels of all backends share."""

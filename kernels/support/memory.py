@@ -85,7 +85,7 @@ class Fresh:
 
 
 class Watch:
-    """What is known of memory during a kernel's calls."""
+    """Notes on memory during a kernel's calls."""
 
     def __init__(self) -> None:
         self.fresh: dict[int, Fresh] = {}

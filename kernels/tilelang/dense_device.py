@@ -148,7 +148,7 @@ def forward(
                     T.wgmma_gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                     T.wgmma_gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
                     T.wait_wgmma(1)
-                    # a tile is given back behind the last statement that reads it, whether the products it began are done or not
+                    # a tile is released after the last statement that reads it, even if products it started still run
                     last_read = q_tile[0, 0] + k_tile[0, 0] + v_last[0, 0]
                 else:
                     T.gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
@@ -378,7 +378,7 @@ def backward(
                     T.copy(ds_half, ds_tile)
                     T.wgmma_gemm(ds_tile, k_tile, dq_acc, transpose_A=True, clear_accum=True)
                     T.wait_wgmma(0)
-                    # a tile is given back behind the last statement that reads it, whether the products it began are done or not
+                    # a tile is released after the last statement that reads it, even if products it started still run
                     last_read = q_tile[0, 0] + do_tile[0, 0]  # noqa: F841
                 else:
                     T.gemm(ds_half, q_tile, dk_acc, policy=T.GemmWarpPolicy.FullRow)

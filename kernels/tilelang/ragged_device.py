@@ -148,7 +148,7 @@ def forward(*, dim_qk: int, dim_v: int, causal: bool, dtype: str, tile_m: int, t
                         T.wgmma_gemm(q_tile, k_tile, s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True)
                         T.wgmma_gemm(p, v_tile, acc, policy=T.GemmWarpPolicy.FullRow)
                         T.wait_wgmma(1)
-                        # a tile is given back behind the last statement that reads it, be the products it began done or not
+                        # a tile is released after the last statement that reads it, even if products it started still run
                         last_read = q_tile[0, 0] + k_tile[0, 0] + v_last[0, 0]
                     else:
                         # the product is added to the mask

@@ -71,7 +71,7 @@ _LONG_ROWS: Final = 91100
 
 
 class _Dense(Step):
-    """`aten::_scaled_dot_product_cudnn_attention` and its backward: q (batch, heads, seqlen, dim) as a view of our tensors."""
+    """`aten::_scaled_dot_product_cudnn_attention` and its backward: q (batch, heads, seqlen, dim) as a view."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """The op's LSE is `(batch, heads, seqlen_q, 1)`."""

@@ -1,4 +1,4 @@
-"""`torch.flex`: torch.compile(flex_attention), whose Triton kernels are generated for the masks and scores at hand.
+"""`torch.flex`: torch.compile(flex_attention), whose Triton kernels are generated for the masks and scores in use.
 
 Masks are mask_mods with a BlockMask: causal with either alignment, and for a ragged batch a mask of documents over one long
 sequence. The default scale is an argument, a constant of the compiled code; another scale is a score_mod that multiplies by a
@@ -56,7 +56,7 @@ class Flex(Peer):
     """The adapter, whose compiled code depends on more than its Config."""
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """What torch.compile specialises on: dtype, dims, heads, mask, whether the scale is the default, lengths by class."""
+        """The values torch.compile specialises on: dtype, dims, heads, mask, whether the scale is default, lengths by class."""
         p, dense = problem, problem.packing == "dense"
         rows_q = p.seqlens_q[0] if dense else p.total_q
         rows_k = p.seqlens_k[0] if dense else p.total_k
@@ -138,7 +138,7 @@ def _zeros(problem: Problem, device: str) -> Inputs:
 
 
 class FlexStep(Step):
-    """q (batch, heads, seqlen, dim) as a view of our tensors; a ragged batch is a batch of one."""
+    """The calls; q (batch, heads, seqlen, dim) is a view of the harness' tensor, a ragged batch a batch of one."""
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """LSE is `(batch, heads, seqlen_q)`; autograd's graph is kept for the backward."""
@@ -156,7 +156,7 @@ class FlexStep(Step):
             return kept[0].detach().transpose(-3, -2), kept[1].detach(), kept
 
     def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By autograd, of sum(d_o * o) (+ sum(d_lse * lse))."""
+        """(dq, dk, dv) of sum(d_o * o) (+ sum(d_lse * lse)) by autograd."""
         import torch
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -222,7 +222,7 @@ def mask_of(problem: Problem, device: Any) -> Callable[..., Any] | None:
 
 
 def _shifts(problem: Problem) -> list[int]:
-    """For each sequence, how far the last key that a query sees lies beyond the query's own row, in rows of the whole tensors."""
+    """Distance from a query's row to the last key that it sees, for each sequence, in rows of the whole tensors."""
     shifts, begin_q, begin_k = [], 0, 0
     for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True):
         aligned = n_k - n_q if problem.causal == "bottom_right" else 0

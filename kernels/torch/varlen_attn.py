@@ -50,7 +50,7 @@ class _VarlenAttn(Step):
         return o.detach(), without_keys(lse.detach()), (o, leaves)
 
     def differentiate(self, part: Part, kept: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By autograd."""
+        """(dq, dk, dv) by autograd."""
         import torch
 
         o, leaves = kept

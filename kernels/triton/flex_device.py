@@ -45,7 +45,7 @@ def _kv_head(head, groups):
 
 @triton.jit
 def _head_offset(b, head, rows, heads, steps, DIM: tl.constexpr, STRIDED: tl.constexpr):
-    """Where a head's token 0 begins, in elements, int64. `steps` are strides (batch, token, head, dim)."""
+    """Offset of a head's token 0, in elements, int64. `steps` are strides (batch, token, head, dim)."""
     offset = (b.to(tl.int64) * rows * heads + head) * DIM
     if STRIDED:
         offset = b.to(tl.int64) * steps[0] + head.to(tl.int64) * steps[2]
@@ -112,7 +112,7 @@ def _seen(
     b, h, q_idx, kv_idx, low, high, sizes, tensors,
     MASK: tl.constexpr, BAND: tl.constexpr, EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Which scores of a partial block count: bool, of the shape to which q_idx and kv_idx broadcast."""
+    """Mask of the scores that count in a partial block: bool, of the shape to which q_idx and kv_idx broadcast."""
     if BAND:
         # low <= offset <= high, in one comparison: values below wrap around, and so may the sums.
         above_low = tl.sub(kv_idx, tl.add(q_idx, low, sanitize_overflow=False), sanitize_overflow=False)

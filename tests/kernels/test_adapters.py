@@ -226,7 +226,7 @@ def test_where_it_can_run() -> None:
 @pytest.mark.parametrize("kernel", [FLASH, VARLEN], ids=["dense", "varlen"])
 def test_adapters_of_a_test_module_travel_to_a_child(kernel: Adapted) -> None:
     registry.register(kernel)
-    found = unpacked(shipped(kernel.name))
-    assert found.capabilities == kernel.capabilities
+    actual = unpacked(shipped(kernel.name))
+    assert actual.capabilities == kernel.capabilities
     other = replace(problem(kernel), heads=2, kv_heads=1)
-    assert found.compile_key(other, Config()) == kernel.compile_key(other, Config())
+    assert actual.compile_key(other, Config()) == kernel.compile_key(other, Config())

@@ -74,12 +74,12 @@ def test_the_gradient_of_o_may_have_any_strides(name: str, kind: str) -> None:
     able(name)
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, n, 2, 32, requires_grad=True) for n in (9, 12, 12))
-    given = torch.randn(1, 2, 9, 32).transpose(1, 2) if kind == "transposed" else torch.ones(()).expand(1, 9, 2, 32)
-    found = []
-    for d_o in (given, given.contiguous()):
+    incoming = torch.randn(1, 2, 9, 32).transpose(1, 2) if kind == "transposed" else torch.ones(()).expand(1, 9, 2, 32)
+    gradients = []
+    for d_o in (incoming, incoming.contiguous()):
         o = attention(q, k, v, kernel=name)
-        found.append(torch.autograd.grad(o, (q, k, v), d_o))
-    for one, other in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(o, (q, k, v), d_o))
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
@@ -104,17 +104,17 @@ def test_ragged_sequences_and_lse() -> None:
 def test_ragged_tensors_may_have_any_strides(which: str, kind: str) -> None:
     able("triton.varlen")
     torch.manual_seed(4)
-    given = {name: torch.randn(n, 2, 32) for name, n in (("q", 9), ("k", 12), ("v", 12), ("do", 9))}
-    x = given[which]
-    given[which] = x.transpose(0, 1).contiguous().transpose(0, 1) if kind == "transposed" else x[:1, :, :1].expand_as(x)
-    assert not given[which].is_contiguous()
+    strided = {name: torch.randn(n, 2, 32) for name, n in (("q", 9), ("k", 12), ("v", 12), ("do", 9))}
+    x = strided[which]
+    strided[which] = x.transpose(0, 1).contiguous().transpose(0, 1) if kind == "transposed" else x[:1, :, :1].expand_as(x)
+    assert not strided[which].is_contiguous()
     ends = (torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32))
-    found = []
-    for tensors in (given, {name: each.contiguous() for name, each in given.items()}):
+    results = []
+    for tensors in (strided, {name: each.contiguous() for name, each in strided.items()}):
         qkv = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
         o = attention_varlen(*qkv, *ends, kernel="triton.varlen", causal="bottom_right")
-        found.append((o, *torch.autograd.grad(o, qkv, tensors["do"])))
-    for one, other in zip(*found, strict=True):
+        results.append((o, *torch.autograd.grad(o, qkv, tensors["do"])))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -139,11 +139,11 @@ def test_padding_is_left_out(name: str) -> None:
     o = attention_padded(q, k, v, lengths_q, lengths_k, kernel=name, causal=True)
     assert o.shape == (3, 9, 4, 32)
     assert not o[1:].any(), "a sequence without queries, and one without keys"
-    found = torch.autograd.grad(o.sum(), (q, k, v))
+    actual = torch.autograd.grad(o.sum(), (q, k, v))
     ends = (torch.tensor([0, n], dtype=torch.int32) for n in (9, 5))
     alone = attention_varlen(q[0], k[0, :5], v[0, :5], *ends, kernel=name, causal="bottom_right")[None]
     torch.testing.assert_close(o[:1], alone, rtol=1e-5, atol=1e-6)
-    for got, true in zip(found, torch.autograd.grad(alone.sum(), (q, k, v)), strict=True):
+    for got, true in zip(actual, torch.autograd.grad(alone.sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-5)
 
 
@@ -282,10 +282,10 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_arguments_are_told_as_well(name: str) -> None:
     able("tilelang.gqa.split")
-    changes, told = ODD[name]
-    given = {each: torch.zeros(2, 5, 4, 32) for each in ("q", "k", "v")} | {"kernel": "torch.reference_cpu"} | changes
-    with pytest.raises(BadArgument, match=told):
-        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    changes, message = ODD[name]
+    arguments = {each: torch.zeros(2, 5, 4, 32) for each in ("q", "k", "v")} | {"kernel": "torch.reference_cpu"} | changes
+    with pytest.raises(BadArgument, match=message):
+        attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
 @pytest.mark.parametrize("name", ["tilelang.gqa_varlen.split", "triton.varlen"])

@@ -51,7 +51,7 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] =
         "dim_qk, dim_v=(128, 128): supports (64, 64), (192, 128)",
         {"dims": ((128, 128),)},
     ),
-    "dims that are no multiple": (
+    "dims that are not a multiple": (
         {"dim_multiple": 16},
         {"dim_qk": 72, "dim_v": 64},
         "dim_qk, dim_v=(72, 64): supports (64, 64) and multiples of 16 up to 256",

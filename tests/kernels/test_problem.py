@@ -1,4 +1,4 @@
-"""Problem: what is impossible cannot be built, and the error tells what, why and what to do instead."""
+"""Problem: what is impossible cannot be built, and the error names argument, value, reason and remedy."""
 
 from __future__ import annotations
 
@@ -306,6 +306,6 @@ def test_json_keeps_every_field(built: Problem) -> None:
 
 
 def test_reject_names_argument_value_reason_and_remedy() -> None:
-    error = reject("heads", "four", "it is no number", "give an integer")
+    error = reject("heads", "four", "it is not a number", "give an integer")
     assert isinstance(error, ValueError)
-    assert str(error) == "heads='four': it is no number; give an integer"
+    assert str(error) == "heads='four': it is not a number; give an integer"

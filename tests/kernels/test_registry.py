@@ -38,7 +38,7 @@ class Dummy:
         raise NotImplementedError
 
 
-def made() -> Dummy:
+def dummy() -> Dummy:
     return Dummy()
 
 
@@ -47,10 +47,10 @@ class Point:
     """What importlib.metadata gives for an entry point, as far as the registry looks."""
 
     name: str
-    found: Any
+    target: Any
 
     def load(self) -> Any:
-        return self.found
+        return self.target
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +62,15 @@ def _own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def points(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     listed: list[Point] = []
-    asked: list[str] = []
+    groups: list[str] = []
 
     def entry_points(*, group: str) -> list[Point]:
-        asked.append(group)
+        groups.append(group)
         return listed
 
     monkeypatch.setattr(registry.metadata, "entry_points", entry_points)
     yield listed
-    assert set(asked) <= {"attnfuzz.kernels"}
+    assert set(groups) <= {"attnfuzz.kernels"}
 
 
 def test_the_kernels_of_the_package_are_listed_in_order() -> None:
@@ -107,9 +107,9 @@ def test_a_registered_kernel_is_found_listed_and_suggested() -> None:
 
 def test_registering_again_replaces() -> None:
     registry.register(Dummy())
-    mended = Dummy(backend="mended")
-    registry.register(mended)
-    assert registry.get("acme.flash") is mended
+    other = Dummy(backend="other")
+    registry.register(other)
+    assert registry.get("acme.flash") is other
 
 
 def test_unregister_forgets_and_may_be_repeated() -> None:
@@ -137,7 +137,7 @@ def test_what_is_no_kernel_cannot_be_registered() -> None:
     assert str(caught.value).endswith("; fulfil attnfuzz.kernels.contract.Kernel")
 
 
-@pytest.mark.parametrize("target", [Dummy(), Dummy, made, lambda: Dummy()], ids=["object", "class", "function", "lambda"])
+@pytest.mark.parametrize("target", [Dummy(), Dummy, dummy, lambda: Dummy()], ids=["object", "class", "function", "lambda"])
 def test_an_entry_point_names_an_object_a_class_or_a_function(points: list[Point], target: Any) -> None:
     points.append(Point("acme.flash", target))
     kernel = registry.get("acme.flash")

@@ -169,8 +169,8 @@ def test_the_current_folder_is_looked_in_unless_python_is_told_not_to(safe: bool
 
 
 @pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
-@pytest.mark.parametrize("asked", ["acme_target:KERNEL", "acme.flash"])
-def test_a_gate_and_its_children_look_in_the_current_folder_for_what_is_named_so(asked: str, safe: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["acme_target:KERNEL", "acme.flash"])
+def test_a_gate_and_its_children_look_in_the_current_folder_for_what_is_named_so(name: str, safe: bool, tmp_path: Path) -> None:
     program = """
 import importlib.util, os, subprocess, sys
 from pathlib import Path
@@ -185,9 +185,9 @@ with importing_from(Path.cwd(), [sys.argv[1]]):
     print(found())
 print(found(), os.environ.get("PYTHONPATH"))
 """
-    command = [sys.executable, *(["-P"] if safe else []), "-c", program, asked]
+    command = [sys.executable, *(["-P"] if safe else []), "-c", program, name]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env={})
-    assert done.stdout.splitlines() == [str(":" in asked and not safe), "False None"]
+    assert done.stdout.splitlines() == [str(":" in name and not safe), "False None"]
 
 
 def test_a_failure_of_it_is_found_listed_shown_and_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:

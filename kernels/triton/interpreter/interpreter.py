@@ -197,7 +197,7 @@ def _install_launch() -> None:
         sizes = (*grid, 1, 1)[:3]
         builder.set_grid_dim(*sizes)
         try:
-            # A GPU gives no floating-point warnings.
+            # GPUs have no floating-point warnings.
             with np.errstate(all="ignore"):
                 for indices in product(*(range(size) for size in sizes)):
                     builder.set_grid_idx(*indices)

@@ -81,7 +81,7 @@ _EXPECTED = {
 
 
 def _unfit() -> str | None:
-    """How the interpreter differs from what this module expects, or None."""
+    """The difference of the interpreter from what this module expects, or None."""
     for name, expected in _EXPECTED.items():
         method = getattr(_Builder, name, None)
         if method is None:

@@ -84,7 +84,7 @@ def _common(left: Any, right: Any) -> Any:
 
 
 def _literal(other: Any, kind: str) -> Any:
-    """`other` as a NumPy operand beside a tensor of type `kind`, or None where Triton would promote."""
+    """`other` as a NumPy operand for a tensor of type `kind`, or None where Triton would promote."""
     if type(other) is tl.constexpr:
         other = other.value
     if kind == "fp32":

@@ -49,7 +49,7 @@ def title(view: View) -> str:
 
 
 def _part(value: Any, view: View) -> str | None:
-    """How `view` is reached from an argument: "", "[1]" for part of a tuple; None: it is not part of it."""
+    """Path from an argument to `view`: "", "[1]" for part of a tuple; None: `view` is not part of it."""
     if isinstance(value, tuple | tl.tuple):
         for index, each in enumerate(value):
             if (part := _part(each, view)) is not None:

@@ -99,14 +99,14 @@ def test_derivatives_are_autograds(tree) -> None:
     w = torch.randn(5, dtype=torch.float64, generator=generator).requires_grad_()
     y = evaluate(tree, {**LEAVES, "score": s}, {"w": w}, torch.float64).expand(6, 5)
     ds, dw = torch.autograd.grad(y.sum(), (s, w), allow_unused=True, materialize_grads=True)
-    found = evaluate(by_score(tree), {**LEAVES, "score": s}, {"w": w}, torch.float64).expand(6, 5)
-    torch.testing.assert_close(found, ds, rtol=1e-12, atol=1e-12)
+    actual = evaluate(by_score(tree), {**LEAVES, "score": s}, {"w": w}, torch.float64).expand(6, 5)
+    torch.testing.assert_close(actual, ds, rtol=1e-12, atol=1e-12)
     of_w = evaluate(by_load(tree, W), {**LEAVES, "score": s}, {"w": w}, torch.float64).expand(6, 5).sum(0)
     torch.testing.assert_close(of_w, dw, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"score_mod": ("score", 1)}, "expression"),
         ({"score_mod": ("sqrt", ("score",))}, "no operation on"),
@@ -126,8 +126,8 @@ def test_derivatives_are_autograds(tree) -> None:
         ),
     ],
 )
-def test_what_is_no_modifier_is_refused(changes: dict, told: str) -> None:
-    with pytest.raises(BadArgument, match=told):
+def test_what_is_no_modifier_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(BadArgument, match=message):
         Problem(**PLAIN, **changes)
 
 
@@ -137,7 +137,7 @@ def nested(depth: int, leaf: tuple = ("score",)) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "told"),
+    ("right", "wrong", "message"),
     [
         (("bool", True), ("bool", 1), "expression.bool=1: true or false is expected"),
         (("int", 1), ("int", True), "expression.int=True: a whole number is expected"),
@@ -148,10 +148,10 @@ def nested(depth: int, leaf: tuple = ("score",)) -> tuple:
         (("load", ("t", (1,), "normal", True), ("b",)), ("load", ("t", (True,), "normal", True), ("b",)), "a size is a number"),
     ],
 )
-def test_what_a_tree_is_does_not_depend_on_what_was_parsed_before(right: tuple, wrong: tuple, told: str) -> None:
+def test_what_a_tree_is_does_not_depend_on_what_was_parsed_before(right: tuple, wrong: tuple, message: str) -> None:
     """To a dict, 1 is True and 1.0."""
     for _ in range(2):
-        with pytest.raises(BadArgument, match=told):
+        with pytest.raises(BadArgument, match=message):
             parse(wrong)
         assert to_data(parse(right)) == right
 
@@ -261,13 +261,13 @@ def test_another_modifier_is_found(name: str) -> None:
     from attnfuzz.harness.trial.launch import split
     from attnfuzz.kernels.contract import Outputs
 
-    asked, true = ({key: to_data(tree) for key, tree in each.items()} for each in WRONG[name])
+    wrong, true = ({key: to_data(tree) for key, tree in each.items()} for each in WRONG[name])
     sizes = {**PLAIN, "seqlens_q": (40, 40), "seqlens_k": (33, 33), "dtype": "float16"}
     kernel = KERNEL
-    made = materialise(Problem(**sizes, **asked), Recipe(), "cpu")
-    built = kernel.build(made.problem, kernel.configs(made.problem)[0], "cpu")
-    o, lse = built.forward(made)
-    (dq, dk, dv), captured = split(built.backward(made, o, lse))
+    inputs = materialise(Problem(**sizes, **wrong), Recipe(), "cpu")
+    built = kernel.build(inputs.problem, kernel.configs(inputs.problem)[0], "cpu")
+    o, lse = built.forward(inputs)
+    (dq, dk, dv), captured = split(built.backward(inputs, o, lse))
     judged = materialise(Problem(**sizes, **true), Recipe(), "cpu")
     outputs = Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv, d_captured=captured)
     verdict = judge("emulated", judged, outputs, truth_of(judged, kernel.capabilities.deviations, "cpu"))
@@ -288,20 +288,20 @@ def test_a_wrong_gradient_of_a_captured_tensor_is_found() -> None:
     (dq, dk, dv), (gradient,) = split(built.backward(inputs, o, lse))
     truths = truth_of(inputs, kernel.capabilities.deviations, "cpu")
 
-    def told(*captured: torch.Tensor | None) -> list[tuple[str, str]]:
+    def failures_of(*captured: torch.Tensor | None) -> list[tuple[str, str]]:
         verdict = judge("emulated", inputs, Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv, d_captured=captured), truths)
         return [(each.kind, each.check) for each in verdict.failures]
 
     assert gradient is not None
-    assert told(gradient) == []
-    assert told(gradient.roll(1, -1)) == [("mismatch", "d relative")]
+    assert failures_of(gradient) == []
+    assert failures_of(gradient.roll(1, -1)) == [("mismatch", "d relative")]
     one = gradient.clone()
     one[2, 30] = torch.nan
-    assert told(one) == [("nonfinite", "d relative")]
-    assert told(gradient * 1.01) == [("mismatch", "d relative")]
-    assert told(gradient[0]) == [("contract", "d relative")]
-    assert told(None) == [("contract", "d relative")]
-    assert told() == [("contract", "d captured")]
+    assert failures_of(one) == [("nonfinite", "d relative")]
+    assert failures_of(gradient * 1.01) == [("mismatch", "d relative")]
+    assert failures_of(gradient[0]) == [("contract", "d relative")]
+    assert failures_of(None) == [("contract", "d relative")]
+    assert failures_of() == [("contract", "d captured")]
 
 
 def test_trees_shrink_to_nothing() -> None:
@@ -309,13 +309,13 @@ def test_trees_shrink_to_nothing() -> None:
         **PLAIN, score_mod=to_data(tanh(S + load(Captured("w", ("heads",)), H)) * 2.0), mask_mod=to_data(~causal() | (KV < 3))
     )
     case, steps = Case(kernel="emulated", problem=problem), 0
-    found = [each.problem for each in simpler(case, ())]
-    assert any(each.score_mod is None and each.mask_mod is not None for each in found)
-    assert {str(parse(each.mask_mod)) for each in found if each.mask_mod} >= {
+    actual = [each.problem for each in simpler(case, ())]
+    assert any(each.score_mod is None and each.mask_mod is not None for each in actual)
+    assert {str(parse(each.mask_mod)) for each in actual if each.mask_mod} >= {
         "kv_idx < 3",
         "~(kv_idx <= q_idx + seqlen_k - seqlen_q)",
     }
-    assert "tanh(score) * 2" in {str(parse(each.score_mod)) for each in found if each.score_mod}
+    assert "tanh(score) * 2" in {str(parse(each.score_mod)) for each in actual if each.score_mod}
     while (smaller := next((each for each in simpler(case, ()) if each.problem != case.problem), None)) is not None:
         case, steps = smaller, steps + 1
         assert steps < 200
@@ -338,12 +338,12 @@ def test_a_function_of_the_users_own_becomes_a_tree(function, text: str) -> None
 
 def test_a_traced_function_names_what_it_captures() -> None:
     slopes = Captured("slopes", ("heads",), "slopes")
-    found = traced(lambda score, b, h, q, k, slopes: score - slopes[h] * (q - k), {"slopes": slopes})
-    assert found == S - load(slopes, H) * to_float(Q - KV)
+    actual = traced(lambda score, b, h, q, k, slopes: score - slopes[h] * (q - k), {"slopes": slopes})
+    assert actual == S - load(slopes, H) * to_float(Q - KV)
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (lambda x: x, "write"),
         (lambda b, h, q, k: q if q > k else k, "truth"),
@@ -353,8 +353,8 @@ def test_a_traced_function_names_what_it_captures() -> None:
         (lambda score, b, h, q, k: score & q, "no operation on"),
     ],
 )
-def test_what_no_tree_can_say_is_refused(function, told: str) -> None:
-    with pytest.raises(BadArgument, match=told):
+def test_what_no_tree_can_say_is_refused(function, message: str) -> None:
+    with pytest.raises(BadArgument, match=message):
         traced(function)
 
 
@@ -375,12 +375,12 @@ def test_shrinking_passes_over_lengths_that_an_index_is_outside_of() -> None:
 def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
     kernel = registry.get("triton.flex")
     plain = pool(all_variants(kernel, "cuda"), 10, 1)
-    found = modified(plain, kernel, "cuda", 1)
-    assert found == modified(plain, kernel, "cuda", 1)
-    assert len(found) == MODIFIED
-    assert found[0] == replace(plain[0], modifiers=())
-    assert len({each.modifiers for each in found}) == MODIFIED
-    for each in found:
+    actual = modified(plain, kernel, "cuda", 1)
+    assert actual == modified(plain, kernel, "cuda", 1)
+    assert len(actual) == MODIFIED
+    assert actual[0] == replace(plain[0], modifiers=())
+    assert len({each.modifiers for each in actual}) == MODIFIED
+    for each in actual:
         problem = each.problem(kernel.capabilities)
         assert all(getattr(problem, name) == value for name, value in each.modifiers)
     # A kernel without any has what it had.
@@ -393,11 +393,11 @@ def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
 def test_a_variant_is_given_no_modifiers_that_its_config_does_not_take(name: str, seed: int) -> None:
     kernel = registry.get(name)
     plain = pool(all_variants(kernel, "cuda"), 10, seed)
-    found = modified(plain, kernel, "cuda", seed)
-    assert len(found) >= MODIFIED
-    refused = [kernel.supports(each.problem(kernel.capabilities), each.config, "cuda") for each in found]
-    assert refused == [None] * len(found)
-    assert {replace(each, modifiers=None) for each in found} == set(plain)
+    actual = modified(plain, kernel, "cuda", seed)
+    assert len(actual) >= MODIFIED
+    refused = [kernel.supports(each.problem(kernel.capabilities), each.config, "cuda") for each in actual]
+    assert refused == [None] * len(actual)
+    assert {replace(each, modifiers=None) for each in actual} == set(plain)
 
 
 def test_drawn_and_simpler_cases_keep_to_those_modifiers() -> None:

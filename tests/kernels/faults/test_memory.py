@@ -90,16 +90,16 @@ ALLOCATIONS = {
 @pytest.mark.parametrize("fill", [math.nan, 0.34375])
 def test_every_way_to_allocate_gives_the_filling(way: str, fill: float) -> None:
     with torch.no_grad(), PoisonEmpty(Bands(), fill=fill):
-        made = ALLOCATIONS[way](torch.ones(2, 3))
-    assert made.shape == (2, 3)
-    torch.testing.assert_close(made, torch.full((2, 3), fill, dtype=made.dtype), rtol=0, atol=0, equal_nan=True)
+        tensor = ALLOCATIONS[way](torch.ones(2, 3))
+    assert tensor.shape == (2, 3)
+    torch.testing.assert_close(tensor, torch.full((2, 3), fill, dtype=tensor.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_a_tensor_holds_survives_its_growth() -> None:
     with torch.no_grad(), PoisonEmpty(Bands()):
-        made = torch.arange(4.0).resize_(3, 2)
-    assert made.flatten()[:4].tolist() == [0, 1, 2, 3]
-    assert made.flatten()[4:].isnan().all()
+        tensor = torch.arange(4.0).resize_(3, 2)
+    assert tensor.flatten()[:4].tolist() == [0, 1, 2, 3]
+    assert tensor.flatten()[4:].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, mo
     # The memory checker, which a GPU has not, would be first.
     run = run_of(kernel, tmp_path, monkeypatch, check=fault.check, dtype=dtype, most=CASES, memory_check=False)
     assert run.findings.closed, f"not found in {run.tally.cases} cases"
-    found = next(iter(run.findings.closed.values()))
-    failure = next(each for each in found.verdict.failures if each.identity == found.identity)
+    finding = next(iter(run.findings.closed.values()))
+    failure = next(each for each in finding.verdict.failures if each.identity == finding.identity)
     assert failure.kind in fault.kinds, failure.message
     assert fault.says in failure.message
-    assert found.case.problem.batch <= 2
+    assert finding.case.problem.batch <= 2
 
 
 @pytest.mark.skipif(environment.has_cuda(), reason="kernels are compiled")
@@ -136,17 +136,17 @@ def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Pa
     fault = next(each for each in FAULTS if each.check == "other_scale")
     kernel = planted(fault)
     run = run_of(kernel, tmp_path, monkeypatch, check="oracle", dtype="float16", most=CASES, isolated=True)
-    found = next(iter(run.findings.closed.values()))
-    assert found.case.check in ("other_scale", "other_shape")
-    assert found.rate is None
-    assert not found.partly
+    finding = next(iter(run.findings.closed.values()))
+    assert finding.case.check in ("other_scale", "other_shape")
+    assert finding.rate is None
+    assert not finding.partly
     registry.register(kernel)
     executor = Isolated("cuda" if environment.has_cuda() else "cpu", backends=["triton"])
     try:
-        assert executor.trial(found.case).failures[0].identity == found.identity
-        assert executor.trial(replace(found.case, check="oracle")).failures, "the process keeps the scale"
+        assert executor.trial(finding.case).failures[0].identity == finding.identity
+        assert executor.trial(replace(finding.case, check="oracle")).failures, "the process keeps the scale"
         executor.fresh()
-        assert not executor.trial(replace(found.case, check="oracle")).failures
+        assert not executor.trial(replace(finding.case, check="oracle")).failures
     finally:
         executor.close()
         registry.unregister(kernel.name)

@@ -163,9 +163,9 @@ def test_configs_fit_the_shared_memory() -> None:
     ],
 )
 def test_what_is_refused(changes: dict, reason: str) -> None:
-    told = GQA_SPLIT.supports(replace(PROBLEM, **changes), SMALL, "cpu")
-    assert told is not None
-    assert reason in told
+    message = GQA_SPLIT.supports(replace(PROBLEM, **changes), SMALL, "cpu")
+    assert message is not None
+    assert reason in message
     assert "groups=2" in (MHA.supports(PROBLEM, SMALL, "cpu") or "")
     assert "config=" in (GQA_SPLIT.supports(PROBLEM, Config(tile_m=7), "cpu") or "")
 

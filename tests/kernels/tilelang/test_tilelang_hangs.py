@@ -1,7 +1,7 @@
 """Cases in which a TileLang kernel once did not end: long loops over the smallest tiles, on a GPU that others shared.
 
 Of the warpgroup that loads, only one thread issues copies, and nothing keeps its other warps within one
-phase of the barriers that they wait for too; a warp that misses two waits for ever. Blocks of so few threads
+phase of the barriers that they wait for too; a warp that misses two waits without end. Blocks of so few threads
 load for themselves since (`cuda_passes`): without a warpgroup for it, all three Cases ended 20 times of 20.
 """
 
@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 @pytest.fixture
 def executor() -> Iterator[Isolated]:
-    made = Isolated("cuda", deadline=60.0)
-    yield made
-    made.close()
+    isolated = Isolated("cuda", deadline=60.0)
+    yield isolated
+    isolated.close()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -79,8 +79,8 @@ def trees() -> list:
         to_float(minimum(Q, SEQLEN_K - 3) * maximum(KV, SEQLEN_Q - 9)), where(S >= 0.25, S * 2.0, S + 0.25),
         (Q % 4).equals(KV % 4) & (Q + 1).differs(KV), (Q < 9) & truth(True), where(S < -1.0, S, to_float(Q)),
     ]  # fmt: skip
-    drawn = [parse(data) for chosen in POOL for name, data in chosen if name in ("score_mod", "mask_mod")]
-    all_of = [*ops, *SCORES.values(), *MASKS.values(), *drawn]
+    of_pool = [parse(data) for chosen in POOL for name, data in chosen if name in ("score_mod", "mask_mod")]
+    all_of = [*ops, *SCORES.values(), *MASKS.values(), *of_pool]
     own = [folded(each) for each in all_of if not captured(each)]
     slopes = [folded(by_score(each)) for each in own if each.kind == "float"]
     return list(dict.fromkeys([*own, *slopes]))
@@ -88,31 +88,31 @@ def trees() -> list:
 
 @needs_compiler
 def test_trees_as_tir_are_what_they_are_in_float64() -> None:
-    found, (rows, columns) = trees(), (24, 20)
+    all_trees, (rows, columns) = trees(), (24, 20)
     b, h, n_q, n_k = 1, 3, 24, 20
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * 3
-    out = torch.empty(len(found), rows, columns)
-    options = {"trees": tuple(to_data(each) for each in found), "rows": rows, "columns": columns}
+    out = torch.empty(len(all_trees), rows, columns)
+    options = {"trees": tuple(to_data(each) for each in all_trees), "rows": rows, "columns": columns}
     compiled(sys.modules["support.tilelang_trees"], "evaluated_trees", options, "cpu")(x, b, h, n_q, n_k, out)
     leaves = {
         "score": x.double(), "q_idx": torch.arange(rows)[:, None], "kv_idx": torch.arange(columns)[None],
         "b": torch.tensor(b), "h": torch.tensor(h), "seqlen_q": torch.tensor(n_q), "seqlen_k": torch.tensor(n_k),
     }  # fmt: skip
-    for tree, got in zip(found, out, strict=True):
+    for tree, got in zip(all_trees, out, strict=True):
         expected, error = evaluated(tree, leaves, {}, torch.zeros((), dtype=torch.float64))
         if tree.kind == "bool":
             assert torch.equal(expected.expand(rows, columns), got.bool()), str(tree)
         else:
             assert ((got - expected).abs() <= error + 1e-30).all(), str(tree)
-    assert len(found) > 60
+    assert len(all_trees) > 60
 
 
 def test_captured_tensors_are_refused_before_anything_is_built() -> None:
     for changes, names in (({"score_mod": to_data(alibi())}, "slopes"), ({"mask_mod": to_data(documents())}, "documents_q")):
         problem = replace(PLAIN, **changes)
-        told = KERNEL.supports(problem, SMALL, "cpu") or ""
-        assert names in told
-        assert "captured tensors are not supported" in told
+        message = KERNEL.supports(problem, SMALL, "cpu") or ""
+        assert names in message
+        assert "captured tensors are not supported" in message
     with pytest.raises(BadArgument, match=r"no captured tensors.*triton\.flex"):
         support_tilelang_trees.evaluated_trees(trees=(to_data(alibi()),), rows=2, columns=2)
 
@@ -123,8 +123,8 @@ def test_what_is_drawn_for_it_reads_no_tensor() -> None:
     assert variants[0].modifiers == ()
     problems = [each.problem(KERNEL.capabilities) for each in variants]
     assert all(KERNEL.supports(p, each.config, "cpu") is None for p, each in zip(problems, variants, strict=True))
-    drawn = {name for each in variants for name, _ in each.modifiers or ()}
-    assert drawn == {"score_mod", "mask_mod", "softcap", "window"}
+    names = {name for each in variants for name, _ in each.modifiers or ()}
+    assert names == {"score_mod", "mask_mod", "softcap", "window"}
     assert registry.get("triton.flex").capabilities.captured
 
 
@@ -254,8 +254,8 @@ def verdict(kernel: str, problem: Problem, config: Config = SMALL) -> Any:
     ],
 )
 def test_it_is_right(problem: Problem) -> None:
-    found = verdict(KERNEL.name, problem)
-    assert found.status == "pass", [each.message for each in found.failures]
+    actual = verdict(KERNEL.name, problem)
+    assert actual.status == "pass", [each.message for each in actual.failures]
 
 
 @needs_compiler
@@ -277,17 +277,17 @@ def test_equal_trees_share_one_compile_whatever_the_lengths() -> None:
 def test_the_fault_is_found(fault: TreeFault) -> None:
     kernel = registry.register(faulty(fault))
     try:
-        found = verdict(kernel.name, fault.problem)
+        actual = verdict(kernel.name, fault.problem)
     finally:
         registry.unregister(kernel.name)
-    wrong = {each.output for each in found.failures}
-    assert fault.shows <= wrong, [each.message for each in found.failures]
+    wrong = {each.output for each in actual.failures}
+    assert fault.shows <= wrong, [each.message for each in actual.failures]
     if fault.only:
-        assert fault.shows == wrong, [each.message for each in found.failures]
+        assert fault.shows == wrong, [each.message for each in actual.failures]
 
 
 def test_a_slope_of_one_costs_nothing() -> None:
-    found = printed(to_data(S + 1.0), None)
-    assert found is not None
-    assert found.slope is None
+    actual = printed(to_data(S + 1.0), None)
+    assert actual is not None
+    assert actual.slope is None
     assert printed(None, None) is None

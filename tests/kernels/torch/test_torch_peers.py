@@ -38,7 +38,7 @@ LENGTHS = ((17, 5, 33, 1, 140, 2), (30, 19, 33, 64, 7, 2))
 
 def problems(can: Capabilities) -> list[Problem]:
     """For each packing, dtype and mask that is declared: several sequences, grouped heads, unequal dims, slack, empty ones."""
-    found = []
+    result = []
     for packing, dtype, causal in itertools.product(can.packings, can.dtypes, can.causal):
         common: dict[str, Any] = {"packing": packing, "dtype": dtype, "causal": causal}
         common |= {"slack_q": 3, "slack_k": 5} if can.slack else {}
@@ -52,15 +52,17 @@ def problems(can: Capabilities) -> list[Problem]:
             lengths, can.dims[: len(lengths)], (None, 0.25, None), strict=False
         ):
             shape: dict[str, Any] = {"dim_qk": dim_qk, "dim_v": dim_v, "heads": 2 * groups, "kv_heads": 2, "softmax_scale": scale}
-            found.append(Problem(seqlens_q=seqlens_q, seqlens_k=seqlens_k, **shape, **common))
+            result.append(Problem(seqlens_q=seqlens_q, seqlens_k=seqlens_k, **shape, **common))
     for dim_qk, dim_v in can.dims[3:]:
         packing = can.packings[0]
-        found.append(Problem(seqlens_q=(40,), seqlens_k=(41,), dim_qk=dim_qk, dim_v=dim_v, packing=packing, dtype=can.dtypes[-1]))
-    return found
+        result.append(
+            Problem(seqlens_q=(40,), seqlens_k=(41,), dim_qk=dim_qk, dim_v=dim_v, packing=packing, dtype=can.dtypes[-1])
+        )
+    return result
 
 
 def declared(only: tuple[str, ...] = PEERS) -> list[Any]:
-    found = []
+    params = []
     for name in only:
         kernel = registry.get(name)
         for problem in problems(kernel.capabilities):
@@ -68,8 +70,8 @@ def declared(only: tuple[str, ...] = PEERS) -> list[Any]:
             if kernel.supports(problem, kernel.configs(problem)[0], "cuda") is not None and name == "torch.flex":
                 continue
             for config in kernel.configs(problem):
-                found.append(pytest.param(Case(kernel=name, problem=problem, config=config), id=case_id(name, problem, config)))
-    return found
+                params.append(pytest.param(Case(kernel=name, problem=problem, config=config), id=case_id(name, problem, config)))
+    return params
 
 
 def within(kernel: Kernel, problem: Problem) -> Problem:
@@ -91,7 +93,7 @@ def case_id(name: str, p: Problem, config: Config) -> str:
     return f"{name}-{p.packing}-{p.dtype}-{p.causal}-{p.dim_qk}/{p.dim_v}-{lengths}-{config or 'plain'}"
 
 
-def told(case: Case, verdict: Verdict) -> str:
+def described(case: Case, verdict: Verdict) -> str:
     """All that is needed to see what went wrong, and to do it again."""
     lines = [f"{name:<20} {value}" for name, value in describe_case(case)]
     lines += describe_verdict(verdict)
@@ -100,7 +102,7 @@ def told(case: Case, verdict: Verdict) -> str:
 
 
 def emulated(case: Case) -> Verdict:
-    """The Case with stand-ins for the ops, on the CPU, judged as ever."""
+    """The Case with stand-ins for the ops, on the CPU, judged as usual."""
     bench = Bench(case, registry.get(case.kernel), "cpu", Clock())
     ready = bench.kernel.build(case.problem, case.config, "cuda")
     inputs = bench.inputs()
@@ -167,28 +169,28 @@ def test_an_op_of_another_torch_is_told_with_its_arguments() -> None:
     assert ops.Op("_no_such_attention", "query").why_not() == (
         f"torch {torch.__version__} has no aten::_no_such_attention; install torch 2.11 or newer"
     )
-    found = ops.Op("_flash_attention_backward", "grad_out query").why_not()
-    assert found is not None
-    assert found.startswith(f"aten::_flash_attention_backward of torch {torch.__version__} takes (grad_out, query, key, ")
-    assert found.endswith("), not (grad_out, query); use torch 2.11")
+    reason = ops.Op("_flash_attention_backward", "grad_out query").why_not()
+    assert reason is not None
+    assert reason.startswith(f"aten::_flash_attention_backward of torch {torch.__version__} takes (grad_out, query, key, ")
+    assert reason.endswith("), not (grad_out, query); use torch 2.11")
     assert "takes no scale" in str(ops.Op("relu", "self").why_not())
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_what_is_drawn_is_supported(name: str) -> None:
     kernel = registry.get(name)
-    seen = []
+    drawn_problems = []
 
     @settings(max_examples=150, database=None, deadline=None, derandomize=True)
     @given(case=cases(kernel, device="cuda", limits=PROFILES["quick"].limits["cuda"]))
     def draw(case: Case) -> None:
         assert kernel.supports(case.problem, case.config, "cuda") is None
-        seen.append(case.problem)
+        drawn_problems.append(case.problem)
 
     draw()
     least = kernel.capabilities.min_seqlen_k
-    assert min(n for p in seen for n in p.seqlens_k if n) == least
-    assert any(1 in p.seqlens_q for p in seen)
+    assert min(n for p in drawn_problems for n in p.seqlens_k if n) == least
+    assert any(1 in p.seqlens_q for p in drawn_problems)
 
 
 def test_a_single_key_is_too_few_for_cudnn() -> None:
@@ -241,7 +243,7 @@ def test_varlen_attn_is_given_the_arguments_that_it_has() -> None:
 @pytest.mark.parametrize("case", declared())
 def test_the_adapter_of_a_right_op_passes(case: Case) -> None:
     verdict = emulated(case)
-    assert verdict.status == "pass", told(case, verdict)
+    assert verdict.status == "pass", described(case, verdict)
     assert set(verdict.figures) == {"o", "lse", "dq", "dk", "dv"}
 
 
@@ -252,7 +254,7 @@ def test_no_op_is_called_for_nothing(name: str, seqlens_q: Any, seqlens_k: Any) 
     case = Case(kernel=name, problem=Problem(seqlens_q=seqlens_q, seqlens_k=seqlens_k, dim_qk=64, dim_v=64))
     case = replace(case, config=registry.get(name).configs(case.problem)[0])
     verdict = emulated(case)
-    assert verdict.status == "pass", told(case, verdict)
+    assert verdict.status == "pass", described(case, verdict)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -277,7 +279,7 @@ def test_what_an_op_does_wrong_shows_through_its_adapter(name: str, monkeypatch:
     kernel = registry.get(name)
     problem = within(kernel, problems(kernel.capabilities)[0])
     verdict = emulated(Case(kernel=name, problem=problem, config=kernel.configs(problem)[0]))
-    assert {"o", "lse"} <= {each.output for each in verdict.failures}, told(Case(kernel=name, problem=problem), verdict)
+    assert {"o", "lse"} <= {each.output for each in verdict.failures}, described(Case(kernel=name, problem=problem), verdict)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -300,11 +302,11 @@ def test_a_gradient_of_lse_flows_into_flex() -> None:
 def test_deterministic_mode_is_on_for_its_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from support import torch_ops as support_torch_ops
 
-    seen = []
+    modes = []
     right = support_torch_ops.Emulated.forward
 
     def looked(*args: Any) -> Any:
-        seen.append((torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory))
+        modes.append((torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory))
         return right(*args)
 
     monkeypatch.setattr(support_torch_ops.Emulated, "forward", looked)
@@ -312,7 +314,7 @@ def test_deterministic_mode_is_on_for_its_config_alone(monkeypatch: pytest.Monke
     for deterministic in (True, False):
         emulated(Case(kernel="torch.flash", problem=problem, config=Config(deterministic=deterministic)))
         assert not torch.are_deterministic_algorithms_enabled()
-    assert seen == [(True, True), (False, True)]
+    assert modes == [(True, True), (False, True)]
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -338,7 +340,7 @@ def test_one_compile_of_flex_serves_all_lengths_masks_of_a_kind_and_scales(monke
 
     monkeypatch.setattr(flex, "_compiled", {})
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **given: compiled(function, backend="eager", **given))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend="eager", **options))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     shape: dict[str, Any] = {"dim_qk": 16, "dim_v": 16, "heads": 6, "kv_heads": 2, "dtype": "float32", "slack_q": 2}
     for packing, rest in (("dense", ((), ())), ("ragged", ((3, 0), (0, 4)))):
@@ -359,7 +361,7 @@ def test_one_compile_of_flex_serves_all_lengths_masks_of_a_kind_and_scales(monke
 
 def on_gpu() -> list[Any]:
     """Each declared Case twice, with two patterns of values; of flex, where each is a compile, what differs in dtype and mask."""
-    found = []
+    params = []
     for each in declared():
         case = each.values[0]
         p = case.problem
@@ -367,10 +369,10 @@ def on_gpu() -> list[Any]:
         slow = case.kernel == "torch.flex" and (p.dtype, p.causal) not in flex_kinds
         for pattern in ("normal",) if case.kernel == "torch.flex" else ("normal", "needle"):
             marks = [pytest.mark.slow] if slow else []
-            found.append(
+            params.append(
                 pytest.param(replace(case, recipe=Recipe(pattern=pattern, seed=3)), id=f"{each.id}-{pattern}", marks=marks)
             )
-    return found
+    return params
 
 
 @pytest.mark.gpu
@@ -381,4 +383,4 @@ def test_on_a_gpu(case: Case) -> None:
     if reason := kernel.unavailable("cuda") or kernel.supports(case.problem, case.config, "cuda"):
         pytest.skip(reason)
     verdict = run_trial(case, "cuda")
-    assert verdict.status == "pass", told(case, verdict)
+    assert verdict.status == "pass", described(case, verdict)

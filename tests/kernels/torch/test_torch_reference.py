@@ -72,12 +72,12 @@ def assert_right(problem: Problem) -> None:
     built = KERNEL.build(problem, Config(), "cpu")
     o, lse = built.forward(inputs)
     assert lse is not None
-    found = (o, lse, *built.backward(inputs, o, lse))
+    actual = (o, lse, *built.backward(inputs, o, lse))
     q_side = [sequences(x, problem.seqlens_q, problem, 1) for x in (inputs.q, inputs.d_o)]
     k_side = [sequences(x, problem.seqlens_k, problem, 1) for x in (inputs.k, inputs.v)]
     got = [
         sequences(output, problem.seqlens_k if name in ("dk", "dv") else problem.seqlens_q, problem, 0 if name == "lse" else 1)
-        for name, output in zip(OUTPUT_NAMES, found, strict=True)
+        for name, output in zip(OUTPUT_NAMES, actual, strict=True)
     ]
     for seq, (q, d_o, k, v) in enumerate(zip(*q_side, *k_side, strict=True)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -51,15 +51,15 @@ def listed(lists: Lists) -> torch.Tensor:
     assert lists.count.dtype == lists.index.dtype == torch.int32
     assert lists.count.is_contiguous()
     assert lists.index.is_contiguous()
-    found = torch.zeros(lists.index.shape, dtype=torch.bool)
+    actual = torch.zeros(lists.index.shape, dtype=torch.bool)
     for place in torch.cartesian_prod(*(torch.arange(n) for n in lists.count.shape)):
         chosen = lists.index[tuple(place)][: lists.count[tuple(place)]]
         assert (chosen.diff() > 0).all()
-        found[tuple(place)][chosen.long()] = True
+        actual[tuple(place)][chosen.long()] = True
     # What follows a list may be read ahead.
     assert int(lists.index.min()) >= 0
     assert int(lists.index.max()) < lists.index.shape[-1]
-    return found
+    return actual
 
 
 def assert_covers(problem: Problem, block: tuple[int, int] = BLOCK) -> BlockMask:
@@ -71,11 +71,11 @@ def assert_covers(problem: Problem, block: tuple[int, int] = BLOCK) -> BlockMask
     blocks = [max(1, math.ceil(n / edge)) for n, edge in zip(whole.shape[2:], block, strict=True)]
     padded = torch.zeros(*whole.shape[:2], blocks[0] * block[0], blocks[1] * block[1], dtype=torch.bool)
     padded[:, :, : whole.shape[2], : whole.shape[3]] = whole
-    seen = padded.unflatten(3, (blocks[1], block[1])).unflatten(2, (blocks[0], block[0])).sum((3, 5))
+    visible = padded.unflatten(3, (blocks[1], block[1])).unflatten(2, (blocks[0], block[0])).sum((3, 5))
     shape = (*whole.shape[:2], *blocks)
     # Beyond a length nothing is seen: a block that reaches there is never full.
-    assert torch.equal(full.expand(shape), seen == block[0] * block[1])
-    assert torch.equal(partial.expand(shape), (seen > 0) & (seen < block[0] * block[1]))
+    assert torch.equal(full.expand(shape), visible == block[0] * block[1])
+    assert torch.equal(partial.expand(shape), (visible > 0) & (visible < block[0] * block[1]))
     return mask
 
 
@@ -114,8 +114,8 @@ def test_chunks_make_the_same_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dense(100, 90, mask=documents() | (KV > Q), causal="top_left")
     expected = lists_of(problem)
     monkeypatch.setattr(blockmask, "_CHUNK", 1000)
-    found = assert_covers(problem)
-    assert torch.equal(expected.keys_full.index, found.keys_full.index)
+    actual = assert_covers(problem)
+    assert torch.equal(expected.keys_full.index, actual.keys_full.index)
 
 
 def test_what_captured_tensors_do_not_decide_is_remembered() -> None:

@@ -40,12 +40,12 @@ def test_the_fault_is_wrong_and_the_kernel_is_right(fault: FlexFault) -> None:
     inputs = inputs_of(fault.problem, **fault.recipe)
     config = next(each for each in KERNEL.configs(fault.problem) if each["split"] == fault.split)
     assert_right(KERNEL, inputs, config)
-    found = errors(faulty(fault), inputs, config)
-    tolerances = {**dict.fromkeys(found, TOLERANCE[fault.problem.dtype]), "lse": LSE_TOLERANCE}
-    wrong = {name for name, error in found.items() if error > 3 * tolerances[name]}
-    assert fault.shows <= wrong, found
+    actual = errors(faulty(fault), inputs, config)
+    tolerances = {**dict.fromkeys(actual, TOLERANCE[fault.problem.dtype]), "lse": LSE_TOLERANCE}
+    wrong = {name for name, error in actual.items() if error > 3 * tolerances[name]}
+    assert fault.shows <= wrong, actual
     if fault.only:
-        assert fault.shows == wrong, found
+        assert fault.shows == wrong, actual
 
 
 def test_those_are_there() -> None:

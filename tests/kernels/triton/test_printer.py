@@ -87,12 +87,12 @@ def drive(
 
 def values_of(tensors: tuple[Captured, ...]) -> dict[str, torch.Tensor]:
     generator, shapes = torch.Generator().manual_seed(5), {**SIZES, "offsets": 47}
-    found = {}
+    values = {}
     for each in tensors:
         shape = [size if isinstance(size, int) else shapes[size] for size in each.sizes]
         whole_numbers = torch.randint(0, 3, shape, generator=generator, dtype=torch.int32)
-        found[each.name] = torch.randn(shape, generator=generator) if each.kind == "float" else whole_numbers
-    return found
+        values[each.name] = torch.randn(shape, generator=generator) if each.kind == "float" else whole_numbers
+    return values
 
 
 def leaves_of(scores: torch.Tensor) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def driven(score: Expression | None, mask: Expression | None, scores: torch.Tens
     printed, driver = load_source(source(score, mask, tensors)), load_source(_DRIVER)
     out, slopes = torch.full_like(scores, torch.nan), torch.full_like(scores, torch.nan)
     functions = [getattr(printed, name, None) for name in ("score_mod", "score_gradient", "mask_mod")]
-    given = tuple(values_of(tensors).values()) or (scores,)
-    driver.drive[(4, 2)](scores, out, slopes, given, *SIZES.values(), *functions)
+    arguments = tuple(values_of(tensors).values()) or (scores,)
+    driver.drive[(4, 2)](scores, out, slopes, arguments, *SIZES.values(), *functions)
     return out, slopes
 
 
@@ -143,9 +143,9 @@ def test_functions_do_not_overflow_and_are_right_near_zero() -> None:
     scores = torch.zeros(2, 4, 16, 32)
     scores.view(-1)[:9] = torch.tensor([-3e38, -1e4, -90.0, -1e-6, 1e-6, 1e-3, 90.0, 1e4, 3e38])
     for tree, function in ((tanh(S), torch.tanh), (sigmoid(S), torch.sigmoid)):
-        found = driven(tree, None, scores)[0].double() / LOG2_E
-        assert found.isfinite().all()
-        assert (found - function(scores.double())).abs().max() < 3 * 2.0**-24
+        actual = driven(tree, None, scores)[0].double() / LOG2_E
+        assert actual.isfinite().all()
+        assert (actual - function(scores.double())).abs().max() < 3 * 2.0**-24
 
 
 def test_a_statement_per_node_each_node_once() -> None:

@@ -142,8 +142,8 @@ def test_what_may_hide_scores_has_small_blocks_first() -> None:
         "window": KERNEL.configs(replace(problem, window=(30, None))),
         "mask": KERNEL.configs(dense(150, 130, dtype="float16", mask=sliding_window(30))),
     }
-    assert {name: found[0]["block"] for name, found in blocks.items()} == {"all": 128, "causal": 64, "window": 64, "mask": 64}
-    assert len({frozenset(found) for found in blocks.values()}) == 1
+    assert {name: actual[0]["block"] for name, actual in blocks.items()} == {"all": 128, "causal": 64, "window": 64, "mask": 64}
+    assert len({frozenset(actual) for actual in blocks.values()}) == 1
 
 
 @interpreted
@@ -166,12 +166,12 @@ def test_rows_without_keys_are_exact(split: int) -> None:
     problem = dense(60, 40, mask=(Q % 7).differs(3) & (KV < Q), score=relative_bias())
     config = next(each for each in KERNEL.configs(problem) if each["split"] == split)
     inputs = inputs_of(problem)
-    expected, found = reference(inputs), run(KERNEL, inputs, config)
+    expected, actual = reference(inputs), run(KERNEL, inputs, config)
     dead = expected["lse"] == -math.inf
     assert dead[0, 0, :12].sum() == 3
-    assert (found["lse"][dead] == -math.inf).all()
+    assert (actual["lse"][dead] == -math.inf).all()
     for name in ("o", "dq"):
-        assert (found[name].transpose(1, 2)[dead] == 0).all(), name
+        assert (actual[name].transpose(1, 2)[dead] == 0).all(), name
     assert_right(KERNEL, inputs, config)
 
 
@@ -180,11 +180,11 @@ def test_rows_without_keys_are_exact(split: int) -> None:
 @pytest.mark.parametrize("mask", [None, documents()])
 def test_without_queries_or_keys(lengths: tuple[int, int], mask: Any) -> None:
     problem = dense(*lengths, mask=mask, score=bias(), slack_q=1, slack_k=1)
-    found = run(KERNEL, inputs_of(problem))
-    assert (found["lse"] == -math.inf).all()
+    actual = run(KERNEL, inputs_of(problem))
+    assert (actual["lse"] == -math.inf).all()
     for name in ("o", "dq", "dk", "dv", "d bias"):
-        assert (found[name] == 0).all(), name
-        assert found[name].shape == reference(inputs_of(problem))[name].shape
+        assert (actual[name] == 0).all(), name
+        assert actual[name].shape == reference(inputs_of(problem))[name].shape
 
 
 @interpreted
@@ -261,7 +261,7 @@ def test_prescaled_is_right_within_its_deviation(rows_safe: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("actual", "message"),
     [
         ((90, (12, 8)), "ptxas 12.8 makes wrong code of it: set TRITON_PTXAS_PATH"),
         (None, "is unknown: use triton.flex"),
@@ -272,11 +272,11 @@ def test_prescaled_is_right_within_its_deviation(rows_safe: bool) -> None:
     ],
 )
 def test_prescaled_needs_a_ptxas_that_gets_it_right(
-    found: tuple[int, tuple[int, int]] | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+    actual: tuple[int, tuple[int, int]] | None, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "assembler", lambda: found)
+    monkeypatch.setattr(flex, "assembler", lambda: actual)
     monkeypatch.setattr(runtime, "unavailable", lambda _: None)
-    for kernel, expected in ((PRESCALED, told), (KERNEL, None), (TF32, None)):
+    for kernel, expected in ((PRESCALED, message), (KERNEL, None), (TF32, None)):
         reason = kernel.unavailable("cuda")
         assert reason is None if expected is None else expected in (reason or "")
         assert kernel.unavailable("cpu") is None
@@ -303,8 +303,8 @@ def test_triton_is_asked_which_ptxas_it_takes(tmp_path: Path, monkeypatch: pytes
     assert assembler(90) is None
 
 
-def table(name: str, **given: Any) -> Captured:
-    return Captured(name, ("heads", "seqlen_q", "seqlen_k"), **given)
+def table(name: str, **options: Any) -> Captured:
+    return Captured(name, ("heads", "seqlen_q", "seqlen_k"), **options)
 
 
 def at_scores(tensor: Captured) -> Expression:
@@ -326,9 +326,9 @@ LOADS = (
 
 @pytest.mark.parametrize(("score", "mask", "loads"), LOADS)
 def test_configs_leave_room_for_what_modifiers_load(score: Expression, mask: Expression | None, loads: tuple[int, int]) -> None:
-    plain, given = dense(256, 256, dtype="float16"), dense(256, 256, dtype="float16", score=score, mask=mask)
+    plain, loading = dense(256, 256, dtype="float16"), dense(256, 256, dtype="float16", score=score, mask=mask)
     for dims in ((128, 128), (64, 64), (192, 128)):
-        without, with_loads = (replace(each, dim_qk=dims[0], dim_v=dims[1]) for each in (plain, given))
+        without, with_loads = (replace(each, dim_qk=dims[0], dim_v=dims[1]) for each in (plain, loading))
         assert flex_configs._tile_loads(with_loads.score_mod, with_loads.mask_mod) == loads
         left = KERNEL.configs(with_loads)
         assert set(left) <= set(KERNEL.configs(without))

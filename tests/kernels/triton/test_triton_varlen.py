@@ -118,14 +118,14 @@ def worst(expected: torch.Tensor, got: torch.Tensor) -> float:
 
 
 def errors(kernel: Kernel, inputs: Inputs, config: Config | None = None) -> dict[str, float]:
-    found = run(kernel, inputs, config)
-    return {name: worst(e, g) for name, e, g in zip(OUTPUT_NAMES, reference(inputs), found, strict=True)}
+    actual = run(kernel, inputs, config)
+    return {name: worst(e, g) for name, e, g in zip(OUTPUT_NAMES, reference(inputs), actual, strict=True)}
 
 
 def assert_right(kernel: Kernel, inputs: Inputs, config: Config | None = None) -> None:
-    found = errors(kernel, inputs, config)
-    assert found.pop("lse") <= 2e-6
-    assert max(found.values()) <= TOLERANCE[inputs.problem.dtype], found
+    actual = errors(kernel, inputs, config)
+    assert actual.pop("lse") <= 2e-6
+    assert max(actual.values()) <= TOLERANCE[inputs.problem.dtype], actual
 
 
 @interpreted
@@ -159,14 +159,14 @@ def test_any_scale(scale: float) -> None:
 @interpreted
 def test_rows_without_keys_are_exact() -> None:
     problem = changed(RAGGED, causal="bottom_right")
-    expected, found = reference(inputs_of(problem)), run(KERNEL, inputs_of(problem))
+    expected, actual = reference(inputs_of(problem)), run(KERNEL, inputs_of(problem))
     dead = expected[1] == -math.inf
     assert dead.any()
-    assert (found[1][dead] == -math.inf).all()
-    for name, output in (("o", found[0]), ("dq", found[2])):
+    assert (actual[1][dead] == -math.inf).all()
+    for name, output in (("o", actual[0]), ("dq", actual[2])):
         assert (output.transpose(0, 1)[dead] == 0).all(), name
     # Keys of the sequence without queries.
-    for output in found[3:]:
+    for output in actual[3:]:
         assert (output[30:49] == 0).all()
 
 
@@ -174,10 +174,10 @@ def test_rows_without_keys_are_exact() -> None:
 @pytest.mark.parametrize(("seqlens_q", "seqlens_k"), [((0, 0), (0, 0)), ((0, 0), (9, 40)), ((9, 40), (0, 0)), ((0,), (1,))])
 def test_empty_batches(seqlens_q: tuple[int, ...], seqlens_k: tuple[int, ...]) -> None:
     problem = Problem(seqlens_q=seqlens_q, seqlens_k=seqlens_k, dim_qk=16, dim_v=32, heads=2, kv_heads=1, slack_q=1)
-    found = run(KERNEL, inputs_of(problem))
-    assert [tuple(output.shape) for output in found] == [tuple(output.shape) for output in reference(inputs_of(problem))]
-    assert (found[1] == -math.inf).all()
-    for output in (found[0], *found[2:]):
+    actual = run(KERNEL, inputs_of(problem))
+    assert [tuple(output.shape) for output in actual] == [tuple(output.shape) for output in reference(inputs_of(problem))]
+    assert (actual[1] == -math.inf).all()
+    for output in (actual[0], *actual[2:]):
         assert (output == 0).all()
 
 

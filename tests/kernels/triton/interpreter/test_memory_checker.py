@@ -239,12 +239,12 @@ def test_a_view_too_wide_for_a_table_is_counted() -> None:
     import numpy as np
 
     x = torch.empty(1, dtype=torch.int16).expand(3, 4)
-    made = View(x)
-    made._steps, made.begin, made.end, made.dense = [(1 << 30, 3), (2, 4)], 1000, 1000 + 2 * ((2 << 30) + 7), False
-    inside = [made.begin + 2 * (row * (1 << 30) + 2 * column) for row in range(3) for column in range(4)]
-    assert made.holds(np.array(inside, np.uint64), 2).all()
-    assert not made.holds(np.array(inside, np.uint64) + np.uint64(2), 2).any()
-    assert made._map is None
+    view = View(x)
+    view._steps, view.begin, view.end, view.dense = [(1 << 30, 3), (2, 4)], 1000, 1000 + 2 * ((2 << 30) + 7), False
+    inside = [view.begin + 2 * (row * (1 << 30) + 2 * column) for row in range(3) for column in range(4)]
+    assert view.holds(np.array(inside, np.uint64), 2).all()
+    assert not view.holds(np.array(inside, np.uint64) + np.uint64(2), 2).any()
+    assert view._map is None
 
 
 def test_the_line_of_a_function_with_a_long_decorator() -> None:
@@ -477,29 +477,29 @@ def test_a_fault_that_the_kernels_own_code_catches_is_told() -> None:
 
 def test_failures_of_a_trial_keep_their_identity() -> None:
     kernel = registry.get("fault.memory.load")
-    found = []
+    failures = []
     for lengths in ((3,), (20, 5)):
         problem = Problem(seqlens_q=lengths, seqlens_k=lengths, dim_qk=16, dim_v=16)
         verdict = run_trial(Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0]), "cpu")
-        found.append(verdict.failures[0])
-    assert found[0].identity == found[1].identity
-    assert found[0].message != found[1].message
-    assert str(found[0].identity) == "fault.memory.load: out-of-bounds in load in _sequence"
-    assert found[0].detail.startswith("forward: varlen_device.py:")
+        failures.append(verdict.failures[0])
+    assert failures[0].identity == failures[1].identity
+    assert failures[0].message != failures[1].message
+    assert str(failures[0].identity) == "fault.memory.load: out-of-bounds in load in _sequence"
+    assert failures[0].detail.startswith("forward: varlen_device.py:")
 
 
 @pytest.mark.slow
 def test_the_selftest_finds_every_fault_and_no_other(tmp_path: Any) -> None:
     command = [sys.executable, "-m", "attnfuzz.harness.cli", "selftest", "memory", "--cases", "40", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    told = json.loads(done.stdout)
-    assert told["right"], done.stdout + done.stderr
+    message = json.loads(done.stdout)
+    assert message["right"], done.stdout + done.stderr
     assert done.returncode == 0
-    assert {row["fault"]: row["got"] for row in told["rows"]} == {each.slug: each.kind for each in FAULTS}
+    assert {row["fault"]: row["got"] for row in message["rows"]} == {each.slug: each.kind for each in FAULTS}
     assert {"out-of-bounds", "outside-view", "duplicate-store", "race", "unwritten", "uninitialised", "masked-load"} == {
-        row["got"] for row in told["rows"]
+        row["got"] for row in message["rows"]
     }
-    assert all(row["cases"] == 40 and not row["alarms"] for row in told["clean"])
+    assert all(row["cases"] == 40 and not row["alarms"] for row in message["clean"])
 
 
 @pytest.mark.parametrize(

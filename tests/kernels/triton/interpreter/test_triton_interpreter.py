@@ -113,7 +113,7 @@ def test_bfloat16_arithmetic_rounds_each_result_once() -> None:
     results = [torch.empty_like(a) for _ in range(4)]
     less = torch.empty(4096, dtype=torch.int32)
     arithmetic_kernel[(1,)](a, b, *results, less, size=4096)
-    # Which NaN comes out is nobody's business; whether one does is, except for maximum, which may drop one.
+    # Which NaN results does not matter; whether one does matters, except for maximum, which may drop one.
     for expected, got in zip((a + b, a * b), results[:2], strict=True):
         assert torch.equal(bits(expected), bits(got))
     # Triton 3.6 negates by subtracting from 0, so that the sign of a zero is lost.

@@ -1,4 +1,4 @@
-"""Products that read shared memory by what is no descriptor: found in machine code that is wrong, and in no other."""
+"""Products that read shared memory without a descriptor: found in wrong machine code, and in no other."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_descriptor_is_followed_to_where_it_comes_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         ("R2UR UR15, R11\n", "", "nothing has set"),
         ("R2UR UR14, R10\n", "", "nothing has set"),
@@ -88,10 +88,10 @@ def test_a_descriptor_is_followed_to_where_it_comes_from() -> None:
         ("R2UR UR14, R10", "R2UR UR14, R232\nLDS R9, [R5]\nR2UR UR14, R9", "was loaded at kernel.py:12"),
     ],
 )
-def test_faults_are_found(before: str, after: str, told: str) -> None:
+def test_faults_are_found(before: str, after: str, message: str) -> None:
     assert before in RIGHT
-    (found,) = astray(sass(RIGHT.replace(before, after)))
-    assert told in found
+    (actual,) = astray(sass(RIGHT.replace(before, after)))
+    assert message in actual
 
 
 @pytest.mark.parametrize(
@@ -122,43 +122,43 @@ def test_right_code_in_other_words_is_right(before: str, after: str) -> None:
 
 def test_an_exchange_takes_along_what_is_wrong() -> None:
     exchanged = "".join(f"\nULOP3.LUT UR{a}, UR10, UR11, URZ, 0x3c, !UPT" for a in (11, 10, 11))
-    (found,) = astray(sass(RIGHT.replace("0x3e, URZ", "0x3e, URZ" + exchanged)))
-    assert "is no constant" in found
+    (actual,) = astray(sass(RIGHT.replace("0x3e, URZ", "0x3e, URZ" + exchanged)))
+    assert "is no constant" in actual
 
 
 def test_all_ways_to_a_product_count() -> None:
     begin, _, end = RIGHT.strip().partition("R2UR UR15, R11")
     either = "@P3 BRA `(.L_x_1)\nR2UR UR15, R11\nBRA `(.L_x_2)\n.L_x_1:\nSECOND\n.L_x_2:"
     assert astray(sass(begin + either.replace("SECOND", "UMOV UR15, 0x40000040") + end)) == ()
-    (found,) = astray(sass(begin + either.replace("SECOND", "S2UR UR15, SR_CTAID.X") + end))
-    assert "is no constant" in found
-    (found,) = astray(sass(begin + either.replace("SECOND", "NOP") + end))
-    assert "nothing has set" in found
+    (actual,) = astray(sass(begin + either.replace("SECOND", "S2UR UR15, SR_CTAID.X") + end))
+    assert "is no constant" in actual
+    (actual,) = astray(sass(begin + either.replace("SECOND", "NOP") + end))
+    assert "nothing has set" in actual
 
 
 def test_a_loop_is_followed_round() -> None:
     begin, _, end = RIGHT.strip().partition("WARPGROUP.ARRIVE")
     turn = f"{begin}.L_x_5:\nWARPGROUP.ARRIVE{end.replace('EXIT', 'LAST')}@P4 BRA `(.L_x_5)\nEXIT"
     assert astray(sass(turn.replace("LAST", "UIADD3.64 UR10, UR10, 0x2, URZ\n").replace("\n\n", "\n"))) == ()
-    (found,) = astray(sass(turn.replace("LAST", f"{LOADED}\nR2UR UR11, R11\n").replace("\n\n", "\n")))
-    assert "was loaded at kernel.py:17" in found
+    (actual,) = astray(sass(turn.replace("LAST", f"{LOADED}\nR2UR UR11, R11\n").replace("\n\n", "\n")))
+    assert "was loaded at kernel.py:17" in actual
 
 
 def test_what_was_known_on_one_way_alone_is_not_known() -> None:
     """A register that one way sets and the other one changes: both are kept, whichever way is followed last."""
     begin, _, end = RIGHT.strip().partition("R2UR UR15, R11")
     for first, second in (("R2UR UR15, R11", "S2UR UR15, SR_CTAID.X"), ("S2UR UR15, SR_CTAID.X", "R2UR UR15, R11")):
-        (found,) = astray(sass(f"{begin}@P3 BRA `(.L_x_1)\n{first}\nBRA `(.L_x_2)\n.L_x_1:\n{second}\n.L_x_2:{end}"))
-        assert "is no constant" in found
-    (found,) = astray(sass(RIGHT.replace("R2UR UR15, R11", "S2UR UR15, SR_CTAID.X\n@P2 R2UR UR15, R11")))
-    assert "is no constant" in found
+        (actual,) = astray(sass(f"{begin}@P3 BRA `(.L_x_1)\n{first}\nBRA `(.L_x_2)\n.L_x_1:\n{second}\n.L_x_2:{end}"))
+        assert "is no constant" in actual
+    (actual,) = astray(sass(RIGHT.replace("R2UR UR15, R11", "S2UR UR15, SR_CTAID.X\n@P2 R2UR UR15, R11")))
+    assert "is no constant" in actual
 
 
 def test_accumulators_are_no_descriptors() -> None:
     zeros = "\n".join(f"UMOV UR{each}, 0x4" for each in (8, 9, 10, 11))
     for product in ("HGMMA.64x64x16.F32 R8, gdesc[UR8], RZ, !UPT", "HMMA.16816.F32 R8, R4, R6, RZ"):
-        (found,) = astray(sass(RIGHT.replace("R2UR UR15, R11", f"{zeros}\n{product}\nR2UR UR15, R11")))
-        assert "is no constant" in found
+        (actual,) = astray(sass(RIGHT.replace("R2UR UR15, R11", f"{zeros}\n{product}\nR2UR UR15, R11")))
+        assert "is no constant" in actual
 
 
 @pytest.mark.parametrize(
@@ -231,37 +231,37 @@ def test_what_an_instruction_makes(text: str, targets: tuple[str, ...] | None) -
 class Unit:
     function = "backward"
 
-    def __init__(self, **found: Any) -> None:
-        self.found = found
+    def __init__(self, **code: Any) -> None:
+        self.code = code
 
     def compile(self) -> MachineCode:
         log = "ptxas info : Compiling entry function 'f' for 'sm_90a'\nptxas info : Used 10 registers"
-        return MachineCode(cubin=b"", log=lambda: log, **self.found)
+        return MachineCode(cubin=b"", log=lambda: log, **self.code)
 
 
 def test_wrong_code_is_told_with_the_races_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def races(text: str, **found: Any) -> tuple[str, ...] | None:
+    def races(text: str, **code: Any) -> tuple[str, ...] | None:
         monkeypatch.setattr(compiling_child, "disassembled", lambda _: sass(text))
-        lowered = compiling_child._compiled(Unit(**found), None)
-        assert (lowered.error, lowered.figures and lowered.figures.tensor_core) == (found.get("refused"), "wgmma")
+        lowered = compiling_child._compiled(Unit(**code), None)
+        assert (lowered.error, lowered.figures and lowered.figures.tensor_core) == (code.get("refused"), "wgmma")
         return lowered.races
 
-    told = astray(sass(WRONG))
-    assert len(told) == 1
+    sentences = astray(sass(WRONG))
+    assert len(sentences) == 1
     assert races(RIGHT, suspects=astray) == ()
-    assert races(WRONG, suspects=astray) == told
-    assert races(WRONG, suspects=astray, races=("another",), refused="too large") == ("another", *told)
+    assert races(WRONG, suspects=astray) == sentences
+    assert races(WRONG, suspects=astray, races=("another",), refused="too large") == ("another", *sentences)
     assert races(WRONG, races=("another",)) == ("another",)
     assert races(WRONG) is None
 
 
 @pytest.mark.skipif(runtime.unavailable("cpu") is not None, reason="needs Triton")
 def test_in_real_machine_code_what_is_planted_is_found_and_nothing_else() -> None:
-    """Upper halves that are no constants: a program's number instead."""
+    """Upper halves that are not constants: a program's number instead."""
     script = TESTS / "support" / "triton_sass.py"
     done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    if (found := assembler(90)) and found[1] < (12, 9):
+    if (version := assembler(90)) and version[1] < (12, 9):
         assert astray(done.stdout)
         pytest.skip("this ptxas gets it wrong by itself")
     assert astray(done.stdout) == ()
@@ -270,6 +270,6 @@ def test_in_real_machine_code_what_is_planted_is_found_and_nothing_else() -> Non
     assert len(planted) >= 20
     for i in planted[::4]:
         changed = re.sub(r"UMOV (UR\d+), 0x40000040", r"S2UR \1, SR_CTAID.Z", lines[i])
-        told = astray("\n".join([*lines[:i], changed, *lines[i + 1 :]]))
-        assert told
-        assert all(re.match(r"flex_device\.py:\d+: a product's .* is no constant", each) for each in told), lines[i]
+        sentences = astray("\n".join([*lines[:i], changed, *lines[i + 1 :]]))
+        assert sentences
+        assert all(re.match(r"flex_device\.py:\d+: a product's .* is no constant", each) for each in sentences), lines[i]

@@ -25,7 +25,7 @@ LOOP = """
   %next = ttg.async_copy_global_to_local %q_tile_2, %at_3 mask %m : tensor<64x64x!tt.ptr<f16>> -> <64x64xf16>
 }
 """
-FOUND = ("q_tile: the next tile is copied into its one buffer while a product may still read it",)
+OVERWRITTEN = ("q_tile: the next tile is copied into its one buffer while a product may still read it",)
 
 
 def loop(buffers: int = 1, read: str = "at_2", wait: str = "") -> str:
@@ -34,16 +34,18 @@ def loop(buffers: int = 1, read: str = "at_2", wait: str = "") -> str:
 
 @pytest.mark.parametrize("read", ["at_2", "turned"])
 def test_a_product_under_way(read: str) -> None:
-    assert overwritten(loop(read=read)) == FOUND
-    assert overwritten(loop(read=read, wait="%w = ttng.warp_group_dot_wait %dk {pendings = 1 : i32}")) == FOUND
+    assert overwritten(loop(read=read)) == OVERWRITTEN
+    assert overwritten(loop(read=read, wait="%w = ttng.warp_group_dot_wait %dk {pendings = 1 : i32}")) == OVERWRITTEN
 
 
-@pytest.mark.parametrize(("wait", "told"), [("", FOUND), ("%w = ttng.warp_group_dot_wait %dk {pendings = 0 : i32}", ())])
-def test_a_product_of_the_turn_before(wait: str, told: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("wait", "sentences"), [("", OVERWRITTEN), ("%w = ttng.warp_group_dot_wait %dk {pendings = 0 : i32}", ())]
+)
+def test_a_product_of_the_turn_before(wait: str, sentences: tuple[str, ...]) -> None:
     lines = loop(wait=wait).strip().splitlines()
     before, begin, product, copy = lines[:3], lines[3], lines[4:8], lines[8:10]
     assert " scf.for " in begin
-    assert overwritten("\n".join([*before, begin, *copy, *product, "}"])) == told
+    assert overwritten("\n".join([*before, begin, *copy, *product, "}"])) == sentences
     assert overwritten("\n".join([*before, *copy, *product])) == ()
 
 
@@ -59,6 +61,6 @@ def test_our_kernels_have_none_and_the_one_that_was_wrong_is_found() -> None:
     script = TESTS / "support" / "triton_races.py"
     done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout)
-    assert told.pop("pipelined") == list(FOUND)
-    assert told == {"triton.flex": [], "triton.flex.prescaled": [], "triton.varlen": []}
+    reply = json.loads(done.stdout)
+    assert reply.pop("pipelined") == list(OVERWRITTEN)
+    assert reply == {"triton.flex": [], "triton.flex.prescaled": [], "triton.varlen": []}
