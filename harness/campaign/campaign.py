@@ -22,7 +22,8 @@ from attnfuzz.harness.campaign.maps import MapWriter
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Executor, InProcess
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
@@ -31,7 +32,7 @@ __all__ = ["executor_for", "run_campaign"]
 
 
 def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
-    """Where the Trials of `settings` run: in child processes, or in this one if it says so. Close it after use."""
+    """Make the executor that `settings` ask for: child processes, or this one. Close it after use."""
     if settings.in_process:
         return InProcess(settings.device, memory_check=settings.memory_check)
     return Isolated(
@@ -53,39 +54,39 @@ def run_campaign(
     Args:
         kernels: what to try.
         settings: of the run.
-        listener: hears every event.
+        listener: called with every event.
         executor: where trials run; None: one is made for this campaign, and closed after it.
 
     Raises:
         BadArgument: none of the kernels can run here, or a Case cannot.
     """
     start = time.monotonic()
-    able, skipped = _sorted_out(list({kernel.name: kernel for kernel in kernels}.values()), settings.device)
+    runnable, skipped = _sorted_out(list({kernel.name: kernel for kernel in kernels}.values()), settings.device)
     corpus = Corpus(settings.out) if settings.out else None
     if corpus:
         corpus.check()
-    # Read before anything runs: a file that cannot be read must not cost what was found until its turn.
-    replayed = corpus if settings.replay else None
-    stored = {each.name: list(replayed.of(each.name)) if replayed else [] for each in able}
+    # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
+    replay = corpus if settings.replay else None
+    stored = {each.name: list(replay.of(each.name)) if replay else [] for each in runnable}
     left = list(left_behind(settings.out)) if settings.out and settings.replay else []
-    used = executor or executor_for(able, settings)
+    executing = executor or executor_for(runnable, settings)
     try:
-        names = tuple(kernel.name for kernel in able)
-        listener(CampaignStarted(settings.changed(), used.describe(), names, settings.seconds))
+        names = tuple(kernel.name for kernel in runnable)
+        listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
         for each in skipped:
             listener(each)
         journal = Journal(settings.out) if settings.out else None
-        seconds = None if settings.seconds is None else settings.seconds / len(able)
+        seconds = None if settings.seconds is None else settings.seconds / len(runnable)
         maps = MapWriter(settings.out) if settings.out and settings.maps else None
-        context = CampaignContext(settings, used, listener, corpus, journal, maps, seconds)
+        context = CampaignContext(settings, executing, listener, corpus, journal, maps, seconds)
         runs = [
             KernelRun(kernel, context, stored[kernel.name], [each for each in left if each.case.kernel == kernel.name])
-            for kernel in able
+            for kernel in runnable
         ]
         return _run_all(runs, context, skipped, start)
     finally:
-        if used is not executor:
-            used.close()
+        if executing is not executor:
+            executing.close()
 
 
 def _run_all(
@@ -134,18 +135,18 @@ def _run_all(
 
 
 def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel], list[KernelSkipped]]:
-    able: list[Kernel] = []
+    runnable: list[Kernel] = []
     skipped: list[KernelSkipped] = []
     for kernel in kernels:
         declared = kernel.capabilities.devices
         reason = kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
         if reason is None:
-            able.append(kernel)
+            runnable.append(kernel)
         else:
             skipped.append(KernelSkipped(kernel.name, reason))
-    if not able:
+    if not runnable:
         reasons = "; ".join(f"{each.kernel}: {each.reason}" for each in skipped) or "no kernel was named"
         raise BadArgument(
             f"device={device!r}: no kernel can run here ({reasons}); install what is missing, or choose another device"
         )
-    return able, skipped
+    return runnable, skipped

@@ -29,32 +29,46 @@ class VariantCompiler:
     def __init__(self, kernel: Kernel, context: CampaignContext, findings: Findings) -> None:
         self._kernel, self._context, self._findings = kernel, context, findings
         self.compiles, self.seconds, self.refused = 0, 0.0, 0
+        self._variants: Sequence[Variant] = ()
+        self._cases: dict[str, Case] = {}
+        self._likely: list[Case] = []
 
-    def compiled(self, variants: Sequence[Variant], limits: Limits) -> tuple[Variant, ...]:
-        """Compile `variants`, and ahead what drawn Cases are likely to need; returns the variants that can be tried."""
-        start, can = time.monotonic(), self._kernel.capabilities
-        keys = [self._kernel.compile_key(each.problem(can), each.config) for each in variants]
-        cases: dict[str, Case] = {}
-        for key, each in zip(keys, variants, strict=True):
-            cases.setdefault(key, Case(kernel=self._kernel.name, problem=each.problem(can), config=each.config))
-        failures: dict[Case, Failure] = {}
-        for done in self._each([*cases.values(), *self._ahead(cases, variants, limits)]):
-            self.compiles += 1
-            error = done.failure.message if done.failure else None
-            self._context.listener(CompileFinished(done.case.kernel, done.case.config.canonical(), done.seconds, error))
-            if done.failure is not None:
-                failures[done.case] = done.failure
-        # Simplest first, whichever was compiled first: the first Case of an identity is the one that is kept. What was compiled
-        # ahead and refused is found, and shrunk, when a trial draws it.
-        for case in (each for each in cases.values() if each in failures):
-            verdict = Verdict(status="fail", failures=(failures[case],))
-            if (identity := self._findings.new_in(verdict)) is not None:
-                self._findings.keep(Finding(identity, case, verdict), minimal=True)
-        self.seconds = time.monotonic() - start
-        usable = tuple(each for key, each in zip(keys, variants, strict=True) if cases[key] not in failures)
-        # One failure may stand for many variants.
-        self.refused = len(variants) - len(usable)
+    def plan(self, variants: Sequence[Variant], limits: Limits) -> int:
+        """Choose what to compile: `variants`, and ahead what drawn Cases are likely to need; returns the number of compiles."""
+        self._variants = variants
+        if self._context.settings.device in self._kernel.capabilities.compiles_on:
+            for each in variants:
+                case = Case(kernel=self._kernel.name, problem=each.problem(self._kernel.capabilities), config=each.config)
+                self._cases.setdefault(self._key(each), case)
+            self._likely = self._ahead(self._cases, variants, limits)
+        return len(self._cases) + len(self._likely)
+
+    def compile(self) -> tuple[Variant, ...]:
+        """Compile as planned; returns the variants that can be tried. Refused ones are findings, also where Ctrl-C ends this."""
+        if not self._cases:
+            return tuple(self._variants)
+        start, failures = time.monotonic(), dict[Case, Failure]()
+        try:
+            for done in self._each([*self._cases.values(), *self._likely]):
+                self.compiles += 1
+                error = done.failure.message if done.failure else None
+                self._context.listener(CompileFinished(done.case.kernel, done.case.config.canonical(), done.seconds, error))
+                if done.failure is not None:
+                    failures[done.case] = done.failure
+        finally:
+            # Simplest first, whichever was compiled first: the first Case of an identity is the one that is kept. A refused Case
+            # that was compiled ahead is found, and shrunk, when a trial draws it.
+            for case in (each for each in self._cases.values() if each in failures):
+                verdict = Verdict(status="fail", failures=(failures[case],))
+                self._findings.keep(Finding(failures[case].identity, case, verdict), minimal=True)
+            self.seconds = time.monotonic() - start
+            # One failure may stand for many variants.
+            usable = tuple(each for each in self._variants if self._cases[self._key(each)] not in failures)
+            self.refused = len(self._variants) - len(usable)
         return usable
+
+    def _key(self, variant: Variant) -> str:
+        return self._kernel.compile_key(variant.problem(self._kernel.capabilities), variant.config)
 
     def _ahead(self, cases: dict[str, Case], variants: Sequence[Variant], limits: Limits) -> list[Case]:
         """Cases of other compile keys that trials are likely to draw: a compile within a trial would take the trial's time."""
@@ -73,7 +87,7 @@ class VariantCompiler:
                     in_flight[case].launch(case)
                 except OSError as error:
                     in_flight.pop(case).discard()
-                    self._findings.cannot_keep(case, error)
+                    self._findings.announce_not_kept(case, error)
 
         try:
             for done in self._context.executor.compiled(cases, settings.jobs, starting):

@@ -111,6 +111,11 @@ class CaseFile:
         """(runs that failed, all runs), where it did not fail every time."""
         return self.finding.rate
 
+    def shown_by(self, identities: set[Identity]) -> bool:
+        """Whether the file's failure is among these; any is where the file names none, or one that only several runs show."""
+        identity = self.finding.identity
+        return bool(identities) and (identity is None or identity.kind == "nondeterministic" or identity in identities)
+
 
 def read_case(path: Path | str) -> CaseFile:
     """Read a case file, or a bare Case.

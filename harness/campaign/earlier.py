@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,27 +17,40 @@ from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DEADLY", "Earlier", "earlier_cases"]
+__all__ = ["ENDED_RUNS", "EarlierCase", "earlier_cases"]
 
-DEADLY = "run"
+ENDED_RUNS = "run"
 """The check of a Case that ended whole runs; no campaign tries it again."""
 _MOST_DEATHS = 2
 """Runs that a Case may end before it counts as deadly."""
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """A Case to run first, and the file that holds it: `left` in a journal or `stored` in the corpus."""
+class EarlierCase:
+    """A Case to run first, and what holds it: `left` in a journal or `stored` in the corpus."""
 
     case: Case
     rate: Rate | None = None
     left: LeftBehind | None = None
     stored: CaseFile | None = None
 
+    def remove_if_replaced(self, findings: Sequence[Finding]) -> None:
+        """Remove the case file of a Case that is not minimal, if `findings` of it were written to others."""
+        if self.stored and self.stored.finding.minimal is False:
+            path = str(self.stored.path)
+            if any(each.path is not None and each.path != path for each in findings):
+                with contextlib.suppress(OSError):
+                    self.stored.path.unlink(missing_ok=True)
+
+    def shows(self, verdict: Verdict) -> bool:
+        """Whether a Verdict has the failure of the case file; any failure where there is no file."""
+        identities = {each.identity for each in verdict.failures}
+        return self.stored.shown_by(identities) if self.stored else bool(identities)
+
 
 def earlier_cases(
     kernel: Kernel, context: CampaignContext, findings: Findings, left_behind: Sequence[LeftBehind], stored: Sequence[CaseFile]
-) -> Iterator[Earlier]:
+) -> Iterator[EarlierCase]:
     """The Cases to run first. What cannot run here is announced and left out, what has ended several runs as well."""
     device, listener = context.settings.device, context.listener
     for left in left_behind:
@@ -45,20 +59,20 @@ def earlier_cases(
             listener(CaseSkipped(str(left.path), reason))
         elif left.deaths >= _MOST_DEATHS and context.corpus:
             message = f"{left.deaths} runs died while this Case was in flight"
-            failure = Failure(kernel=kernel.name, kind="crash", check=DEADLY, message=message)
+            failure = Failure(kernel=kernel.name, kind="crash", check=ENDED_RUNS, message=message)
             path = findings.write(Finding(failure.identity, left.case, Verdict(status="fail", failures=(failure,))))
             if path is None:
                 continue
             listener(CaseSkipped(path, message))
         else:
-            yield Earlier(left.case, left=left)
+            yield EarlierCase(left.case, left=left)
             continue
         left.path.unlink(missing_ok=True)
     for each in stored:
         identity = each.finding.identity
-        if identity is not None and identity.check == DEADLY:
+        if identity is not None and identity.check == ENDED_RUNS:
             listener(CaseSkipped(str(each.path), f"{each.finding.message}; only `attnfuzz repro` tries it again"))
         elif reason := why_not_case(kernel, each.case, device):
             listener(CaseSkipped(str(each.path), reason))
         else:
-            yield Earlier(each.case, each.rate, stored=each)
+            yield EarlierCase(each.case, each.rate, stored=each)

@@ -113,7 +113,7 @@ class CaseResumed:
 
 @dataclass(frozen=True, slots=True)
 class KernelStarted:
-    """A kernel is about to be tried: variants in its pool, how many of them need a compile first, and counts of its trials.
+    """A kernel is about to be tried: variants in its pool, compiles before the first trial, and counts of its trials.
 
     `tally` is the run's own: it grows while the kernel is tried.
     """
@@ -129,14 +129,14 @@ class CompileFinished:
     """One compile is done."""
 
     kernel: str
-    key: str
+    config: str
     seconds: float
     error: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class TrialFinished:
-    """One distinct Case was tried."""
+    """One trial has ended; `phase` says why the Case ran."""
 
     kernel: str
     phase: Phase
@@ -184,7 +184,7 @@ class KernelSummary:
     findings: tuple[Finding, ...]
     features: dict[str, int] = field(default_factory=dict)
     reruns: int = 0
-    """Runs of Cases that had run before: for a failure rate, or against the oracle alone."""
+    """Runs of replayed Cases beyond their first, and of Cases once more against the oracle alone."""
     replaced: int = 0
     """Child processes that died or were killed."""
     refused: int = 0
@@ -230,7 +230,7 @@ class CampaignFinished:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of all kernels."""
+        """All findings of all kernels."""
         return tuple(each for summary in self.summaries for each in summary.findings)
 
 

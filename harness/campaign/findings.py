@@ -25,7 +25,7 @@ class Findings:
     Args:
         kernel: the one that fails.
         corpus: where case files go; None: nowhere.
-        listener: hears of each finding.
+        listener: called with an event for each finding.
         seed: of the run, for the case files.
     """
 
@@ -73,7 +73,9 @@ class Findings:
         return closed
 
     def keep(self, finding: Finding, *, minimal: bool = False) -> None:
-        """Open and close a finding that is not to be shrunk."""
+        """Open and close a finding that is not to be shrunk, unless its failure is known."""
+        if finding.identity in self._known:
+            return
         self.update(dataclasses.replace(self.open(finding), shrunk=True, partly=not minimal))
         self.close()
 
@@ -82,20 +84,20 @@ class Findings:
         if self._corpus:
             self._corpus.remove(path)
 
-    def cannot_keep(self, case: Case, error: OSError, *, failing: bool = False) -> None:
+    def announce_not_kept(self, case: Case, error: OSError, *, failing: bool = False) -> None:
         """Announce that a Case could not be written; the run goes on."""
         where = f" ({error.filename})" if error.filename else ""
         self.not_kept = self.not_kept or f"{error.strerror or error}{where}"
         self._listener(CaseNotKept(case, self.not_kept, failing))
 
     def write(self, finding: Finding) -> str | None:
-        """Write a case file without an event; returns its path, None where it could not be written."""
+        """Write a case file without announcing the finding; returns its path, None where it could not be written."""
         if self._corpus is None:
             return None
         try:
             return str(self._corpus.write(finding, self._seed))
         except OSError as error:
-            self.cannot_keep(finding.case, error, failing=True)
+            self.announce_not_kept(finding.case, error, failing=True)
             return None
 
     def _labelled(self, finding: Finding) -> Finding:
@@ -110,4 +112,6 @@ class Findings:
         first = replace(failure, kind="nondeterministic", message=message)
         others = (each for each in finding.verdict.failures if each is not failure)
         verdict = replace(finding.verdict, failures=(first, *others))
-        return dataclasses.replace(finding, identity=first.identity, verdict=verdict)
+        # An output may differ by NaN in one run and by numbers in another: two findings, of which one is called so.
+        taken = first.identity in self.closed
+        return finding if taken else dataclasses.replace(finding, identity=first.identity, verdict=verdict)

@@ -92,7 +92,7 @@ class Journal:
             self._file, self._entry = -1, None
 
     def discard(self) -> None:
-        """Let go of a file that cannot be written any more."""
+        """Close and remove the file, whether or not it can still be written."""
         with contextlib.suppress(OSError):
             self.close()
 

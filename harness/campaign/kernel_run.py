@@ -17,7 +17,7 @@ from attnfuzz.harness.campaign.compiles import VariantCompiler
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.coverage import Tally
-from attnfuzz.harness.campaign.earlier import Earlier, earlier_cases
+from attnfuzz.harness.campaign.earlier import EarlierCase, earlier_cases
 from attnfuzz.harness.campaign.events import Finding, KernelStarted, KernelSummary, Phase, TrialFinished
 from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.journal import LeftBehind
@@ -110,38 +110,33 @@ class KernelRun:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        context: CampaignContext,
-        stored: Sequence[CaseFile] = (),
-        left_behind: Sequence[LeftBehind] = (),
+        self, kernel: Kernel, context: CampaignContext, stored: Sequence[CaseFile] = (), left_behind: Sequence[LeftBehind] = ()
     ) -> None:
         settings = context.settings
         self.kernel, self.context = kernel, context
-        self._earlier = left_behind, stored
+        self._left_behind, self._stored = left_behind, stored
         self.seed = settings.seed * 1000003 + settings.shard
         self.limits = PROFILES[settings.profile].limits[settings.device]
         self.variants: Sequence[Variant] = variants_of(kernel, settings)
         self.tally, self.clock = Tally(), TrialClock()
         self.findings = Findings(kernel, context.corpus, context.listener, self.seed)
-        self._runner = TrialRunner(context.executor, context.journal, self._count, self.findings.cannot_keep)
+        self._runner = TrialRunner(context.executor, context.journal, self._count, self.findings.announce_not_kept)
         self._compiler = VariantCompiler(kernel, context, self.findings)
         self._statistics_before = self._statistics()
 
     def run(self) -> None:
         """Compile the variants where the device needs that, then try Cases of them; DeviceLost ends it, once it is kept."""
-        compiles = self.context.settings.device in self.kernel.capabilities.compiles_on
-        self.context.listener(KernelStarted(self.kernel.name, len(self.variants), len(self.variants) * compiles, self.tally))
-        if compiles:
-            self.variants = self._compiler.compiled(self.variants, self.limits)
+        self._statistics_before = self._statistics()
+        compiles = self._compiler.plan(self.variants, self.limits)
+        self.context.listener(KernelStarted(self.kernel.name, len(self.variants), compiles, self.tally))
+        self.variants = self._compiler.compile()
         self.try_cases()
 
     def try_cases(self) -> None:
         """Run the Cases of earlier runs, then draw new ones until the budget is spent."""
-        self._statistics_before = self._statistics()
         self.clock.start()
         try:
-            for earlier in earlier_cases(self.kernel, self.context, self.findings, *self._earlier):
+            for earlier in earlier_cases(self.kernel, self.context, self.findings, self._left_behind, self._stored):
                 self._try_earlier(earlier)
             number = empty = 0
             while self.variants and not self._spent() and empty < _MOST_EMPTY_ROUNDS:
@@ -151,8 +146,7 @@ class KernelRun:
                 empty = empty + 1 if self.tally.cases == before else 0
         except DeviceLost as lost:
             verdict = Verdict(status="fail", failures=(lost.failure,))
-            if (identity := self.findings.new_in(verdict)) is not None:
-                self.findings.keep(self._finding(identity, lost.case, verdict))
+            self.findings.keep(self._finding(lost.failure.identity, lost.case, verdict))
             raise
         finally:
             self.clock.stop()
@@ -177,13 +171,15 @@ class KernelRun:
             features=dict(self.tally.features),
         )
 
-    def _try_earlier(self, earlier: Earlier) -> None:
-        verdict = self._runner.run(earlier.case, "replay", rate=earlier.rate, left=earlier.left)
-        if (identity := self.findings.new_in(verdict)) is None:
-            return
-        finding, stored = self._keep(identity, earlier.case, verdict), earlier.stored
-        if stored and stored.finding.minimal is False and str(stored.path) != finding.path:
-            self.findings.remove(stored.path)
+    def _try_earlier(self, earlier: EarlierCase) -> None:
+        verdicts: list[Verdict] = []
+
+        def shows(verdict: Verdict) -> bool:
+            verdicts.append(verdict)
+            return earlier.shows(verdict)
+
+        self._runner.run(earlier.case, "replay", rate=earlier.rate, shows=shows, left=earlier.left)
+        earlier.remove_if_replaced([each for verdict in verdicts for each in self._keep_new(earlier.case, verdict)])
 
     def _draw_round(self, number: int) -> None:
         """Draw each Case while the one before runs."""
@@ -192,11 +188,9 @@ class KernelRun:
             if case == self._runner.in_flight:
                 return False
             self._finish()
-            if self._spent():
-                return True
-            if case not in self._runner.memo:
+            if not self._spent() and case not in self._runner.memo:
                 self._runner.begin(case)
-            return False
+            return self._spent()
 
         strategy = cases if self.context.settings.plain else trial_cases
         of_kernel = strategy(self.kernel, device=self.context.settings.device, limits=self.limits, variants=self.variants)
@@ -211,8 +205,13 @@ class KernelRun:
         verdict = self._runner.finish("generate")
         if case.check != "oracle" and self._supported(replace(case, check="oracle")):
             case, verdict = _by_oracle_alone(case, verdict, self._runner, self.findings, self.limits.length)
+        self._keep_new(case, verdict)
+
+    def _keep_new(self, case: Case, verdict: Verdict) -> list[Finding]:
+        findings = []
         while (identity := self.findings.new_in(verdict)) is not None and not self._enough_failures():
-            self._keep(identity, case, verdict)
+            findings.append(self._keep(identity, case, verdict))
+        return findings
 
     def _keep(self, identity: Identity, case: Case, verdict: Verdict) -> Finding:
         """Keep a failure: its case file first, then the shrunk one, then its error maps."""

@@ -49,6 +49,6 @@ class MapWriter:
                 return None, "no error shows"
             path = Path("maps") / f"{case.id}.json"
             write_maps(self._folder / path, maps)
-        except Exception as error:  # a picture must not end a run
+        except Exception as error:  # a run must not end for its maps
             return None, f"{type(error).__name__}: {error}"
         return str(path), ""

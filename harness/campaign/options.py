@@ -54,7 +54,7 @@ OPTIONS = (
            pytest_help="Time for trials of each kernel, over all its shards."),
     Option("max-examples", "Distinct Cases per kernel, instead of a budget or in addition to it.", "N", int,
            pytest_help="Distinct Cases of each kernel, over all its shards."),
-    Option("max-failures", "Failures after which a kernel's turn ends.", "N", int,
+    Option("max-failures", "Failures after which a kernel is not tried further.", "N", int,
            pytest_help="Failures after which a shard ends."),
     Option("case", "Run only this case, in its kernel's tests; may be repeated.", "FILE|BLOB", default=[], only="pytest"),
     Option("seed", "Same seed, same Cases in the same order.", "N", int, default=0),

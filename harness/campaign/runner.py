@@ -11,6 +11,7 @@ from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
 
 __all__ = ["TrialRunner", "tries"]
@@ -19,9 +20,15 @@ _MOST_TRIES = 12
 
 
 def tries(rate: Rate | None) -> int:
-    """Number of runs after which a failure of that rate has shown with a probability of 95 %; 1 where it shows every time."""
+    """Number of runs after which a failure of that rate has shown with a probability of 95 %; 1 where it shows every time.
+
+    Raises:
+        BadArgument: the rate is not positive.
+    """
     if rate is None or rate[0] >= rate[1]:
         return 1
+    if rate[0] < 1:
+        raise reject("rate", rate, "the number of failed runs must be positive", "give (failed, runs), or None for every time")
     return min(_MOST_TRIES, math.ceil(math.log(0.05) / math.log(1 - rate[0] / rate[1])))
 
 

@@ -111,7 +111,7 @@ class Settings:
         if self.seed < 0:
             raise reject("seed", self.seed, "must not be negative", "give 0 or more")
         if self.device not in ("cpu", "cuda"):
-            raise reject("device", self.device, "there is no such device", "use cpu or cuda")
+            raise reject("device", self.device, "no such device", "use cpu or cuda")
         profile(self.profile)
         if self.budget is not None and not self.budget > 0:
             raise reject("budget", self.budget, "must be positive", "give a positive number of seconds")

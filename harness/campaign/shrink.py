@@ -1,4 +1,4 @@
-"""From the Case that failed first to the smallest that fails alike, and how often it does.
+"""Shrinking: from the Case that failed first to the smallest that fails alike, and how often it does.
 
 A failure counts as reliable when it shows in every rerun. One that shows only sometimes is rerun to measure its rate, and every
 simpler Case is then tried as often as that rate demands before it counts as a pass.
@@ -23,7 +23,7 @@ __all__ = ["Shrinker"]
 
 _CONFIRMATIONS = 2
 _RERUNS = 8
-_DEADLY = ("crash", "hang", "illegal-access")
+_ENDS_PROCESS = ("crash", "hang", "illegal-access")
 
 
 class _TimeIsUp(Exception):
@@ -37,7 +37,7 @@ class Shrinker:
 
     Args:
         finding: what was found.
-        runner: runs the Cases; Verdicts in its memo are not asked for again.
+        runner: runs the Cases; a Case in its memo is not run again.
         supported: whether the kernel takes a Case.
         variants: to stay within, simplest first.
     """
@@ -60,8 +60,8 @@ class Shrinker:
             while (step := self._step(passed)) is not None:
                 self._keep(*step)
             partly = self._late()
-            if self.finding.case != first[0] and not self._stands():
-                # Shrunk along noise, or a slow Case taken for one that hangs.
+            if self.finding.case != first[0] and not self._fails_once_more():
+                # A step followed noise, or took a slow Case for one that hangs.
                 self._keep(*first)
                 partly = True
             self.finding = dataclasses.replace(self.finding, partly=partly)
@@ -78,8 +78,8 @@ class Shrinker:
                 outcomes.append(self._shows(self._tried(case)))
         if all(outcomes):
             # What ends its process has shown in new ones already.
-            known = self.finding.identity.kind in _DEADLY or self._late()
-            if known or self._shows(self._tried_afresh(case)) or self._is_left_by_calls():
+            known = self.finding.identity.kind in _ENDS_PROCESS or self._late()
+            if known or self._shows(self._tried_afresh(case)) or self._fails_with_own_calls():
                 return
             outcomes.append(False)
         else:
@@ -90,8 +90,8 @@ class Shrinker:
             outcomes.append(self._shows(self._tried(case)))
         self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)))
 
-    def _is_left_by_calls(self) -> bool:
-        """Take a Case with earlier calls of its own for one that failed by what earlier Cases had left in its process."""
+    def _fails_with_own_calls(self) -> bool:
+        """Replace a Case that failed by what earlier Cases left in its process by one with calls of its own, if it fails."""
         case = self.finding.case
         for check in CALLS if case.check == "oracle" else ():
             with_calls = replace(case, check=check)
@@ -103,7 +103,7 @@ class Shrinker:
                     return True
         return False
 
-    def _stands(self) -> bool:
+    def _fails_once_more(self) -> bool:
         """Whether the minimal Case fails once more with deadlines of full length; that Verdict is the one to show."""
         if self.finding.case.check in CALLS:
             self._runner.fresh()
@@ -133,7 +133,7 @@ class Shrinker:
             if self._shows(verdict):
                 return case, verdict
             passed.add(case)
-            # Asked once: every answer costs a new process.
+            # Tried once, since it takes a new process.
             self._needs_its_check |= other_check
         return None
 

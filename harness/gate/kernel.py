@@ -22,7 +22,8 @@ from attnfuzz.harness.gate.result import Finding, Listener, Part, PartFinished, 
 from attnfuzz.harness.gate.side import BrokenSideError, Side
 from attnfuzz.harness.gate.subjects import Subject
 from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel

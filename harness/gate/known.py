@@ -26,7 +26,7 @@ from attnfuzz.harness.gate.ledger import (
 from attnfuzz.harness.gate.parts.correctness import campaign_part, findings_of, replay
 from attnfuzz.harness.gate.result import KernelGate, Part, Waiver
 from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.isolated import ExecutionError
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Kernel

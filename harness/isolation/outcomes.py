@@ -123,7 +123,7 @@ def exception_of(error: Error) -> Exception:
 
 
 def death_failure(kernel: str, death: Death) -> Failure:
-    """Turn a child's exit into a Failure of `kernel`."""
+    """Turn a child's end into a Failure of `kernel`."""
     stage = "kernel" if death.stage in ("end", "start") else death.stage
     where = f"in stage {death.stage}, after {death.seconds:.2f} s; {death.printed} bytes printed"
     detail = printable(f"{where}\n{death.output}".strip())

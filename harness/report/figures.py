@@ -57,10 +57,10 @@ class Figures:
         self._started: CampaignStarted | None = None
 
     def __call__(self, event: Event) -> None:
-        """Hear one event."""
+        """Count one event."""
         if isinstance(event, CampaignStarted):
             self._started = event
-        elif isinstance(event, TrialFinished) and event.phase != "shrink":
+        elif isinstance(event, TrialFinished) and event.phase in ("replay", "generate"):
             self._count(self.counts.setdefault(event.kernel, {}), event.verdict)
 
     def _count(self, counts: dict[str, Count], verdict: Verdict) -> None:

@@ -63,7 +63,7 @@ class OutputRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One kernel's turn: Cases, times, figures of each output, what was reached and what was drawn, each with counts."""
+    """One kernel's part of the run: Cases, times, figures of each output, counts of what was reached and drawn."""
 
     kernel: str
     cases: int = 0

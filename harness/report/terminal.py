@@ -79,7 +79,7 @@ class Terminal:
             self.progress.update(self.task, advance=1, note=f"compiled {self.compiled} of {self.to_compile} variants")
 
     def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
-        self.cases += 1
+        self.cases += event.phase in ("replay", "generate")
         if self.task is not None:
             step = {"shrink": "shrinking", "replay": "running earlier cases"}.get(event.phase, "trying")
             self.progress.update(self.task, total=None, note=f"{step}: {self.cases} cases, {self.failures} failures")
@@ -89,7 +89,7 @@ class Terminal:
         self._say(f"[red]found[/] {escape(str(event.finding.identity))} after {event.finding.cases_to_find} cases; shrinking ...")
 
     def _on_KernelBroke(self, event: events.KernelBroke) -> None:  # noqa: N802
-        self._say(f"[red]{escape(event.kernel)}: its turn ended by an error: {escape(event.error)}[/]")
+        self._say(f"[red]{escape(event.kernel)}: not tried to the end, by an error: {escape(event.error)}[/]")
 
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary

@@ -13,16 +13,18 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.statistics import interval
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Executor, InProcess
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, OutputName, reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["FailureCount", "Repetition", "Reproduction", "Where", "map_errors", "repeat", "reproduce"]
+__all__ = ["FailureCount", "Repetition", "Reproduction", "Where", "map_errors", "repeat", "reproduce", "verdict_or_lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,19 @@ def reproduce(
     where = where or Where()
     device, kernel = where.device_for(case)
     with where.runner(device, kernel) as runner:
-        verdict = runner.run(case, rate=rate, patient=True)
+        verdict, _ = verdict_or_lost(runner, case, rate)
     outcome: Literal["FIXED", "FAILED", "UNJUDGED"] = "FAILED" if verdict.failure else "FIXED"
     if outcome == "FIXED" and _unjudged(verdict, output):
         outcome = "UNJUDGED"
-    return Reproduction(outcome, device, verdict, runner.trials)
+    return Reproduction(outcome, device, verdict, max(1, runner.trials))
+
+
+def verdict_or_lost(runner: TrialRunner, case: Case, rate: Rate | None = None) -> tuple[Verdict, bool]:
+    """Run a Case as often as its rate demands; returns the last Verdict, and whether the device is lost for this process."""
+    try:
+        return runner.run(case, rate=rate, patient=True), False
+    except DeviceLost as lost:
+        return Verdict(status="fail", failures=(lost.failure,)), True
 
 
 def _unjudged(verdict: Verdict, output: OutputName | None) -> bool:
@@ -135,14 +145,14 @@ class Repetition:
         return interval(self.failed, self.runs)
 
 
-def repeat(case: Case, count: int, where: Where, each: Callable[[int, Verdict], None] = lambda *_: None) -> Repetition:
-    """Run `case` `count` times, one run after the other; Ctrl-C ends it with the result until then.
+def repeat(case: Case, count: int, where: Where, on_run: Callable[[int, Verdict], None] = lambda *_: None) -> Repetition:
+    """Run `case` `count` times, one run after the other; Ctrl-C or a device that is lost ends it with the result until then.
 
     Args:
         case: what to run.
         count: runs.
         where: device, deadline and checks.
-        each: called after every run with its number, from 1, and its Verdict.
+        on_run: called after every run with its number, from 1, and its Verdict.
 
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem; or `count` is not positive.
@@ -151,18 +161,20 @@ def repeat(case: Case, count: int, where: Where, each: Callable[[int, Verdict], 
         raise reject("repeat", count, "must be positive", "give 1 or more")
     device, kernel = where.device_for(case)
     failures: dict[Identity, FailureCount] = {}
-    failed, interrupted = 0, False
+    runs, failed, interrupted = 0, 0, False
     with where.runner(device, kernel) as runner:
         try:
-            while runner.trials < count:
-                verdict = runner.run(case, patient=True)
+            lost = False
+            while runs < count and not lost:
+                verdict, lost = verdict_or_lost(runner, case)
+                runs += 1
                 failed += verdict.failure is not None
                 for failure in {each.identity: each for each in verdict.failures}.values():
-                    failures.setdefault(failure.identity, FailureCount(failure, 0, runner.trials)).runs += 1
-                each(runner.trials, verdict)
+                    failures.setdefault(failure.identity, FailureCount(failure, 0, runs)).runs += 1
+                on_run(runs, verdict)
         except KeyboardInterrupt:
             interrupted = True
-    return Repetition(device, count, runner.trials, failed, tuple(failures.values()), interrupted)
+    return Repetition(device, count, runs, failed, tuple(failures.values()), interrupted)
 
 
 def map_errors(case: Case, where: Where, *, rate: Rate | None = None) -> ErrorMaps | str:

@@ -17,7 +17,8 @@ from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.repro.reproduce import Where
+from attnfuzz.harness.repro.reproduce import Where, verdict_or_lost
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import reject
@@ -47,7 +48,7 @@ class Reshrunk:
 
 
 def shrink_further(
-    stored: CaseFile, seconds: float, where: Where, folder: Path, each: Callable[[int, Case], None] = lambda *_: None
+    stored: CaseFile, seconds: float, where: Where, folder: Path, on_trial: Callable[[int, Case], None] = lambda *_: None
 ) -> Reshrunk:
     """Shrink from `stored` for at most `seconds`, its first run apart; a smaller Case goes to `folder`, also after an error.
 
@@ -56,7 +57,7 @@ def shrink_further(
         seconds: that shrinking may take.
         where: device, deadline and checks.
         folder: where the smaller Case's file goes.
-        each: called after each trial with its number and its Case.
+        on_trial: called after each trial with its number and its Case.
 
     Raises:
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem; `folder` cannot be written to.
@@ -64,12 +65,12 @@ def shrink_further(
     _check(folder)
     device, kernel = where.device_for(stored.case)
     start = time.monotonic()
-    with where.runner(device, kernel, lambda _, case, __: each(runner.trials, case)) as runner:
-        verdict = runner.run(stored.case, rate=stored.rate, patient=True)
+    with where.runner(device, kernel, lambda _, case, __: on_trial(runner.trials, case)) as runner:
+        verdict, lost = verdict_or_lost(runner, stored.case, stored.rate)
         identity = _identity_in(stored, verdict)
         if identity is None:
-            seconds = time.monotonic() - start
-            return Reshrunk("FIXED", device, stored.case, verdict, None, None, runner.trials, seconds, False, stored.rate)
+            spent = time.monotonic() - start
+            return Reshrunk("FIXED", device, stored.case, verdict, None, None, runner.trials, spent, False, stored.rate)
         finding = Finding(identity, stored.case, verdict, rate=stored.rate)
         shrinker = Shrinker(
             finding,
@@ -79,8 +80,9 @@ def shrink_further(
         )
         path = None
         try:
-            with contextlib.suppress(KeyboardInterrupt):
-                shrinker.shrink(seconds)
+            with contextlib.suppress(KeyboardInterrupt, DeviceLost):
+                if not lost:
+                    shrinker.shrink(seconds)
         finally:
             # A smaller Case is kept also where an error ends this.
             finding = shrinker.finding
@@ -106,7 +108,7 @@ def _identity_in(stored: CaseFile, verdict: Verdict) -> Identity | None:
 
 
 def _check(folder: Path) -> None:
-    """Known before the run that its result can be kept."""
+    """Check before the run that its result can be written."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

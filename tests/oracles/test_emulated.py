@@ -171,7 +171,7 @@ def test_the_correct_ones_are_known_by_name_and_where_other_processes_find_them(
         assert isinstance(kernel, Kernel)
         origin = registry.origin(kernel.name)
         assert origin is not None
-        assert registry.get(kernel.name) is kernel is registry.found_at(origin.target)
+        assert registry.get(kernel.name) is kernel is registry.object_at(origin.target)
     with pytest.raises(registry.UnknownKernel):
         registry.get(fault_kernel("O_truncated").name)
 

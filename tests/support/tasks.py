@@ -1,4 +1,4 @@
-"""What a child process is asked to do in tests: nothing that imports torch, so that a child is ready in no time."""
+"""What a child process is asked to do in tests: nothing that imports torch, so that a child is ready at once."""
 
 from __future__ import annotations
 

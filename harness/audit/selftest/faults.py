@@ -15,7 +15,8 @@ from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.executors import Executor
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device

@@ -89,12 +89,11 @@ def _replayed(stored: CaseFile, runner: TrialRunner) -> list[Finding]:
     """Run a stored Case until its failure shows, as often as its rate demands, and keep every failure on the way."""
     findings: list[Finding] = []
     shown: set[Identity] = set()
-    identity = stored.finding.identity
 
     def shows(verdict: Verdict) -> bool:
         findings.extend(findings_of("replay", stored.case, verdict, str(stored.path), reported=shown))
         # Where a Case also fails in another way, the failure that shows only sometimes must have its runs.
-        return bool(shown) and (identity is None or identity.kind == "nondeterministic" or identity in shown)
+        return stored.shown_by(shown)
 
     runner.run(stored.case, "replay", rate=stored.rate, patient=True, shows=shows)
     return findings

@@ -168,8 +168,8 @@ ODD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a folder": (Path.mkdir, "it cannot be read (Is a directory)"),
     "a link to nothing": (lambda path: path.symlink_to("nowhere"), "it cannot be read (No such file or directory)"),
     "a link to itself": (lambda path: path.symlink_to(path), "it cannot be read (Too many levels of symbolic links)"),
-    "a pipe": (fifo, "it is no plain file"),
-    "a device without end": (lambda path: path.symlink_to("/dev/zero"), "it is no plain file"),
+    "a pipe": (fifo, "it is not a regular file"),
+    "a device without end": (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
     "a terabyte": (huge, "it is too large"),
 }
 

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import pytest
 from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.campaign.events import Event, Finding, TrialFinished
+from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.kernel_run import KernelRun
 from attnfuzz.harness.campaign.runner import TrialRunner, tries
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.isolation.executors import Compiled
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.report.figures import Figures
+from attnfuzz.harness.repro.reproduce import Where, repeat, reproduce
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import Case
 
 KERNEL = registry.get("torch.reference_cpu")
 PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
 CASE = Case(kernel=KERNEL.name, problem=PROBLEM, config=KERNEL.configs(PROBLEM)[0])
 WRONG = Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong")
+REFUSED = Failure(kernel="fault.refuses", kind="compile-error", check="build", message="refused")
 RELATION = Failure(kernel=KERNEL.name, kind="relation", output="o", check="split_batch", message="O breaks split_batch")
 PASS = Verdict(status="pass")
 
@@ -31,18 +39,24 @@ def failing(*failures: Failure) -> Verdict:
     return Verdict(status="fail", failures=failures)
 
 
-def phases(executor: FunctionExecutor, most: int, stored: Sequence[CaseFile] = ()) -> tuple[KernelRun, Counter[str]]:
+def phases(
+    executor: FunctionExecutor,
+    most: int,
+    stored: Sequence[CaseFile] = (),
+    max_failures: int | None = 1,
+    corpus: Corpus | None = None,
+) -> tuple[KernelRun, Counter[str]]:
     """A run of at most `most` Cases, and how many trials of each phase it announced."""
     events: list[Event] = []
-    settings = Settings(max_examples=most, max_failures=1, out=None)
-    run = KernelRun(KERNEL, CampaignContext(settings, executor, events.append), stored)
+    settings = Settings(max_examples=most, max_failures=max_failures, out=None)
+    run = KernelRun(KERNEL, CampaignContext(settings, executor, events.append, corpus), stored)
     run.run()
     return run, Counter(each.phase for each in events if isinstance(each, TrialFinished))
 
 
-def test_the_runs_of_a_replay_are_not_cases_of_shrinking(tmp_path: object) -> None:
+def test_the_runs_of_a_replay_are_not_cases_of_shrinking(tmp_path: Path) -> None:
     """A stored Case that failed in 1 of 2 runs is run 5 times; only the first is a Case of the run."""
-    path = Corpus(str(tmp_path)).write(Finding(WRONG.identity, CASE, failing(WRONG), rate=(1, 2)), seed=0)
+    path = Corpus(tmp_path).write(Finding(WRONG.identity, CASE, failing(WRONG), rate=(1, 2)), seed=0)
     stored = read_case(path)
     run, announced = phases(FunctionExecutor(lambda _: PASS), 1, [stored])
     assert tries((1, 2)) == 5
@@ -61,6 +75,81 @@ def test_a_relation_that_is_judged_again_is_not_a_case_of_shrinking() -> None:
     assert (again.check, again.problem) == ("oracle", executor.cases[first].problem)
     assert announced["rerun"] == run.summary().reruns == 1
     assert announced["shrink"] == run.summary().shrink_cases == finding.shrink_trials
+
+
+def test_a_replay_runs_until_its_own_failure_shows_and_keeps_the_others(tmp_path: Path) -> None:
+    """What fails in another way at once does not end the runs for the failure that shows only sometimes."""
+    other = Failure(kernel=KERNEL.name, kind="mismatch", output="dv", check="element", message="dV is wrong")
+    verdicts = [failing(other), PASS, failing(WRONG)]
+    executor = FunctionExecutor(lambda _: verdicts[len(executor.cases) - 1] if len(executor.cases) <= 3 else PASS)
+    path = Corpus(tmp_path).write(Finding(WRONG.identity, CASE, failing(WRONG), rate=(1, 2)), seed=0)
+    run, _ = phases(executor, 1, [read_case(path)], max_failures=None)
+    assert [each.output for each in run.findings.closed] == ["dv", "o"]
+
+
+def test_a_full_disk_costs_no_stored_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partly shrunk Case that fails again, where the file of the smaller one cannot be written."""
+    corpus = Corpus(tmp_path)
+    stored = read_case(corpus.write(Finding(WRONG.identity, CASE, failing(WRONG)), seed=0))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Corpus, "write", full)
+    run, _ = phases(FunctionExecutor(lambda _: failing(WRONG)), 1, [stored], corpus=corpus)
+    [finding] = run.findings.closed.values()
+    assert (finding.path, run.findings.not_kept) == (None, "No space left on device")
+    assert stored.path.exists()
+
+
+def test_a_compile_that_failed_is_kept_though_ctrl_c_ends_the_compiles() -> None:
+    class Interrupted(FunctionExecutor):
+        def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
+            yield Compiled(cases[0], 0.5, REFUSED)
+            raise KeyboardInterrupt
+
+    kernel = registry.get("fault.refuses")
+    settings = Settings(out=None, max_examples=1)
+    run = KernelRun(kernel, CampaignContext(settings, Interrupted(lambda _: PASS)))
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    summary = run.summary()
+    assert [each.identity for each in summary.findings] == [REFUSED.identity]
+    assert (summary.compiles, summary.refused) == (1, 1)
+
+
+def test_two_failures_that_differ_from_run_to_run_stay_two(tmp_path: Path) -> None:
+    """A wrong O in some runs and a NaN in others: only one of them is called nondeterministic."""
+    wrong, nan = WRONG, Failure(kernel=KERNEL.name, kind="nonfinite", output="o", check="element", message="O: NaN")
+    findings = Findings(KERNEL, Corpus(tmp_path), lambda _: None, 0)
+    for failure in (wrong, nan):
+        findings.open(Finding(failure.identity, CASE, failing(failure), rate=(1, 3)))
+    assert "o" in KERNEL.capabilities.deterministic
+    assert {each.identity.kind for each in findings.close().values()} == {"nondeterministic", "nonfinite"}
+    assert len(findings.closed) == 2
+
+
+def test_a_rate_without_a_failure_is_refused() -> None:
+    with pytest.raises(BadArgument, match=r"rate=\(0, 5\): the number of failed runs must be positive; give"):
+        tries((0, 5))
+
+
+def test_a_lost_device_is_a_failure_of_the_case_that_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(case: Case, device: str) -> Verdict:
+        raise DeviceLost(case, WRONG)
+
+    monkeypatch.setattr("attnfuzz.harness.trial.trial.run_trial", lose)
+    where = Where("cpu", in_process=True)
+    assert reproduce(CASE, where).verdict.failures == (WRONG,)
+    done = repeat(CASE, 3, where)
+    assert (done.runs, done.failed, [each.failure for each in done.failures]) == (1, 1, [WRONG])
+
+
+def test_a_rerun_is_no_further_case_of_the_figures() -> None:
+    figures = Figures()
+    for phase in ("generate", "rerun", "shrink"):
+        figures(TrialFinished(KERNEL.name, phase, CASE, failing(WRONG)))
+    assert figures.counts[KERNEL.name]["o"].wrong == 1
 
 
 def test_a_runner_runs_as_often_as_the_rate_demands_and_stops_at_the_failure() -> None:

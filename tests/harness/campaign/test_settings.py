@@ -54,14 +54,14 @@ def test_durations(text: str, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(BadArgument) as caught:
         duration(text)
-    assert str(caught.value) == f"budget={text!r}: it is no duration; give a number and a unit, such as 60s, 5m or 1h"
+    assert str(caught.value) == f"budget={text!r}: it is not a duration; give a number and a unit, such as 60s, 5m or 1h"
 
 
 @pytest.mark.parametrize("text", ["0s", "0m0s", "0.0h", "0ms"])
 def test_no_time_is_refused(text: str) -> None:
     with pytest.raises(BadArgument) as caught:
         duration(text)
-    assert str(caught.value) == f"budget={text!r}: nothing can be tried in no time; give a positive duration, such as 60s"
+    assert str(caught.value) == f"budget={text!r}: must be positive; give a positive duration, such as 60s"
 
 
 @pytest.mark.parametrize("name", ["quick", "gate", "nightly"])
@@ -89,7 +89,7 @@ def test_profiles_try_more_and_more() -> None:
 def test_an_unknown_profile_is_refused(name: str) -> None:
     with pytest.raises(BadArgument) as caught:
         profile(name)
-    assert str(caught.value) == f"profile={name!r}: no such profile; use one of quick, gate, nightly"
+    assert str(caught.value) == f"profile={name!r}: there is no such profile; use one of quick, gate, nightly"
 
 
 def test_changed_shows_only_what_differs() -> None:
@@ -107,13 +107,13 @@ def test_changed_shows_only_what_differs() -> None:
 def test_no_examples_are_refused(value: int) -> None:
     with pytest.raises(BadArgument) as caught:
         Settings(max_examples=value)
-    assert str(caught.value) == f"max_examples={value}: nothing would be tried; give 1 or more"
+    assert str(caught.value) == f"max_examples={value}: must be positive; give 1 or more"
 
 
 def test_a_negative_seed_is_refused() -> None:
     with pytest.raises(BadArgument) as caught:
         Settings(seed=-1)
-    assert str(caught.value) == "seed=-1: it cannot be negative; give 0 or more"
+    assert str(caught.value) == "seed=-1: must not be negative; give 0 or more"
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def assert_refused(result: Result, message: str) -> None:
     assert "Traceback" not in result.output
 
 
-NO_DURATION = "it is no duration; give a number and a unit, such as 60s, 5m or 1h"
+NO_DURATION = "it is not a duration; give a number and a unit, such as 60s, 5m or 1h"
 WRONG: dict[str, tuple[list[str], str]] = {
     "an unknown kernel": (
         ["run", "triton.varlan"],
@@ -181,12 +181,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "an empty budget": (["run", "--budget", ""], f"budget='': {NO_DURATION}"),
     "no time": (
         ["run", "--budget", "0s"],
-        "budget='0s': nothing can be tried in no time; give a positive duration, such as 60s",
+        "budget='0s': must be positive; give a positive duration, such as 60s",
     ),
-    "no examples": (["run", "--max-examples", "0"], "max_examples=0: nothing would be tried; give 1 or more"),
-    "fewer than no examples": (["run", "--max-examples", "-3"], "max_examples=-3: nothing would be tried; give 1 or more"),
-    "an unknown profile": (["run", "--profile", "x"], "profile='x': no such profile; use one of quick, gate, nightly"),
-    "a negative seed": (["run", "--seed", "-1"], "seed=-1: it cannot be negative; give 0 or more"),
+    "no examples": (["run", "--max-examples", "0"], "max_examples=0: must be positive; give 1 or more"),
+    "fewer than no examples": (["run", "--max-examples", "-3"], "max_examples=-3: must be positive; give 1 or more"),
+    "an unknown profile": (["run", "--profile", "x"], "profile='x': there is no such profile; use one of quick, gate, nightly"),
+    "a negative seed": (["run", "--seed", "-1"], "seed=-1: must not be negative; give 0 or more"),
     "show what is missing": (
         ["show", "none.json"],
         "case='none.json': it cannot be read (No such file or directory); give the path of a case file",
@@ -467,6 +467,7 @@ def test_json_of_the_whole_way() -> None:
         "features",
         "processes_replaced",
         "refused",
+        "reruns",
         "seconds_to_recover",
         "wrong",
     }
@@ -600,7 +601,7 @@ def test_an_interrupted_run_reports_what_it_has() -> None:
         return outputs
 
     result = run(fault=interrupted)
-    assert "interrupted: what was found until then is above" in result.stdout
+    assert "interrupted: the findings until then are above" in result.stdout
     assert "Traceback" not in result.output
 
 

@@ -19,7 +19,7 @@ from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.gate import known as known_failures
 from attnfuzz.harness.gate.known import read_known
-from attnfuzz.harness.isolation.isolated import ExecutionError
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.report.figures import Figures
 from attnfuzz.kernels import registry
 

@@ -332,7 +332,7 @@ def attnfuzz(*arguments: str) -> Any:
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--corpus", "nowhere"), "corpus='nowhere': there is no such folder"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--ledger", "none.toml"), "ledger='"),
         (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--junit", "."), "it is a folder"),
-        (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--budget", "soon"), "it is no duration"),
+        (("--base", "HEAD", "--kernel", "acme.rough:KERNEL", "--budget", "soon"), "it is not a duration"),
         (("--write", "new.json"), "write='new.json': no known kernel has a file in "),
         (("--baseline", "none.json"), "baseline='none.json': it cannot be read"),
     ],

@@ -312,7 +312,7 @@ def test_a_baseline_that_is_not_there_or_of_another_device(tmp_path: Path) -> No
         ({"speed_threshold": 0.9}, "give 1 or more"),
         ({"accuracy_threshold": float("nan")}, "give 1 or more"),
         ({"rounds": 2}, "give 5 or more"),
-        ({"max_examples": 0}, "nothing would be tried"),
+        ({"max_examples": 0}, "must be positive"),
         ({"seed": -1}, "cannot be negative"),
     ],
 )

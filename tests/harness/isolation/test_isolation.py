@@ -426,7 +426,7 @@ def test_an_ended_run_reports_and_leaves_nothing(tmp_path: Path, number: signal.
     run.send_signal(number)
     told, _ = run.communicate(timeout=30)
     assert run.returncode == 130, told
-    assert "interrupted: what was found until then is above" in told
+    assert "interrupted: the findings until then are above" in told
     assert "Traceback" not in told
     wait_until_gone(runs)
     assert left_of(tmp_path / "out") == ["runs"], "what the user ends is no death"

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from support.emulated.whole import Emulated
 
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.judge import judge as judging
 from attnfuzz.harness.judge.judge import judge, truth
-from attnfuzz.harness.trial import bench, trial
+from attnfuzz.harness.trial import trial
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Outputs
@@ -213,7 +214,7 @@ def test_a_harness_error_is_never_a_finding(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*args: object) -> None:
         raise ZeroDivisionError("in the oracle")
 
-    monkeypatch.setattr(bench, "truth", broken)
+    monkeypatch.setattr(judging, "truth", broken)
     with pytest.raises(ZeroDivisionError):
         trial.run_trial(Case(kernel=GOOD.name, problem=Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=64, dim_v=64)), "cpu")
     assert environment.alive("cpu")

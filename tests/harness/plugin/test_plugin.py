@@ -185,18 +185,21 @@ def test_a_kernel_that_cannot_run_here_is_skipped_with_the_reason(acme: pytest.P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--attnfuzz-profile", "x"], "*profile='x': no such profile; use one of quick, gate, nightly"),
-        (["--attnfuzz-budget", "banana"], "*budget='banana': it is no duration; give a number and a unit, such as 60s, 5m or 1h"),
-        (["--attnfuzz-budget", "0s"], "*budget='0s': nothing can be tried in no time; give a positive duration, such as 60s"),
+        (["--attnfuzz-profile", "x"], "*profile='x': there is no such profile; use one of quick, gate, nightly"),
+        (
+            ["--attnfuzz-budget", "banana"],
+            "*budget='banana': it is not a duration; give a number and a unit*",
+        ),
+        (["--attnfuzz-budget", "0s"], "*budget='0s': must be positive; give a positive duration, such as 60s"),
         (["--attnfuzz-device", "tpu"], "*device='tpu': no such device; use auto, cpu or cuda"),
         (["--attnfuzz-max-examples", "few"], "*argument --attnfuzz-max-examples: invalid int value: 'few'"),
-        (["--attnfuzz-max-failures", "0"], "*max_failures=0: nothing would be tried; give 1 or more"),
-        (["--attnfuzz-max-examples", "0"], "*max_examples=0: nothing would be tried; give 1 or more"),
-        (["--attnfuzz-jobs", "0"], "*jobs=0: nothing would be compiled; give 1 or more"),
+        (["--attnfuzz-max-failures", "0"], "*max_failures=0: must be positive; give 1 or more"),
+        (["--attnfuzz-max-examples", "0"], "*max_examples=0: must be positive; give 1 or more"),
+        (["--attnfuzz-jobs", "0"], "*jobs=0: must be positive; give 1 or more"),
         (["--attnfuzz-memory", "0.1"], "*memory=0.1: a child needs 1 GiB or more; give GiB, such as 8"),
         (["--attnfuzz-memory", "nan"], "*memory=nan: a child needs 1 GiB or more; give GiB, such as 8"),
-        (["--attnfuzz-out", ""], "*out='': failing Cases would be kept nowhere; give a folder"),
-        (["--attnfuzz-deadline", "x"], "*deadline='x': it is no duration; give a number and a unit, such as 60s, 5m or 1h"),
+        (["--attnfuzz-out", ""], "*out='': it is empty, so failing Cases could not be written; give a folder"),
+        (["--attnfuzz-deadline", "x"], "*deadline='x': it is not a duration; give a number and a unit, such as 60s, 5m or 1h"),
         (["--attnfuzz-sead", "1"], "*unrecognized arguments: --attnfuzz-sead*"),
     ],
 )
@@ -430,7 +433,7 @@ def test_a_broken_or_a_foreign_case_fails_with_a_clear_message(acme: pytest.Pyte
     result.assert_outcomes(failed=4, deselected=2)
     result.stdout.fnmatch_lines(
         [
-            "*case='AF1-abc': the blob was cut or changed on its way; paste all of it, without blanks",
+            "*case='AF1-abc': the blob is cut or changed; paste all of it, without blanks",
             "*case='AF7-abc': a blob of version 7, and this attnfuzz reads version 1; use the attnfuzz that printed it, *",
             "*case='none.json': it cannot be read (No such file or directory); give the path of a case file",
             "*it is one of acme.faulty, not of acme.flash",

@@ -32,7 +32,7 @@ from attnfuzz.harness.judge.errormap import (
 )
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report import plots
-from attnfuzz.harness.repro.reproduce import Reproduction
+from attnfuzz.harness.repro.reproduce import Reproduction, Where
 from attnfuzz.harness.trial.errormaps import error_maps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs
@@ -354,6 +354,6 @@ def test_a_kernel_that_crashes_costs_the_picture_only() -> None:
     problem = {"seqlens_q": [3], "seqlens_k": [4], "dim_qk": 16, "dim_v": 16, "dtype": "float32"}
     config = {"tile_m": 16, "tile_n": 16}
     Path("case.json").write_text(json.dumps({"format": 1, "kernel": "fault.abort", "problem": problem, "config": config}))
-    made = Picture("a.png", read_case("case.json")).draw(Reproduction("FAILED", "cpu", Verdict(status="fail")))
+    made = Picture("a.png", read_case("case.json")).draw(Reproduction("FAILED", "cpu", Verdict(status="fail")), Where("cpu"))
     assert made == {"plot": None, "no_plot": "SIGABRT at host.py:_abort"}
     assert not Path("a.png").exists()

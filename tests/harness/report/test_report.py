@@ -225,7 +225,7 @@ def test_what_was_drawn() -> None:
     ("content", "reason"),
     [
         ("", "it is broken (Input data was truncated)"),
-        ("[]", "it is no record of a run"),
+        ("[]", "it is not a record of a run"),
         ('{"format": 7}', "its format is 7, this attnfuzz reads 1"),
         ('{"format": 1}', "it is broken (Object missing required field `stamp`)"),
         ("[" * 100_000, "it is broken ("),

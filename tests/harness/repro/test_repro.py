@@ -63,7 +63,7 @@ def repro(*arguments: str, stdin: str = "") -> Result:
         (["--script", "-", "--json"], "the script itself would be between the JSON; give --script a file, or leave --json out"),
         (["--sanitize", "memcheck", "--in-process"], "compute-sanitizer watches a process of its own; leave --in-process out"),
         (["--repeat", "0"], "repeat=0: must be positive; give 1 or more"),
-        (["--shrink", "--budget", "soon"], "budget='soon': it is no duration"),
+        (["--shrink", "--budget", "soon"], "budget='soon': it is not a duration"),
         (["--script", "."], "script='.': it is a folder; give a file"),
         (["--script", "case.json/x.py"], "script='case.json/x.py': it cannot be written"),
     ],
@@ -80,7 +80,7 @@ def test_what_makes_no_sense_together_is_refused(arguments: list[str], message: 
 
 
 def test_a_script_is_written_to_a_file_or_to_stdout() -> None:
-    path = stored("acme.element", identity={"kind": "uninitialised", "check": "load"})
+    path = stored("acme.element", identity={"kernel": "acme.element", "kind": "uninitialised", "output": None, "check": "load"})
     result = repro(path, "--script", "new/shown.py")
     assert result.exit_code == 0
     assert result.stdout == "written: new/shown.py; run it by `python new/shown.py`: exit 0 is OK, 1 is FAILED\n"
@@ -282,12 +282,12 @@ def broken(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("cut", "the blob was cut or changed on its way; paste all of it, without blanks"),
-        ("changed", "the blob was cut or changed on its way; paste all of it, without blanks"),
-        ("with blanks", "the blob was cut or changed on its way; paste all of it, without blanks"),
-        ("empty", "the blob was cut or changed on its way; paste all of it, without blanks"),
+        ("cut", "the blob is cut or changed; paste all of it, without blanks"),
+        ("changed", "the blob is cut or changed; paste all of it, without blanks"),
+        ("with blanks", "the blob is cut or changed; paste all of it, without blanks"),
+        ("empty", "the blob is cut or changed; paste all of it, without blanks"),
         ("of another version", "a blob of version 2, and this attnfuzz reads version 1; use the attnfuzz that printed it"),
-        ("no blob", "no blob; a blob begins with AF1-"),
+        ("no blob", "not a blob; a blob begins with AF1-"),
     ],
 )
 def test_a_broken_blob_gives_a_clear_message(kind: str, message: str) -> None:

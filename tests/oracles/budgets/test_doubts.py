@@ -180,7 +180,7 @@ def test_where_all_is_in_doubt_the_verdict_says_so() -> None:
     assert {name: figures.unjudged for name, figures in verdict.figures.items()} == dict.fromkeys(verdict.figures, IN_DOUBT)
     assert describe_verdict(verdict)[0] == f"O: not judged ({IN_DOUBT})"
     counts = tally.Tally()
-    counts.add(Case(kernel="triton.flex", problem=dense(40, 50, mask=ALL)), verdict)
+    counts.add("generate", Case(kernel="triton.flex", problem=dense(40, 50, mask=ALL)), verdict)
     assert {(each.cases, each.unjudged, each.doubted) for each in counts.outputs.values()} == {(0, 1, 0)}
 
 
@@ -188,7 +188,7 @@ def test_where_all_is_in_doubt_the_verdict_says_so() -> None:
 def test_what_is_judged_in_part_is_counted() -> None:
     problem = dense(40, 50, mask=FEW)
     counts = tally.Tally()
-    counts.add(Case(kernel="triton.flex", problem=problem), judged("triton.flex", problem))
+    counts.add("generate", Case(kernel="triton.flex", problem=problem), judged("triton.flex", problem))
     assert (counts.outputs["o"].cases, counts.outputs["o"].unjudged, counts.outputs["o"].doubted) == (1, 0, 1)
     table = summary_table((KernelSummary("triton.flex", 1, 0, 1.0, 0, 0.0, counts.outputs, ()),))
     assert list(table.columns[2].cells) == ["1 (1 in part)"] * 3 + ["1"] * 2
