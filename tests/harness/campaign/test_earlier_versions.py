@@ -8,7 +8,6 @@ the constants of local modules, as an installed attnfuzz draws. The other files:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from typing import Any
 
@@ -16,6 +15,7 @@ import hypothesis
 import msgspec
 import pytest
 from support.paths import CORPUS
+from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign.blob import stored_case
 from attnfuzz.harness.campaign.campaign import run_campaign
@@ -23,45 +23,30 @@ from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import Event, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.gate.ledger import read_ledger
-from attnfuzz.harness.isolation.executors import Compiled
-from attnfuzz.harness.isolation.supervisor import Statistics
-from attnfuzz.harness.judge.errormap import ErrorMaps, read_maps
+from attnfuzz.harness.judge.errormap import read_maps
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.runfile import read_run
 from attnfuzz.kernels import registry
-from attnfuzz.strategies.case import Case
 
 EARLIER = CORPUS / "earlier"
 HEAD, *ROWS = map(json.loads, (EARLIER / "drawn.jsonl").read_text().splitlines())
 CAMPAIGNS = sorted({(row["kernel"], row["seed"]) for row in ROWS})
 
 
-class Nothing:
-    """An executor that runs nothing: every Case passes."""
+def drawn_cases(kernel: str, seed: int) -> list[Any]:
+    events: list[Event] = []
+    settings = Settings(device="cpu", seed=seed, max_examples=20, out=None, replay=False, maps=False)
+    run_campaign([registry.get(kernel)], settings, events.append, FunctionExecutor(lambda _: Verdict(status="pass")))
+    return [json.loads(each.case.canonical()) for each in events if isinstance(each, TrialFinished)]
 
-    def __init__(self) -> None:
-        self.statistics = Statistics()
 
-    def begin(self, case: Case, *, patient: bool = False) -> None:
-        pass
-
-    def finish(self) -> Verdict:
-        return Verdict(status="pass", figures={})
-
-    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
-        yield from (Compiled(case, 0.0) for case in cases)
-
-    def mapped(self, case: Case) -> ErrorMaps | str:
-        return "nothing ran"
-
-    def fresh(self) -> None:
-        pass
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
+def renew() -> None:
+    """Write `drawn.jsonl` again, where a change of the strategies is meant to change what seeds draw."""
+    rows = [{"hypothesis": hypothesis.__version__}]
+    for kernel, seed in CAMPAIGNS:
+        rows += [{"kernel": kernel, "seed": seed, "case": case} for case in drawn_cases(kernel, seed)]
+    text = "\n".join(json.dumps(row, separators=(",", ":"), sort_keys=True) for row in rows)
+    (EARLIER / "drawn.jsonl").write_text(text + "\n")
 
 
 @pytest.mark.skipif(hypothesis.__version__ != HEAD["hypothesis"], reason="another version of Hypothesis draws other values")
@@ -69,12 +54,9 @@ class Nothing:
 def test_the_same_seed_draws_the_same_cases(kernel: str, seed: int) -> None:
     if reason := registry.get(kernel).unavailable("cpu"):
         pytest.skip(reason)
-    events: list[Event] = []
-    settings = Settings(device="cpu", seed=seed, max_examples=20, out=None, replay=False, maps=False)
-    run_campaign([registry.get(kernel)], settings, events.append, Nothing())
     expected = [row["case"] for row in ROWS if (row["kernel"], row["seed"]) == (kernel, seed)]
     assert len(expected) == 20
-    assert expected == [json.loads(each.case.canonical()) for each in events if isinstance(each, TrialFinished)]
+    assert expected == drawn_cases(kernel, seed)
 
 
 def test_case_files_are_read() -> None:
@@ -115,3 +97,7 @@ def test_a_ledger_is_read() -> None:
         ("fault.numbers", "mismatch", None, "o"),
         ("torch.reference_cpu", None, "speed", None),
     ]
+
+
+if __name__ == "__main__":
+    renew()
