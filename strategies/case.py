@@ -15,7 +15,6 @@ from attnfuzz.kernels.problem import BadArgument, Problem, reject
 __all__ = [
     "CALLS",
     "CHECKS",
-    "FAMILIES",
     "FORMAT",
     "PATTERNS",
     "RELATIONS",
@@ -67,10 +66,6 @@ Pattern = Literal[
 ]
 """Distributions of values, simplest first; harness/trial/values.py implements them and says what each is for."""
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
-FAMILIES: tuple[Pattern, ...] = tuple(
-    each for each in PATTERNS if each not in ("needle", "falling", "rising", "negative", "outlier", "do_parallel")
-)
-"""The patterns on which the verdict is calibrated. Padded keys are calibrated too, but are lengths and slack rows, not values."""
 Calls = Literal["twice", "other_shape", "other_scale", "other_mask"]
 Relation = Literal[
     "split_batch",

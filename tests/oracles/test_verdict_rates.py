@@ -20,7 +20,7 @@ from support.benchmarks import FOLDER, loaded
 from support.emulated.faults import FAULTS
 from support.emulated.kernel import KERNEL, kernel_named, registered
 from support.verdict import processes, rates, trials
-from support.verdict.cases import drawn_case, families
+from support.verdict.cases import FAMILIES, drawn_case, families
 from support.verdict.floors import FLOORS, Floor, least_hits, lower_limit
 from support.verdict.other_rules import RULES, Compared, alarms, close, compared, mean, references, twice
 from support.verdict.rates import Rate, machine_object, verdict
@@ -32,7 +32,7 @@ from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.strategies.case import FAMILIES, Recipe, case_from_object
+from attnfuzz.strategies.case import Recipe, case_from_object
 
 SURE = ("O_lastrow_missing", "drop_key_fwdbwd")
 """Faults that any sharp judge finds in every case, however few."""

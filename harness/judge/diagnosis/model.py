@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
-__all__ = ["LOOKS", "Look", "LookKind", "Pattern", "Region", "Span", "span_words", "spans"]
+__all__ = ["Look", "LookKind", "Pattern", "Region", "Span", "span_words", "spans"]
 
 LookKind = Literal[
     "nan",
@@ -26,7 +26,6 @@ LookKind = Literal[
     "rounded",
     "noise",
 ]
-LOOKS: tuple[LookKind, ...] = get_args(LookKind)
 _MOST_SPANS = 4
 _RUN = 0.8
 

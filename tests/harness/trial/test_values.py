@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.verdict.cases import FAMILIES
 
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.noise import chosen, hashed, noise, uniform
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Needs, Problem
-from attnfuzz.strategies.case import FAMILIES, PATTERNS, Recipe
+from attnfuzz.strategies.case import PATTERNS, Recipe
 
 PROBLEM = Problem(seqlens_q=(3, 0, 5), seqlens_k=(2, 4, 9), heads=4, kv_heads=2, dim_qk=8, dim_v=5, slack_q=1, slack_k=2)
 TENSORS = ("q", "k", "v", "d_o")
