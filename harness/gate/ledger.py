@@ -315,7 +315,7 @@ def spent(ledger: Ledger, gated: Sequence[KernelGate], today: date) -> tuple[tup
     for entry in ledger.entries:
         kernel = by_name.get(entry.kernel)
         if entry.expired(today):
-            text = f"{entry}: it expired on {entry.expires}; mend the kernel, or renew it with its issue"
+            text = f"{entry}: it expired on {entry.expires}; fix the kernel, or renew it with its issue"
             wrong.append((text, entry.line))
         elif kernel is not None and entry.missing_versions:
             notes.append(f"{entry}: not used: it holds for {entry.missing_versions}, which is not installed here")

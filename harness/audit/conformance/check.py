@@ -1,4 +1,4 @@
-"""Run the list of checks of the adapter contract; each gives what is wrong and how to mend it.
+"""Run the list of checks of the adapter contract; each gives what is wrong and how to fix it.
 
 Checks without a call of the kernel run in this process, all others in child processes: a kernel that crashes or hangs is a row.
 """
@@ -103,7 +103,7 @@ def _rows(target: str, candidate: Any, device: Device, *, in_process: bool) -> I
         wrong |= row.status == "wrong" and row.check in ("capabilities", "variants", "configs")
     reason = "nothing can be drawn from what is declared" if wrong else kernel.unavailable(device)
     if wrong or reason:
-        yield _not_run("calls", str(reason), "use a machine, or a --device, where it runs" if not wrong else "mend that first")
+        yield _not_run("calls", str(reason), "use a machine, or a --device, where it runs" if not wrong else "fix that first")
         return
     bed: Bed = _Here(device) if in_process else _Children(kernel, device)
     try:
@@ -118,16 +118,16 @@ def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
     here = [kernel.name, kernel.compile_key(case.problem, case.config), [dict(each) for each in kernel.configs(case.problem)]]
     yield _identity(answer, here)
     if isinstance(answer, str):
-        yield _not_run("calls", "a child process does not find the kernel", "mend that first")
+        yield _not_run("calls", "a child process does not find the kernel", "fix that first")
         return
     plain = _plain(kernel, bed.trial(case))
     yield from plain
     if any(row.status == "wrong" for row in plain if row.check not in ("O and LSE", "gradients")):
-        yield _not_run("settings, repetition, features", "the plain case gives nothing that could be compared", "mend that first")
+        yield _not_run("settings, repetition, features", "the plain case gives nothing that could be compared", "fix that first")
         return
     for probe, title, remedy in (
         ("settings", "independent of torch's settings", "give dtype= and device= to every new tensor; change no global state"),
-        ("repeated", "deterministic as declared", "mend the kernel, or leave the output out of `deterministic`"),
+        ("repeated", "deterministic as declared", "fix the kernel, or leave the output out of `deterministic`"),
         ("arguments", "wrong arguments raise", "let build raise a BadArgument wherever supports gives a reason"),
     ):
         yield _probe_row(title, bed.ask(probe, kernel, case), remedy)
@@ -144,7 +144,7 @@ def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
     by_input = [each for each in verdict.failures if each.kind == "guard"]
     by_value = [each for each in verdict.failures if each.output and each not in by_form]
     rest = [each for each in verdict.failures if each not in by_form + by_input + by_value]
-    runs = failing("runs", rest, "mend the kernel or its adapter", "forward and backward return")
+    runs = failing("runs", rest, "fix the kernel or its adapter", "forward and backward return")
     form = "shape, dtype, device and memory as attnfuzz.kernels.contract.Outputs has them"
     untouched = "no input changed, nothing written beyond"
     of_inputs = failing("inputs left alone", by_input, "write to tensors of your own only", untouched)
@@ -152,7 +152,7 @@ def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
         # Outputs were not looked at then.
         return [runs, of_inputs] if by_input else [runs]
     forward = [each for each in by_value if each.output in ("o", "lse")]
-    remedy = "mend the kernel or its adapter (scale, layout, natural log of LSE), or declare what it does otherwise (deviations)"
+    remedy = "fix the kernel or its adapter (scale, layout, natural log of LSE), or declare what it does otherwise (deviations)"
     return [
         runs,
         of_inputs,
@@ -165,7 +165,7 @@ def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
 def _gradients(kernel: Kernel, verdict: Verdict, failures: list[Failure]) -> Row:
     if not {"dq", "dk", "dv"} & set(kernel.capabilities.outputs):
         return Row("gradients", "ok", "declared absent")
-    remedy = "mend the backward, or declare outputs without them"
+    remedy = "fix the backward, or declare outputs without them"
     return failing("gradients", failures, remedy, _figures(verdict, ("dq", "dk", "dv")))
 
 
@@ -189,7 +189,7 @@ def _identity(answer: Any, here: list[Any]) -> Row:
 def _probe_row(check: str, answer: Any, remedy: str) -> Row:
     """Make a row of a probe's answer: {"wrong": [...], "right": what was tried}."""
     if isinstance(answer, str):
-        return Row(check, "wrong", shortened(answer), "mend the kernel")
+        return Row(check, "wrong", shortened(answer), "fix the kernel")
     wrong = answer["wrong"]
     return Row(check, "wrong", shortened("; ".join(wrong)), remedy) if wrong else Row(check, "ok", answer["right"])
 

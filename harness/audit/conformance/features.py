@@ -57,7 +57,7 @@ def features(kernel: Kernel, device: Device) -> Iterator[Feature]:
 def declared_row(feature: Feature, verdicts: Sequence[Verdict]) -> Row:
     """Check that a declared feature works."""
     failures = [failure for verdict in verdicts for failure in verdict.failures]
-    return failing(feature.name, failures, f"mend the kernel, or do not declare {feature.spelled}", "declared, and works")
+    return failing(feature.name, failures, f"fix the kernel, or do not declare {feature.spelled}", "declared, and works")
 
 
 def undeclared_row(feature: Feature, kernel: Kernel, ask: Callable[..., Any]) -> Row | None:
