@@ -313,7 +313,7 @@ def test_a_baseline_that_is_not_there_or_of_another_device(tmp_path: Path) -> No
         ({"accuracy_threshold": float("nan")}, "give 1 or more"),
         ({"rounds": 2}, "give 5 or more"),
         ({"max_examples": 0}, "must be positive"),
-        ({"seed": -1}, "cannot be negative"),
+        ({"seed": -1}, "must not be negative"),
     ],
 )
 def test_a_plan_that_makes_no_sense(changed: dict[str, Any], told: str) -> None:
