@@ -326,9 +326,7 @@ def _imported(module: str, target: str) -> ModuleType:
         where = "neither on sys.path nor in the current directory, where PYTHONSAFEPATH or -P forbids to look"
         if not sys.flags.safe_path:
             where = f"neither in the current directory ({Path.cwd()}) nor on sys.path"
-        raise reject(
-            "kernel", target, f"there is no module {error.name!r} {where}", "go where it is, or install its package"
-        ) from None
+        raise reject("kernel", target, f"module {error.name!r} is {where}", "go where it is, or install its package") from None
     except (Exception, SystemExit) as error:  # another package's code: its error is the reason
         raise _failed(target, module, error) from error
 

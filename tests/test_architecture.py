@@ -44,6 +44,11 @@ def imports(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("attnfuzz")}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            arguments = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            found |= {name for name in arguments if isinstance(name, str) and name.startswith("attnfuzz")}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.add("a relative import")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attnfuzz"):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -62,6 +67,7 @@ def test_package_list_matches_the_folders() -> None:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_follow_the_order(path: Path) -> None:
     top, *inner = path.relative_to(ROOT).parts
+    assert "a relative import" not in imports(path), "write the whole name: the order is read from it"
     reached = {name.split(".")[1] for name in imports(path) if "." in name}
     assert reached <= MAY_IMPORT[top]
     if top == "harness" and len(inner) > 1:

@@ -66,9 +66,12 @@ OPTIONS = (
     _flag("in-process", "No child processes, for a debugger: a crash of a kernel ends this process."),
     _flag("no-memory-check", "Do not check every access to memory of interpreted kernels (Triton on the CPU)."),
     _flag("no-maps", "Keep no maps of the errors of minimal Cases for `attnfuzz report`."),
+    _flag("plain", "Only one call against the oracle: no sequences of calls, no relations.", only="click"),
+    _flag("no-replay", "Do not try the stored Cases first.", only="click"),
+    Option("ledger", "Known failures, as those of `attnfuzz gate`: they count only once they are gone.", "FILE", only="click"),
+    Option("table", "Write figures of every kernel and output as Markdown.", "FILE", only="click"),
 )
 # fmt: on
-"""Options that only the command line has may also be declared beside its command."""
 
 
 def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Settings:
@@ -91,11 +94,14 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
         "memory": None if values["memory"] is None else _bytes(values["memory"]),
         "memory_check": not values["no_memory_check"],
         "maps": not values["no_maps"],
+        "plain": values.get("plain", False),
+        "replay": not values.get("no_replay"),
     }
     return settings.Settings(**{**fields, **more})
 
 
 def _bytes(gib: float) -> int:
     if not 1 <= gib <= _MOST_GIB:
-        raise reject("memory", gib, "a child needs 1 GiB or more", "give GiB, such as 8")
+        reason = f"must be at most {_MOST_GIB}" if gib > _MOST_GIB else "a child needs 1 GiB or more"
+        raise reject("memory", gib, reason, "give GiB, such as 8")
     return int(gib * (1 << 30))

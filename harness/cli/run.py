@@ -52,29 +52,16 @@ __all__ = ["demo_command", "run_command"]
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @kernels_option
 @run_options
-@click.option("--plain", is_flag=True, help="Only one call against the oracle: no sequences of calls, no relations.")
-@click.option("--no-replay", is_flag=True, help="Do not try the stored Cases first.")
-@click.option("--ledger", metavar="FILE", help="Known failures, as those of `attnfuzz gate`: they count only once they are gone.")
-@click.option("--table", metavar="FILE", help="Write figures of every kernel and output as Markdown.")
 @json_option
-def run_command(
-    kernels: tuple[str, ...],
-    more_kernels: tuple[str, ...],
-    plain: bool,
-    no_replay: bool,
-    ledger: str | None,
-    table: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
-    settings = settings_from(options, resolve_device(options["device"]), plain=plain, replay=not no_replay)
+    settings = settings_from(options, resolve_device(options["device"]))
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
     chosen = asked_for(kernels, more_kernels)
-    known = None if ledger is None else _known(ledger, chosen)
-    file = None if table is None else writable(table, "table")
+    known = None if options["ledger"] is None else _known(options["ledger"], chosen)
+    file = None if options["table"] is None else writable(options["table"], "table")
     click.get_current_context().exit(_campaign(chosen, settings, known, file, as_json=as_json))
 
 

@@ -122,7 +122,7 @@ class Figures:
     def _notes(self, done: CampaignFinished) -> Iterator[str]:
         most = self._started.settings.get("max_examples") if self._started else None
         yield from (f"{each.kernel}: not run here: {each.reason}" for each in done.skipped)
-        yield from (f"{each.kernel}: not tried to the end: {each.error.splitlines()[0]}" for each in done.broken)
+        yield from (f"{each.kernel}: not tried to the end: {each.error.partition(chr(10))[0]}" for each in done.broken)
         yield from (
             f"{row.kernel}: {row.cases} of {most} Cases" for row in done.summaries if most is not None and row.cases < most
         )

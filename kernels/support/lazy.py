@@ -14,11 +14,11 @@ def lazy(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
     """Return `__getattr__` and `__dir__` of `package`; `modules` maps a module to its names, separated by spaces."""
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
-    def getattribute(name: str) -> Any:
+    def load(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(module_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return getattribute, lambda: sorted({*vars(sys.modules[package]), *module_of})
+    return load, lambda: sorted({*vars(sys.modules[package]), *module_of})

@@ -14,15 +14,16 @@ from support.paths import ROOT
 
 import attnfuzz.harness.cli.main as cli
 from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.trial.trial import rehearse
 
 HARNESS = Path(cli.__file__).parents[1]
 MOST_CROSSINGS = 12
 
 
 def package_of(frame: FrameType) -> str | None:
-    """The package of harness/ that a frame's code belongs to; none for core, which knows nothing of Cases."""
+    """The package of harness/ that a frame's code belongs to; none for core, which knows nothing of Cases, and for imports."""
     path = Path(frame.f_code.co_filename)
-    if not path.is_relative_to(HARNESS):
+    if frame.f_code.co_name == "<module>" or not path.is_relative_to(HARNESS):
         return None
     package = path.relative_to(HARNESS).parts[0]
     return None if package == "core" else package
@@ -52,7 +53,11 @@ def traced(way: list[str]) -> Iterator[None]:
 
 
 def test_a_case_crosses_few_borders(tmp_path: Path, monkeypatch: Any) -> None:
-    """From the command line to its verdict in the reports and back: drawn, run in this process, judged, counted."""
+    """From the command line to its verdict in the reports and back: drawn, run in this process, judged, counted.
+
+    Traced is the round that draws one Case; the command line calls it and takes back its result. A child process, which runs
+    trials by default, would receive the Case from isolation/ and run the same trial.
+    """
     way = ["cli"]
     draw_round = KernelRun._draw_round
 
@@ -62,6 +67,7 @@ def test_a_case_crosses_few_borders(tmp_path: Path, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(KernelRun, "_draw_round", drawn)
     arguments = ["run", "torch.reference_cpu", "--device", "cpu", "--max-examples", "1", "--in-process", "--no-maps"]
+    rehearse("cpu")
     result = CliRunner().invoke(cli.main, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     way.append("cli")

@@ -37,7 +37,7 @@ from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["Script", "script_of", "unshown"]
 
-_MOST_BYTES = 2 << 20
+_MOST_BYTES = 16 << 20
 """Bytes of all tensors that a script may hold, before they are packed."""
 _INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
 _CHECKED = ("out-of-bounds", "outside-view", "duplicate-store", "race", "masked-load")
@@ -160,8 +160,10 @@ def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCas
 
 def _check_size(count: int) -> None:
     if count > _MOST_BYTES:
-        reason = f"a script holds at most {_MOST_BYTES} bytes of inputs and expected outputs"
-        raise reject("script", f"{count} bytes", reason, "shrink it first: attnfuzz repro CASE --shrink")
+        reason = f"a script holds at most {_MOST_BYTES} bytes of them"
+        raise reject(
+            "case", f"{count} bytes of inputs and expected outputs", reason, "shrink it first: attnfuzz repro CASE --shrink"
+        )
 
 
 class _Pack:

@@ -67,6 +67,11 @@ def test_case_files_are_read() -> None:
     assert third.rate is not None
 
 
+def test_the_place_of_a_kernel_is_read() -> None:
+    element = read_case(EARLIER / "acme.element-dv-mismatch-fad26e6b65.json")
+    assert (element.finding.target, element.finding.minimal) == ("support_repro:ELEMENT", True)
+
+
 def test_a_blob_is_the_case_of_its_file() -> None:
     third = read_case(EARLIER / "fault.third-o-nondeterministic-13959401cb.json")
     blob = stored_case((EARLIER / "blob.txt").read_text().strip())

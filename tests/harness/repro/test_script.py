@@ -196,9 +196,9 @@ def test_an_interval_ends_where_the_judge_ends_it(dtype: Any, monkeypatch: pytes
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "large": (
         {"seqlens_q": (1 << 20,), "seqlens_k": (1 << 20,), "heads": 64, "kv_heads": 64},
-        "a script holds at most 2097152 bytes of inputs and expected outputs; shrink it first: attnfuzz repro CASE --shrink",
+        "a script holds at most 16777216 bytes of them; shrink it first: attnfuzz repro CASE --shrink",
     ),
-    "large inputs": ({"layout_q": Layout(offset=1 << 21)}, "a script holds at most 2097152 bytes"),
+    "large inputs": ({"layout_q": Layout(offset=1 << 24)}, "a script holds at most 16777216 bytes"),
     "unsupported": ({"dim_qk": 300}, "acme.right does not support it: "),
 }  # fmt: skip
 
