@@ -101,9 +101,9 @@ REFUSED = {
     "acme_target:flash": "flash(q, k, v, ...) is not a kernel, and needs arguments to make one; "
     "an attention function becomes one by attnfuzz.kernels.adapters.dense or varlen; name the object that they return",
     "acme_target:failing": "making it failed with ZeroDivisionError: division by zero; fix that",
-    "acme_none:KERNEL": "module 'acme_none' is neither in the current directory (",
-    "acme_none.deeper:KERNEL": "module 'acme_none' is neither in the current directory (",
-    "acme_target.deeper:KERNEL": "module 'acme_target.deeper' is neither in the current directory (",
+    "acme_none:KERNEL": "module 'acme_none' is neither ",
+    "acme_none.deeper:KERNEL": "module 'acme_none' is neither ",
+    "acme_target.deeper:KERNEL": "module 'acme_target.deeper' is neither ",
     "acme_target.py:KERNEL": "a module is named with dots, as for `python -m`; give acme_target:KERNEL",
     "./src/acme.py:KERNEL": "a module is named with dots, as for `python -m`; give src.acme:KERNEL",
     "acme target:KERNEL": "it is not of the form package.module:OBJECT; give such as mypackage.attention:KERNEL",

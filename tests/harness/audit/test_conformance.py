@@ -387,7 +387,7 @@ def test_a_kernel_that_cannot_run_here_is_not_said_to_be_right() -> None:
 def test_what_cannot_be_imported_is_wrong_use() -> None:
     result = attnfuzz("check-adapter", "no.such:KERNEL", "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: kernel='no.such:KERNEL': there is no module 'no' ")
+    assert result.stderr.startswith("error: kernel='no.such:KERNEL': module 'no' is neither ")
 
 
 def test_what_no_child_finds_is_told() -> None:
