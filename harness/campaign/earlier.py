@@ -35,10 +35,10 @@ class EarlierCase:
     stored: CaseFile | None = None
 
     def remove_if_replaced(self, findings: Sequence[Finding]) -> None:
-        """Remove the case file of a Case that is not minimal, if `findings` of it were written to others."""
+        """Remove the case file of a Case that is not minimal, if its failure is among `findings` and has another file now."""
         if self.stored and self.stored.finding.minimal is False:
-            path = str(self.stored.path)
-            if any(each.path is not None and each.path != path for each in findings):
+            path, identity = str(self.stored.path), self.stored.finding.identity
+            if any(each.path not in (None, path) and identity in (None, each.identity) for each in findings):
                 with contextlib.suppress(OSError):
                     self.stored.path.unlink(missing_ok=True)
 

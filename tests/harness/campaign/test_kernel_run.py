@@ -87,6 +87,20 @@ def test_a_replay_runs_until_its_own_failure_shows_and_keeps_the_others(tmp_path
     assert [each.output for each in run.findings.closed] == ["dv", "o"]
 
 
+def test_another_failure_does_not_remove_the_stored_case(tmp_path: Path) -> None:
+    """A partly shrunk Case of O that fails in dV alone this time: its file stays, and dV's is written beside it."""
+    other = Failure(kernel=KERNEL.name, kind="mismatch", output="dv", check="element", message="dV is wrong")
+    corpus = Corpus(tmp_path)
+    stored = read_case(corpus.write(Finding(WRONG.identity, CASE, failing(WRONG)), seed=0))
+    run, _ = phases(FunctionExecutor(lambda _: failing(other)), 1, [stored], corpus=corpus)
+    assert [each.output for each in run.findings.closed] == ["dv"]
+    assert stored.path.exists()
+    again, _ = phases(FunctionExecutor(lambda _: failing(WRONG)), 1, [stored], corpus=corpus)
+    [finding] = again.findings.closed.values()
+    assert finding.path != str(stored.path), "shrunk to a smaller Case"
+    assert not stored.path.exists()
+
+
 def test_a_full_disk_costs_no_stored_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A partly shrunk Case that fails again, where the file of the smaller one cannot be written."""
     corpus = Corpus(tmp_path)
