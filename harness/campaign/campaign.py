@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import (
     CampaignFinished,
     CampaignStarted,
-    KernelBroke,
-    KernelFinished,
     KernelSkipped,
-    KernelSummary,
     Listener,
 )
-from attnfuzz.harness.campaign.journal import Journal, left_behind
-from attnfuzz.harness.campaign.kernel_run import KernelRun
-from attnfuzz.harness.campaign.maps import MapWriter
+from attnfuzz.harness.campaign.journal import left_behind
+from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.plan import plan_of
+from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.executors import Executor, InProcess
-from attnfuzz.harness.isolation.isolated import Isolated
-from attnfuzz.harness.isolation.outcomes import ExecutionError
+from attnfuzz.harness.campaign.worker import Worker, executor_for, worker_context
+from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
@@ -31,23 +29,10 @@ from attnfuzz.kernels.problem import BadArgument
 __all__ = ["executor_for", "run_campaign"]
 
 
-def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
-    """Make the executor that `settings` ask for: child processes, or this one. Close it after use."""
-    if settings.in_process:
-        return InProcess(settings.device, memory_check=settings.memory_check)
-    return Isolated(
-        settings.device,
-        backends=[kernel.backend for kernel in kernels],
-        deadline=settings.deadline,
-        memory=settings.memory,
-        memory_check=settings.memory_check,
-    )
-
-
 def run_campaign(
     kernels: Sequence[Kernel], settings: Settings, listener: Listener, executor: Executor | None = None
 ) -> CampaignFinished:
-    """Try `kernels` one after the other, each with an even share of the budget.
+    """Try `kernels` in turns, each with an even share of the budget.
 
     A kernel that cannot run here is skipped with its reason. Ctrl-C ends the run with the findings until then.
 
@@ -55,7 +40,7 @@ def run_campaign(
         kernels: what to try.
         settings: of the run.
         listener: called with every event.
-        executor: where trials run; None: one is made for this campaign, and closed after it.
+        executor: where trials run, with one worker, in this process; None: one is made for this campaign, and closed after it.
 
     Raises:
         BadArgument: none of the kernels can run here, or a Case cannot.
@@ -66,72 +51,59 @@ def run_campaign(
     if corpus:
         corpus.check()
     # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
-    replay = corpus if settings.replay else None
-    stored = {each.name: list(replay.of(each.name)) if replay else [] for each in runnable}
+    stored = corpus.of_all([each.name for each in runnable]) if corpus and settings.replay else {}
     left = list(left_behind(settings.out)) if settings.out and settings.replay else []
+    context = CampaignContext(settings, listener, corpus, None if settings.seconds is None else start + settings.seconds)
     executing = executor or executor_for(runnable, settings)
+    processes = WorkerProcesses(runnable, context) if settings.workers > 1 and executor is None else None
     try:
         names = tuple(kernel.name for kernel in runnable)
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
         for each in skipped:
             listener(each)
-        journal = Journal(settings.out) if settings.out else None
-        seconds = None if settings.seconds is None else settings.seconds / len(runnable)
-        maps = MapWriter(settings.out) if settings.out and settings.maps else None
-        context = CampaignContext(settings, executing, listener, corpus, journal, maps, seconds)
-        runs = [
-            KernelRun(kernel, context, stored[kernel.name], [each for each in left if each.case.kernel == kernel.name])
+        states = [
+            KernelState(
+                kernel,
+                plan_of(kernel, settings),
+                context,
+                stored.get(kernel.name, ()),
+                [each for each in left if each.case.kernel == kernel.name],
+            )
             for kernel in runnable
         ]
-        return _run_all(runs, context, skipped, start)
+        coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
+        work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
+        return _run(coordinator, work, skipped, start)
     finally:
+        if processes:
+            processes.close()
         if executing is not executor:
             executing.close()
 
 
-def _run_all(
-    runs: Sequence[KernelRun], context: CampaignContext, skipped: Sequence[KernelSkipped], start: float
-) -> CampaignFinished:
-    """Run every kernel, until the user or a lost device ends the campaign."""
-    listener, journal = context.listener, context.journal
-    summaries: list[KernelSummary] = []
-    broken: list[KernelBroke] = []
-    interrupted, lost = False, None
+def _worker(coordinator: Coordinator, executor: Executor) -> Worker:
+    """Return the worker of this process."""
+    context = worker_context(coordinator.context.settings, executor, coordinator.context.end)
+    kernels = {name: (state.kernel, state.plan) for name, state in coordinator.states.items()}
+    return Worker(kernels, context, coordinator, LocalTurns(coordinator))
+
+
+def _run(coordinator: Coordinator, work: Callable[[], None], skipped: Sequence[KernelSkipped], start: float) -> CampaignFinished:
+    """Let the workers work until they, the user or a lost device end the campaign."""
+    interrupted, lost, died = False, None, True
     try:
-        for run in runs:
-            # What one kernel leaves behind in a process must not be the next one's.
-            context.executor.fresh()
-            try:
-                run.run()
-            except KeyboardInterrupt:
-                interrupted = True
-            except (BadArgument, ExecutionError, ChildError) as error:
-                if len(runs) == 1:
-                    raise
-                broken.append(KernelBroke(run.kernel.name, str(error)))
-                listener(broken[-1])
-                if journal:
-                    # The next run begins with its Case.
-                    journal.abandon()
-            except DeviceLost as error:
-                lost = str(error)
-            finally:
-                summaries.append(run.summary())
-                listener(KernelFinished(summaries[-1]))
-            if interrupted or lost:
-                break
-    except BaseException:
-        # The next run begins with the Case in flight.
-        if journal:
-            journal.abandon()
-        raise
-    if journal:
-        journal.discard()
-    not_kept = next((run.findings.not_kept for run in runs if run.findings.not_kept), None)
-    seconds = time.monotonic() - start
-    finished = CampaignFinished(tuple(summaries), tuple(skipped), seconds, interrupted, tuple(broken), lost, not_kept)
-    listener(finished)
-    return finished
+        try:
+            work()
+        except KeyboardInterrupt:
+            interrupted = True
+        except DeviceLost as error:
+            lost = str(error)
+        if coordinator.errors and len(coordinator.states) == 1:
+            raise coordinator.errors[0]
+        died = False
+        return coordinator.finish(skipped, start, interrupted=interrupted, lost=lost)
+    finally:
+        coordinator.compiles.close(died=died)
 
 
 def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel], list[KernelSkipped]]:

@@ -1,104 +1,134 @@
-"""Compiles of a kernel's variants before its trials."""
+"""The compiles of a campaign, in the background; every kernel's first comes before any kernel's second."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from attnfuzz.harness.campaign.context import CampaignContext
-from attnfuzz.harness.campaign.events import CompileFinished, Finding
-from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.journal import Journal
-from attnfuzz.harness.isolation.executors import Compiled
-from attnfuzz.harness.judge.failure import Failure
-from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import Limits, cases_by_compile_key
-from attnfuzz.strategies.shapes import Variant
 
-__all__ = ["VariantCompiler"]
+__all__ = ["CompileService", "KeyState", "Wanted"]
 
-_MOST_AHEAD = 3
-"""Upper bound on speculative compiles, as a multiple of the variants."""
+KeyState = Literal["waiting", "ready", "failed"]
+"""Of a compile key. failed: the compiler refused it, so that no Case of it can be tried."""
 
 
-class VariantCompiler:
-    """Compiles variants in child processes; a compile that fails is a finding with its smallest Case."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A compile that waits or is at work: kernel, compile key, and the smallest Case of it that was asked for."""
 
-    def __init__(self, kernel: Kernel, context: CampaignContext, findings: Findings) -> None:
-        self._kernel, self._context, self._findings = kernel, context, findings
-        self.compiles, self.seconds, self.refused = 0, 0.0, 0
-        self._variants: Sequence[Variant] = ()
-        self._cases: dict[str, Case] = {}
-        self._likely: list[Case] = []
+    kernel: str
+    key: str
+    case: Case
 
-    def plan(self, variants: Sequence[Variant], limits: Limits) -> int:
-        """Choose what to compile: `variants`, and ahead what drawn Cases are likely to need; returns the number of compiles."""
-        self._variants = variants
-        if self._context.settings.device in self._kernel.capabilities.compiles_on:
-            for each in variants:
-                case = Case(kernel=self._kernel.name, problem=each.problem(self._kernel.capabilities), config=each.config)
-                self._cases.setdefault(self._key(each), case)
-            self._likely = self._ahead(self._cases, variants, limits)
-        return len(self._cases) + len(self._likely)
 
-    def compile(self) -> tuple[Variant, ...]:
-        """Compile as planned; returns the variants that can be tried. Refused ones are findings, also where Ctrl-C ends this."""
-        if not self._cases:
-            return tuple(self._variants)
-        start, failures = time.monotonic(), dict[Case, Failure]()
+class CompileService:
+    """Compiles what is asked for, each key once.
+
+    Args:
+        executor: whose compiler is used, made with the first compile.
+        width: compiles at once.
+        out: folder of the journals: a compiler may take the machine down as well; None: nothing is written.
+        finished: called with each compile that has ended.
+        not_written: called if a journal cannot be written.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        width: int | None,
+        out: str | None,
+        finished: Callable[[Wanted, Compiled], None],
+        not_written: Callable[[Case, OSError], None],
+    ) -> None:
+        self._executor, self._out = executor, out
+        self._finished, self._not_written = finished, not_written
+        self.width = width or len(os.sched_getaffinity(0))
+        self._compiler: Compiler | None = None
+        self._states: dict[tuple[str, str], KeyState] = {}
+        self._queued: dict[str, int] = {}
+        self._queue: list[tuple[int, int, Wanted]] = []
+        self._order = itertools.count()
+        self._active: dict[Case, Wanted] = {}
+        self._journals: dict[Case, Journal] = {}
+
+    def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
+        """Queue the compile keys of `cases` that are not known yet; returns the state of each."""
+        for key, case in cases.items():
+            if (kernel, key) not in self._states:
+                self._states[kernel, key] = "waiting"
+                rank = self._queued.get(kernel, 0)
+                self._queued[kernel] = rank + 1
+                heapq.heappush(self._queue, (rank, next(self._order), Wanted(kernel, key, case)))
+        return {key: self._states[kernel, key] for key in cases}
+
+    def state(self, kernel: str, key: str) -> KeyState | None:
+        """Return the state of a compile key; None: nobody has asked for it."""
+        return self._states.get((kernel, key))
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Start and finish compiles; wait for one to end for at most `seconds`."""
+        self._start()
+        if self._compiler is None or not self._active:
+            time.sleep(seconds)
+        else:
+            for done in self._compiler.poll(seconds):
+                wanted = self._active.pop(done.case)
+                if (journal := self._journals.pop(done.case, None)) is not None:
+                    journal.discard()
+                self._states[wanted.kernel, wanted.key] = "failed" if done.failure else "ready"
+                self._finished(wanted, done)
+            self._start()
+
+    def _start(self) -> None:
+        while self._queue and len(self._active) < self.width:
+            wanted = heapq.heappop(self._queue)[2]
+            if self._compiler is None:
+                self._compiler = self._executor.compiler()
+            self._note(wanted.case)
+            self._active[wanted.case] = wanted
+            self._compiler.start(wanted.case)
+
+    def _note(self, case: Case) -> None:
+        if self._out is None:
+            return
+        journal = Journal(self._out)
         try:
-            for done in self._each([*self._cases.values(), *self._likely]):
-                self.compiles += 1
-                error = done.failure.message if done.failure else None
-                self._context.listener(CompileFinished(done.case.kernel, done.case.config.canonical(), done.seconds, error))
-                if done.failure is not None:
-                    failures[done.case] = done.failure
-        finally:
-            # Simplest first, whichever was compiled first: the first Case of an identity is the one that is kept. A refused Case
-            # that was compiled ahead is found, and shrunk, when a trial draws it.
-            for case in (each for each in self._cases.values() if each in failures):
-                verdict = Verdict(status="fail", failures=(failures[case],))
-                self._findings.keep(Finding(failures[case].identity, case, verdict), minimal=True)
-            self.seconds = time.monotonic() - start
-            # One failure may stand for many variants.
-            usable = tuple(each for each in self._variants if self._cases[self._key(each)] not in failures)
-            self.refused = len(self._variants) - len(usable)
-        return usable
+            journal.launch(case)
+        except OSError as error:
+            journal.discard()
+            self._out = None
+            self._not_written(case, error)
+        else:
+            self._journals[case] = journal
 
-    def _key(self, variant: Variant) -> str:
-        return self._kernel.compile_key(variant.problem(self._kernel.capabilities), variant.config)
+    def pending(self, kernel: str | None = None) -> int:
+        """Return the number of compiles, of one kernel or of all, that wait or are at work."""
+        waiting = [*(each for _, _, each in self._queue), *self._active.values()]
+        return sum(kernel in (None, each.kernel) for each in waiting)
 
-    def _ahead(self, cases: dict[str, Case], variants: Sequence[Variant], limits: Limits) -> list[Case]:
-        """Cases of other compile keys that trials are likely to draw: a compile within a trial would take the trial's time."""
-        settings = self._context.settings
-        likely = cases_by_compile_key(self._kernel, device=settings.device, limits=limits, variants=variants, seed=settings.seed)
-        return [case for key, case in likely.items() if key not in cases][: _MOST_AHEAD * len(variants)]
+    def drop(self, kernel: str) -> None:
+        """Forget the compiles of a kernel that wait: it is not tried further."""
+        self._queue = [each for each in self._queue if each[2].kernel != kernel]
+        heapq.heapify(self._queue)
 
-    def _each(self, cases: Sequence[Case]) -> Iterator[Compiled]:
-        """Compile, each Case in a journal of its own meanwhile: a compiler may take the machine down as well."""
-        settings, in_flight = self._context.settings, dict[Case, Journal]()
-
-        def starting(case: Case) -> None:
-            if settings.out and self._findings.not_kept is None:
-                in_flight[case] = Journal(settings.out)
-                try:
-                    in_flight[case].launch(case)
-                except OSError as error:
-                    in_flight.pop(case).discard()
-                    self._findings.announce_not_kept(case, error)
-
-        try:
-            for done in self._context.executor.compiled(cases, settings.jobs, starting):
-                if done.case in in_flight:
-                    in_flight.pop(done.case).discard()
-                yield done
-        except (KeyboardInterrupt, GeneratorExit):
-            for journal in in_flight.values():
-                journal.discard()
-            raise
-        except BaseException:
-            for journal in in_flight.values():
+    def close(self, *, died: bool = False) -> None:
+        """End the compiles at work. `died`: by an error of attnfuzz, so that the next run begins with them."""
+        for journal in self._journals.values():
+            if died:
                 journal.abandon()
-            raise
+            else:
+                journal.discard()
+        self._journals.clear()
+        self._active.clear()
+        self._queue.clear()
+        if self._compiler is not None:
+            self._compiler.close()
+            self._compiler = None

@@ -1,7 +1,9 @@
-"""What the kernels of one campaign share."""
+"""What the kernels of one campaign share, and what those of one worker share."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnfuzz.harness.campaign.corpus import Corpus
@@ -10,18 +12,67 @@ from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.maps import MapWriter
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.executors import Executor
+from attnfuzz.kernels.contract import Device
+from attnfuzz.strategies.case import Case
 
-__all__ = ["CampaignContext"]
+__all__ = ["Batch", "CampaignContext", "WorkerContext", "batch_for"]
+
+
+_AROUND = 256
+"""Scores that count for a row of q or k: its own elements and the budgets of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CampaignContext:
-    """Settings, where trials run, who listens, and what is kept on disk. `seconds`: the budget of each kernel."""
+    """Settings, who listens, what is kept on disk, and when the time of the campaign is over (time.monotonic)."""
+
+    settings: Settings
+    listener: Listener = lambda _: None
+    corpus: Corpus | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How many Cases run together: at most `most`, whose weights add up to at most `room`."""
+
+    most: int = 1
+    room: float = 0.0
+    weight: Callable[[Case], float] = lambda _: 0.0
+
+
+def _scores(case: Case) -> float:
+    p = case.problem
+    return p.heads * sum(n_q * n_k for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True)) + _AROUND * (
+        p.total_q * p.heads + p.total_k * p.kv_heads
+    )
+
+
+_BATCHES: dict[Device, Batch] = {
+    "cpu": Batch(),
+    "cuda": Batch(32, float(1 << 26), _scores),
+}
+"""On a GPU the launches of one judgement cost more than the Cases; scores of a batch take 0.5 GiB each time they are held."""
+
+
+def batch_for(settings: Settings) -> Batch:
+    """Return how many Cases of a run go together."""
+    return _BATCHES[settings.device]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """Settings, where a worker's trials run, what it keeps on disk, and when the time of the campaign is over."""
 
     settings: Settings
     executor: Executor
-    listener: Listener = lambda _: None
-    corpus: Corpus | None = None
     journal: Journal | None = None
     maps: MapWriter | None = None
-    seconds: float | None = None
+    end: float | None = None
+    batch: Batch = Batch()
+
+    def shrink_seconds(self, most: float) -> float:
+        """Return how long one failure may be shrunk, `most` by the profile: after the end, only for the grace of the settings."""
+        if self.end is None:
+            return most
+        return min(most, max(0.0, self.end + self.settings.grace - time.monotonic()))

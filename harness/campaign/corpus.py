@@ -7,7 +7,7 @@ import re
 import shlex
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,10 +198,23 @@ class Corpus:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
+    def of_all(self, kernels: Sequence[str]) -> dict[str, list[CaseFile]]:
+        """Return the stored Cases of `kernels`, by file name: the folder is listed once.
+
+        Raises:
+            BadCase: a file of theirs cannot be read.
+        """
+        paths = sorted(self.folder.glob("*.json"))
+        return {kernel: list(self._read(kernel, paths)) for kernel in kernels}
+
     def of(self, kernel: str) -> Iterator[CaseFile]:
         """The stored Cases of `kernel`, by file name. A file that cannot be read is an error with its path, never passed over."""
-        for path in sorted(self.folder.glob(f"{_slug(kernel)}-*.json")):
-            if not path.exists():
+        yield from self._read(kernel, sorted(self.folder.glob("*.json")))
+
+    def _read(self, kernel: str, paths: Iterable[Path]) -> Iterator[CaseFile]:
+        prefix = f"{_slug(kernel)}-"
+        for path in paths:
+            if not path.name.startswith(prefix) or not path.exists():
                 # Another worker has put a smaller Case in its place since the folder was listed.
                 continue
             stored = read_case(path)

@@ -67,7 +67,8 @@ def earlier_cases(
         else:
             yield EarlierCase(left.case, left=left)
             continue
-        left.path.unlink(missing_ok=True)
+        if left.alone:
+            left.path.unlink(missing_ok=True)
     for each in stored:
         identity = each.finding.identity
         if identity is not None and identity.check == ENDED_RUNS:

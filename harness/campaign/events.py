@@ -146,9 +146,10 @@ class TrialFinished:
 
 @dataclass(frozen=True, slots=True)
 class FailureFound:
-    """A failure of a new identity, not yet shrunk; its Case is on disk."""
+    """A failure of a new identity, not yet shrunk; its Case is on disk. `seconds`: the most that shrinking may take."""
 
     finding: Finding
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,10 @@ class FailureMapped:
 
 @dataclass(frozen=True, slots=True)
 class KernelSummary:
-    """One kernel's row: distinct Cases tried, Cases of shrinking, reruns, times, compiles, outputs, findings."""
+    """One kernel's row: distinct Cases tried, Cases of shrinking, reruns, times, compiles, outputs, findings.
+
+    `seconds` and `compile_seconds` are sums over all workers and compiles.
+    """
 
     kernel: str
     cases: int
@@ -189,6 +193,8 @@ class KernelSummary:
     """Child processes that died or were killed."""
     refused: int = 0
     """Variants that the compiler refused; no Case of them was tried."""
+    unreached: int = 0
+    """Variants that were not compiled when the time was over; no Case of them was tried."""
     recoveries: tuple[float, ...] = ()
     """Seconds from each death of a child to the next verdict."""
 

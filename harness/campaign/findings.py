@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import CaseNotKept, FailureFound, Finding, Listener, Shrunk
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
-from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 
@@ -37,9 +36,9 @@ class Findings:
         self.not_kept: str | None = None
         """Why Cases could not be written to disk; None where they could. The run goes on, and events carry the Cases."""
 
-    def new_in(self, verdict: Verdict) -> Identity | None:
-        """The first failure of a Verdict that is not known yet: a known one must not hide another."""
-        return next((each.identity for each in verdict.failures if each.identity not in self._known), None)
+    def knows(self, identity: Identity) -> bool:
+        """Whether a failure is known: it is open, closed or ignored."""
+        return identity in self._known or identity in self._open
 
     def ignore(self, identities: set[Identity]) -> None:
         """Count failures as known without keeping them."""
@@ -52,32 +51,35 @@ class Findings:
         self._listener(FailureFound(finding))
         return finding
 
-    def update(self, finding: Finding) -> None:
-        """Replace an open finding by what shrinking has made of it."""
-        self._open[finding.identity] = finding
+    def update(self, before: Identity, finding: Finding) -> None:
+        """Replace an open finding, first seen as `before`, by what shrinking has made of it."""
+        self._open[before] = finding
 
-    def close(self) -> dict[Identity, Finding]:
-        """Replace the case files of all open findings by those of the minimal Cases; returns findings by their first identity."""
-        closing, self._open = self._open, {}
-        closed = {}
-        for before, shrunk in closing.items():
-            whole = shrunk if shrunk.shrunk else dataclasses.replace(shrunk, shrunk=True, partly=True)
-            finding = self._labelled(whole)
-            finding = dataclasses.replace(finding, path=self.write(finding))
-            if finding.path is not None and shrunk.path is not None and shrunk.path != finding.path:
-                self.remove(Path(shrunk.path))
-            closed[before] = self.closed[finding.identity] = finding
-            # The other failures of the minimal Case are the same bug.
-            self._known |= {finding.identity, before, *(each.identity for each in shrunk.verdict.failures)}
-            self._listener(Shrunk(finding, before))
-        return closed
+    def close(self, before: Identity) -> Finding:
+        """Replace the case file of an open finding, first seen as `before`, by that of the minimal Case."""
+        shrunk = self._open.pop(before)
+        whole = shrunk if shrunk.shrunk else dataclasses.replace(shrunk, shrunk=True, partly=True)
+        finding = self._labelled(whole)
+        finding = dataclasses.replace(finding, path=self.write(finding))
+        if finding.path is not None and shrunk.path is not None and shrunk.path != finding.path:
+            self.remove(Path(shrunk.path))
+        self.closed[finding.identity] = finding
+        # The other failures of the minimal Case are the same bug.
+        self._known |= {finding.identity, before, *(each.identity for each in shrunk.verdict.failures)}
+        self._listener(Shrunk(finding, before))
+        return finding
+
+    def close_all(self) -> None:
+        """Close every open finding as far as it is shrunk."""
+        for before in list(self._open):
+            self.close(before)
 
     def keep(self, finding: Finding, *, minimal: bool = False) -> None:
         """Open and close a finding that is not to be shrunk, unless its failure is known."""
-        if finding.identity in self._known:
+        if self.knows(finding.identity):
             return
-        self.update(dataclasses.replace(self.open(finding), shrunk=True, partly=not minimal))
-        self.close()
+        self.update(finding.identity, dataclasses.replace(self.open(finding), shrunk=True, partly=not minimal))
+        self.close(finding.identity)
 
     def remove(self, path: Path) -> None:
         """Remove a case file that a smaller one replaces."""

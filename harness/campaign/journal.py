@@ -13,7 +13,7 @@ import os
 import secrets
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -34,6 +34,8 @@ class _Entry(msgspec.Struct, frozen=True):
     case: str
     """Canonical JSON; empty where nothing is in flight."""
     deaths: int = 0
+    more: tuple[str, ...] = ()
+    """The other Cases of a batch, which are in flight together."""
     died: bool = True
     """Whether a run that leaves this behind has died of it: one that ended by an error of attnfuzz has not."""
 
@@ -45,6 +47,10 @@ class LeftBehind:
     case: Case
     deaths: int
     path: Path
+    last: bool = True
+    """Whether it is the last of the file's Cases: the file is not needed any more once this one is tried again."""
+    alone: bool = True
+    """Whether it is the file's only Case."""
 
 
 class Journal:
@@ -57,11 +63,12 @@ class Journal:
         self._number = 0
         self._entry: _Entry | None = None
 
-    def launch(self, case: Case, deaths: int = 0) -> None:
-        """`case` is about to run; `deaths`: runs that have ended with it in flight. On disk when this returns."""
+    def launch(self, *cases: Case, deaths: int = 0) -> None:
+        """`cases` are about to run; `deaths`: runs that have ended with them in flight. On disk when this returns."""
         if self._file < 0:
             self._open()
-        self._entry = _Entry(self._number + 1, case.canonical(), deaths)
+        first, *more = (each.canonical() for each in cases)
+        self._entry = _Entry(self._number + 1, first, deaths, tuple(more))
         self._write(self._entry)
         os.fdatasync(self._file)
 
@@ -87,7 +94,8 @@ class Journal:
         if self._file >= 0:
             if self._entry is not None:
                 with contextlib.suppress(OSError):  # a full disk: then it counts as a death
-                    self._write(_Entry(self._number + 1, self._entry.case, self._entry.deaths, died=False))
+                    entry = self._entry
+                    self._write(_Entry(self._number + 1, entry.case, entry.deaths, entry.more, died=False))
             os.close(self._file)
             self._file, self._entry = -1, None
 
@@ -125,6 +133,7 @@ class Journal:
 def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
     """Cases whose run ended while they were in flight, of all kernels, each once. Files without such a Case are removed."""
     entries: dict[Case, LeftBehind] = {}
+    paths: list[Path] = []
     for path in sorted((Path(folder) / "inflight").glob("*-*")):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
@@ -133,19 +142,31 @@ def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
                 # Its run is alive.
                 continue
             entry = _latest(file.read())
-            try:
-                case = case_from_json(entry.case) if entry and entry.case else None
-            except BadCase:
-                case = None
-            if entry is None or case is None:
+            cases = _cases_of(entry)
+            if entry is None or not cases:
                 path.unlink(missing_ok=True)
                 continue
-            left = LeftBehind(case, entry.deaths + entry.died, path)
-            if (known := entries.get(case)) is not None:
-                min(left, known, key=lambda each: each.deaths).path.unlink(missing_ok=True)
-                left = max(left, known, key=lambda each: each.deaths)
-            entries[case] = left
-    yield from entries.values()
+            paths.append(path)
+            for case in cases:
+                left = LeftBehind(case, entry.deaths + entry.died, path)
+                known = entries.get(case)
+                entries[case] = left if known is None else max(left, known, key=lambda each: each.deaths)
+    of_file = {path: [each for each in entries.values() if each.path == path] for path in paths}
+    for path, left_there in of_file.items():
+        if not left_there:
+            path.unlink(missing_ok=True)
+    for each in entries.values():
+        shared = of_file[each.path]
+        yield replace(each, last=each is shared[-1], alone=len(shared) == 1)
+
+
+def _cases_of(entry: _Entry | None) -> list[Case]:
+    """Return the Cases of an entry that can be read."""
+    cases = []
+    for text in (entry.case, *entry.more) if entry else ():
+        with contextlib.suppress(BadCase):
+            cases += [case_from_json(text)] if text else []
+    return cases
 
 
 def _latest(content: bytes) -> _Entry | None:

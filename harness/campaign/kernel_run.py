@@ -1,4 +1,4 @@
-"""One kernel's part of a campaign: compile, run the Cases of earlier runs, then draw new ones until the budget is spent.
+"""A worker's part in trying one kernel: the Cases of earlier runs, then drawn ones, turn by turn; what fails is shrunk.
 
 Hypothesis generates; what fails is then shrunk part by part (strategies/shrink_steps.py), which needs fewer trials than shrinking
 the choices behind a Case, and ends in smaller ones.
@@ -7,23 +7,23 @@ the choices behind a Case, and ends in smaller ones.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.harness.campaign.compiles import VariantCompiler
-from attnfuzz.harness.campaign.context import CampaignContext
-from attnfuzz.harness.campaign.corpus import CaseFile
-from attnfuzz.harness.campaign.coverage import Tally
-from attnfuzz.harness.campaign.earlier import EarlierCase, earlier_cases
-from attnfuzz.harness.campaign.events import Finding, KernelStarted, KernelSummary, Phase, TrialFinished
-from attnfuzz.harness.campaign.findings import Findings
-from attnfuzz.harness.campaign.journal import LeftBehind
+from attnfuzz.harness.campaign.backlog import Backlog
+from attnfuzz.harness.campaign.context import WorkerContext
+from attnfuzz.harness.campaign.drawer import Drawer, Drawn
+from attnfuzz.harness.campaign.earlier import EarlierCase
+from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
+from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.runner import TrialRunner
-from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.campaign.shrink import Shrinker
+from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
@@ -31,62 +31,54 @@ from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases
-from attnfuzz.strategies.draw import draw_values
-from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
 from attnfuzz.strategies.trials import trial_cases
 
-__all__ = ["KernelRun", "variants_of"]
+__all__ = ["KernelRun"]
 
-_ROUND = 100
-"""Cases drawn in a round; each round has a seed of its own, so that their number is not bounded."""
-_MOST_EMPTY_ROUNDS = 3
-"""Rounds without a new Case after which all Cases count as tried."""
-
-
-def variants_of(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
-    """The variants that Cases are drawn from: all that the kernel declares; a pool of them where each is compiled."""
-    variants = all_variants(kernel, settings.device)
-    if settings.device not in kernel.capabilities.compiles_on:
-        return variants
-    variants = pool(variants, PROFILES[settings.profile].variants[settings.device], settings.seed)
-    return modified(variants, kernel, settings.device, settings.seed)
+_FEW, _MANY = 20, 400
+"""A round is drawn where fewer Cases than that can run, unless that many wait for a compiler."""
+_ASK_EVERY = 0.2
+"""Seconds between questions whether code is compiled now."""
 
 
 class TrialClock:
     """Seconds of trials; shrinking and error maps have time of their own."""
 
     def __init__(self) -> None:
-        self._started: float | None = None
-        self._ended: float | None = None
-        self._paused = 0.0
-
-    def start(self) -> None:
-        """Begin to count."""
-        self._started = time.monotonic()
-
-    def stop(self) -> None:
-        """Count no further."""
-        self._ended = time.monotonic()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what is done meanwhile."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._paused += time.monotonic() - start
+        self._counted, self._since = 0.0, time.monotonic()
+        self._runs = False
 
     @property
     def seconds(self) -> float:
-        """Until now, or until `stop`."""
-        return 0.0 if self._started is None else (self._ended or time.monotonic()) - self._started - self._paused
+        """Until now."""
+        return self._counted + (time.monotonic() - self._since if self._runs else 0.0)
+
+    def reset(self) -> None:
+        """Begin at 0."""
+        self._counted, self._since = 0.0, time.monotonic()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the block."""
+        yield from self._switched(runs=True)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the block."""
+        yield from self._switched(runs=False)
+
+    def _switched(self, *, runs: bool) -> Iterator[None]:
+        before, self._counted, self._since, self._runs = self._runs, self.seconds, time.monotonic(), runs
+        try:
+            yield
+        finally:
+            self._counted, self._since, self._runs = self.seconds, time.monotonic(), before
 
 
-def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, findings: Findings, longest: int) -> tuple[Case, Verdict]:
+def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, campaign: Campaign, longest: int) -> tuple[Case, Verdict]:
     """The same Case compared with the oracle alone, if that fails too: a bug that one call shows is one finding."""
     # Relations are drawn at lengths that no oracle could follow.
-    if findings.new_in(verdict) is None or max(case.problem.seqlens_q + case.problem.seqlens_k) > longest:
+    if not verdict.failures or max(case.problem.seqlens_q + case.problem.seqlens_k) > longest:
         return case, verdict
     runner.fresh()
     alone = replace(case, check="oracle")
@@ -95,80 +87,71 @@ def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, findings
         return case, verdict
     # Only what relations show of the same output: a race, say, is another bug.
     wrong = {each.output for each in by_oracle.failures}
-    findings.ignore({each.identity for each in verdict.failures if each.kind == "relation" and each.output in wrong})
+    campaign.ignore(case.kernel, {each.identity for each in verdict.failures if each.kind == "relation" and each.output in wrong})
     return alone, by_oracle
 
 
 class KernelRun:
-    """Tries one kernel: each Case once; what fails is kept, shrunk and announced.
+    """Tries one kernel: each Case once; what fails is reported, shrunk and reported again.
 
     Args:
         kernel: to try; it can run on the device of the settings.
-        context: what all kernels of the campaign share.
-        stored: the kernel's case files, run first.
-        left_behind: its Cases that were in flight when a run died, run before these.
+        plan: variants and limits of its Cases.
+        context: what all kernels of the worker share.
+        campaign: what it reports to.
     """
 
-    def __init__(
-        self, kernel: Kernel, context: CampaignContext, stored: Sequence[CaseFile] = (), left_behind: Sequence[LeftBehind] = ()
-    ) -> None:
-        settings = context.settings
-        self.kernel, self.context = kernel, context
-        self._left_behind, self._stored = left_behind, stored
-        self.seed = settings.seed * 1000003 + settings.shard
-        self.limits = PROFILES[settings.profile].limits[settings.device]
-        self.variants: Sequence[Variant] = variants_of(kernel, settings)
-        self.tally, self.clock = Tally(), TrialClock()
-        self.findings = Findings(kernel, context.corpus, context.listener, self.seed)
-        self._runner = TrialRunner(context.executor, context.journal, self._count, self.findings.announce_not_kept)
-        self._compiler = VariantCompiler(kernel, context, self.findings)
+    def __init__(self, kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign) -> None:
+        self.kernel, self.plan, self._context, self._campaign = kernel, plan, context, campaign
+        self.clock = TrialClock()
+        self._known: set[Identity] = set()
+        self._until: float | None = None
+        self._asked = 0.0
+        self._tried = 0
+        self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
+        self._runner = TrialRunner(
+            context.executor,
+            context.journal,
+            lambda *trial: campaign.trial(kernel.name, *trial),
+            lambda case, error: campaign.not_kept(kernel.name, case, error),
+        )
+        background = not context.settings.in_process
+        self._drawer = Drawer(self._strategy, plan.seed, background=background)
         self._statistics_before = self._statistics()
 
-    def run(self) -> None:
-        """Compile the variants where the device needs that, then try Cases of them; DeviceLost ends it, once it is kept."""
-        self._statistics_before = self._statistics()
-        compiles = self._compiler.plan(self.variants, self.limits)
-        self.context.listener(KernelStarted(self.kernel.name, len(self.variants), compiles, self.tally))
-        self.variants = self._compiler.compile()
-        self.try_cases()
+    def _strategy(self) -> st.SearchStrategy[Case]:
+        settings, plan = self._context.settings, self.plan
+        strategy = cases if settings.plain else trial_cases
+        return strategy(self.kernel, device=settings.device, limits=plan.limits, variants=plan.variants)
 
-    def try_cases(self) -> None:
-        """Run the Cases of earlier runs, then draw new ones until the budget is spent."""
-        self.clock.start()
-        try:
-            for earlier in earlier_cases(self.kernel, self.context, self.findings, self._left_behind, self._stored):
-                self._try_earlier(earlier)
-            number = empty = 0
-            while self.variants and not self._spent() and empty < _MOST_EMPTY_ROUNDS:
-                before = self.tally.cases
-                self._draw_round(number)
-                number += 1
-                empty = empty + 1 if self.tally.cases == before else 0
-        except DeviceLost as lost:
-            verdict = Verdict(status="fail", failures=(lost.failure,))
-            self.findings.keep(self._finding(lost.failure.identity, lost.case, verdict))
-            raise
-        finally:
-            self.clock.stop()
-
-    def summary(self) -> KernelSummary:
-        """Counts and findings so far; a finding that is being shrunk is closed."""
-        self.findings.close()
+    def turn(self, turn: Turn) -> TurnEnd:
+        """Try Cases until the turn's time is over or nothing can be tried; DeviceLost ends it, once it is kept."""
+        self._until, self._statistics_before = turn.until, self._statistics()
+        self.clock.reset()
+        self._context.executor.limit(self._context.end)
+        earlier = list(turn.earlier)
+        with self.clock.running():
+            try:
+                while earlier and not self._spent():
+                    self._try_earlier(earlier[0])
+                    del earlier[0]
+                while not self._spent() and (self._try_next() or self._draws()):
+                    pass
+            except OutOfTime:
+                pass
+            except DeviceLost as lost:
+                verdict = Verdict(status="fail", failures=(lost.failure,))
+                self._keep(lost.failure.identity, lost.case, verdict, shrinks=False)
+                raise
         replaced, recoveries = self._statistics_before
-        return KernelSummary(
-            kernel=self.kernel.name,
-            cases=self.tally.cases,
-            shrink_cases=self.tally.shrink_cases,
-            reruns=self.tally.reruns,
+        now = self._statistics()
+        return TurnEnd(
             seconds=self.clock.seconds,
-            compiles=self._compiler.compiles,
-            compile_seconds=self._compiler.seconds,
-            refused=self._compiler.refused,
-            replaced=self._statistics()[0] - replaced,
-            recoveries=self._statistics()[1][len(recoveries) :],
-            outputs=dict(self.tally.outputs),
-            findings=tuple(self.findings.closed.values()),
-            features=dict(self.tally.features),
+            ready=self._backlog.ready + self._drawer.busy,
+            waiting=len(self._backlog) - self._backlog.ready,
+            replaced=now[0] - replaced,
+            recoveries=now[1][len(recoveries) :],
+            not_tried=tuple(earlier),
         )
 
     def _try_earlier(self, earlier: EarlierCase) -> None:
@@ -181,69 +164,108 @@ class KernelRun:
         self._runner.run(earlier.case, "replay", rate=earlier.rate, shows=shows, left=earlier.left)
         earlier.remove_if_replaced([each for verdict in verdicts for each in self._keep_new(earlier.case, verdict)])
 
-    def _draw_round(self, number: int) -> None:
-        """Draw each Case while the one before runs."""
+    def _try_next(self) -> bool:
+        """Try what can run, a batch at most; returns False where there is nothing."""
+        self._ask_for_compiles()
+        self._draw_ahead()
+        batch = self._context.batch
+        waiting = self._backlog.take(batch.most, batch.room, batch.weight)
+        for case, verdict in self._runner.run_all(waiting, "generate") if waiting else ():
+            self._examine(case, verdict)
+        return bool(waiting)
 
-        def consume(case: Case) -> bool:
-            if case == self._runner.in_flight:
-                return False
-            self._finish()
-            if not self._spent() and case not in self._runner.memo:
-                self._runner.begin(case)
-            return self._spent()
-
-        strategy = cases if self.context.settings.plain else trial_cases
-        of_kernel = strategy(self.kernel, device=self.context.settings.device, limits=self.limits, variants=self.variants)
-        draw_values(of_kernel, consume, seed=self.seed * 7919 + number, examples=_ROUND)
-        self._finish()
-
-    def _finish(self) -> None:
-        """Wait for the Case in flight, if there is one, and keep each failure that is new."""
-        case = self._runner.in_flight
-        if case is None:
+    def _examine(self, case: Case, verdict: Verdict) -> None:
+        """Keep each failure of a drawn Case that is new."""
+        self._tried += 1
+        if self._new_in(verdict) is None:
             return
-        verdict = self._runner.finish("generate")
         if case.check != "oracle" and self._supported(replace(case, check="oracle")):
-            case, verdict = _by_oracle_alone(case, verdict, self._runner, self.findings, self.limits.length)
+            case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
         self._keep_new(case, verdict)
+
+    def _draws(self) -> bool:
+        """Wait for the round that is being drawn; returns False where none is."""
+        taken = self._drawer.take(wait=True)
+        if taken is not None:
+            self._add(taken)
+        return taken is not None
+
+    def _draw_ahead(self) -> None:
+        """Take a round that is drawn, and have the next one drawn where few Cases can run."""
+        if (taken := self._drawer.take(wait=False)) is not None:
+            self._add(taken)
+        few = self._backlog.ready < max(_FEW, 2 * self._context.batch.most) and len(self._backlog) < _MANY
+        if few and not self._drawer.busy and (next_round := self._campaign.round(self.kernel.name)) is not None:
+            self._drawer.request(next_round)
+
+    def _add(self, taken: Drawn) -> None:
+        number, key_of = taken.round.number, self.kernel.compile_key
+        new = [taken.cases[index] for index in self._campaign.drawn(self.kernel.name, number, taken.ids)]
+        keyed = [(key_of(each.problem, each.config) if self.plan.compiled else "", each) for each in new]
+        self._backlog.add(number, keyed)
+        if self.plan.compiled:
+            self._asked = 0.0
+            self._ask_for_compiles()
+        else:
+            self._backlog.mark([""])
+
+    def _ask_for_compiles(self) -> None:
+        now = time.monotonic()
+        if now - self._asked < _ASK_EVERY or not (waiting := self._backlog.waiting):
+            return
+        self._asked = now
+        states = self._campaign.want(self.kernel.name, waiting)
+        self._backlog.mark(key for key, state in states.items() if state == "ready")
+        self._backlog.drop([key for key, state in states.items() if state == "failed"])
 
     def _keep_new(self, case: Case, verdict: Verdict) -> list[Finding]:
         findings = []
-        while (identity := self.findings.new_in(verdict)) is not None and not self._enough_failures():
-            findings.append(self._keep(identity, case, verdict))
+        while (identity := self._new_in(verdict)) is not None and not self._campaign.over(self.kernel.name):
+            finding = self._keep(identity, case, verdict)
+            findings += [finding] if finding else []
         return findings
 
-    def _keep(self, identity: Identity, case: Case, verdict: Verdict) -> Finding:
-        """Keep a failure: its case file first, then the shrunk one, then its error maps."""
-        opened = self.findings.open(self._finding(identity, case, verdict))
-        shrinker = Shrinker(opened, self._runner, self._supported, self.variants)
+    def _new_in(self, verdict: Verdict) -> Identity | None:
+        """The first failure of a Verdict that is not known here: a known one must not hide another."""
+        return next((each.identity for each in verdict.failures if each.identity not in self._known), None)
+
+    def _keep(self, identity: Identity, case: Case, verdict: Verdict, *, shrinks: bool = True) -> Finding | None:
+        """Keep a failure: its case file first, then the shrunk one, then its error maps; None: another worker has it."""
+        self._known.add(identity)
+        finding = Finding(identity, case, verdict, cases_to_find=self._tried, seconds_to_find=self.clock.seconds)
+        opened = self._campaign.open(self.kernel.name, finding)
+        if opened is None:
+            return None
         with self.clock.paused():
-            try:
-                shrinker.shrink(PROFILES[self.context.settings.profile].shrink)
-            finally:
-                self.findings.update(shrinker.finding)
-            finding = self.findings.close()[identity]
-            if self.context.maps:
-                self.context.listener(self.context.maps.write(finding, case, self._runner))
-        return finding
+            if shrinks:
+                self._shrink(identity, opened)
+            closed = self._campaign.close(self.kernel.name, identity)
+            self._known |= {closed.identity, *(each.identity for each in closed.verdict.failures)}
+            if self._context.maps and shrinks:
+                self._campaign.tell(self._context.maps.write(closed, case, self._runner))
+        return closed
 
-    def _finding(self, identity: Identity, case: Case, verdict: Verdict) -> Finding:
-        return Finding(identity, case, verdict, cases_to_find=self.tally.cases, seconds_to_find=self.clock.seconds)
-
-    def _count(self, phase: Phase, case: Case, verdict: Verdict) -> None:
-        self.tally.add(phase, case, verdict)
-        self.context.listener(TrialFinished(self.kernel.name, phase, case, verdict))
+    def _shrink(self, identity: Identity, opened: Finding) -> None:
+        settings = self._context.settings
+        ready = self.plan.variants
+        if self.plan.compiled and self._context.end is not None:
+            # A compile would take the time of all steps.
+            keys = {variant: self.plan.key(self.kernel, variant) for variant in ready}
+            compiled = self._campaign.ready(self.kernel.name, set(keys.values()))
+            ready = tuple(each for each in ready if keys[each] in compiled)
+        shrinker = Shrinker(opened, self._runner, self._supported, ready)
+        self._context.executor.limit(None)
+        try:
+            shrinker.shrink(self._context.shrink_seconds(PROFILES[settings.profile].shrink))
+        finally:
+            self._context.executor.limit(self._context.end)
+            self._campaign.update(self.kernel.name, identity, shrinker.finding)
 
     def _statistics(self) -> tuple[int, tuple[float, ...]]:
-        return self.context.executor.statistics.replaced, tuple(self.context.executor.statistics.recoveries)
+        return self._context.executor.statistics.replaced, tuple(self._context.executor.statistics.recoveries)
 
     def _supported(self, case: Case) -> bool:
-        return why_not_case(self.kernel, case, self.context.settings.device) is None
-
-    def _enough_failures(self) -> bool:
-        return len(self.findings.closed) >= (self.context.settings.max_failures or math.inf)
+        return why_not_case(self.kernel, case, self._context.settings.device) is None
 
     def _spent(self) -> bool:
-        enough = self.tally.cases >= (self.context.settings.max_examples or math.inf)
-        late = self.context.seconds is not None and self.clock.seconds >= self.context.seconds
-        return enough or late or self._enough_failures()
+        return self._campaign.over(self.kernel.name) or (self._until is not None and time.monotonic() >= self._until)

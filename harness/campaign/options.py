@@ -44,14 +44,15 @@ class Option:
 
 
 _MOST_GIB = 1 << 20
+_MOST_WORKERS = 1024
 _flag = partial(Option, type=bool, default=False)
 # fmt: off
 OPTIONS = (
     Option("kernel", "Only these kernels; may be repeated.", "NAME", default=[], only="pytest"),
     Option("device", "Where the kernels run; auto takes CUDA if there is one.", "auto|cpu|cuda", default="auto"),
     Option("profile", "How much is tried, and how large Cases are.", "quick|gate|nightly", default="quick"),
-    Option("budget", "Time for trials, compiles and shrinking not counted [default: the profile's].", "60s",
-           pytest_help="Time for trials of each kernel, over all its shards."),
+    Option("budget", "Time for the run, compiles included [default: the profile's].", "60s",
+           pytest_help="Time for all fuzz tests of the session together, compiles included."),
     Option("max-examples", "Distinct Cases per kernel, instead of a budget or in addition to it.", "N", int,
            pytest_help="Distinct Cases of each kernel, over all its shards."),
     Option("max-failures", "Failures after which a kernel is not tried further.", "N", int,
@@ -59,6 +60,7 @@ OPTIONS = (
     Option("case", "Run only this case, in its kernel's tests; may be repeated.", "FILE|BLOB", default=[], only="pytest"),
     Option("seed", "Same seed, same Cases in the same order.", "N", int, default=0),
     Option("out", "Folder of case files.", "DIR", default=".attnfuzz"),
+    Option("workers", "Processes that draw Cases and try them; auto fills the machine.", "N|auto", default="auto", only="click"),
     Option("jobs", "Compiles at once [default: the cores].", "N", int, least=1),
     Option("deadline", "Time limit of each stage of a trial [default: 60s].", "60s"),
     Option("memory", "Memory that a child process may hold, in GiB [default: half of the machine's].", "GIB", float,
@@ -96,8 +98,19 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
         "maps": not values["no_maps"],
         "plain": values.get("plain", False),
         "replay": not values.get("no_replay"),
+        "workers": _workers(values.get("workers", "1"), device, values["in_process"]),
     }
     return settings.Settings(**{**fields, **more})
+
+
+def _workers(text: str, device: Device, in_process: bool) -> int:
+    if text == "auto":
+        from attnfuzz.harness.campaign.workers import auto_workers
+
+        return 1 if in_process else auto_workers(device)
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_WORKERS:
+        raise reject("workers", text, f"it is not a number from 1 to {_MOST_WORKERS}, nor auto", "give a number, or auto")
+    return int(text)
 
 
 def _bytes(gib: float) -> int:

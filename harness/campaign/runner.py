@@ -1,14 +1,15 @@
-"""Trials one at a time: a Case is in the journal before its trial, and its Verdict is remembered after it."""
+"""Trials of one Case or of a batch: Cases are in the journal before their trial, and their Verdicts are remembered after it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from attnfuzz.harness.campaign.events import Phase, Rate
 from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.isolation.executors import Executor
+from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import reject
@@ -17,6 +18,8 @@ from attnfuzz.strategies.case import Case
 __all__ = ["TrialRunner", "tries"]
 
 _MOST_TRIES = 12
+_REMEMBERED = 2000
+"""Verdicts that a runner remembers."""
 
 
 def tries(rate: Rate | None) -> int:
@@ -34,6 +37,16 @@ def tries(rate: Rate | None) -> int:
 
 def _fails(verdict: Verdict) -> bool:
     return verdict.failure is not None
+
+
+class Memo(dict[Case, Verdict]):
+    """The Verdicts of the latest Cases: shrinking need not run them again."""
+
+    def __setitem__(self, case: Case, verdict: Verdict) -> None:
+        """Remember a Verdict, and forget the oldest if there are many."""
+        super().__setitem__(case, verdict)
+        if len(self) > _REMEMBERED:
+            del self[next(iter(self))]
 
 
 class TrialRunner:
@@ -55,7 +68,7 @@ class TrialRunner:
     ) -> None:
         self.executor, self._journal = executor, journal
         self._finished, self._not_written = finished, not_written
-        self.memo: dict[Case, Verdict] = {}
+        self.memo = Memo()
         self.in_flight: Case | None = None
         self.trials = 0
 
@@ -64,8 +77,8 @@ class TrialRunner:
 
         `patient`: deadlines of full length.
         """
-        self._launch(case, left.deaths if left else 0)
-        if left and self._journal:
+        self._launch(case, deaths=left.deaths if left else 0)
+        if left and self._journal and left.last:
             left.path.unlink(missing_ok=True)
         self.executor.begin(case, patient=patient)
         self.in_flight = case
@@ -74,11 +87,34 @@ class TrialRunner:
         """Wait for the Verdict of the Case in flight."""
         assert self.in_flight is not None
         case, self.in_flight = self.in_flight, None
-        verdict = self.memo[case] = self.executor.finish()
+        try:
+            verdict = self.memo[case] = self.executor.finish()
+        except OutOfTime:
+            self._land()
+            raise
         self._land()
         self.trials += 1
         self._finished(phase, case, verdict)
         return verdict
+
+    def run_all(self, cases: Sequence[Case], phase: Phase) -> Iterator[tuple[Case, Verdict]]:
+        """Run Cases of one kernel as a batch; yields each with its Verdict once all have run."""
+        if len(cases) == 1:
+            self.begin(cases[0])
+            yield cases[0], self.finish(phase)
+            return
+        self._launch(*cases)
+        try:
+            verdicts = self.executor.batch(cases)
+        except OutOfTime:
+            self._land()
+            raise
+        self._land()
+        for case, verdict in zip(cases, verdicts, strict=True):
+            self.memo[case] = verdict
+            self.trials += 1
+            self._finished(phase, case, verdict)
+        yield from zip(cases, verdicts, strict=True)
 
     def run(
         self,
@@ -124,12 +160,12 @@ class TrialRunner:
         """Start a new process for the next trial: what earlier trials left behind must not show in it."""
         self.executor.fresh()
 
-    def _launch(self, case: Case, deaths: int = 0) -> None:
+    def _launch(self, *cases: Case, deaths: int = 0) -> None:
         if self._journal:
             try:
-                self._journal.launch(case, deaths)
+                self._journal.launch(*cases, deaths=deaths)
             except OSError as error:
-                self._not_written(case, error)
+                self._not_written(cases[0], error)
                 self._journal.discard()
                 self._journal = None
 

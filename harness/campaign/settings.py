@@ -13,6 +13,8 @@ from attnfuzz.strategies.cases import Limits
 __all__ = ["PROFILES", "Profile", "ProfileName", "Settings", "duration", "profile"]
 
 ProfileName = Literal["quick", "gate", "nightly"]
+_GRACE, _LEAST_GRACE = 0.25, 10.0
+"""Shrinking may go on for that share of the budget after its end, and for 10 s at least."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -22,7 +24,7 @@ class Profile:
 
     name: ProfileName
     budget: float
-    """Seconds of trials, compiles not counted, shared evenly by the kernels."""
+    """Seconds from the start of the run, compiles included, shared by the kernels."""
     shrink: float
     """Seconds that shrinking one failure may take."""
     variants: dict[Device, int]
@@ -101,6 +103,8 @@ class Settings:
     """Keep maps of the errors of each minimal Case, for reports; where there is an `out`."""
     memory: int | None = None
     """Bytes that a child process may hold; by default half of the machine's memory, shared by xdist's workers."""
+    workers: int = 1
+    """Processes that draw Cases and run them; with 1, this process draws."""
 
     def __post_init__(self) -> None:
         if self.out == "":
@@ -121,6 +125,10 @@ class Settings:
             raise reject("deadline", self.deadline, "must be positive", "give a positive number of seconds")
         if self.memory is not None and self.memory < 1 << 30:
             raise reject("memory", self.memory, "a process that has imported torch holds half of that", "give 1 GiB or more")
+        if self.workers < 1:
+            raise reject("workers", self.workers, "must be positive", "give 1 or more, or auto")
+        if self.workers > 1 and self.in_process:
+            raise reject("workers", self.workers, "with --in-process all runs in this process", "leave one of the two out")
         if self.jobs is not None and self.jobs < 1:
             raise reject("jobs", self.jobs, "must be positive", "give 1 or more")
 
@@ -129,8 +137,13 @@ class Settings:
         return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
 
     @property
+    def grace(self) -> float:
+        """Seconds that shrinking may go on after the end of the budget."""
+        return min(PROFILES[self.profile].shrink, max(_LEAST_GRACE, _GRACE * (self.seconds or 0.0)))
+
+    @property
     def seconds(self) -> float | None:
-        """Seconds of trials for all kernels together; None where only `max_examples` ends the run."""
+        """Seconds of the whole run, compiles included; None where only `max_examples` ends it."""
         if self.budget is None and self.max_examples is not None:
             return None
         return (PROFILES[self.profile].budget if self.budget is None else self.budget) / self.shards

@@ -70,6 +70,10 @@ class Child:
         """Return (stage, start time) that the child last announced for `task`; None if it has not started it."""
         return self._board.read(task)
 
+    def item(self) -> int:
+        """Return the number of the Case of a batch that the child last announced."""
+        return self._board.item
+
     def memory(self) -> int:
         """Return the bytes of memory that the process holds."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,16 +17,33 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Compiled", "Executor", "InProcess", "compile_error"]
+__all__ = ["Compiled", "Compiler", "Executor", "InProcess", "SerialCompiler", "compile_error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One compiled variant of a kernel: its Case, the seconds it took, and the Failure if there is one."""
+    """One compiled variant of a kernel: its Case, the seconds it took, and the Failure if there is one.
+
+    `error`: of attnfuzz or of its use, which says nothing of the kernel.
+    """
 
     case: Case
     seconds: float
     failure: Failure | None = None
+    error: Exception | None = None
+
+
+class Compiler(Protocol):
+    """Compiles variants while Trials run."""
+
+    def start(self, case: Case) -> None:
+        """Begin to compile the kernel of a Case."""
+
+    def poll(self, seconds: float) -> list[Compiled]:
+        """Return what has been compiled since, after waiting for it for at most `seconds`."""
+
+    def close(self) -> None:
+        """End the compiles that are at work."""
 
 
 class Executor(Protocol):
@@ -37,10 +55,24 @@ class Executor(Protocol):
         """Begin a Trial, one at a time. `patient`: every stage has its full deadline."""
 
     def finish(self) -> Verdict:
-        """Return the Verdict of the Trial that was begun."""
+        """Return the Verdict of the Trial that was begun.
 
-    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
-        """Compile the kernel of each Case, `jobs` at once (default: the cores). `starting` gets each before it begins."""
+        Raises:
+            OutOfTime: the time of `limit` was over first.
+        """
+
+    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+        """Return the Verdicts of Cases of one kernel, as if each had run alone.
+
+        Raises:
+            OutOfTime: the time of `limit` was over first.
+        """
+
+    def limit(self, until: float | None) -> None:
+        """End each Trial at `until` (time.monotonic), with OutOfTime; None: no such time."""
+
+    def compiler(self) -> Compiler:
+        """Return a new Compiler; it is closed before the executor."""
 
     def mapped(self, case: Case) -> ErrorMaps | str:
         """Run `case` once more for maps of its errors, or say why there are none. Not allowed while a Trial is in flight."""
@@ -53,6 +85,30 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End processes and remove files."""
+
+
+class SerialCompiler:
+    """Compiles in this process, one variant in each `poll`.
+
+    Args:
+        compiled: compiles the kernel of a Case.
+    """
+
+    def __init__(self, compiled: Callable[[Case], Compiled]) -> None:
+        self._compiled = compiled
+        self._waiting: deque[Case] = deque()
+
+    def start(self, case: Case) -> None:
+        """Keep it for `poll`."""
+        self._waiting.append(case)
+
+    def poll(self, seconds: float) -> list[Compiled]:
+        """Compile the next one; nothing if `seconds` is 0, since that would delay a Trial."""
+        return [self._compiled(self._waiting.popleft())] if self._waiting and seconds else []
+
+    def close(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
 
 
 class InProcess:
@@ -78,20 +134,27 @@ class InProcess:
         with self.memory_checked():
             return run_trial(self.case, self.device)
 
-    def compiled(
-        self,
-        cases: Sequence[Case],
-        jobs: int | None,  # noqa: ARG002 - one after the other
-        starting: Callable[[Case], None],
-    ) -> Iterator[Compiled]:
-        """Compile one after the other."""
+    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+        """Run the Trials of a batch."""
+        from attnfuzz.harness.trial.batch import run_batch
+
+        self.statistics.tasks += len(cases)
+        with self.memory_checked():
+            return run_batch(cases, self.device)
+
+    def limit(self, until: float | None) -> None:
+        """Do nothing: a Trial of this process cannot be ended."""
+
+    def compiler(self) -> Compiler:
+        """Return a Compiler that compiles in this process."""
+        return SerialCompiler(self._compiled)
+
+    def _compiled(self, case: Case) -> Compiled:
         from attnfuzz.harness.trial.build import compile_here
         from attnfuzz.kernels import registry
 
-        for case in cases:
-            starting(case)
-            seconds, error = compile_here(registry.get(case.kernel), case.problem, case.config, self.device)
-            yield Compiled(case, seconds, compile_error(case, error))
+        seconds, error = compile_here(registry.get(case.kernel), case.problem, case.config, self.device)
+        return Compiled(case, seconds, compile_error(case, error))
 
     def mapped(self, case: Case) -> ErrorMaps | str:
         """Run it in this process."""

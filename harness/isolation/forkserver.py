@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Forkserver:
         self._template: _Template | None = None
         self._reaper, self._reaper_pipe = self._start_reaper()
         self._owner = os.getpid()
+        self._children: set[Child] = set()
 
     def _start_reaper(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
@@ -62,11 +63,20 @@ class Forkserver:
         return process, write
 
     def start(self) -> Child:
-        """Start a child.
+        """Start a child. It counts as living until `ended`.
 
         Raises:
             ChildError: the process cannot be started.
         """
+        child = self._started()
+        self._children.add(child)
+        return child
+
+    def ended(self, child: Child) -> None:
+        """Count a child as dead: what it leaves behind may be killed."""
+        self._children.discard(child)
+
+    def _started(self) -> Child:
         here, there = socket.socketpair()
         board, log = Board.create(), os.memfd_create("attnfuzz-log", os.MFD_CLOEXEC)
         # In append mode the log can be truncated while a child writes to it.
@@ -134,9 +144,9 @@ class Forkserver:
         session = {pid for pid, each in processes.items() if child.pid in (pid, each.session)}
         return sum(each.memory for pid, each in processes.items() if reaper.descends(pid, processes, session))
 
-    def sweep(self, living: Iterable[int]) -> int:
-        """Kill what ended children left behind, and return how many processes. Descendants of `living` stay."""
-        processes, at_work, killed = reaper.processes(self.run), set(living), 0
+    def sweep(self) -> int:
+        """Kill what ended children left behind, and return how many processes. Living children and their descendants stay."""
+        processes, at_work, killed = reaper.processes(self.run), {each.pid for each in self._children}, 0
         for pid in processes:
             if (self._template and pid == self._template.pid) or reaper.descends(pid, processes, at_work):
                 continue
@@ -150,7 +160,8 @@ class Forkserver:
         if self._owner != os.getpid() or self._reaper_pipe < 0:
             # A fork of this process must not end its parent's run.
             return
-        self.sweep(())
+        self._children.clear()
+        self.sweep()
         if self._template is not None:
             self._template.close()
             self._template = None

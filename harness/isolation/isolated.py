@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.executors import Compiled, compile_error
+from attnfuzz.harness.isolation.compiler import BackgroundCompiler
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.isolation.outcomes import (
@@ -20,6 +20,7 @@ from attnfuzz.harness.isolation.outcomes import (
     Error,
     ExecutionError,
     Outcome,
+    OutOfTime,
     Reply,
     Task,
     death_failure,
@@ -90,12 +91,10 @@ class Isolated:
         self._warm_key: tuple[str, str] | None = None
         self._forkserver = Forkserver(preloads(device, backends), {**_VARIABLES[device], **(variables or {})})
         self.run = self._forkserver.run
-        self._supervisor = Supervisor(
-            self._forkserver,
-            memory=memory_cap() if memory is None else memory,
-            warm=Task("attnfuzz.harness.isolation.tasks:warm", {"device": device}, {}),
-            spares=_SPARES[device],
-        )
+        self._memory = memory_cap() if memory is None else memory
+        warm = Task("attnfuzz.harness.isolation.tasks:warm", {"device": device}, {})
+        self._supervisor = Supervisor(self._forkserver, memory=self._memory, warm=warm, spares=_SPARES[device])
+        self._until: float | None = None
         self.statistics = self._supervisor.statistics
         self._described: dict[str, Any] | None = None
         self._begun: tuple[Case, tuple[str, str], Running] | None = None
@@ -120,14 +119,30 @@ class Isolated:
         """
         assert self._begun is not None
         (case, key, running), self._begun = self._begun, None
-        outcome = self._supervisor.finish(running)
+        outcome = self._ended(running)
         if self._doubtful(case.kernel, outcome):
             # A hang may be slowness, and an error outside the kernel may come from earlier Cases: run again with full deadlines.
             self.fresh()
-            outcome = self._supervisor.run(self._task(case, self._full))
+            outcome = self._ended(self._supervisor.begin(self._task(case, self._full)))
         if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
             self._hangs.add((case.kernel, outcome.stage))
         verdict = self._with_late_death(case, self._verdict(case, outcome))
+        self._learn(case, key, verdict)
+        return verdict
+
+    def _ended(self, running: Running) -> Outcome:
+        """Return the outcome of a task.
+
+        Raises:
+            OutOfTime: the time of `limit` was over first.
+        """
+        outcome = self._supervisor.finish(running, self._until)
+        if outcome is None:
+            raise OutOfTime
+        return outcome
+
+    def _learn(self, case: Case, key: tuple[str, str], verdict: Verdict) -> None:
+        """Remember how long each stage took, and what the next spare is to load."""
         for stage, seconds in verdict.seconds.items():
             self._usual[case.kernel, stage].append(seconds)
         self._finished.add(key)
@@ -135,7 +150,6 @@ class Isolated:
             # The next spare loads this code in advance: it is known to load.
             self._warm_key = key
             self._supervisor.hint(Task("attnfuzz.harness.isolation.tasks:warm", self._task(case, {}).payload, {}))
-        return verdict
 
     def ask(self, target: str, payload: Mapping[str, Any]) -> Outcome:
         """Run `target` ("module:function") with `payload`, JSON values, at full deadlines; return the outcome.
@@ -164,36 +178,52 @@ class Isolated:
         result = outcome.result
         return str(result["reason"]) if "reason" in result else msgspec.convert(result["maps"], ErrorMaps)
 
-    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
-        """Compile in several children at once.
+    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+        """Return the Verdicts of Cases of one kernel that run in one task, judged together.
+
+        If the child dies, or the harness fails in it, the Cases run one by one. If all pass then, the Case that was at work has
+        the death: it was of what the Cases before it left in the process.
 
         Raises:
-            BadArgument: a child cannot find the kernel.
-            ExecutionError: the harness itself failed in a child.
+            BadArgument: a child cannot find the kernel, or a Case cannot run here.
+            ExecutionError: the harness itself failed in the child.
+            OutOfTime: the time of `limit` was over first.
         """
-        tasks = [
-            Task(
-                "attnfuzz.harness.isolation.tasks:compile_variant",
-                {
-                    "kernel": shipped(each.kernel),
-                    "problem": msgspec.to_builtins(each.problem),
-                    "config": dict(each.config),
-                    "device": self.device,
-                },
-                self._full,
-            )
-            for each in cases
-        ]
-        width = max(1, min(jobs or len(os.sched_getaffinity(0)), len(tasks)))
-        for index, outcome in self._supervisor.run_all(tasks, width, lambda index: starting(cases[index])):
-            case = cases[index]
-            if isinstance(outcome, Death):
-                yield Compiled(case, outcome.seconds, death_failure(case.kernel, outcome))
-            elif isinstance(outcome, Error):
-                raise exception_of(outcome)
-            else:
-                yield Compiled(case, outcome.result["seconds"], compile_error(case, outcome.result["error"]))
-        self._supervisor.trim()
+        if len(cases) == 1:
+            self.begin(cases[0])
+            return [self.finish()]
+        kernel = registry.get(cases[0].kernel)
+        keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
+        deadlines = [self._deadlines(*key, times=len(cases)) for key in dict.fromkeys(keys)]
+        longest = {stage: max(each[stage] for each in deadlines) for stage in self._full}
+        outcome = self._ended(self._supervisor.begin(self._batch_task(cases, longest)))
+        if not isinstance(outcome, Reply):
+            return self._one_by_one(cases, outcome)
+        verdicts = [msgspec.convert(each, Verdict) for each in outcome.result]
+        verdicts[0] = self._with_late_death(cases[0], verdicts[0])
+        for case, key, verdict in zip(cases, keys, verdicts, strict=True):
+            self._learn(case, key, verdict)
+        return verdicts
+
+    def _one_by_one(self, cases: Sequence[Case], outcome: Outcome) -> list[Verdict]:
+        self.fresh()
+        verdicts = []
+        for each in cases:
+            self.begin(each)
+            verdicts.append(self.finish())
+        fails_alone = any(each.failures for each in verdicts)
+        if isinstance(outcome, Death) and outcome.stage in KERNEL_STAGES and 0 <= outcome.item < len(cases) and not fails_alone:
+            verdicts[outcome.item] = self._verdict(cases[outcome.item], outcome)
+        return verdicts
+
+    def limit(self, until: float | None) -> None:
+        """End each Trial at `until` (time.monotonic), with OutOfTime; None: no such time."""
+        self._until = until
+
+    def compiler(self) -> BackgroundCompiler:
+        """Return a Compiler whose compiles run in children of their own, several at once."""
+        supervisor = Supervisor(self._forkserver, memory=self._memory, spares=0, owner=False)
+        return BackgroundCompiler(supervisor, self.device, self._full)
 
     def settle(self) -> None:
         """Wait until the spare children are ready."""
@@ -232,8 +262,12 @@ class Isolated:
         }
         return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines)
 
-    def _deadlines(self, kernel: str, compile_key: str) -> dict[str, float]:
-        """Return a multiple of each stage's usual time; the full deadline for code that has not run yet."""
+    def _batch_task(self, cases: Sequence[Case], deadlines: Mapping[str, float]) -> Task:
+        payload = self._task(cases[0], {}).payload | {"cases": [each.canonical() for each in cases]}
+        return Task("attnfuzz.harness.isolation.tasks:trials", payload, deadlines)
+
+    def _deadlines(self, kernel: str, compile_key: str, times: int = 1) -> dict[str, float]:
+        """Return a multiple of each stage's usual time, for so many Cases; the full deadline for code that has not run yet."""
         deadlines = dict(self._full)
         for stage, full in self._full.items():
             usual = self._usual[kernel, stage]
@@ -242,7 +276,7 @@ class Isolated:
             # A compile is quick where its code is loaded already, and slow again in every new child.
             steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._finished
             if known or steady:
-                deadlines[stage] = min(full, max(_FLOOR, _TIMES_USUAL * max(usual)))
+                deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(usual)))
         return deadlines
 
     def _doubtful(self, kernel: str, outcome: Outcome) -> bool:

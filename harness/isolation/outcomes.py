@@ -23,6 +23,7 @@ __all__ = [
     "Death",
     "Error",
     "ExecutionError",
+    "OutOfTime",
     "Outcome",
     "Reply",
     "Task",
@@ -76,6 +77,8 @@ class Death:
     """End of what the process printed, faulthandler's stacks included."""
     printed: int
     """Total bytes printed."""
+    item: int = 0
+    """Of a batch, the number of the Case at work."""
 
     @property
     def signal(self) -> str | None:
@@ -95,6 +98,10 @@ class Death:
 
 
 Outcome = Reply | Error | Death
+
+
+class OutOfTime(Exception):
+    """A trial that had not ended when the time of its run was over; it says nothing of the kernel."""
 
 
 class ExecutionError(RuntimeError):

@@ -56,15 +56,19 @@ class Supervisor:
     """Runs tasks in children of `forkserver`, one after the other or several at once.
 
     Args:
-        forkserver: starts the children; closed with the supervisor.
+        forkserver: starts the children.
         warm: first task of every new child, so that a spare is ready when a child dies.
         memory: bytes that a child and what it starts may hold.
         spares: number of children that are kept ready.
+        owner: whether `close` closes the forkserver; else another supervisor uses it as well.
     """
 
-    def __init__(self, forkserver: Forkserver, *, memory: int, warm: Task | None = None, spares: int = 1) -> None:
+    def __init__(
+        self, forkserver: Forkserver, *, memory: int, warm: Task | None = None, spares: int = 1, owner: bool = True
+    ) -> None:
         self.statistics = Statistics()
         self._forkserver, self._memory, self._warm, self._spares = forkserver, memory, warm, spares
+        self._owner = owner
         self._hint: Task | None = None
         self._last_output = ""
         self.late: Death | None = None
@@ -82,7 +86,9 @@ class Supervisor:
         Raises:
             ChildError: a child process cannot be started.
         """
-        return self.finish(self.begin(task))
+        outcome = self.finish(self.begin(task))
+        assert outcome is not None
+        return outcome
 
     def begin(self, task: Task) -> Running:
         """Send `task` to a child that is free, or to a new one.
@@ -94,8 +100,8 @@ class Supervisor:
         child.send({"task": number, "target": task.target, "payload": task.payload})
         return Running(task, child, number, now, now, now)
 
-    def finish(self, running: Running) -> Outcome:
-        """Wait for the outcome of a task that `begin` sent.
+    def finish(self, running: Running, until: float | None = None) -> Outcome | None:
+        """Wait for the outcome of a task that `begin` sent; None: it has not ended by `until` (time.monotonic), and was killed.
 
         Raises:
             ChildError: a child process cannot be started.
@@ -104,6 +110,31 @@ class Supervisor:
             outcome = self._outcome(running, wait([running.child.connection.fileno(), running.child.descriptor], _TICK))
             if outcome is not None:
                 return outcome
+            if until is not None and time.monotonic() >= until:
+                self._discard(running.child)
+                return None
+
+    def ended(self, active: dict[int, Running], seconds: float) -> Iterator[tuple[int, Outcome]]:
+        """Yield (number, outcome) of tasks of `active` that have ended or end within `seconds`, and remove them there.
+
+        Raises:
+            ChildError: a child process cannot be started.
+        """
+        children = [each.child for each in active.values()]
+        ready = wait([each for child in children for each in (child.connection.fileno(), child.descriptor)], seconds)
+        for number, running in list(active.items()):
+            if (outcome := self._outcome(running, ready)) is not None:
+                del active[number]
+                yield number, outcome
+
+    def kill(self, running: Running) -> None:
+        """End a task that is not wanted any more, and its child."""
+        self._discard(running.child)
+
+    def idle(self, most: int) -> None:
+        """Keep at most so many free children."""
+        while len(self._idle) > most:
+            self._discard(self._idle.pop())
 
     def run_all(
         self, tasks: Sequence[Task], width: int, starting: Callable[[int], None] = lambda _: None
@@ -120,13 +151,7 @@ class Supervisor:
                     index, task = queue.popleft()
                     starting(index)
                     active[index] = self.begin(task)
-                children = [each.child for each in active.values()]
-                ready = wait([each for child in children for each in (child.connection.fileno(), child.descriptor)], _TICK)
-                for index, running in list(active.items()):
-                    outcome = self._outcome(running, ready)
-                    if outcome is not None:
-                        del active[index]
-                        yield index, outcome
+                yield from self.ended(active, _TICK)
         finally:
             # Interrupted: the state of the children at work is unknown.
             for running in active.values():
@@ -150,19 +175,16 @@ class Supervisor:
             self._discard(child)
         self._idle.clear()
 
-    def trim(self) -> None:
-        """Keep one free child, and end the others."""
-        for child in self._idle[1:]:
-            self._discard(child)
-        del self._idle[1:]
-
     def close(self) -> None:
         """End every child and everything that they started, and remove their temporary files."""
         for child in list(self._living):
             self._discard(child, sweep=False)
         self._idle.clear()
         self._ready.clear()
-        self._forkserver.close()
+        if self._owner:
+            self._forkserver.close()
+        else:
+            self._forkserver.sweep()
 
     def _outcome(self, running: Running, ready: set[int]) -> Outcome | None:
         """Return the outcome of a task; None while it runs, perhaps in another child."""
@@ -179,7 +201,7 @@ class Supervisor:
         if outcome is not None:
             self.statistics.tasks += 1
             if self.statistics.tasks % _SWEEP_EVERY == 0:
-                self._forkserver.sweep(each.pid for each in self._living)
+                self._forkserver.sweep()
             if died is not None:
                 self.statistics.recoveries.append(time.monotonic() - died)
                 self._died = None if self._died == died else self._died
@@ -282,6 +304,7 @@ class Supervisor:
             child.ask_for_stack()
         elif why == "pipe" and wait([child.descriptor], _TICK * 4):
             why = "exit"
+        item = child.item()
         printed, status = child.output_size(), child.kill()
         if (why == "pipe" or status == LOST_CONNECTION) and stage not in KERNEL_STAGES:
             # Only a kernel closes the connection. The child has gone on since, so that its stage says nothing.
@@ -291,19 +314,20 @@ class Supervisor:
         if announced is None:
             self._last_output = output.strip() or f"exit status {status}"
             raise _NotBegunError(self._last_output)
-        return Death(why, stage, seconds, limit, status, output, printed)
+        return Death(why, stage, seconds, limit, status, output, printed, item)
 
     def _discard(self, child: Child, *, killed: bool = False, sweep: bool = True) -> None:
         if child not in self._living:
             return
         self._living.discard(child)
+        self._forkserver.ended(child)
         self._warming.pop(child, None)
         self.statistics.replaced += 1
         if not killed:
             child.kill()
         child.close()
         if sweep:
-            self._forkserver.sweep(each.pid for each in self._living)
+            self._forkserver.sweep()
 
 
 def _stage(child: Child, running: Running) -> tuple[str, float]:

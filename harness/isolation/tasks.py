@@ -15,10 +15,10 @@ from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["compile_variant", "kernel_of", "map_case", "preloads", "trial", "warm"]
+__all__ = ["compile_variant", "kernel_of", "map_case", "preloads", "trial", "trials", "warm"]
 
 _Done = tuple[Any, bool]
-_Enter = Callable[[str], None]
+_Enter = Callable[..., None]
 
 
 def preloads(device: Device, backends: Collection[str]) -> list[str]:
@@ -98,6 +98,21 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
         verdict = Verdict(status="fail", failures=(lost.failure,), device=payload["device_name"], versions=versions)
         return msgspec.to_builtins(verdict), True
     return msgspec.to_builtins(verdict), any(each.kind == "out-of-memory" for each in verdict.failures)
+
+
+def trials(payload: dict[str, Any], enter: _Enter) -> _Done:
+    """Run the Trials of a batch. `payload` as of `trial`, with `cases` in place of `case`. The result is a list of Verdicts.
+
+    What breaks the device or fills the memory ends the whole batch: its Cases have to run one by one then.
+    """
+    from attnfuzz.harness.trial.batch import run_batch
+    from attnfuzz.kernels.support import memory
+
+    kernel_of(payload)
+    memory.check(payload["memory_check"])
+    cases = [case_from_json(each) for each in payload["cases"]]
+    verdicts = run_batch(cases, payload["device"], enter, lambda number: enter("inputs", number))
+    return [msgspec.to_builtins(each) for each in verdicts], False
 
 
 def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:

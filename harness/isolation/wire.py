@@ -22,6 +22,8 @@ STAGES = ("start", "compile", "inputs", "kernel", "oracle", "judge", "end")
 _HEAD = struct.Struct("qB")
 _TIME = struct.Struct("d")
 _SIZE = 4096
+_ITEM = struct.Struct("q")
+_ITEM_AT = 16
 _TIMES_AT = 64
 _LONGEST = 64 << 20
 
@@ -45,13 +47,21 @@ class Board:
     def begin(self, task: int) -> None:
         """Write that `task` has started."""
         _TIME.pack_into(self._page, _TIMES_AT, time.monotonic())
+        _ITEM.pack_into(self._page, _ITEM_AT, 0)
         _HEAD.pack_into(self._page, 0, task, 0)
 
-    def enter(self, stage: str) -> None:
-        """Write that the task enters `stage`."""
+    def enter(self, stage: str, item: int | None = None) -> None:
+        """Write that the task enters `stage`, with number `item` of what it works on, if that is another."""
         index = STAGES.index(stage)
+        if item is not None:
+            _ITEM.pack_into(self._page, _ITEM_AT, item)
         _TIME.pack_into(self._page, _TIMES_AT + 8 * index, time.monotonic())
         self._page[8] = index
+
+    @property
+    def item(self) -> int:
+        """Return the number of what the task works on; any number where a kernel has overwritten the page."""
+        return int(_ITEM.unpack_from(self._page, _ITEM_AT)[0])
 
     def read(self, task: int) -> tuple[str, float] | None:
         """Return (stage, start time) of `task`; None if it has not started yet.

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["LOST_CONNECTION", "main"]
+__all__ = ["LOST_CONNECTION", "bind_to", "main"]
 
 LOST_CONNECTION = 77
 """Exit code of a child that cannot reply: its task closed the connection."""
@@ -40,7 +40,7 @@ _PATIENCE = 5.0
 def main(arguments: list[str]) -> None:
     """Run as a child, or as the template process of children."""
     how, settings = arguments[0], json.loads(arguments[1])
-    _bind_to(settings["parent"], bound=settings["bound"])
+    bind_to(settings["parent"], bound=settings["bound"])
     sys.path[:] = settings["path"]
     if how == "template":
         _template(settings)
@@ -53,7 +53,7 @@ def _wire() -> ModuleType:
     return importlib.import_module("attnfuzz.harness.isolation.wire")
 
 
-def _bind_to(parent: int, *, bound: bool) -> None:
+def bind_to(parent: int, *, bound: bool) -> None:
     """Die with `parent`. Linux ties that to the thread that started us, so it is bound only if that was the main thread."""
     if bound:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -93,7 +93,7 @@ def _child(connection_fd: int, board_fd: int) -> None:
             os._exit(LOST_CONNECTION)
 
 
-def _done(task: dict[str, Any], enter: Callable[[str], None]) -> dict[str, Any]:
+def _done(task: dict[str, Any], enter: Callable[..., None]) -> dict[str, Any]:
     """Run the task and return its result. `replace`: this process must not be used again."""
     try:
         module, _, name = task["target"].partition(":")
@@ -155,7 +155,7 @@ def _forked(descriptors: list[int], template: int) -> None:
     try:
         connection, board, log = descriptors
         os.setsid()
-        _bind_to(template, bound=True)
+        bind_to(template, bound=True)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

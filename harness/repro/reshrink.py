@@ -12,7 +12,7 @@ from typing import Literal
 
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
 from attnfuzz.harness.campaign.events import Finding
-from attnfuzz.harness.campaign.kernel_run import variants_of
+from attnfuzz.harness.campaign.plan import variants_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.judge.failure import Identity

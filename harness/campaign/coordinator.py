@@ -1,0 +1,252 @@
+"""The campaign between its workers: gives out turns and rounds, knows every failure, runs the compiler, passes events on."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from attnfuzz.harness.campaign.compiles import CompileService, KeyState, Wanted
+from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.events import (
+    CampaignFinished,
+    Event,
+    Finding,
+    KernelBroke,
+    KernelFinished,
+    KernelSkipped,
+    KernelSummary,
+    Phase,
+    TrialFinished,
+)
+from attnfuzz.harness.campaign.journal import LeftBehind
+from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.link import Turn, TurnEnd
+from attnfuzz.harness.campaign.rounds import Round
+from attnfuzz.harness.isolation.executors import Compiled, Executor
+from attnfuzz.harness.judge.failure import Identity
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.strategies.case import Case
+
+__all__ = ["Coordinator", "LocalTurns"]
+
+_SHORTEST, _LONGEST = 1.0, 10.0
+"""Seconds of a turn under a budget."""
+_PARTS = 4
+"""Turns in which a kernel has its share."""
+_WAIT = 0.05
+
+
+class Coordinator:
+    """Everything about a campaign that its workers share: it is the Campaign of link.py for workers in its own process.
+
+    Args:
+        context: settings, listener, corpus, end.
+        states: the kernels.
+        executor: whose compiler is used.
+        workers: how many there are.
+    """
+
+    def __init__(self, context: CampaignContext, states: Sequence[KernelState], executor: Executor, workers: int = 1) -> None:
+        self.context, self._workers = context, workers
+        self.states = {each.kernel.name: each for each in states}
+        self.broken: list[KernelBroke] = []
+        self.errors: list[Exception] = []
+        settings = context.settings
+        self.compiles = CompileService(executor, settings.jobs, settings.out, self._compiled, self._not_written)
+        for state in self.states.values():
+            if cases := state.variant_cases():
+                self.compiles.want(state.kernel.name, cases)
+
+    def turn(self, worker: int) -> Turn | Literal["wait"] | None:
+        """Return a worker's next turn; "wait": every kernel waits for a compiler; None: there is nothing left to do."""
+        if self._late():
+            return None
+        now = time.monotonic()
+        for state in self.states.values():
+            self._end(state)
+        left = [each for each in self.states.values() if not each.ended]
+        able = [each for each in left if self._can_try(each, worker)]
+        if not able:
+            return "wait" if left else None
+        state = min(able, key=lambda each: (len(each.workers), each.seconds))
+        return Turn(state.kernel.name, self._until(now, len(left)), state.begin_turn(worker))
+
+    def _can_try(self, state: KernelState, worker: int) -> bool:
+        if self.over(state.kernel.name) or state.hopeless:
+            return False
+        # The Cases of a run that is limited by their number must not depend on how fast the compiler is.
+        if not (state.variants_ended or (self.context.end is not None and state.some_compiled)):
+            return False
+        if state.waiting.get(worker):
+            return state.waiting_at[worker] != state.compiles or state.rounds.may_give()
+        return bool(state.ready.get(worker) or state.left_earlier or state.rounds.may_give())
+
+    def _until(self, now: float, kernels: int) -> float | None:
+        """Return when a turn ends: a kernel has its share of the workers' time in several turns, so that all have some early."""
+        if self.context.end is None:
+            return None
+        share = (self.context.end - now) * self._workers / kernels
+        return min(self.context.end, now + min(_LONGEST, max(_SHORTEST, share / _PARTS)))
+
+    def _late(self) -> bool:
+        return self.context.end is not None and time.monotonic() >= self.context.end
+
+    def _end(self, state: KernelState) -> None:
+        if not state.ended and state.is_over() and (state.broken or state.enough or state.variants_ended):
+            state.start()
+            state.ended = True
+            self.compiles.drop(state.kernel.name)
+            self.context.listener(KernelFinished(state.summary()))
+
+    def end_turn(self, worker: int, kernel: str, end: TurnEnd) -> None:
+        """Add a turn that has ended."""
+        self.states[kernel].end_turn(worker, end)
+
+    def broke(self, worker: int, kernel: str, error: Exception) -> None:
+        """Try a kernel no further, for an error that is not a finding."""
+        state = self.states[kernel]
+        state.leave(worker)
+        if not state.broken:
+            state.broken = True
+            self.errors.append(error)
+            self.broken.append(KernelBroke(kernel, str(error)))
+            self.compiles.drop(kernel)
+            if len(self.states) > 1:
+                self.context.listener(self.broken[-1])
+
+    def round(self, kernel: str) -> Round | None:
+        """Return the next round of a kernel."""
+        return None if self.over(kernel) else self.states[kernel].rounds.take()
+
+    def drawn(self, kernel: str, number: int, ids: Sequence[str]) -> list[int]:
+        """Return which Cases of a round are to be tried."""
+        return self.states[kernel].rounds.drawn(number, ids)
+
+    def end_round(self, kernel: str, number: int) -> None:
+        """Note that a round has been tried."""
+        self.states[kernel].rounds.finish(number)
+
+    def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
+        """Queue compiles; returns the state of each key."""
+        return self.compiles.want(kernel, cases)
+
+    def ready(self, kernel: str, keys: Collection[str]) -> set[str]:
+        """Return those of `keys` that are compiled."""
+        return {key for key in keys if self.compiles.state(kernel, key) == "ready"}
+
+    def over(self, kernel: str) -> bool:
+        """Whether a kernel is not to be tried further."""
+        state = self.states[kernel]
+        return state.enough or state.broken
+
+    def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict) -> None:
+        """Count a trial, and pass it on."""
+        self.states[kernel].count(phase, case, verdict)
+        self.context.listener(TrialFinished(kernel, phase, case, verdict))
+        self.compiles.poll()
+
+    def tell(self, event: Event) -> None:
+        """Pass an event on."""
+        self.context.listener(event)
+
+    def open(self, kernel: str, finding: Finding) -> Finding | None:
+        """Keep a new failure; None where it is known or there are enough."""
+        state = self.states[kernel]
+        if state.findings.knows(finding.identity) or state.enough:
+            return None
+        seconds = state.seconds + finding.seconds_to_find
+        return state.findings.open(dataclasses.replace(finding, cases_to_find=state.tally.cases, seconds_to_find=seconds))
+
+    def update(self, kernel: str, before: Identity, finding: Finding) -> None:
+        """Replace an open finding."""
+        self.states[kernel].findings.update(before, finding)
+
+    def close(self, kernel: str, before: Identity) -> Finding:
+        """Close an open finding."""
+        return self.states[kernel].findings.close(before)
+
+    def ignore(self, kernel: str, identities: set[Identity]) -> None:
+        """Count failures as known."""
+        self.states[kernel].findings.ignore(identities)
+
+    def not_kept(self, kernel: str, case: Case, error: OSError) -> None:
+        """Announce a Case that could not be written."""
+        self.states[kernel].findings.announce_not_kept(case, error)
+
+    def give_back(self, kernel: str, number: int) -> None:
+        """Give out a round again whose worker is gone."""
+        self.states[kernel].rounds.give_back(number)
+
+    def leave(self, worker: int) -> None:
+        """Forget a worker that is gone."""
+        for state in self.states.values():
+            state.leave(worker)
+
+    def resume(self, left: Sequence[LeftBehind]) -> None:
+        """Try Cases first that were in flight when a worker died."""
+        for each in left:
+            if each.case.kernel in self.states:
+                self.states[each.case.kernel].resume(each)
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Let the compiler go on; wait for it for at most `seconds`."""
+        self.compiles.poll(seconds)
+
+    def finish(
+        self, skipped: Sequence[KernelSkipped], start: float, *, interrupted: bool = False, lost: str | None = None
+    ) -> CampaignFinished:
+        """Close what is open, announce every kernel that is not yet, and the end."""
+        summaries: list[KernelSummary] = []
+        for state in self.states.values():
+            if not state.started and (interrupted or lost):
+                continue
+            state.start()
+            summaries.append(state.summary())
+            if not state.ended:
+                state.ended = True
+                self.context.listener(KernelFinished(summaries[-1]))
+        not_kept = next((each.findings.not_kept for each in self.states.values() if each.findings.not_kept), None)
+        finished = CampaignFinished(
+            summaries=tuple(summaries),
+            skipped=tuple(skipped),
+            seconds=time.monotonic() - start,
+            interrupted=interrupted,
+            broken=tuple(self.broken),
+            lost=lost,
+            not_kept=not_kept,
+        )
+        self.context.listener(finished)
+        return finished
+
+    def _compiled(self, wanted: Wanted, done: Compiled) -> None:
+        if done.error is not None:
+            self.broke(-1, wanted.kernel, done.error)
+        else:
+            self.states[wanted.kernel].compiled(wanted, done)
+
+    def _not_written(self, case: Case, error: OSError) -> None:
+        self.states[case.kernel].findings.announce_not_kept(case, error)
+
+
+class LocalTurns:
+    """The turns of a worker in the campaign's own process: what it waits for is compiled meanwhile."""
+
+    def __init__(self, coordinator: Coordinator, worker: int = 0) -> None:
+        self._coordinator, self._worker = coordinator, worker
+
+    def turn(self) -> Turn | None:
+        """Return the next turn."""
+        self._coordinator.poll()
+        while (turn := self._coordinator.turn(self._worker)) == "wait":
+            self._coordinator.poll(_WAIT)
+        return turn
+
+    def end_turn(self, kernel: str, end: TurnEnd) -> None:
+        """Report how a turn ended."""
+        self._coordinator.end_turn(self._worker, kernel, end)
+
+    def broke(self, kernel: str, error: Exception) -> None:
+        """Report an error that ends the trials of a kernel."""
+        self._coordinator.broke(self._worker, kernel, error)

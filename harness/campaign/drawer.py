@@ -1,0 +1,83 @@
+"""Rounds of draws beside the trials: Hypothesis draws in a thread while the worker waits for a child process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from attnfuzz.harness.campaign.rounds import EXAMPLES, Round
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.draw import drawn
+
+__all__ = ["Drawer", "Drawn"]
+
+_DRAWING = threading.Lock()
+"""Held while a round is drawn: what a draw switches off in Hypothesis it switches off for the whole process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A round and its Cases, with their ids."""
+
+    round: Round
+    cases: list[Case]
+    ids: list[str]
+
+
+class Drawer:
+    """Draws rounds of one kernel's Cases, one at a time.
+
+    Args:
+        strategy: makes the strategy, at the first round.
+        seed: of the kernel's run; each round has a seed of its own.
+        background: draw in a thread; else at the request.
+    """
+
+    def __init__(self, strategy: Callable[[], st.SearchStrategy[Case]], seed: int, *, background: bool) -> None:
+        self._make, self._seed, self._background = strategy, seed, background
+        self._strategy: st.SearchStrategy[Case] | None = None
+        self._thread: threading.Thread | None = None
+        self._result: Drawn | BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round has been requested and not taken."""
+        return self._thread is not None or self._result is not None
+
+    def request(self, round_: Round) -> None:
+        """Begin to draw a round; nothing may be requested before it is taken."""
+        if self._background:
+            self._thread = threading.Thread(target=self._draw, args=(round_,), daemon=True, name="attnfuzz-draw")
+            self._thread.start()
+        else:
+            self._draw(round_)
+
+    def take(self, *, wait: bool) -> Drawn | None:
+        """Return the round that was requested; None: there is none, or it is not drawn yet and `wait` is not set.
+
+        Raises:
+            Exception: what the strategy raised.
+        """
+        if self._thread is not None:
+            if wait:
+                self._thread.join()
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        result, self._result = self._result, None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _draw(self, round_: Round) -> None:
+        try:
+            with _DRAWING:
+                if self._strategy is None:
+                    self._strategy = self._make()
+                cases = drawn(self._strategy, seed=self._seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
+            self._result = Drawn(round_, cases, [each.id for each in cases])
+        except BaseException as error:  # raised where it is taken
+            self._result = error

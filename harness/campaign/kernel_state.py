@@ -1,0 +1,194 @@
+"""One kernel of a campaign, as the campaign sees it: rounds, findings, counts, and which workers are at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnfuzz.harness.campaign.compiles import Wanted
+from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.corpus import CaseFile
+from attnfuzz.harness.campaign.coverage import Phase, Tally
+from attnfuzz.harness.campaign.earlier import EarlierCase, earlier_cases
+from attnfuzz.harness.campaign.events import CompileFinished, Finding, KernelStarted, KernelSummary
+from attnfuzz.harness.campaign.findings import Findings
+from attnfuzz.harness.campaign.journal import LeftBehind
+from attnfuzz.harness.campaign.link import TurnEnd
+from attnfuzz.harness.campaign.plan import KernelPlan
+from attnfuzz.harness.campaign.rounds import Rounds
+from attnfuzz.harness.isolation.executors import Compiled
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.strategies.case import Case
+
+__all__ = ["KernelState"]
+
+
+class KernelState:
+    """Counts and findings of one kernel, and what is left to try.
+
+    Args:
+        kernel: what is tried; it can run on the device of the settings.
+        plan: what its Cases are drawn from.
+        context: what all kernels of the campaign share.
+        stored: its case files, run first.
+        left_behind: its Cases that were in flight when a run died, run before these.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        plan: KernelPlan,
+        context: CampaignContext,
+        stored: Sequence[CaseFile] = (),
+        left_behind: Sequence[LeftBehind] = (),
+    ) -> None:
+        self.kernel, self.plan, self._context = kernel, plan, context
+        self._stored, self._left_behind = stored, left_behind
+        self.tally = Tally()
+        self.findings = Findings(kernel, context.corpus, context.listener, plan.seed)
+        self.rounds = Rounds(context.settings.max_examples)
+        self.workers: set[int] = set()
+        self.ready: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
+        """Drawn Cases that can run, and that wait for a compiler, by worker."""
+        self.waiting_at: dict[int, int] = {}
+        """Compiles that had ended at the end of a worker's turn."""
+        self._earlier: list[EarlierCase] | None = None
+        self.seconds = 0.0
+        self.compiles, self.compile_seconds = 0, 0.0
+        self.started = self.ended = self.broken = False
+        self._replaced, self._recoveries = 0, list[float]()
+        self._keys = {plan.key(kernel, each) for each in plan.variants} if plan.compiled else set[str]()
+        self._compiled: set[str] = set()
+        self._refused: dict[str, tuple[Case, Failure]] = {}
+
+    def start(self) -> None:
+        """Announce the kernel, once."""
+        if not self.started:
+            self.started = True
+            self._context.listener(KernelStarted(self.kernel.name, len(self.plan.variants), len(self._keys), self.tally))
+
+    @property
+    def left_earlier(self) -> bool:
+        """Whether Cases of earlier runs are to be tried."""
+        return bool(self._stored or self._left_behind) if self._earlier is None else bool(self._earlier)
+
+    def begin_turn(self, worker: int) -> tuple[EarlierCase, ...]:
+        """Count a worker as being at this kernel; returns the Cases of earlier runs that it is to try first."""
+        self.start()
+        self.workers.add(worker)
+        if self._earlier is None:
+            self._earlier = list(earlier_cases(self.kernel, self._context, self.findings, self._left_behind, self._stored))
+            self.rounds.know(each.case.id for each in self._earlier)
+            self.rounds.reduce(len(self._earlier))
+        earlier, self._earlier = tuple(self._earlier), []
+        return earlier
+
+    def variant_cases(self) -> dict[str, Case]:
+        """Return the smallest Case of each compile key of the variants, simplest first; empty where nothing is compiled."""
+        cases: dict[str, Case] = {}
+        for each in self.plan.variants if self.plan.compiled else ():
+            cases.setdefault(self.plan.key(self.kernel, each), self.plan.case(self.kernel, each))
+        return cases
+
+    def compiled(self, wanted: Wanted, done: Compiled) -> None:
+        """Count a compile; one that failed is kept once all of the variants have ended: the simplest Case stands for it."""
+        self.start()
+        self.compiles += 1
+        self.compile_seconds += done.seconds
+        error = done.failure.message if done.failure else None
+        self._context.listener(CompileFinished(self.kernel.name, done.case.config.canonical(), done.seconds, error))
+        if done.failure is not None:
+            self._refused[wanted.key] = done.case, done.failure
+        else:
+            self._compiled.add(wanted.key)
+        if self.variants_ended:
+            self.keep_refused()
+
+    @property
+    def variants_ended(self) -> bool:
+        """Whether the compile of every variant has ended."""
+        return self._keys <= self._compiled | self._refused.keys()
+
+    @property
+    def some_compiled(self) -> bool:
+        """Whether Cases of some variant can run."""
+        return bool(self._compiled & self._keys)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the compiler refuses every variant."""
+        return bool(self._keys) and self._keys <= self._refused.keys()
+
+    def keep_refused(self) -> None:
+        """Keep a finding for each failure of the compiler, with the simplest variant's Case; others stand for the same."""
+        order = list(self.variant_cases())
+        for key in sorted(self._refused, key=lambda each: order.index(each) if each in order else len(order)):
+            case, failure = self._refused[key]
+            verdict = Verdict(status="fail", failures=(failure,))
+            self.findings.keep(Finding(failure.identity, case, verdict), minimal=True)
+
+    @property
+    def enough(self) -> bool:
+        """Whether it has as many failures as are wanted."""
+        most = self._context.settings.max_failures
+        return most is not None and len(self.findings.closed) >= most
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to try, for any worker."""
+        if self.broken or self.enough or self.hopeless:
+            return not self.workers
+        drawn = any(self.ready.values()) or any(self.waiting.values())
+        return not (self.left_earlier or self.workers or drawn or not self.rounds.over)
+
+    def count(self, phase: Phase, case: Case, verdict: Verdict) -> None:
+        """Count a trial."""
+        self.tally.add(phase, case, verdict)
+
+    def resume(self, left: LeftBehind) -> None:
+        """Try a Case first that was in flight when a worker died."""
+        cases = earlier_cases(self.kernel, self._context, self.findings, [left], ())
+        self._earlier = [*cases, *(self._earlier or ())]
+
+    def end_turn(self, worker: int, end: TurnEnd) -> None:
+        """Add a worker's turn."""
+        self.leave(worker)
+        self.ready[worker], self.waiting[worker], self.waiting_at[worker] = end.ready, end.waiting, self.compiles
+        self.seconds += end.seconds
+        self._replaced += end.replaced
+        self._recoveries += end.recoveries
+        self._earlier = [*end.not_tried, *(self._earlier or ())]
+
+    def leave(self, worker: int) -> None:
+        """Count a worker as being at this kernel no more, without Cases of its own."""
+        self.workers.discard(worker)
+        self.ready.pop(worker, None)
+        self.waiting.pop(worker, None)
+
+    def unreached(self) -> int:
+        """Return the number of variants whose compile has not ended."""
+        ended = self._compiled | self._refused.keys()
+        return sum(self.plan.key(self.kernel, each) not in ended for each in self.plan.variants) if self._keys else 0
+
+    def summary(self) -> KernelSummary:
+        """Return counts and findings so far; a finding that is being shrunk is closed."""
+        self.keep_refused()
+        self.findings.close_all()
+        refused = self._refused.keys()
+        return KernelSummary(
+            kernel=self.kernel.name,
+            cases=self.tally.cases,
+            shrink_cases=self.tally.shrink_cases,
+            reruns=self.tally.reruns,
+            seconds=self.seconds,
+            compiles=self.compiles,
+            compile_seconds=self.compile_seconds,
+            refused=sum(self.plan.key(self.kernel, each) in refused for each in self.plan.variants) if refused else 0,
+            unreached=self.unreached(),
+            replaced=self._replaced,
+            recoveries=tuple(self._recoveries),
+            outputs=dict(self.tally.outputs),
+            findings=tuple(self.findings.closed.values()),
+            features=dict(self.tally.features),
+        )

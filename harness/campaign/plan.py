@@ -1,0 +1,54 @@
+"""What Cases of a kernel are drawn from: its variants, their limits, and the seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
+
+__all__ = ["KernelPlan", "plan_of", "variants_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """Variants, simplest first, limits and seed of a kernel's Cases. `compiled`: code is compiled before its trials."""
+
+    variants: tuple[Variant, ...]
+    limits: Limits
+    seed: int
+    compiled: bool = False
+
+    def case(self, kernel: Kernel, variant: Variant) -> Case:
+        """Return the smallest Case of a variant."""
+        return Case(kernel=kernel.name, problem=variant.problem(kernel.capabilities), config=variant.config)
+
+    def key(self, kernel: Kernel, variant: Variant) -> str:
+        """Return the compile key of that Case."""
+        return kernel.compile_key(variant.problem(kernel.capabilities), variant.config)
+
+
+def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
+    """Return the plan of `kernel`; the same in every process.
+
+    Raises:
+        BadArgument: the kernel declares nothing that can be drawn.
+    """
+    return KernelPlan(
+        variants=variants_of(kernel, settings),
+        limits=PROFILES[settings.profile].limits[settings.device],
+        seed=settings.seed * 1000003 + settings.shard,
+        compiled=settings.device in kernel.capabilities.compiles_on,
+    )
+
+
+def variants_of(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
+    """Return all variants that the kernel declares, or a pool of them where each is compiled."""
+    variants = all_variants(kernel, settings.device)
+    if settings.device not in kernel.capabilities.compiles_on:
+        return variants
+    variants = pool(variants, PROFILES[settings.profile].variants[settings.device], settings.seed)
+    return modified(variants, kernel, settings.device, settings.seed)

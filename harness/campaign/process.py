@@ -1,0 +1,193 @@
+"""A worker in a process of its own: it is sent its kernels, and works until the campaign has no turn for it.
+
+`main` takes the descriptor of one end of a socket pair, and the process that has the other; the messages are pickled, since both
+ends are this program.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from attnfuzz.harness.campaign.compiles import KeyState
+from attnfuzz.harness.campaign.events import Event, Finding, Phase
+from attnfuzz.harness.campaign.link import Turn, TurnEnd
+from attnfuzz.harness.campaign.plan import plan_of
+from attnfuzz.harness.campaign.rounds import Round
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker import Worker, executor_for, worker_context
+from attnfuzz.harness.isolation.kernel_ref import unpacked
+from attnfuzz.harness.isolation.worker import bind_to
+from attnfuzz.harness.judge.failure import Identity
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.strategies.case import Case
+
+__all__ = ["Answer", "Assignment", "Message", "main"]
+
+_TOGETHER, _AT_LEAST_EVERY = 64, 0.1
+"""Reports that are sent together, and seconds after which fewer are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The first message to a worker: settings, kernels as shipped, and the end of the campaign (time.monotonic)."""
+
+    settings: Settings
+    kernels: tuple[dict[str, Any], ...]
+    end: float | None
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Reports of a worker, in order, each (method, arguments) of the campaign; the last is a question if `asks`."""
+
+    reports: tuple[tuple[str, tuple[Any, ...]], ...]
+    asks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a question, and the kernels that are not to be tried further."""
+
+    value: Any
+    over: frozenset[str] = frozenset()
+
+
+class _RemoteCampaign:
+    """The campaign, in the process that started this one (link.py): reports are gathered, questions wait for their answer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._reports: list[tuple[str, tuple[Any, ...]]] = []
+        self._sent = time.monotonic()
+        self._over: frozenset[str] = frozenset()
+
+    def turn(self) -> Turn | None:
+        """Return the next turn."""
+        turn: Turn | None = self._ask("turn")
+        return turn
+
+    def end_turn(self, kernel: str, end: TurnEnd) -> None:
+        """Report how a turn ended."""
+        self._report("end_turn", kernel, end)
+
+    def broke(self, kernel: str, error: Exception) -> None:
+        """Report an error that ends the trials of a kernel."""
+        self._report("broke", kernel, error)
+
+    def round(self, kernel: str) -> Round | None:
+        """Return the next round."""
+        answer: Round | None = self._ask("round", kernel)
+        return answer
+
+    def drawn(self, kernel: str, number: int, ids: Sequence[str]) -> list[int]:
+        """Return which Cases of a round are to be tried."""
+        answer: list[int] = self._ask("drawn", kernel, number, ids)
+        return answer
+
+    def end_round(self, kernel: str, number: int) -> None:
+        """Report that a round has been tried."""
+        self._report("end_round", kernel, number)
+
+    def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
+        """Ask for compiles."""
+        answer: dict[str, KeyState] = self._ask("want", kernel, dict(cases))
+        return answer
+
+    def ready(self, kernel: str, keys: Collection[str]) -> set[str]:
+        """Return those of `keys` that are compiled."""
+        answer: set[str] = self._ask("ready", kernel, keys)
+        return answer
+
+    def over(self, kernel: str) -> bool:
+        """Whether a kernel is not to be tried further, as of the last answer."""
+        return kernel in self._over
+
+    def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict) -> None:
+        """Report a trial."""
+        self._report("trial", kernel, phase, case, verdict)
+
+    def tell(self, event: Event) -> None:
+        """Pass an event on."""
+        self._report("tell", event)
+
+    def open(self, kernel: str, finding: Finding) -> Finding | None:
+        """Report a failure before it is shrunk."""
+        answer: Finding | None = self._ask("open", kernel, finding)
+        return answer
+
+    def update(self, kernel: str, before: Identity, finding: Finding) -> None:
+        """Report what shrinking has made of an open finding."""
+        self._report("update", kernel, before, finding)
+
+    def close(self, kernel: str, before: Identity) -> Finding:
+        """End an open finding."""
+        answer: Finding = self._ask("close", kernel, before)
+        return answer
+
+    def ignore(self, kernel: str, identities: set[Identity]) -> None:
+        """Count failures as known without keeping them."""
+        self._report("ignore", kernel, identities)
+
+    def not_kept(self, kernel: str, case: Case, error: OSError) -> None:
+        """Report a Case that could not be written to disk."""
+        self._report("not_kept", kernel, case, error)
+
+    def flush(self) -> None:
+        """Send what is gathered."""
+        if self._reports:
+            self._send(asks=False)
+
+    def _report(self, method: str, *arguments: Any) -> None:
+        self._reports.append((method, arguments))
+        if len(self._reports) >= _TOGETHER or time.monotonic() - self._sent > _AT_LEAST_EVERY:
+            self._send(asks=False)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        self._reports.append((method, arguments))
+        self._send(asks=True)
+        answer: Answer = self._connection.recv()
+        self._over = answer.over
+        return answer.value
+
+    def _send(self, *, asks: bool) -> None:
+        reports, self._reports = tuple(self._reports), []
+        self._sent = time.monotonic()
+        self._connection.send(Message(reports, asks))
+
+
+def main(arguments: list[str]) -> None:
+    """Work as a worker process until there is no turn left, or the campaign is gone."""
+    bind_to(int(arguments[1]), bound=True)
+    # Ctrl-C reaches the campaign, which sends it on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    connection = Connection(int(arguments[0]))
+    campaign = _RemoteCampaign(connection)
+    try:
+        assignment: Assignment = connection.recv()
+        _work(assignment, campaign)
+        campaign.flush()
+    except (EOFError, OSError):
+        # The campaign is gone: the next run begins with the Cases in flight.
+        os._exit(0)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        campaign.flush()
+
+
+def _work(assignment: Assignment, campaign: _RemoteCampaign) -> None:
+    settings = assignment.settings
+    kernels = [unpacked(each) for each in assignment.kernels]
+    executor = executor_for(kernels, settings)
+    try:
+        context = worker_context(settings, executor, assignment.end)
+        plans = {each.name: (each, plan_of(each, settings)) for each in kernels}
+        Worker(plans, context, campaign, campaign).work()
+    finally:
+        executor.close()

@@ -1,0 +1,99 @@
+"""A worker: takes turns on kernels until the campaign has none left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attnfuzz.harness.campaign.context import WorkerContext, batch_for
+from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.campaign.link import Campaign, Turn, Turns
+from attnfuzz.harness.campaign.maps import MapWriter
+from attnfuzz.harness.campaign.plan import KernelPlan
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.isolation.child import ChildError
+from attnfuzz.harness.isolation.executors import Executor, InProcess
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import ExecutionError
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.problem import BadArgument
+
+__all__ = ["Worker", "executor_for", "worker_context"]
+
+
+def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
+    """Make the executor that `settings` ask for: child processes, or this one. Close it after use."""
+    if settings.in_process:
+        return InProcess(settings.device, memory_check=settings.memory_check)
+    return Isolated(
+        settings.device,
+        backends=[kernel.backend for kernel in kernels],
+        deadline=settings.deadline,
+        memory=settings.memory,
+        memory_check=settings.memory_check,
+    )
+
+
+def worker_context(settings: Settings, executor: Executor, end: float | None) -> WorkerContext:
+    """Return what the kernels of one worker share; its journal is its own."""
+    return WorkerContext(
+        settings=settings,
+        executor=executor,
+        journal=Journal(settings.out) if settings.out else None,
+        maps=MapWriter(settings.out) if settings.out and settings.maps else None,
+        end=end,
+        batch=batch_for(settings),
+    )
+
+
+class Worker:
+    """Tries kernels in turns; the Cases that it has drawn stay with it between its turns on a kernel.
+
+    Args:
+        kernels: by name, each with its plan.
+        context: what all kernels of the worker share.
+        campaign: what it reports to.
+        turns: where it gets its work.
+    """
+
+    def __init__(
+        self, kernels: Mapping[str, tuple[Kernel, KernelPlan]], context: WorkerContext, campaign: Campaign, turns: Turns
+    ) -> None:
+        self._kernels, self._context, self._campaign, self._turns = kernels, context, campaign, turns
+        self._runs: dict[str, KernelRun] = {}
+        self._last: str | None = None
+
+    def work(self) -> None:
+        """Take turns until there are none.
+
+        Raises:
+            DeviceLost: a kernel broke the device for this process.
+        """
+        try:
+            while (turn := self._turns.turn()) is not None:
+                self._take(turn)
+        except BaseException:
+            # The next run begins with the Case in flight.
+            if self._context.journal:
+                self._context.journal.abandon()
+            raise
+        if self._context.journal:
+            self._context.journal.discard()
+
+    def _take(self, turn: Turn) -> None:
+        if turn.kernel != self._last:
+            # What one kernel leaves behind in a process must not be the next one's.
+            self._context.executor.fresh()
+            self._last = turn.kernel
+        if turn.kernel not in self._runs:
+            kernel, plan = self._kernels[turn.kernel]
+            self._runs[turn.kernel] = KernelRun(kernel, plan, self._context, self._campaign)
+        try:
+            end = self._runs[turn.kernel].turn(turn)
+        except (BadArgument, ExecutionError, ChildError) as error:
+            self._turns.broke(turn.kernel, error)
+            if self._context.journal:
+                # The next run begins with its Case.
+                self._context.journal.abandon()
+        else:
+            self._turns.end_turn(turn.kernel, end)
