@@ -13,14 +13,18 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.context import CampaignContext, WorkerContext
+from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.journal import Journal
-from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.harness.campaign.worker import Worker
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.isolation.executors import Executor, InProcess
@@ -37,10 +41,15 @@ def rate(kernel: Kernel, variants: tuple[Variant, ...], executor: Executor, devi
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(folder)
         settings = Settings(device=device, max_examples=cases, seed=seed, out=None)
-        run = KernelRun(kernel, CampaignContext(settings, executor, journal=journal))
-        run.variants = variants
+        plan = replace(plan_of(kernel, settings), variants=variants, compiled=False)
+        context = CampaignContext(settings)
+        run = KernelState(kernel, plan, context)
+        coordinator = Coordinator(context, [run], executor)
+        worker = Worker(
+            {kernel.name: (kernel, plan)}, WorkerContext(settings, executor, journal), coordinator, LocalTurns(coordinator)
+        )
         start = time.perf_counter()
-        run.try_cases()
+        worker.work()
         seconds = time.perf_counter() - start
         journal.close()
     if run.findings.closed:

@@ -70,7 +70,7 @@ class CompileService:
         return {key: self._states[kernel, key] for key in cases}
 
     def state(self, kernel: str, key: str) -> KeyState | None:
-        """Return the state of a compile key; None: nobody has asked for it."""
+        """Return the state of a compile key; None: it was never asked for."""
         return self._states.get((kernel, key))
 
     def poll(self, seconds: float = 0.0) -> None:

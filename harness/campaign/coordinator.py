@@ -147,7 +147,7 @@ class Coordinator:
         self.context.listener(TrialFinished(kernel, phase, case, verdict))
         self.compiles.poll()
 
-    def tell(self, event: Event) -> None:
+    def pass_on(self, event: Event) -> None:
         """Pass an event on."""
         self.context.listener(event)
 

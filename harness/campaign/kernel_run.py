@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.harness.campaign.backlog import Backlog
 from attnfuzz.harness.campaign.context import WorkerContext
-from attnfuzz.harness.campaign.drawer import Drawer, Drawn
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
@@ -23,6 +21,7 @@ from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.campaign.shrink import Shrinker
+from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -34,11 +33,6 @@ from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["KernelRun"]
-
-_FEW, _MANY = 20, 400
-"""A round is drawn where fewer Cases than that can run, unless that many wait for a compiler."""
-_ASK_EVERY = 0.2
-"""Seconds between questions whether code is compiled now."""
 
 
 class TrialClock:
@@ -106,17 +100,13 @@ class KernelRun:
         self.clock = TrialClock()
         self._known: set[Identity] = set()
         self._until: float | None = None
-        self._asked = 0.0
-        self._tried = 0
-        self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
+        self._supply = Supply(kernel, plan, self._strategy, campaign, background=not context.settings.in_process)
         self._runner = TrialRunner(
             context.executor,
             context.journal,
             lambda *trial: campaign.trial(kernel.name, *trial),
             lambda case, error: campaign.not_kept(kernel.name, case, error),
         )
-        background = not context.settings.in_process
-        self._drawer = Drawer(self._strategy, plan.seed, background=background)
         self._statistics_before = self._statistics()
 
     def _strategy(self) -> st.SearchStrategy[Case]:
@@ -135,7 +125,7 @@ class KernelRun:
                 while earlier and not self._spent():
                     self._try_earlier(earlier[0])
                     del earlier[0]
-                while not self._spent() and (self._try_next() or self._draws()):
+                while not self._spent() and (self._try_next() or self._supply.wait()):
                     pass
             except OutOfTime:
                 pass
@@ -147,8 +137,8 @@ class KernelRun:
         now = self._statistics()
         return TurnEnd(
             seconds=self.clock.seconds,
-            ready=self._backlog.ready + self._drawer.busy,
-            waiting=len(self._backlog) - self._backlog.ready,
+            ready=self._supply.ready,
+            waiting=self._supply.waiting,
             replaced=now[0] - replaced,
             recoveries=now[1][len(recoveries) :],
             not_tried=tuple(earlier),
@@ -166,57 +156,18 @@ class KernelRun:
 
     def _try_next(self) -> bool:
         """Try what can run, a batch at most; returns False where there is nothing."""
-        self._ask_for_compiles()
-        self._draw_ahead()
-        batch = self._context.batch
-        waiting = self._backlog.take(batch.most, batch.room, batch.weight)
+        waiting = self._supply.take(self._context.batch)
         for case, verdict in self._runner.run_all(waiting, "generate") if waiting else ():
             self._examine(case, verdict)
         return bool(waiting)
 
     def _examine(self, case: Case, verdict: Verdict) -> None:
         """Keep each failure of a drawn Case that is new."""
-        self._tried += 1
         if self._new_in(verdict) is None:
             return
         if case.check != "oracle" and self._supported(replace(case, check="oracle")):
             case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
         self._keep_new(case, verdict)
-
-    def _draws(self) -> bool:
-        """Wait for the round that is being drawn; returns False where none is."""
-        taken = self._drawer.take(wait=True)
-        if taken is not None:
-            self._add(taken)
-        return taken is not None
-
-    def _draw_ahead(self) -> None:
-        """Take a round that is drawn, and have the next one drawn where few Cases can run."""
-        if (taken := self._drawer.take(wait=False)) is not None:
-            self._add(taken)
-        few = self._backlog.ready < max(_FEW, 2 * self._context.batch.most) and len(self._backlog) < _MANY
-        if few and not self._drawer.busy and (next_round := self._campaign.round(self.kernel.name)) is not None:
-            self._drawer.request(next_round)
-
-    def _add(self, taken: Drawn) -> None:
-        number, key_of = taken.round.number, self.kernel.compile_key
-        new = [taken.cases[index] for index in self._campaign.drawn(self.kernel.name, number, taken.ids)]
-        keyed = [(key_of(each.problem, each.config) if self.plan.compiled else "", each) for each in new]
-        self._backlog.add(number, keyed)
-        if self.plan.compiled:
-            self._asked = 0.0
-            self._ask_for_compiles()
-        else:
-            self._backlog.mark([""])
-
-    def _ask_for_compiles(self) -> None:
-        now = time.monotonic()
-        if now - self._asked < _ASK_EVERY or not (waiting := self._backlog.waiting):
-            return
-        self._asked = now
-        states = self._campaign.want(self.kernel.name, waiting)
-        self._backlog.mark(key for key, state in states.items() if state == "ready")
-        self._backlog.drop([key for key, state in states.items() if state == "failed"])
 
     def _keep_new(self, case: Case, verdict: Verdict) -> list[Finding]:
         findings = []
@@ -232,7 +183,7 @@ class KernelRun:
     def _keep(self, identity: Identity, case: Case, verdict: Verdict, *, shrinks: bool = True) -> Finding | None:
         """Keep a failure: its case file first, then the shrunk one, then its error maps; None: another worker has it."""
         self._known.add(identity)
-        finding = Finding(identity, case, verdict, cases_to_find=self._tried, seconds_to_find=self.clock.seconds)
+        finding = Finding(identity, case, verdict, seconds_to_find=self.clock.seconds)
         opened = self._campaign.open(self.kernel.name, finding)
         if opened is None:
             return None
@@ -242,7 +193,7 @@ class KernelRun:
             closed = self._campaign.close(self.kernel.name, identity)
             self._known |= {closed.identity, *(each.identity for each in closed.verdict.failures)}
             if self._context.maps and shrinks:
-                self._campaign.tell(self._context.maps.write(closed, case, self._runner))
+                self._campaign.pass_on(self._context.maps.write(closed, case, self._runner))
         return closed
 
     def _shrink(self, identity: Identity, opened: Finding) -> None:

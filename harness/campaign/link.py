@@ -77,7 +77,7 @@ class Campaign(Protocol):
     def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict) -> None:
         """Report a trial."""
 
-    def tell(self, event: Event) -> None:
+    def pass_on(self, event: Event) -> None:
         """Pass an event on to the listener."""
 
     def open(self, kernel: str, finding: Finding) -> Finding | None:

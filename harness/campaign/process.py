@@ -113,9 +113,9 @@ class _RemoteCampaign:
         """Report a trial."""
         self._report("trial", kernel, phase, case, verdict)
 
-    def tell(self, event: Event) -> None:
+    def pass_on(self, event: Event) -> None:
         """Pass an event on."""
-        self._report("tell", event)
+        self._report("pass_on", event)
 
     def open(self, kernel: str, finding: Finding) -> Finding | None:
         """Report a failure before it is shrunk."""

@@ -15,6 +15,7 @@ from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Executor, InProcess
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import ExecutionError
+from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
 
@@ -69,16 +70,20 @@ class Worker:
         Raises:
             DeviceLost: a kernel broke the device for this process.
         """
+        journal, died = self._context.journal, True
         try:
             while (turn := self._turns.turn()) is not None:
                 self._take(turn)
-        except BaseException:
-            # The next run begins with the Case in flight.
-            if self._context.journal:
-                self._context.journal.abandon()
+            died = False
+        except (KeyboardInterrupt, DeviceLost):
+            died = False
             raise
-        if self._context.journal:
-            self._context.journal.discard()
+        finally:
+            if journal and died:
+                # The next run begins with the Case in flight.
+                journal.abandon()
+            elif journal:
+                journal.discard()
 
     def _take(self, turn: Turn) -> None:
         if turn.kernel != self._last:

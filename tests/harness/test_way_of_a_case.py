@@ -55,17 +55,17 @@ def traced(way: list[str]) -> Iterator[None]:
 def test_a_case_crosses_few_borders(tmp_path: Path, monkeypatch: Any) -> None:
     """From the command line to its verdict in the reports and back: drawn, run in this process, judged, counted.
 
-    Traced is the round that draws one Case; the command line calls it and takes back its result. A child process, which runs
+    Traced is what a turn does again and again, which draws and tries one Case; the command line calls it and takes back its result. A child process, which runs
     trials by default, would receive the Case from isolation/ and run the same trial.
     """
     way = ["cli"]
-    draw_round = KernelRun._draw_round
+    try_next = KernelRun._try_next
 
-    def drawn(run: KernelRun, number: int) -> None:
+    def tried(run: KernelRun) -> bool:
         with traced(way):
-            draw_round(run, number)
+            return try_next(run)
 
-    monkeypatch.setattr(KernelRun, "_draw_round", drawn)
+    monkeypatch.setattr(KernelRun, "_try_next", tried)
     arguments = ["run", "torch.reference_cpu", "--device", "cpu", "--max-examples", "1", "--in-process", "--no-maps"]
     rehearse("cpu")
     result = CliRunner().invoke(cli.main, [*arguments, "--out", str(tmp_path)])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from attnfuzz.harness.campaign.context import CampaignContext
-from attnfuzz.harness.campaign.corpus import Corpus
-from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.campaign.context import CampaignContext, WorkerContext
+from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
+from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
+from attnfuzz.harness.campaign.events import Listener
+from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.harness.campaign.worker import Worker
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.isolation.executors import Compiled, Executor, InProcess
+from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor, InProcess, SerialCompiler
 from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.verdict import Verdict
@@ -38,14 +43,36 @@ def try_variants(
     max_failures: int = 1,
     plain: bool = False,
     limits: Device = "cpu",
-) -> KernelRun:
-    """Try `most` Cases of `variants`, already compiled or compiled by their trials; returns the run with its findings."""
+) -> KernelState:
+    """Try `most` Cases of `variants`, already compiled or compiled by their trials; returns the kernel with its findings."""
     settings = Settings(device=device, max_examples=most, max_failures=max_failures, plain=plain, out=None)
-    corpus = Corpus(folder) if folder else None
-    run = KernelRun(kernel, CampaignContext(settings, executor or InProcess(device), corpus=corpus))
-    run.seed, run.variants, run.limits = seed, variants, PROFILES["quick"].limits[limits]
-    run.try_cases()
-    return run
+    plan = KernelPlan(tuple(variants), PROFILES["quick"].limits[limits], seed)
+    return run_kernel(kernel, settings, executor or InProcess(device), Corpus(folder) if folder else None, plan=plan)
+
+
+def run_kernel(
+    kernel: Kernel,
+    settings: Settings,
+    executor: Executor,
+    corpus: Corpus | None = None,
+    *,
+    plan: KernelPlan | None = None,
+    stored: Sequence[CaseFile] = (),
+    listener: Listener = lambda _: None,
+    journal: Journal | None = None,
+) -> KernelState:
+    """Try one kernel in this process, without the campaign around it; returns the kernel with its counts and findings."""
+    context = CampaignContext(settings, listener, corpus)
+    state = KernelState(kernel, plan or plan_of(kernel, settings), context, stored)
+    coordinator = Coordinator(context, [state], executor)
+    worker = WorkerContext(settings, executor, journal)
+    try:
+        Worker({kernel.name: (kernel, state.plan)}, worker, coordinator, LocalTurns(coordinator)).work()
+    finally:
+        coordinator.compiles.close()
+    for error in coordinator.errors:
+        raise error
+    return state
 
 
 class FunctionExecutor:
@@ -62,8 +89,15 @@ class FunctionExecutor:
     def finish(self) -> Verdict:
         return self._verdict(self.cases[-1])
 
-    def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
-        yield from (Compiled(case, 0.0) for case in cases)
+    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+        self.cases += cases
+        return [self._verdict(case) for case in cases]
+
+    def limit(self, until: float | None) -> None:
+        pass
+
+    def compiler(self) -> Compiler:
+        return SerialCompiler(lambda case: Compiled(case, 0.0))
 
     def mapped(self, case: Case) -> ErrorMaps | str:
         return "nothing ran"

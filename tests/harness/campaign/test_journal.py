@@ -50,7 +50,7 @@ def test_a_case_that_landed_is_not_left_behind(tmp_path: Path) -> None:
 
 
 def test_deaths_add_up(tmp_path: Path) -> None:
-    dead(tmp_path, "journal.launch(case(3), 1)")
+    dead(tmp_path, "journal.launch(case(3), deaths=1)")
     [left] = left_behind(tmp_path)
     assert left.deaths == 2
 
@@ -73,7 +73,7 @@ def test_an_abandoned_case_is_for_the_next_run(tmp_path: Path) -> None:
 
 def test_a_case_left_behind_twice_is_one_case(tmp_path: Path) -> None:
     for deaths in (0, 2, 1):
-        dead(tmp_path, f"journal.launch(case(3), {deaths})")
+        dead(tmp_path, f"journal.launch(case(3), deaths={deaths})")
     dead(tmp_path, "journal.launch(case(4))")
     found = {left.case: left.deaths for left in left_behind(tmp_path)}
     assert found == {case(3): 3, case(4): 1}

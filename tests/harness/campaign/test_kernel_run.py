@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.runs import FunctionExecutor
+from support.runs import FunctionExecutor, run_kernel
 
-from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.campaign.events import Event, Finding, TrialFinished
 from attnfuzz.harness.campaign.findings import Findings
-from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.runner import TrialRunner, tries
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.isolation.executors import Compiled
+from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.figures import Figures
@@ -45,12 +46,11 @@ def phases(
     stored: Sequence[CaseFile] = (),
     max_failures: int | None = 1,
     corpus: Corpus | None = None,
-) -> tuple[KernelRun, Counter[str]]:
+) -> tuple[KernelState, Counter[str]]:
     """A run of at most `most` Cases, and how many trials of each phase it announced."""
     events: list[Event] = []
     settings = Settings(max_examples=most, max_failures=max_failures, out=None)
-    run = KernelRun(KERNEL, CampaignContext(settings, executor, events.append, corpus), stored)
-    run.run()
+    run = run_kernel(KERNEL, settings, executor, corpus, stored=stored, listener=events.append)
     return run, Counter(each.phase for each in events if isinstance(each, TrialFinished))
 
 
@@ -117,17 +117,22 @@ def test_a_full_disk_costs_no_stored_case(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_compile_that_failed_is_kept_though_ctrl_c_ends_the_compiles() -> None:
+    answers = iter([Compiled(CASE, 0.5, REFUSED)])
+
+    def compiled(case: Case) -> Compiled:
+        for each in answers:
+            return replace(each, case=case)
+        raise KeyboardInterrupt
+
     class Interrupted(FunctionExecutor):
-        def compiled(self, cases: Sequence[Case], jobs: int | None, starting: Callable[[Case], None]) -> Iterator[Compiled]:
-            yield Compiled(cases[0], 0.5, REFUSED)
-            raise KeyboardInterrupt
+        def compiler(self) -> Compiler:
+            return SerialCompiler(compiled)
 
     kernel = registry.get("fault.refuses")
     settings = Settings(out=None, max_examples=1)
-    run = KernelRun(kernel, CampaignContext(settings, Interrupted(lambda _: PASS)))
-    with pytest.raises(KeyboardInterrupt):
-        run.run()
-    summary = run.summary()
+    done = run_campaign([kernel], settings, lambda _: None, Interrupted(lambda _: PASS))
+    assert done.interrupted
+    [summary] = done.summaries
     assert [each.identity for each in summary.findings] == [REFUSED.identity]
     assert (summary.compiles, summary.refused) == (1, 1)
 
@@ -139,7 +144,8 @@ def test_two_failures_that_differ_from_run_to_run_stay_two(tmp_path: Path) -> No
     for failure in (wrong, nan):
         findings.open(Finding(failure.identity, CASE, failing(failure), rate=(1, 3)))
     assert "o" in KERNEL.capabilities.deterministic
-    assert {each.identity.kind for each in findings.close().values()} == {"nondeterministic", "nonfinite"}
+    findings.close_all()
+    assert {each.kind for each in findings.closed} == {"nondeterministic", "nonfinite"}
     assert len(findings.closed) == 2
 
 

@@ -152,7 +152,7 @@ class Answers(Supervisor):
         self.limits.append(task.deadlines["kernel"])
         return task
 
-    def finish(self, running: Any) -> Any:
+    def finish(self, running: Any, until: float | None = None) -> Any:
         return self.outcomes.pop(0)
 
     def replace(self) -> None:
@@ -313,7 +313,7 @@ def test_a_rate_that_is_none_is_no_rate(tmp_path: Path, rate: Any) -> None:
 def in_flight(folder: Path, case: Case, deaths: int = 0) -> None:
     """As a run leaves it that dies."""
     journal = Journal(folder)
-    journal.launch(case, deaths)
+    journal.launch(case, deaths=deaths)
     os.close(journal._file)
 
 
@@ -345,7 +345,8 @@ def test_a_case_that_ended_two_runs_is_told_and_not_tried_again(tmp_path: Path) 
 
 
 def started(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [*COMMAND, "run", "--device", "cpu", "--out", str(tmp_path / "out"), "--max-examples", "4000", *arguments]
+    options = ["--device", "cpu", "--out", str(tmp_path / "out"), "--max-examples", "4000", "--workers", "1"]
+    command = [*COMMAND, "run", *options, *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
     )

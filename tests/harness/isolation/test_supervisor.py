@@ -172,7 +172,7 @@ def test_several_tasks_at_once(forked: Supervisor) -> None:
     found = dict(forked.run_all(tasks, 7))
     assert time.monotonic() - start < 2 * 2.0
     assert [type(found[index]) for index in range(7)] == [Reply, Reply, Reply, Reply, Death, Error, Reply]
-    forked.trim()
+    forked.idle(1)
     assert len(forked._idle) == 1
 
 

@@ -13,7 +13,7 @@ from support.memory import FAULTS, RACING, MemoryFault, planted
 from support.runs import try_variants
 
 from attnfuzz.harness.campaign import kernel_run
-from attnfuzz.harness.campaign.kernel_run import KernelRun
+from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.executors import Executor, InProcess
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -52,7 +52,7 @@ def run_of(
     most: int,
     isolated: bool = False,
     memory_check: bool = True,
-) -> KernelRun:
+) -> KernelState:
     """A run of the simplest variants of `dtype`: each costs TileLang a compile."""
     device: Device = "cuda" if environment.has_cuda() else "cpu"
     environment.prepare(device)

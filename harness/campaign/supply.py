@@ -1,0 +1,97 @@
+"""The supply of a worker's Cases of one kernel: drawn ahead, asked to be compiled, given out once they can run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from attnfuzz.harness.campaign.backlog import Backlog
+from attnfuzz.harness.campaign.context import Batch
+from attnfuzz.harness.campaign.drawer import Drawer, Drawn
+from attnfuzz.harness.campaign.link import Campaign
+from attnfuzz.harness.campaign.plan import KernelPlan
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.strategies.case import Case
+
+__all__ = ["Supply"]
+
+_FEW, _MANY = 20, 400
+"""A round is drawn where fewer Cases than that can run, unless that many wait for a compiler."""
+_ASK_EVERY = 0.2
+"""Seconds between questions whether code is compiled now."""
+_ALL = ""
+"""The key of all Cases where nothing is compiled."""
+
+
+class Supply:
+    """Draws Cases of one kernel in rounds that the campaign gives out.
+
+    Args:
+        kernel: what the Cases are of.
+        plan: what they are drawn from.
+        strategy: makes the strategy.
+        campaign: gives out rounds, and has code compiled.
+        background: draw while Cases run.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        plan: KernelPlan,
+        strategy: Callable[[], st.SearchStrategy[Case]],
+        campaign: Campaign,
+        *,
+        background: bool,
+    ) -> None:
+        self._kernel, self._plan, self._campaign = kernel, plan, campaign
+        self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
+        self._drawer = Drawer(strategy, plan.seed, background=background)
+        self._asked = 0.0
+
+    @property
+    def ready(self) -> int:
+        """Cases that can run; a round that is being drawn counts as one."""
+        return self._backlog.ready + self._drawer.busy
+
+    @property
+    def waiting(self) -> int:
+        """Cases that wait for a compiler."""
+        return len(self._backlog) - self._backlog.ready
+
+    def take(self, batch: Batch) -> list[Case]:
+        """Return Cases that can run together; none where none can run now. Draws ahead meanwhile."""
+        self._ask_for_compiles()
+        if (drawn := self._drawer.take(wait=False)) is not None:
+            self._add(drawn)
+        few = self._backlog.ready < max(_FEW, 2 * batch.most) and len(self._backlog) < _MANY
+        if few and not self._drawer.busy and (next_round := self._campaign.round(self._kernel.name)) is not None:
+            self._drawer.request(next_round)
+        return self._backlog.take(batch.most, batch.room, batch.weight)
+
+    def wait(self) -> bool:
+        """Wait for the round that is being drawn; returns False where none is."""
+        drawn = self._drawer.take(wait=True)
+        if drawn is not None:
+            self._add(drawn)
+        return drawn is not None
+
+    def _add(self, drawn: Drawn) -> None:
+        number, key_of = drawn.round.number, self._kernel.compile_key
+        new = [drawn.cases[index] for index in self._campaign.drawn(self._kernel.name, number, drawn.ids)]
+        self._backlog.add(number, [(key_of(each.problem, each.config) if self._plan.compiled else _ALL, each) for each in new])
+        if self._plan.compiled:
+            self._asked = 0.0
+            self._ask_for_compiles()
+        else:
+            self._backlog.mark([_ALL])
+
+    def _ask_for_compiles(self) -> None:
+        now = time.monotonic()
+        if now - self._asked < _ASK_EVERY or not (waiting := self._backlog.waiting):
+            return
+        self._asked = now
+        states = self._campaign.want(self._kernel.name, waiting)
+        self._backlog.mark(key for key, state in states.items() if state == "ready")
+        self._backlog.drop([key for key, state in states.items() if state == "failed"])
