@@ -19,6 +19,7 @@ __all__ = [
     "differentiable",
     "leaves_within",
     "reference",
+    "reference_of_heads",
     "sees",
     "sequences",
     "visible_keys",
@@ -106,7 +107,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: torch.Tensor,
-    scale: float,
+    scale: float | torch.Tensor,
     modify: Callable[[torch.Tensor], torch.Tensor] = lambda s: s,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (o, lse) of one sequence by the definition, differentiable.
@@ -114,7 +115,7 @@ def attention(
     Args:
         q: `(heads, seqlen_q, dim_qk)`; k `(kv_heads, seqlen_k, dim_qk)`; v `(kv_heads, seqlen_k, dim_v)`, float64.
         visible: which keys each query sees, bool `(seqlen_q, seqlen_k)`, or `(heads, seqlen_q, seqlen_k)`.
-        scale: factor on q . k.
+        scale: factor on q . k, or one of each head, `(heads, 1, 1)`.
         modify: softcap and score_mod, applied to the scaled scores.
 
     Returns:
@@ -153,6 +154,20 @@ def reference(problem: Problem, data: SequenceData) -> Reference:
     dq, dk, dv, *rest = torch.autograd.grad(loss, (q, k, v, *tensors.values()), materialize_grads=True, allow_unused=True)
     captured = dict(zip(tensors, rest, strict=True))
     return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv, captured=captured)
+
+
+def reference_of_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_o: torch.Tensor, d_lse: torch.Tensor | None, visible: torch.Tensor,
+    scale: torch.Tensor,
+) -> Reference:  # fmt: skip
+    """Return `reference` of heads that each have their own keys, mask and scale; `d_lse (heads, seqlen_q, 1)`."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o, lse = attention(q, k, v, visible, scale)
+    loss = (o * d_o).sum()
+    if d_lse is not None:
+        loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * d_lse[..., 0]).sum()
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
+    return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
 def differentiable(problem: Problem, data: SequenceData) -> tuple[Modifiers, dict[str, torch.Tensor]]:

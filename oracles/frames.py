@@ -9,23 +9,45 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 
 from attnfuzz.kernels.contract import Inputs
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Dtype, Problem
 from attnfuzz.oracles.attention import sees
 from attnfuzz.oracles.modifiers import Leaves, Modifiers, leaves_of
 
-__all__ = ["CHUNK", "LEAN", "Frame", "Placed", "Tokens", "frames", "key_range", "tokens_of"]
+__all__ = [
+    "CHUNK",
+    "FREE",
+    "LEAN",
+    "PADDING",
+    "Frame",
+    "Loaded",
+    "Placed",
+    "Placement",
+    "Steps",
+    "Tokens",
+    "frames",
+    "key_range",
+    "rows_seeing",
+    "spread",
+    "tokens_of",
+    "within",
+]
+
+Steps: TypeAlias = float | torch.Tensor
+"""One number for a frame, or one for each of its Z: `(Z, 1, 1)`."""
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Scores of a frame: each float64 temporary stays under 8 MiB, within a cache, or under 64 MiB on a GPU."""
 LEAN = 1 << 21
 """Limit on them where memory is short: a frame has some twenty tensors."""
 _GOLDEN = (5**0.5 - 1) / 2
-_PADDING = 2.0
-_FREE = 8
+PADDING = 2.0
+"""Scores of a frame, padding included, over the real ones."""
+FREE = 8
 """A frame of a chunk divided by this costs hardly more than its launches, regardless of its padding."""
 
 
@@ -63,6 +85,59 @@ class Tokens:
     modifiers: Modifiers
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """Tensors of a frame, float64, 0 in padding: q, d_o, d_lse `(Z, rows, dim)`; k, v `(Z, keys, dim)`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_o: torch.Tensor
+    d_lse: torch.Tensor | None
+
+
+class Placement(Protocol):
+    """What the budgets take from a frame: of one batch (`Placed`), or of several with their own masks and scales (slots.py)."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of q, k and v."""
+
+    @property
+    def modifiers(self) -> Modifiers:
+        """softcap, score_mod and mask_mod."""
+
+    @property
+    def scale(self) -> Steps:
+        """The factor on q . k."""
+
+    @property
+    def n_k(self) -> Steps:
+        """Keys of the sequence."""
+
+    @property
+    def terms_q(self) -> Steps:
+        """Rows of the frame without padding, of all heads of the group."""
+
+    @property
+    def terms_k(self) -> Steps:
+        """Keys of the frame without padding."""
+
+    @property
+    def rows_of_head(self) -> int:
+        """Rows of the frame of each query head, with padding."""
+
+    @property
+    def part(self) -> float:
+        """Share of the rows of the longest sequence in the frame."""
+
+    def leaves(self) -> Leaves:
+        """Return the coordinates of each score, for modifiers."""
+
+    def visible(self) -> torch.Tensor:
+        """Return which keys a row sees by lengths, causal mask, window: bool `(1 or Z, rows, keys)`."""
+
+
 class Placed:
     """A frame of a batch: loads the batch's tensors and stores results back."""
 
@@ -72,7 +147,20 @@ class Placed:
         problem = tokens.problem
         self._rows = _Side(frame, problem.seqlens_q, frame.rows, problem.groups, device)
         self._keys = _Side(frame, problem.seqlens_k, frame.keys, 1, device)
-        self.n_k = self._keys.counts
+        self.dtype, self.modifiers = problem.dtype, tokens.modifiers
+        self.scale: Steps = problem.scale
+        self.n_k: Steps = self._keys.counts
+        self.terms_q: Steps = self._rows.counts * problem.groups
+        self.terms_k: Steps = self._keys.counts
+        if len(frame.sequences) == 1:
+            self.terms_q, self.terms_k = float(len(frame.rows) * problem.groups), float(len(frame.keys))
+        self.rows_of_head, self.part = len(frame.rows), frame.part
+
+    def load(self) -> Loaded:
+        """Return the frame's tensors."""
+        x = self.tokens
+        d_lse = None if x.d_lse is None else self.rows(x.d_lse.T[:, :, None])
+        return Loaded(self.rows(x.q), self.keys(x.k), self.keys(x.v), self.rows(x.d_o), d_lse)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x (tokens, heads, dim)` on the frame: float64 `(Z, rows of all heads of the group, dim)`, 0 as padding."""
@@ -98,10 +186,10 @@ class Placed:
     def sampled(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return up to about `most` rows and keys with partners, spread evenly: indices into `(Z x rows)` and `(Z x keys)`."""
         frame, problem = self.frame, self.tokens.problem
-        rows = [_within(rows_seeing(problem, i), frame.rows) for i in frame.sequences]
-        keys = [_within(key_range(problem, i, seeing), frame.keys) for i, seeing in zip(frame.sequences, rows, strict=True)]
+        rows = [within(rows_seeing(problem, i), frame.rows) for i in frame.sequences]
+        keys = [within(key_range(problem, i, seeing), frame.keys) for i, seeing in zip(frame.sequences, rows, strict=True)]
         heads = len(frame.kv_heads)
-        at_rows, at_keys = _spread(rows, frame.rows, heads * problem.groups, most), _spread(keys, frame.keys, heads, most)
+        at_rows, at_keys = _places(rows, frame.rows, heads * problem.groups, most), _places(keys, frame.keys, heads, most)
         at = torch.tensor(at_rows + at_keys, device=self.tokens.q.device)
         return at[: len(at_rows)], at[len(at_rows) :]
 
@@ -237,13 +325,14 @@ def rows_seeing(problem: Problem, index: int) -> range:
     return range(start, max(start, stop) if n_k else start)
 
 
-def _within(part: range, whole: range) -> range:
+def within(part: range, whole: range) -> range:
+    """Return the tokens of `part` that are in `whole`."""
     start, stop = max(part.start, whole.start), min(part.stop, whole.stop)
     return range(start, max(start, stop))
 
 
-def _spread(parts: list[range], along: range, heads: int, most: int) -> list[int]:
-    """Return some tokens of `parts`, one range a sequence, over all `heads`: indices into (sequences x heads x along)."""
+def spread(parts: list[range], heads: int, most: int) -> list[tuple[int, int, int]]:
+    """Return (number of the part, head, token) of about `most` tokens of `parts`, one range a sequence, over all `heads`."""
     total = sum(map(len, parts)) * heads
     # Not every n-th: where n is a multiple of the tokens, that would be the same token of every head.
     chosen = range(total) if total <= most else sorted({int(total * (at * _GOLDEN % 1.0)) for at in range(most)})
@@ -253,14 +342,19 @@ def _spread(parts: list[range], along: range, heads: int, most: int) -> list[int
             behind += len(parts[sequence]) * heads
             sequence += 1
         head, token = divmod(at - behind, len(parts[sequence]))
-        places.append((sequence * heads + head) * len(along) + parts[sequence][token] - along.start)
+        places.append((sequence, head, parts[sequence][token]))
     return places
+
+
+def _places(parts: list[range], along: range, heads: int, most: int) -> list[int]:
+    """Return the tokens of `spread` as indices into (sequences x heads x along)."""
+    return [(sequence * heads + head) * len(along) + token - along.start for sequence, head, token in spread(parts, heads, most)]
 
 
 def _fit(problem: Problem, together: list[int], real: int, chunk: int) -> bool:
     area = max(problem.seqlens_q[i] for i in together) * max(problem.seqlens_k[i] for i in together) * len(together)
     padded = area * problem.heads
-    return padded <= chunk and padded <= max(chunk // _FREE, _PADDING * real * problem.heads)
+    return padded <= chunk and padded <= max(chunk // FREE, PADDING * real * problem.heads)
 
 
 def _cut(problem: Problem, together: list[int], chunk: int) -> Iterator[Frame]:

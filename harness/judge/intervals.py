@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from attnfuzz.harness.judge.truth import Truth
-from attnfuzz.harness.judge.verdict import IN_DOUBT, Figures
+from attnfuzz.harness.judge.verdict import IN_DOUBT, Figures, four_digits
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "Side", "compared", "figures_of", "measure", "place_of_lse"]
 
 _AT_ONCE = 1 << 22
 """Elements compared at once: 32 MiB in float64."""
@@ -45,11 +46,9 @@ def measure(
     if sum(got[name].numel() for name in names) <= _AT_ONCE:
         sizes = [got[name].numel() for name in names]
         form = Format.of(problem.dtype)
-        exact = _place_of_lse(names, sizes)
-        compared = [
-            x.split(sizes) for x in _compared([_Side(got[name].flatten(), expected[name]) for name in names], form, exact)
-        ]
-        parts = {name: tuple(each[index] for each in compared) for index, name in enumerate(names)}
+        exact = place_of_lse(names, sizes)
+        columns = [x.split(sizes) for x in compared([Side(got[name].flatten(), expected[name]) for name in names], form, exact)]
+        parts = {name: tuple(each[index] for each in columns) for index, name in enumerate(names)}
         counts = torch.stack([_counted(*part) for part in parts.values()]).tolist()
     else:
         pieces = {name: _in_pieces(problem, name, got[name], expected[name]) for name in names}
@@ -58,11 +57,22 @@ def measure(
     for name, (over, nonfinite, judged, worst, sigmas) in zip(names, counts, strict=True):
         shape = got[name].shape
         outside, broken, ratio = (x.reshape(shape) for x in parts[name][:3])
-        doubted = expected[name].doubted
-        unjudged = "" if judged else _why_none(doubted, got[name].numel())
-        figures = Figures(elements=int(judged), worst=worst, over=int(over), sigmas=sigmas, unjudged=unjudged, doubted=doubted)
+        figures = figures_of(got[name].numel(), (over, nonfinite, judged, worst, sigmas), expected[name].doubted)
         results[name] = Measurement(outside, broken, ratio, figures, nonfinite > 0)
     return {name: results[name] for name in got}
+
+
+def figures_of(elements: int, counts: Sequence[float], doubted: int = 0) -> Figures:
+    """Return the figures of an output with elements, from the numbers outside, not finite and judged, and the largest ratios."""
+    over, _, judged, worst, sigmas = counts
+    return Figures(
+        elements=int(judged),
+        worst=four_digits(worst),
+        over=int(over),
+        sigmas=four_digits(sigmas),
+        unjudged="" if judged else _why_none(doubted, elements),
+        doubted=doubted,
+    )
 
 
 def _why_none(doubted: int, elements: int) -> str:
@@ -72,14 +82,15 @@ def _why_none(doubted: int, elements: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Side:
+class Side:
     """A flattened output, or a piece of one, and its Truth."""
 
     got: torch.Tensor
     true: Truth
 
 
-def _place_of_lse(names: list[OutputName], sizes: list[int]) -> slice:
+def place_of_lse(names: list[OutputName], sizes: list[int]) -> slice:
+    """Return where LSE's elements are among those of all outputs, one after the other; empty without LSE."""
     begin = sum(sizes[: names.index("lse")]) if "lse" in names else 0
     return slice(begin, begin + (sizes[names.index("lse")] if "lse" in names else 0))
 
@@ -103,10 +114,10 @@ def _in_pieces(
         piece = slice(begin, begin + _AT_ONCE)
         part = Truth(true.expected.flatten()[piece], true.allowed.flatten()[piece], true.budget and _piece(true.budget, piece))
         exact = slice(0, _AT_ONCE if name == "lse" else 0)
-        compared = _compared([_Side(flat[piece].to(torch.float64), part)], form, exact)
-        for kept, values in zip(whole, compared, strict=False):
+        columns = compared([Side(flat[piece].to(torch.float64), part)], form, exact)
+        for kept, values in zip(whole, columns, strict=False):
             kept[piece] = values
-        counts.append(_counted(*compared))
+        counts.append(_counted(*columns))
     stacked = torch.stack(counts)
     return tuple(whole), [*stacked[:, :3].sum(0).tolist(), *stacked[:, 3:].amax(0).tolist()]
 
@@ -116,7 +127,7 @@ def _piece(budget: Budget, piece: slice) -> Budget:
     return Budget(**{name: None if x is None else x.flatten()[piece] for name, x in values.items()})
 
 
-def _compared(sides: list[_Side], form: Format, exact: slice) -> tuple[torch.Tensor, ...]:
+def compared(sides: list[Side], form: Format, exact: slice) -> tuple[torch.Tensor, ...]:
     """Return (outside, broken, ratio, judged, sigma multiple) of each element of all outputs, one after the other.
 
     `exact`: the elements of LSE, which is float32 under every dtype, and compared without rounding.
@@ -146,7 +157,7 @@ def _compared(sides: list[_Side], form: Format, exact: slice) -> tuple[torch.Ten
     return ~inside, broken, ratio, judged, multiples
 
 
-def _multiples(excess: torch.Tensor, sides: list[_Side]) -> torch.Tensor:
+def _multiples(excess: torch.Tensor, sides: list[Side]) -> torch.Tensor:
     """Return each error beyond B in multiples of its root mean square, where that is the limit; else 0."""
     zero = torch.zeros_like(excess)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -20,7 +20,7 @@ from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place, where
 from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
-from attnfuzz.harness.judge.verdict import Figures, Verdict
+from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
 from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import OutputName, Problem
@@ -164,7 +164,7 @@ def _as_a_whole(
         return []
     ratios = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
     for name, (r, z) in ratios.items():
-        figures[name] = replace(figures[name], r=r, z=z)
+        figures[name] = replace(figures[name], r=four_digits(r), z=four_digits(z))
         for check, value, what in (("R", r, "more noise than roundings make"), ("z", z, "a scale or a bias in all of it")):
             if value > 1:
                 message = f"{OUTPUT_TITLES[name]}: no element is beyond its budget, but together they show {what}: "

@@ -16,11 +16,11 @@ from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
 from attnfuzz.oracles.formats import Format, half_ulp
 
-__all__ = ["HeadTruths", "Truth", "Truths", "is_tiny", "truth"]
+__all__ = ["LOG_2", "WHOLE", "HeadTruths", "Truth", "Truths", "is_tiny", "truth"]
 
-_LOG_2 = 0.6931471805599453
+LOG_2 = 0.6931471805599453
 _SINGLE = Format.of("float32")
-_WHOLE = 1 << 24
+WHOLE = 1 << 24
 """Scores of one sequence, all heads, above which the oracle works in blocks."""
 _HOST_PRODUCTS, _HOST_ELEMENTS = 1 << 18, 1 << 15
 """Up to these a Case is judged on the host: the some 800 launches take longer on a GPU than all the work on a CPU."""
@@ -64,7 +64,7 @@ class Truths(dict[OutputName, Truth]):
         all_budgets = self._budgets()
         expected, captured = _reference(inputs)
         if "lse" in expected and deviations.lse_base2:
-            expected["lse"] = expected["lse"] / _LOG_2
+            expected["lse"] = expected["lse"] / LOG_2
         self._fill(expected, all_budgets)
         for name, x in captured.items():
             # A tensor that no score reads has gradient 0 without an error.
@@ -98,7 +98,7 @@ class Truths(dict[OutputName, Truth]):
         form = Format.of(self._inputs.problem.dtype)
         for name in self._inputs.problem.needs.outputs:
             if name == "lse":
-                allowed = all_budgets.lse / (_LOG_2 if self._deviations.lse_base2 else 1.0)
+                allowed = all_budgets.lse / (LOG_2 if self._deviations.lse_base2 else 1.0)
                 self[name] = Truth(expected[name], allowed, doubted=_left_out(allowed, all_budgets))
             else:
                 allowed = all_budgets.outputs[name].allowed
@@ -152,7 +152,7 @@ def _reference(inputs: Inputs) -> tuple[dict[OutputName, torch.Tensor], dict[str
     references = []
     for data in attention.sequences(inputs):
         scores = data.q.shape[0] * data.q.shape[1] * data.k.shape[1]
-        references.append((attention if scores <= _WHOLE else blockwise).reference(problem, data))
+        references.append((attention if scores <= WHOLE else blockwise).reference(problem, data))
     names = problem.needs.outputs
     captured = {name: sum((each.captured[name] for each in references[1:]), x) for name, x in references[0].captured.items()}
     if len(references) == 1:

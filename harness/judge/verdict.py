@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -9,17 +10,34 @@ import msgspec
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.kernels.problem import OutputName
 
-__all__ = ["IN_DOUBT", "Figures", "Verdict"]
+__all__ = ["IN_DOUBT", "Figures", "Verdict", "four_digits"]
 
 IN_DOUBT = "mask_mod compares floats that float32 cannot distinguish"
 """Why the elements of `Figures.doubted` are not judged."""
+
+
+_ABOVE = 1.001
+"""The number of four digits next to 1."""
+
+
+def four_digits(x: float) -> float:
+    """Return a figure rounded to four significant digits, on the same side of the limit 1.
+
+    The sums behind it differ in their last bits with the order of additions, which depends on the frames that a Case shares with
+    others. Without those bits a Case has the same Verdict alone and in every batch.
+    """
+    if not math.isfinite(x):
+        return x
+    rounded = float(f"{x:.4g}")
+    return _ABOVE if rounded <= 1 < x else rounded
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Measurements of one output: elements judged, the worst error over its budget (1 is the limit), elements over it.
 
     `sigmas`: the largest error beyond B in multiples of its root-mean-square size (6 is the limit where that decides). `r`, `z`:
-    the aggregate statistics in units of their limits (1 is the limit), None where the values are not generic.
+    the aggregate statistics in units of their limits (1 is the limit), None where the values are not generic. All
+    four have four digits (`four_digits`).
     """
 
     elements: int

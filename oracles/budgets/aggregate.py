@@ -22,7 +22,6 @@ correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); z is 0 where
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -30,14 +29,16 @@ import torch
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.independence import Independence
-from attnfuzz.oracles.budgets.repeats import Repeats
+from attnfuzz.oracles.budgets.repeats import Generic, Repeats, generic
 from attnfuzz.oracles.formats import Format, half_ulp
 
-__all__ = ["statistics", "suspicious"]
+__all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
 _R_LIMIT, _R_SINGLE, _Z_LIMIT = 3.0, 10.0, 6.0
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
+SUMS = 8
+"""Numbers of an output behind its statistics."""
 
 
 def statistics(
@@ -54,17 +55,19 @@ def statistics(
         form: the dtype's format.
         independence: called only where a statistic is beyond its limit.
     """
-    generic = repeats.figures() if repeats is not None else None
-    if generic is None or not outputs:
+    figures = repeats.figures() if repeats is not None else None
+    if figures is None or not outputs:
         return {}
     sums = _sums(list(outputs.values()), form)
     # One copy from the device for all.
-    rows = torch.cat([generic.expand(len(outputs), -1), sums], 1).tolist()
-    of = dict(zip(outputs, rows, strict=True))
-    ratios = {name: pair for name, row in of.items() if (pair := _of_limits(name, row))}
+    numbers = torch.cat([figures.flatten(), sums.flatten()]).tolist()
+    width = figures.shape[1]
+    values = generic([numbers[at : at + width] for at in range(0, figures.numel(), width)])
+    of = {name: numbers[figures.numel() + at * SUMS :][:SUMS] for at, name in enumerate(outputs)}
+    ratios = {name: pair for name, row in of.items() if (pair := of_limits(name, values, row))}
     known = dependence.figures() if any(max(pair) > 1 for pair in ratios.values()) and (dependence := independence()) else {}
     for name, (known_z, correlated) in known.items():
-        if name in ratios and (pair := _of_limits(name, of[name], correlated)):
+        if name in ratios and (pair := of_limits(name, values, of[name], correlated)):
             ratios[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
     return ratios
 
@@ -74,17 +77,18 @@ def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Bu
     if not outputs:
         return False
     rows = _sums(list(outputs.values()), form).tolist()
-    ratios = (_of_limits(name, (1.0, math.inf, 1.0, *row)) for name, row in zip(outputs, rows, strict=True))
+    ratios = (of_limits(name, Generic(), row) for name, row in zip(outputs, rows, strict=True))
     return any(max(each) > 1 for each in ratios if each)
 
 
-def _of_limits(name: OutputName, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
-    """Return (R, z) over their limits, from an output's `Repeats.figures` and `_sums`; None where they are not computed."""
-    g, carrying, of_d_o, noise, expected, squares, slope, t, t2, s, s2 = sums
+def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
+    """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed."""
+    g = repeats.g
+    noise, expected, squares, slope, t, t2, s, s2 = sums
     nu = expected * expected / max(squares, _NOTHING)
     if name == "dk":
-        nu = min(nu, carrying)
-    if g >= Repeats.LIMIT or nu < _FEWEST_ROWS or (name == "dv" and of_d_o >= Repeats.LIMIT):
+        nu = min(nu, repeats.carrying)
+    if g >= Repeats.LIMIT or nu < _FEWEST_ROWS or (name == "dv" and repeats.of_d_o >= Repeats.LIMIT):
         return None
     # Values that repeat g times in the mean have g times the noise.
     limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5
@@ -94,7 +98,13 @@ def _of_limits(name: OutputName, sums: Sequence[float], correlated: float = 0.0)
 
 
 def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> torch.Tensor:
-    """Return for each output sum w err^2, sum w Ex, sum y^2, B's share of sum t, and sum t, sum t^2 of both t; on the device."""
+    """Return the sums of every output, `(outputs, SUMS)`, on the device."""
+    parts = sums_of_rows(outputs, form)
+    return torch.stack([each.sum(-1) for each in parts])
+
+
+def sums_of_rows(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> list[torch.Tensor]:
+    """Return for each output and each of its rows w err^2, w Ex, y^2, B's share of t, and t, t^2 of both t: `(SUMS, rows)`."""
     sizes, dims = [each[0].numel() for each in outputs], [each[0].shape[-1] for each in outputs]
 
     def joined(parts: list[torch.Tensor | None]) -> torch.Tensor:
@@ -128,5 +138,5 @@ def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format
     totals = []
     for part, dim in zip(columns.split(sizes, 1), dims, strict=True):
         noise_, y, slope, t, other = part.unflatten(1, (-1, dim)).sum(-1)
-        totals.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]).sum(-1))
-    return torch.stack(totals)
+        totals.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]))
+    return totals

@@ -16,6 +16,7 @@ from attnfuzz.oracles.budgets.forward import (
     OfP,
     Scores,
     accumulated,
+    at_least_one,
     least,
     lost,
     repeated_sum,
@@ -24,6 +25,7 @@ from attnfuzz.oracles.budgets.forward import (
 )
 from attnfuzz.oracles.budgets.roundings import VARIANCE, direction, near, neighbours
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
+from attnfuzz.oracles.frames import Steps
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
 
@@ -88,8 +90,10 @@ class Gradients:
     d_s: torch.Tensor | None = None
     carried: torch.Tensor | None = None
     """V_D sum_j P^2 |q|^2 of each row, (Z, rows): how the errors of D spread over dK."""
-    share: torch.Tensor | None = None
-    """Share of the errors of D in dK's sigma^2: a row's error of D is in all keys that it sees, so not independent there."""
+    of_d: torch.Tensor | None = None
+    sigma2_dk: torch.Tensor | None = None
+    """The part of dK's sigma^2 from the errors of D, and all of it, each summed, (Z,). A row's error of D is in all keys that it
+    sees, so not independent there."""
 
 
 def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
@@ -207,7 +211,7 @@ def backward(
     del flushed
     around = delta.b + (torch.minimum(delta.hard, spread_of(delta.sigma2, delta.tau2)) if t.rounding.half else delta.hard)
     slack = torch.addcmul(e_s, grown, around)
-    eta = t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
+    eta = _unit_of_ds(t)
     pk = f.pk
     if t.changed is not None:
         if captured is not None:
@@ -225,6 +229,18 @@ def backward(
     return _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
 
 
+def _unit_of_ds(t: Scores) -> Steps:
+    """Return half a subnormal unit of dS where a kernel scales it before its rounding, at least that of the dtype."""
+    if isinstance(t.scale, torch.Tensor):
+        return t.scale.abs().reciprocal().masked_fill(t.scale == 0, 1.0).clamp_(min=1.0).mul_(t.form.eta)
+    return t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
+
+
+def _single(x: Steps) -> float:
+    assert isinstance(x, float)
+    return x
+
+
 @dataclass(slots=True, eq=False)
 class _Ds:
     d_s: torch.Tensor
@@ -239,7 +255,7 @@ class _Ds:
     """|dP - D|."""
     lost_keys: torch.Tensor
     """(Z, keys, 1): whether some row that may see the key has unbounded errors."""
-    eta: float
+    eta: Steps
     """Half a subnormal unit of dS: a kernel may scale dS before its rounding, so that it grows by 1 / scale."""
     weight: torch.Tensor
     """Factor of an error of D in dS: P, times |d score_mod / d score|."""
@@ -276,7 +292,7 @@ def _dv(
     sums.size.baddbmm_(t.p.mT, d_size)
     flush = h_b.mT @ d_size
     sums.b.baddbmm_(pe.mT, d_size).add_(flush)
-    sums.b.addcmul_(t.touched, lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.p.shape[1])).masked_fill_(lost_keys, torch.inf)
+    sums.b.addcmul_(t.touched, lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.terms_q)).masked_fill_(lost_keys, torch.inf)
     sums.sigma2.baddbmm_(v_b.mT, d2)
     sums.hard.baddbmm_(torch.addcmul(c_b, c_b, e).mT, d_size)
     if sums.flush is not None:
@@ -323,7 +339,7 @@ def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, 
     """
     unit = 2 * half_ulp(f.o, t.form)
     of_rounded = d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
-    scale = abs(t.scale)
+    scale = abs(t.only_scale)
     largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
     for delta in (d, of_rounded):
@@ -368,13 +384,13 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     halves = (n_k / 32).ceil() if isinstance(n_k, torch.Tensor) else math.ceil(n_k / 32)
     reorder = accumulated(steps_of(n_k) + halves, dq, reach, t.form)
     b += reorder
-    b += lost(t.k_sum, r.size.sum(-1, keepdim=True), t.k.shape[1]).mul_(1 + scale)
+    b += lost(t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k).mul_(1 + scale)
     tau2 = row_ties = known_k = None
     if ties and not t.rounding.half:
         b.baddbmm_(repeated_sum(x.d_s), k_size)
-        dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=scale / t.part)
+        dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=abs(t.only_scale) / t.part)
     if ties and t.rounding.half:
-        tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
+        tau2 = (neighbours(x.d_s, u / 16, _single(x.eta) / 8) - 1).mul_(r.own) @ k2
         if r.of_p is not None:
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
@@ -382,19 +398,19 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
         known_q, known_k = _known_of_ds(t, f, delta.d)
         tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
-    over = r.size >= 0.999 * t.form.largest / max(1.0, scale)
+    over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
     m_dq = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_dq.masked_fill_(over.any(-1, keepdim=True).logical_or_(t.lost_rows), torch.inf)
-    dk.b.addcmul_(t.touched, lost(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.q.shape[1]), value=1 + scale)
+    dk.b.addcmul_(t.touched, lost(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.terms_q).mul_(1 + scale))
     dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
-    share = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
+    of_d = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
     gradients = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
     if not lean:
         p2, q2 = (x.weight * x.weight).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
         # A flushed P moves D, and with it its whole row: a coherent error too.
         gradients.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
         gradients.d_s, gradients.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
-        gradients.share = share
+        gradients.of_d, gradients.sigma2_dk = of_d.sum((1, 2)), dk.sigma2.sum((1, 2))
     return gradients
 
 
@@ -444,14 +460,13 @@ def _dk(
     known: torch.Tensor | None,
     deviations: Deviations,
 ) -> torch.Tensor:
-    """Add to the sums of dK, except overflow and flushing below tiny; return the share of D's errors in sigma^2."""
+    """Add to the sums of dK, except overflow and flushing below tiny; return the part of sigma^2 from D's errors."""
     scale, p2 = abs(t.scale), x.weight * x.weight
     q_size, q2 = t.q_size * scale, (t.q * scale).square_()
     sums.result.baddbmm_(x.d_s.mT, t.q * t.scale)
     sums.size.baddbmm_(r.size.mT, q_size)
     of_d = p2.mT @ (delta.sigma2 * q2)
     sums.sigma2.baddbmm_(r.random.mT, q2).add_(of_d)
-    share = of_d.sum() / sums.sigma2.sum().clamp(min=1e-300)
     sums.hard.baddbmm_(r.worst.mT, q_size).baddbmm_(x.weight.mT, delta.hard * q_size)
     sums.b.baddbmm_(torch.addcmul(r.systematic, x.grown, delta.b).mT, q_size)
     if sums.flush is not None:
@@ -460,7 +475,7 @@ def _dk(
             sums.flush.baddbmm_(x.moved.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
-        n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
+        n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, _single(x.eta) / 8).mT
         sums.tau2.baddbmm_(_elsewhere(n, t).mul_(r.own).mT, q2)
         if r.of_p is not None:
             n = neighbours(t.p.mT.contiguous(), t.form.u / 16).mT
@@ -471,7 +486,7 @@ def _dk(
             sums.tau2.copy_(torch.maximum(sums.tau2, _beyond(known, sums.sigma2)))
     if deviations.half_partials:
         _add_partials(t, sums, x.d_s, t.q, scale)
-    return share
+    return of_d
 
 
 def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
@@ -488,12 +503,13 @@ def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
     return torch.maximum(*counts)[..., None]
 
 
-def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale: Steps) -> None:
     """Add one rounding of each query head's share of x^T y, before the group is summed, to the sums of dK or dV.
 
     A frame with part of the rows has only parts of the shares: u sum_g |share| then bounds their roundings.
     """
-    shares = (x.unflatten(1, (-1, t.rows)).mT @ y.unflatten(1, (-1, t.rows))).abs_().mul_(scale)
+    shares = (x.unflatten(1, (-1, t.rows)).mT @ y.unflatten(1, (-1, t.rows))).abs_()
+    shares.mul_(scale[:, None] if isinstance(scale, torch.Tensor) else scale)
     worst = t.rounding.worst(shares, t.form.eta).sum(1).mul_(1.01)
     if not t.whole:
         sums.b.add_(worst)

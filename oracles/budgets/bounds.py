@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
-from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.problem import Dtype, OutputName, Problem
 from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
 from attnfuzz.oracles.budgets.captured import CapturedSums
 from attnfuzz.oracles.budgets.doubts import Doubts
@@ -30,12 +30,14 @@ from attnfuzz.oracles.budgets.forward import Forward, Scores, accumulated, forwa
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
 from attnfuzz.oracles.formats import Format, half_ulp
-from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Tokens, frames, tokens_of
+from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 
-__all__ = ["Budget", "Budgets", "budgets"]
+__all__ = ["PARTS", "SUMS", "Budget", "Budgets", "budgets", "of_sums", "parts_of_rows", "steps_of_rows"]
 
-_PARTS = 6
-_SUMS = ("result", "size", "sigma2", "hard", "b")
+PARTS = 6
+"""Tensors of a Budget."""
+SUMS = ("result", "size", "sigma2", "hard", "b", "flush")
+"""The parts of dK that are sums over rows, without ties."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +104,7 @@ def budgets(
         totals = _Totals(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
         for frame in frames(problem, chunk):
             placed = Placed(tokens, frame)
-            t = scores(placed, tokens, deviations, device, ties=ties)
+            t = scores(placed, placed.load(), deviations, device, ties=ties)
             f, of_p = forward(t, ties=ties, lean=lean)
             delta = delta_error(t, f, of_p)
             if independent and frame.whole:
@@ -123,8 +125,8 @@ class _Totals:
         p: Problem = tokens.problem
         self._tokens, self._partials = tokens, partials
         self.captured = CapturedSums(tokens.modifiers)
-        self._parts = 1 if lean else _PARTS
-        names = [*_SUMS, *(["tau2"] if ties else []), *([] if lean else ["flush"])]
+        self._parts = 1 if lean else PARTS
+        names = [*(SUMS[:-1] if lean else SUMS), *(["tau2"] if ties else [])]
         # dK's statistics take sigma^2 as it is.
         self._names: dict[OutputName, list[str]] = {"dk": names, "dv": [*names, *([] if lean else ["noise"])]}
 
@@ -161,10 +163,7 @@ class _Totals:
         if self._parts == 1:
             o, dq = f.m_o, g.m_dq
         else:
-            assert f.noise is not None
-            assert g.flush is not None
-            o = _joined(f.m_o, f.hard, f.sigma2, f.tau2, f.b, f.flush, f.noise, f.reorder).masked_fill_(dead, 0.0)
-            dq = _joined(g.m_dq, g.hard, g.sigma2, g.tau2, g.b, g.flush, g.sigma2, g.reorder).masked_fill_(dead, 0.0)
+            o, dq = (torch.cat(each, -1).masked_fill_(dead, 0.0) for each in parts_of_rows(f, g))
         placed.store_rows(self._lse, t.m_lse)
         placed.store_rows(self._o, o)
         placed.store_rows(self._dq, dq)
@@ -185,34 +184,33 @@ class _Totals:
             independence=self.independence, doubted=self._doubts.counts(),
         )  # fmt: skip
 
-    def _summed(self, names: list[str], whole: torch.Tensor, steps: float | torch.Tensor) -> Budget:
-        """Return the budget of dK or dV from sums over all rows."""
-        x = Sums.within(whole, names)
-        reorder = accumulated(steps, x.result, x.size, Format.of(self._tokens.problem.dtype))
-        b = x.b.add_(reorder)
-        half = self._tokens.problem.dtype != "float32"
-        allowed = (torch.minimum(x.hard, spread_of(x.sigma2, x.tau2)) if half else x.hard) + b
-        if self._parts == 1:
-            return Budget(allowed)
-        noise = x.sigma2 if x.noise is None else x.noise
-        if self._partials:
-            # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
-            noise = noise + half_ulp(x.result, Format.of(self._tokens.problem.dtype)).square_().div_(6)
-        return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
+    def _summed(self, names: list[str], whole: torch.Tensor, steps: Steps) -> Budget:
+        return of_sums(
+            Sums.within(whole, names), steps, self._tokens.problem.dtype, lean=self._parts == 1, partials=self._partials
+        )
 
 
-def _joined(
-    allowed: torch.Tensor,
-    hard: torch.Tensor,
-    sigma2: torch.Tensor,
-    tau2: torch.Tensor | None,
-    b: torch.Tensor,
-    flush: torch.Tensor,
-    noise: torch.Tensor,
-    reorder: torch.Tensor,
-) -> torch.Tensor:
-    """Join the parts of a Budget along the last dimension."""
-    return torch.cat([allowed, _limiting(hard, sigma2, tau2), b, flush, noise, reorder], -1)
+def of_sums(x: Sums, steps: Steps, dtype: Dtype, *, lean: bool = False, partials: bool = False) -> Budget:
+    """Return the budget of dK or dV from sums over all rows, of `steps` matrix steps (`steps_of_rows`)."""
+    form, half = Format.of(dtype), dtype != "float32"
+    reorder = accumulated(steps, x.result, x.size, form)
+    b = x.b.add_(reorder)
+    allowed = (torch.minimum(x.hard, spread_of(x.sigma2, x.tau2)) if half else x.hard) + b
+    if lean:
+        return Budget(allowed)
+    noise = x.sigma2 if x.noise is None else x.noise
+    if partials:
+        # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
+        noise = noise + half_ulp(x.result, form).square_().div_(6)
+    return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
+
+
+def parts_of_rows(f: Forward, g: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors of O's and of dQ's `Budget` on a frame."""
+    assert f.noise is not None
+    assert g.flush is not None
+    o = [f.m_o, _limiting(f.hard, f.sigma2, f.tau2), f.b, f.flush, f.noise, f.reorder]
+    return o, [g.m_dq, _limiting(g.hard, g.sigma2, g.tau2), g.b, g.flush, g.sigma2, g.reorder]
 
 
 def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
@@ -220,9 +218,14 @@ def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | Non
     return random.masked_fill_(random >= hard, 0.0)
 
 
-def _row_steps(problem: Problem, device: torch.device) -> float | torch.Tensor:
+def steps_of_rows(problem: Problem) -> list[int]:
+    """Return the matrix steps of 16 rows that sum to dK and dV, of each sequence."""
+    return [problem.groups * (math.ceil(n / 16) + 2) for n in problem.seqlens_q]
+
+
+def _row_steps(problem: Problem, device: torch.device) -> Steps:
     """Return the matrix steps of 16 rows that sum to dK and dV, for each key token: `(total_k, 1)`, or one number for all."""
-    steps = [problem.groups * (math.ceil(n / 16) + 2) for n in problem.seqlens_q]
+    steps = steps_of_rows(problem)
     if len(set(steps)) == 1:
         return float(steps[0])
     each = torch.tensor(steps, dtype=torch.float64).repeat_interleave(torch.tensor(problem.seqlens_k))

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from attnfuzz.kernels.contract import Deviations
-from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.budgets.doubts import Doubt
 from attnfuzz.oracles.budgets.roundings import Rounding, neighbours
 from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
-from attnfuzz.oracles.frames import Placed, Tokens
+from attnfuzz.oracles.frames import Loaded, Placement, Steps
 from attnfuzz.oracles.modifiers import Changed
 
 __all__ = [
@@ -25,8 +23,8 @@ __all__ = [
     "Forward",
     "OfP",
     "Scores",
-    "Steps",
     "accumulated",
+    "at_least_one",
     "forward",
     "least",
     "lost",
@@ -39,7 +37,6 @@ __all__ = [
 LAMBDA, TIES = 6.0, 4.0
 """Limits on an error, as multiples of the root mean square of independent roundings and of repeated ones."""
 _HUGE = 1e60
-Steps: TypeAlias = float | torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +45,7 @@ class Scores:
 
     rounding: Rounding
     form: Format
-    scale: float
+    scale: Steps
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -88,6 +85,9 @@ class Scores:
     """Relative error of a row sum of rounded P, where that is declared."""
     n_k: Steps
     """Keys of the sequence, or of each sequence `(Z, 1, 1)`."""
+    terms_q: Steps
+    terms_k: Steps
+    """Rows and keys in this frame, without padding."""
     rows: int
     """Rows of each query head."""
     part: float
@@ -100,6 +100,12 @@ class Scores:
     """Scores after softcap and score_mod."""
     doubt: Doubt | None
     """Scores that mask_mod may or may not hide."""
+
+    @property
+    def only_scale(self) -> float:
+        """The scale of a frame with one for all sequences."""
+        assert isinstance(self.scale, float)
+        return self.scale
 
     @property
     def whole(self) -> bool:
@@ -164,6 +170,11 @@ def repeated_sum(x: torch.Tensor) -> torch.Tensor:
     return (neighbours(x, EPS * x.shape[-1] / 2) - 1).mul_(x.abs()).mul_(EPS / 2)
 
 
+def at_least_one(x: Steps) -> Steps:
+    """Return max(1, x)."""
+    return x.clamp(min=1.0) if isinstance(x, torch.Tensor) else max(1.0, x)
+
+
 def steps_of(n: Steps) -> Steps:
     """Return the matrix steps of 16 over `n` terms, and two more."""
     return (n / 16).ceil() + 2 if isinstance(n, torch.Tensor) else math.ceil(n / 16) + 2
@@ -175,7 +186,7 @@ def spread_of(sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
     return spread if tau2 is None else spread.add_(tau2.sqrt(), alpha=TIES)
 
 
-def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, *, ties: bool = False) -> Scores:
+def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *, ties: bool = False) -> Scores:
     """Compute scores, probabilities and the budget of LSE.
 
     delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
@@ -184,13 +195,11 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
     In a row with scores that mask_mod may or may not hide, all scores that may be seen have one delta (doubts.py).
     """
-    problem: Problem = tokens.problem
-    q, k, v, d_o = placed.rows(tokens.q), placed.keys(tokens.k), placed.keys(tokens.v), placed.rows(tokens.d_o)
-    d_lse = None if tokens.d_lse is None else placed.rows(tokens.d_lse.T[:, :, None])
-    values = torch.cat([v, v.abs(), v * v, k], -1)
-    v, v_size, v2, k = values.split([*[problem.dim_v] * 3, problem.dim_qk], -1)
-    visible, scale, form = placed.visible(), problem.scale, Format.of(problem.dtype)
-    modifiers = tokens.modifiers
+    q, d_o, dim_qk = x.q, x.d_o, x.q.shape[-1]
+    values = torch.cat([x.v, x.v.abs(), x.v * x.v, x.k], -1)
+    v, v_size, v2, k = values.split([*[x.v.shape[-1]] * 3, dim_qk], -1)
+    visible, scale, form = placed.visible(), placed.scale, Format.of(placed.dtype)
+    modifiers = placed.modifiers
     leaves = placed.leaves() if modifiers.score is not None or modifiers.mask is not None else {}
     doubtful = None
     if leaves and (unmasked := modifiers.unmasked(leaves)) is not None:
@@ -199,13 +208,13 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         visible = visible & unmasked
     unseen = ~visible
     q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
-    rounding = Rounding(form, problem.dtype != "float32", problem.dtype == "float32" and device in deviations.tf32_on)
+    rounding = Rounding(form, placed.dtype != "float32", placed.dtype == "float32" and device in deviations.tf32_on)
     s = (q * scale) @ k.mT
     k_sum = k_size.sum(1, keepdim=True)
     sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
     k_size.mul_(abs(scale))
     size = q_size @ k_size.mT
-    steps, k2 = max(1.0, problem.dim_qk / 16), k_size * k_size
+    steps, k2 = max(1.0, dim_qk / 16), k_size * k_size
     s_size = s.abs()
     delta = (s_size * (4 * EPS * steps)).add_(size, alpha=4 * EPS * math.sqrt(steps))
     if rounding.tf32:
@@ -244,10 +253,11 @@ def scores(placed: Placed, tokens: Tokens, deviations: Deviations, device: str, 
         top &= ~doubt.rows
     p = e / total
     result = Scores(
-        rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=d_lse, q_size=q_size, k_size=k_size,
+        rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
         top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
-        shift=shift, l_error=None, n_k=placed.n_k, rows=len(placed.frame.rows), part=placed.frame.part, k_sum=k_sum,
+        shift=shift, l_error=None, n_k=placed.n_k,
+        terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
         touched=1.0 - unseen.expand(s.shape).all(1)[..., None].to(torch.float64), changed=changed,
         doubt=doubt,
     )  # fmt: skip
@@ -305,7 +315,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     variance = (mean2 - o * o).clamp_(min=0).mul_(e_f2).sqrt_()
     reorder = accumulated(steps_of(t.n_k), o, size, t.form)
     b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush)
-    b += lost(v_size.sum(1, keepdim=True), 1.0, t.s_size.shape[-1])
+    b += lost(v_size.sum(1, keepdim=True), 1.0, t.terms_k)
     if ties and not t.rounding.half:
         b += (repeated_sum(t.e) @ v_size).div_(t.l)
     if t.l_error is not None:
@@ -318,7 +328,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     return result, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
 
 
-def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: int) -> torch.Tensor:
+def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: Steps) -> torch.Tensor:
     """Return the loss of sum x y by flushing below the smallest normal float32: tiny (sum |x| + sum |y| + terms + 1).
 
     A flushed operand loses tiny times the other one, a flushed product or sum tiny.

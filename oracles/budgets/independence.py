@@ -105,7 +105,7 @@ def _of_p(t: Scores) -> Iterator[torch.Tensor]:
 def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the roundings of dS, with D from the exact O and from the rounded one, rounded before or after scaling."""
     moved = (t.d_o * _rounding(t, f.o)).sum(-1, keepdim=True)
-    d_p, scale = t.d_o @ t.v.mT, abs(t.scale)
+    d_p, scale = t.d_o @ t.v.mT, abs(t.only_scale)
     for d in (delta.d, delta.d + moved):
         exact = weight * (d_p - d)
         for factor in (1.0, scale or 1.0):

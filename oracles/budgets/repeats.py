@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from attnfuzz.oracles.budgets.backward import Gradients
 from attnfuzz.oracles.budgets.forward import Forward, Scores
 from attnfuzz.oracles.budgets.roundings import direction, near, neighbours
-from attnfuzz.oracles.formats import half_ulp
+from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.frames import Placed
 
-__all__ = ["Repeats"]
+__all__ = ["SAMPLED", "Generic", "Repeats", "anywhere", "generic", "repeated", "sums_of_rows"]
 
-_SAMPLED = 64
 _ACROSS = 5.0
 """Weight of equal P across rows: a twentieth is too many, since only some rows are sampled and a bias adds up over all."""
 _OF_D = 0.1
@@ -22,6 +25,20 @@ _DOUBTFUL = 0.05
 _WINDOW = 16.0
 """Values count as equal within u / 16, since values within a few u of each other are rounded alike. Measured with P between
 1 - u and 1, from tiny scores: z was 1.1 x its limit, and a window of u / 256 still took 31 such values for generic."""
+
+
+_NOTHING = 1e-300
+SAMPLED = 64
+"""Rows and keys of a frame in which values are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generic:
+    """How often values repeat in a batch: g, the effective number of rows behind D's error in dK, the mean count of equal dO."""
+
+    g: float = 1.0
+    carrying: float = math.inf
+    of_d_o: float = 1.0
 
 
 class Repeats:
@@ -36,10 +53,7 @@ class Repeats:
     LIMIT = 1.25
 
     def __init__(self) -> None:
-        self._g: list[torch.Tensor] = []
-        self._of_d_o: list[torch.Tensor] = []
-        self._carried: list[torch.Tensor] = []
-        self._share: list[torch.Tensor] = []
+        self._frames: list[torch.Tensor] = []
         self._whole = True
 
     def add(self, t: Scores, f: Forward, g: Gradients, placed: Placed) -> None:
@@ -48,72 +62,88 @@ class Repeats:
         if not self._whole:
             return
         assert g.d_s is not None
-        assert g.carried is not None
-        assert g.share is not None
-        rows, keys = placed.sampled(_SAMPLED)
-        self._g += [_repeated(t, [t.p, g.d_s], rows), _repeated(t, [t.p.mT, g.d_s.mT], keys), _repeated_rows(t, f)]
-        self._g.append(1 + (_repeated_anywhere(t, rows) - 1) * _ACROSS)
-        self._g.append(_doubtful_leads(t))
-        self._of_d_o.append(_equal_rows(t, t.d_o, 1.0))
-        self._carried.append(g.carried.flatten())
-        self._share.append(g.share)
+        rows, keys = placed.sampled(SAMPLED)
+        of_rows = torch.stack([x.flatten(0, 1)[rows] for x in (t.p, g.d_s)])[:, None]
+        of_keys = torch.stack([x.mT.flatten(0, 1)[keys] for x in (t.p, g.d_s)])[:, None]
+        counts = [repeated(t.form, of_rows), repeated(t.form, of_keys), anywhere(t.form, t.e.flatten(0, 1)[rows][None])]
+        self._frames.append(torch.cat([sums_of_rows(t, f, g).sum(0), *counts]))
 
     def figures(self) -> torch.Tensor | None:
-        """Return g, the effective number of rows behind D's error in dK, and the mean count of equal rows of dO; on the device.
+        """Return the sums of every frame, on the device, for `generic`; None where values are not known to be generic."""
+        return torch.stack(self._frames) if self._whole and self._frames else None
 
-        None: not known to be generic. Where rows of dO are equal, for example one element expanded, dV is a multiple of sums of
-        rounded P. Those lie on the steps that dV is rounded to: half of its roundings are ties, the same in every dim.
-        """
-        if not self._whole or not self._g:
-            return None
-        carried = torch.cat(self._carried)
-        rows = carried.sum().square() / carried.square().sum().clamp(min=1e-300)
-        # Where much of dK's error is from D, it is a few numbers spread over all keys: too few for a statistic.
-        rows = torch.where(torch.stack(self._share).amax() <= _OF_D, rows, 0.0)
-        g, of_d_o = (torch.stack(each).nan_to_num(nan=torch.inf).amax() for each in (self._g, self._of_d_o))
-        return torch.stack([g, rows, of_d_o])
+
+def generic(frames: Sequence[Sequence[float]]) -> Generic:
+    """Return how often values repeat, from `sums_of_rows` (summed), `repeated` of rows and of keys, and `anywhere` of each frame.
+
+    Where rows of dO are equal, for example one element expanded, dV is a multiple of sums of rounded P. Those lie on the steps
+    that dV is rounded to: half of its roundings are ties, the same in every dim.
+    """
+    g, of_d_o, shares, total, squares = [], [], [], 0.0, 0.0
+    for of_q, of_o, of_do, live, doubtful, carried, carried2, of_d, sigma2, in_rows, in_keys, apart in frames:
+        g += [in_rows, in_keys, 1 + (apart - 1) * _ACROSS, math.inf if doubtful > _DOUBTFUL * live else 0.0]
+        g += [each / live if live else math.inf for each in (of_q, of_o)]
+        of_d_o.append(of_do / live if live else math.inf)
+        shares.append(of_d / max(sigma2, _NOTHING))
+        total, squares = total + carried, squares + carried2
+    # Where much of dK's error is from D, it is a few numbers spread over all keys: too few for a statistic.
+    carrying = total * total / max(squares, _NOTHING) if all(each <= _OF_D for each in shares) else 0.0
+    largest = (max(math.inf if math.isnan(x) else x for x in each) for each in (g, of_d_o))
+    return Generic(next(largest), carrying, next(largest))
+
+
+def sums_of_rows(t: Scores, f: Forward, g: Gradients) -> torch.Tensor:
+    """Return for each Z of a frame what `generic` takes of its rows, `(Z, 9)`.
+
+    The counts of equal rows of q, O and dO, the rows that see a key and those led by a doubtful 1; the sums of `carried` and of
+    its squares, the part of dK's sigma^2 from the errors of D, and all of it.
+    """
+    assert g.carried is not None
+    assert g.of_d is not None
+    assert g.sigma2_dk is not None
+    live = t.dead.shape[1] - t.dead[..., 0].sum(-1)
+    equal = [_equal_rows(t, *each) for each in ((t.q, 2.0), (f.o, 1.0), (t.d_o, 1.0))]
+    carried = [g.carried.sum(-1), g.carried.square().sum(-1)]
+    return torch.stack([*equal, live, _doubtful_leads(t), *carried, g.of_d, g.sigma2_dk], -1)
+
+
+def repeated(form: Format, sample: torch.Tensor) -> torch.Tensor:
+    """Return the mean count of neighbours in sampled rows, weighted by their squared roundings: the largest of several values.
+
+    `sample (values, parts, rows, terms)`; the result has one number a part.
+    """
+    weight = _rounding2(form, sample)
+    counted = (neighbours(sample, form.u / _WINDOW) * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp_(min=_NOTHING)
+    return counted.amax(0)
+
+
+def anywhere(form: Format, sample: torch.Tensor) -> torch.Tensor:
+    """Return the mean count of exactly equal P before normalising, over all sampled rows; few-valued scores have them.
+
+    `sample (parts, rows, keys)`; the result has one number a part.
+    """
+    sample = sample.flatten(1)
+    weight = _rounding2(form, sample)
+    return (neighbours(sample, form.u * 2.0**-14) * weight).sum(-1) / weight.sum(-1).clamp_(min=_NOTHING)
 
 
 def _doubtful_leads(t: Scores) -> torch.Tensor:
-    """Return infinity if many rows are led by a P of 1 that may be off by 4 u, a bound some 20 x the real error; else 0.
+    """Return the number of rows led by a P of 1 that may be off by 4 u, a bound some 20 x the real error.
 
     Below 1 the rounding steps of P are half those above, so that roundings around 1 have a mean, and so has O. Measured on a
     GPU: with one-hot scores of some 8,000, scaled by a separately rounded multiplication, z was 1.2 x its limit.
     """
-    doubtful = ((t.p > 0.5) & (t.delta >= 4 * t.form.u)).any(-1).sum()
-    live = t.dead.numel() - t.dead.sum()
-    return torch.where(doubtful > _DOUBTFUL * live, torch.inf, 0.0).to(torch.float64)
+    return ((t.p > 0.5) & (t.delta >= 4 * t.form.u)).any(-1).sum(-1)
 
 
-def _repeated(t: Scores, values: list[torch.Tensor], sampled: torch.Tensor) -> torch.Tensor:
-    """Return the mean count of neighbours in sampled rows, weighted by their squared roundings: the largest of `values`."""
-    sample = torch.stack([x.flatten(0, 1)[sampled] for x in values])
-    weight = _rounding2(t, sample)
-    counted = (neighbours(sample, t.form.u / _WINDOW) * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_(min=1e-300)
-    return counted.amax()
-
-
-def _repeated_anywhere(t: Scores, sampled: torch.Tensor) -> torch.Tensor:
-    """Return the mean count of exactly equal P before normalising, over all sampled rows; few-valued scores have them."""
-    sample = t.e.flatten(0, 1)[sampled].flatten()
-    weight = _rounding2(t, sample)
-    return (neighbours(sample, t.form.u * 2.0**-14) * weight).sum() / weight.sum().clamp(min=1e-300)
-
-
-def _rounding2(t: Scores, x: torch.Tensor) -> torch.Tensor:
+def _rounding2(form: Format, x: torch.Tensor) -> torch.Tensor:
     """Return the square of each rounding to the dtype: values that need no rounding, such as P = 1 and P = 1/2, add no error."""
-    unit = 2 * half_ulp(x, t.form)
+    unit = 2 * half_ulp(x, form)
     return torch.round(x / unit).mul_(unit).sub_(x).square_()
 
 
-def _repeated_rows(t: Scores, f: Forward) -> torch.Tensor:
-    """Return the mean count of rows with the same q, or the same O."""
-    return torch.maximum(_equal_rows(t, t.q, 2.0), _equal_rows(t, f.o, 1.0))
-
-
 def _equal_rows(t: Scores, x: torch.Tensor, parts: float) -> torch.Tensor:
-    """Return the mean count of equal rows: within u / 128 of their norm over `parts`, compared by a random projection."""
-    place = (x @ direction(x.shape[-1], x.device))[None].masked_fill(t.dead[None, ..., 0], torch.inf)
-    norm = x.norm(dim=-1).div_(parts)[None]
-    counts = near(place, norm.mul_(t.form.u / 128)).masked_fill_(t.dead[None, ..., 0], 0.0)
-    return counts.sum() / (t.dead.numel() - t.dead.sum())
+    """Return the counts of equal rows, summed: within u / 128 of their norm over `parts`, compared by a random projection."""
+    place = (x @ direction(x.shape[-1], x.device)).masked_fill(t.dead[..., 0], torch.inf)
+    norm = x.norm(dim=-1).div_(parts)
+    return near(place, norm.mul_(t.form.u / 128)).masked_fill_(t.dead[..., 0], 0.0).sum(-1)

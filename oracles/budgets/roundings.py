@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.oracles.formats import TF32, Format, half_ulp
+from attnfuzz.oracles.frames import Steps
 
 __all__ = ["VARIANCE", "Rounding", "direction", "near", "neighbours"]
 
@@ -26,7 +27,7 @@ class Rounding:
     half: bool
     tf32: bool
 
-    def variance(self, x: torch.Tensor, eta: float, exact: torch.Tensor | None = None) -> torch.Tensor:
+    def variance(self, x: torch.Tensor, eta: Steps, exact: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mean square of one rounding of x >= 0: 0 where it may be flushed (see `flushed`), or where `exact`.
 
         max(0.18 u^2 x^2, eta^2 / 3): a rounding error is uniform over 2 eta in the subnormals and in the binade above them.
@@ -44,13 +45,13 @@ class Rounding:
             return variance
         return half_ulp(x, self.form).square_().mul_(1 / 3).masked_fill_(variance == 0, 0.0)
 
-    def worst(self, x: torch.Tensor, eta: float) -> torch.Tensor:
+    def worst(self, x: torch.Tensor, eta: Steps) -> torch.Tensor:
         """Return the largest error of x >= 0: max(u x, min(x, eta)), or tf32's truncation."""
         if self.half:
             return torch.maximum(self.form.u * x, x.clamp(max=eta))
         return x * TF32 if self.tf32 else torch.zeros_like(x)
 
-    def flushed(self, x: torch.Tensor, slack: torch.Tensor | None, eta: float) -> torch.Tensor:
+    def flushed(self, x: torch.Tensor, slack: torch.Tensor | None, eta: Steps) -> torch.Tensor:
         """Return min(x + slack, eta) where x >= 0 may be flushed as a whole, else 0: a coherent error, not a random one."""
         if not self.half:
             return torch.zeros_like(x)

@@ -8,7 +8,7 @@ import torch
 
 from attnfuzz.harness.judge.contract import why_unfit
 from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place
-from attnfuzz.harness.judge.verdict import Figures, Verdict
+from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
 from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.launch import is_out_of_memory, launch_in_place
 from attnfuzz.harness.trial.supports import why_not_case
@@ -99,7 +99,9 @@ def _judged(bench: Bench, differences: Iterable[Difference]) -> Verdict:
             continue
         old = figures[name]
         figures[name] = Figures(
-            elements=old.elements + difference.got.numel(), worst=max(old.worst, largest.ratio), over=old.over + largest.over
+            elements=old.elements + difference.got.numel(),
+            worst=max(old.worst, four_digits(largest.ratio)),
+            over=old.over + largest.over,
         )
         if not largest.ratio <= 1 and (name not in failing or largest.ratio > failing[name][1].ratio):
             failing[name] = (difference, largest)

@@ -1,0 +1,272 @@
+"""Judgement of several Cases at once: reference, budgets and comparison cost about the launches of one Case.
+
+Only a Case that passes clearly is judged here. Every other one, and those whose judgement needs more than this (modifiers, sizes
+that fill the device alone, repeated values), is left to `judge`, which thereby remains the only source of Failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+
+from attnfuzz.harness.judge.contract import why_unfit
+from attnfuzz.harness.judge.failure import BY_QUERY
+from attnfuzz.harness.judge.intervals import Side, compared, figures_of, place_of_lse
+from attnfuzz.harness.judge.truth import LOG_2, WHOLE, Truth, is_tiny
+from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
+from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
+from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles import blockwise
+from attnfuzz.oracles.budgets.aggregate import SUMS, of_limits, sums_of_rows
+from attnfuzz.oracles.budgets.batch import BatchTruth, truth_of_batches
+from attnfuzz.oracles.budgets.bounds import Budget
+from attnfuzz.oracles.budgets.repeats import Generic, Repeats
+from attnfuzz.oracles.formats import Format
+from attnfuzz.oracles.frames import CHUNK
+
+__all__ = ["Judged", "Launched", "judge_batch"]
+
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
+"""Scores of a frame: few enough for a CPU's cache, and many enough to fill a GPU."""
+_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Elements of q, k, v and dO of the Cases judged at once: each has some fifteen numbers of 8 bytes in the budgets."""
+_CLEAR, _CLEAR_RATIO = 0.99, 0.999
+"""Largest statistic, and largest error over its budget, of a Case that passes clearly."""
+_COUNTS = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A Case's kernel, inputs and outputs."""
+
+    kernel: str
+    inputs: Inputs
+    outputs: Outputs
+    config: Config
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """A Case's Verdict, and the truth of its outputs: views of the batch's."""
+
+    verdict: Verdict
+    truths: dict[OutputName, Truth]
+
+
+def judge_batch(launched: Sequence[Launched], deviations: Deviations, device: str) -> list[Judged | None]:
+    """Judge Cases of one kernel by the rules of `judge`; None for each that it must judge alone.
+
+    Args:
+        launched: inputs and outputs of the Cases, on one device.
+        deviations: what the kernel declares.
+        device: "cpu" or "cuda", for deviations declared for one of them.
+
+    Returns:
+        For each Case its passing Verdict, equal to that of `judge`, or None.
+    """
+    results: list[Judged | None] = [None] * len(launched)
+    for numbers in _together(launched, deviations):
+        for number, judged in zip(numbers, _judged([launched[number] for number in numbers], deviations, device), strict=True):
+            results[number] = judged
+    return results
+
+
+def _together(launched: Sequence[Launched], deviations: Deviations) -> Iterator[list[int]]:
+    """Yield the numbers of Cases to judge at once: equal dtype, dims, outputs and device, and not too many elements."""
+    of: dict[object, list[int]] = {}
+    for number, each in enumerate(launched):
+        p, where = each.inputs.problem, each.inputs.q.device
+        if _fits(p, where, deviations) and not why_unfit(each.kernel, each.inputs, each.outputs):
+            of.setdefault((p.dtype, p.dim_qk, p.dim_v, p.needs.outputs, where), []).append(number)
+    for numbers in of.values():
+        group: list[int] = []
+        taken = 0
+        for number in numbers:
+            size, most = _elements(launched[number].inputs.problem), _ELEMENTS[launched[number].inputs.q.device.type]
+            if group and taken + size > most:
+                yield group
+                group, taken = [], 0
+            group.append(number)
+            taken += size
+        yield group
+
+
+def _elements(problem: Problem) -> int:
+    rows = problem.total_q * problem.heads + problem.total_k * problem.kv_heads
+    return rows * (problem.dim_qk + problem.dim_v)
+
+
+def _fits(problem: Problem, where: torch.device, deviations: Deviations) -> bool:
+    """Whether a Case can be judged with others."""
+    if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap:
+        return False
+    if deviations.half_partials and problem.groups > 1:
+        return False
+    largest = max(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
+    within = largest * problem.heads <= WHOLE and largest * problem.groups <= CHUNK[where.type]
+    return within and not blockwise.is_large(problem) and where.type in _CHUNK
+
+
+def _judged(launched: Sequence[Launched], deviations: Deviations, device: str) -> list[Judged | None]:
+    """Judge Cases of equal dtype, dims and outputs."""
+    problems = [each.inputs.problem for each in launched]
+    p, where = problems[0], launched[0].inputs.q.device
+    form = Format.of(p.dtype)
+    searched = [at for at, each in enumerate(problems) if _is_searched(each)]
+    batch = truth_of_batches([each.inputs for each in launched], deviations, device, _CHUNK[where.type], searched)
+    names = list(p.needs.outputs)
+    with torch.inference_mode():
+        truths = _truths(batch, names, deviations, form)
+        got = {name: _values([getattr(each.outputs, name) for each in launched], name, batch) for name in names}
+        counts = _counts(batch, got, truths, form)
+        judged = [name for name in names if name != "lse"] if p.dtype != "float32" else []
+        sums = _sums(batch, [(got[name], truths[name]) for name in judged], judged, form)
+        repeats = batch.repeats.figures()
+        # One copy from the device for all Cases and outputs.
+        sizes = [len(launched) * len(names) * _COUNTS, len(launched) * len(judged) * SUMS, repeats.numel()]
+        numbers = torch.cat([counts.flatten(), sums.flatten(), repeats.flatten()]).tolist()
+        of_counts, of_sums, of_repeats = (numbers[sum(sizes[:at]) :][:size] for at, size in enumerate(sizes))
+        generic = batch.repeats.generic(of_repeats)
+        results: list[Judged | None] = []
+        for at, each in enumerate(launched):
+            rows = {name: _part(of_counts, len(launched), place, at, _COUNTS) for place, name in enumerate(names)}
+            statistics = {name: _part(of_sums, len(launched), place, at, SUMS) for place, name in enumerate(judged)}
+            own = _of_case(batch, truths, at)
+            figures = _figures(own, rows)
+            figures = figures and _with_statistics(each.inputs.problem, figures, own, statistics, generic.get(at))
+            results.append(figures and Judged(Verdict(status="pass", figures=figures), own))
+        return results
+
+
+def _is_searched(problem: Problem) -> bool:
+    """Whether `judge` looks for repeated values before it knows the statistics."""
+    return problem.dtype != "float32" and not is_tiny(problem) and problem.total_q * problem.heads >= Repeats.FEWEST
+
+
+def _truths(batch: BatchTruth, names: list[OutputName], deviations: Deviations, form: Format) -> dict[OutputName, Truth]:
+    """Return the Truth of each output over the rows or keys of all Cases."""
+    truths = {}
+    for name in names:
+        budget = batch.budgets[name]
+        if name == "lse":
+            unit = LOG_2 if deviations.lse_base2 else 1.0
+            truths[name] = Truth(batch.expected[name] / unit, budget.allowed / unit)
+        else:
+            truths[name] = Truth(batch.expected[name], budget.allowed, budget, form)
+    return truths
+
+
+def _values(outputs: list[torch.Tensor], name: OutputName, batch: BatchTruth) -> torch.Tensor:
+    """Return the kernel's values of one output, in the order of the truth, float64."""
+    slots = batch.slots
+    index = slots.lse if name == "lse" else slots.rows if name in BY_QUERY else slots.keys
+    values = torch.cat([x.detach().reshape(-1, 1 if name == "lse" else x.shape[-1]) for x in outputs])
+    return values.index_select(0, index).to(torch.float64)
+
+
+def _batches_of(batch: BatchTruth, name: OutputName) -> torch.Tensor:
+    return batch.slots.batch_of_row if name in BY_QUERY else batch.slots.batch_of_key
+
+
+def _places(batch: BatchTruth, names: list[OutputName]) -> torch.Tensor:
+    """Return for each row of all outputs, one after the other, the number of its output and Case."""
+    cases = len(batch.slots.problems)
+    return torch.cat([_batches_of(batch, name) + place * cases for place, name in enumerate(names)])
+
+
+def _counts(
+    batch: BatchTruth, got: dict[OutputName, torch.Tensor], truths: dict[OutputName, Truth], form: Format
+) -> torch.Tensor:
+    """Return what `figures_of` takes, of each output and Case, `(outputs x Cases, 5)`."""
+    names = list(got)
+    sizes = [got[name].numel() for name in names]
+    columns = compared([Side(got[name].flatten(), truths[name]) for name in names], form, place_of_lse(names, sizes))
+    outside, broken, ratio, judged, multiples = (x.split(sizes) for x in columns)
+    numbers, largest = [], []
+    for at, name in enumerate(names):
+        shape = got[name].shape
+        numbers.append(torch.stack([outside[at], broken[at], judged[at]], -1).view(*shape, 3).sum(1))
+        largest.append(torch.stack([ratio[at], multiples[at]], -1).view(*shape, 2).amax(1))
+    places = _places(batch, names)
+    lines = len(names) * len(batch.slots.problems)
+    counts = torch.zeros((lines, 3), dtype=torch.float64, device=places.device)
+    counts.index_add_(0, places, torch.cat(numbers).to(torch.float64))
+    most = torch.zeros((lines, 2), dtype=torch.float64, device=places.device)
+    most.scatter_reduce_(0, places[:, None].expand(-1, 2), torch.cat(largest), "amax")
+    return torch.cat([counts, most], 1)
+
+
+def _sums(batch: BatchTruth, pairs: list[tuple[torch.Tensor, Truth]], names: list[OutputName], form: Format) -> torch.Tensor:
+    """Return the sums behind the statistics, of each output and Case, `(outputs x Cases, SUMS)`."""
+    if not names:
+        return torch.zeros((0, SUMS), dtype=torch.float64)
+    outputs = [(x, true.expected, true.budget) for x, true in pairs if true.budget is not None]
+    places = _places(batch, names)
+    sums = torch.zeros((len(names) * len(batch.slots.problems), SUMS), dtype=torch.float64, device=places.device)
+    return sums.index_add_(0, places, torch.cat([each.T for each in sums_of_rows(outputs, form)]))
+
+
+def _part(numbers: list[float], cases: int, output: int, case: int, width: int) -> list[float]:
+    return numbers[(output * cases + case) * width :][:width]
+
+
+def _of_case(batch: BatchTruth, truths: dict[OutputName, Truth], at: int) -> dict[OutputName, Truth]:
+    """Return the Truth of one Case's outputs, heads first."""
+    slots = batch.slots
+    heads = (slots.problems[at].heads, slots.problems[at].kv_heads)
+
+    def view(x: torch.Tensor, name: OutputName) -> torch.Tensor:
+        starts = slots.row_starts if name in BY_QUERY else slots.key_starts
+        part = x[starts[at] : starts[at + 1]]
+        if name == "lse":
+            return part[:, 0].unflatten(0, (heads[0], part.shape[0] // heads[0]))
+        own = heads[0] if name in BY_QUERY else heads[1]
+        return part.unflatten(0, (own, part.shape[0] // own))
+
+    of = {}
+    for name, true in truths.items():
+        parts = {each: getattr(true.budget, each) for each in _PARTS} if true.budget else {}
+        budget = Budget(**{each: view(x, name) for each, x in parts.items() if x is not None}) if parts else None
+        of[name] = Truth(view(true.expected, name), view(true.allowed, name), budget, true.form)
+    return of
+
+
+_PARTS = ("allowed", "random", "b", "flush", "noise", "reorder")
+
+
+def _figures(truths: dict[OutputName, Truth], counts: dict[OutputName, list[float]]) -> dict[OutputName, Figures] | None:
+    """Return the figures of every output, or None unless all elements are clearly within their intervals."""
+    figures = {}
+    for name, (over, nonfinite, judged, worst, sigmas) in counts.items():
+        if over or nonfinite or not worst <= _CLEAR_RATIO:
+            return None
+        elements = truths[name].expected.numel()
+        values = (over, nonfinite, judged, worst, sigmas)
+        figures[name] = figures_of(elements, values) if elements else Figures(elements=0)
+    return figures
+
+
+def _with_statistics(
+    problem: Problem,
+    figures: dict[OutputName, Figures],
+    truths: dict[OutputName, Truth],
+    sums: dict[OutputName, list[float]],
+    generic: Generic | None,
+) -> dict[OutputName, Figures] | None:
+    """Return the figures with R and z where `judge` has them, or None unless all are clearly below their limits."""
+    tiny = is_tiny(problem)
+    if generic is None and not tiny:
+        return figures
+    for name, row in sums.items():
+        pair = of_limits(name, generic or Generic(), row) if truths[name].expected.numel() else None
+        if pair is None:
+            continue
+        if not max(pair) <= _CLEAR:
+            return None
+        # A tiny Case's values are searched for repeats only on suspicion.
+        if not tiny:
+            figures[name] = replace(figures[name], r=four_digits(pair[0]), z=four_digits(pair[1]))
+    return figures

@@ -1,0 +1,134 @@
+"""Reference values and budgets of several batches at once: slots of different batches share a frame, and its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.kernels.contract import Deviations, Inputs
+from attnfuzz.kernels.problem import OutputName
+from attnfuzz.oracles.attention import Reference, reference_of_heads
+from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
+from attnfuzz.oracles.budgets.batch_repeats import BatchRepeats
+from attnfuzz.oracles.budgets.bounds import PARTS, SUMS, Budget, of_sums, parts_of_rows, steps_of_rows
+from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
+from attnfuzz.oracles.slots import SlotFrame, Slots, flat
+
+__all__ = ["BatchTruth", "truth_of_batches"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchTruth:
+    """Reference values and budgets of the rows and keys of `slots`, `(rows or keys, dim)`; LSE's budget has only `allowed`."""
+
+    slots: Slots
+    expected: dict[OutputName, torch.Tensor]
+    budgets: dict[OutputName, Budget]
+    repeats: BatchRepeats
+
+
+def truth_of_batches(
+    batches: Sequence[Inputs], deviations: Deviations, device: str, chunk: int, generic: Sequence[int]
+) -> BatchTruth:
+    """Compute them for batches of equal dims and dtype, without modifiers, in frames of at most `chunk` scores.
+
+    Args:
+        batches: the inputs.
+        deviations: what the kernel declares.
+        device: "cpu" or "cuda", for deviations declared for one of them.
+        chunk: scores of a frame; a slot with more has one of its own.
+        generic: numbers of the batches whose values are searched for repeats.
+    """
+    where = batches[0].q.device
+    with torch.inference_mode(mode=False), torch.no_grad():
+        slots = Slots([each.problem for each in batches], chunk, where)
+        x = flat(slots, batches)
+        totals = _Totals(slots, BatchRepeats(slots, generic, where), where)
+        for number, frame in enumerate(slots.frames):
+            loaded = frame.take(x)
+            with torch.enable_grad():
+                of = reference_of_heads(loaded.q, loaded.k, loaded.v, loaded.d_o, loaded.d_lse, frame.visible(), frame.scale)
+            with torch.inference_mode():
+                t = scores(frame, loaded, deviations, device)
+                f, of_p = forward(t, ties=False)
+                delta = delta_error(t, f, of_p)
+                del of_p
+                dk, dv = totals.sums(frame)
+                g = backward(t, f, delta, Sums.within(dk, SUMS), Sums.within(dv, _SUMS_DV), deviations, ties=False)
+                totals.add(number, frame, of, t, f, g, dk, dv)
+                del loaded, of, t, f, delta, g, dk, dv
+        with torch.inference_mode():
+            return totals.finished()
+
+
+_SUMS_DV = (*SUMS, "noise")
+
+
+class _Totals:
+    """Collects the results of all frames: one tensor for rows, one for keys."""
+
+    def __init__(self, slots: Slots, repeats: BatchRepeats, device: torch.device) -> None:
+        self._slots, self._repeats = slots, repeats
+        p = slots.problems[0]
+        self._qk, self._v = p.dim_qk, p.dim_v
+        of_row = 2 + (1 + PARTS) * (self._qk + self._v)
+        of_key = (1 + len(SUMS)) * self._qk + (1 + len(_SUMS_DV)) * self._v
+        self._rows = torch.zeros((slots.row_starts[-1] + 1, of_row), dtype=torch.float64, device=device)
+        # LSE of rows of sequences without keys.
+        self._rows[:, 0] = -torch.inf
+        self._keys = torch.zeros((slots.key_starts[-1] + 1, of_key), dtype=torch.float64, device=device)
+
+    def sums(self, frame: SlotFrame) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros for the sums of dK and of dV."""
+        z, _, keys = frame.shape
+        sizes = (len(SUMS) * self._qk, len(_SUMS_DV) * self._v)
+        dk, dv = (torch.zeros((z, keys, n), dtype=torch.float64, device=self._keys.device) for n in sizes)
+        return dk, dv
+
+    def add(
+        self,
+        number: int,
+        frame: SlotFrame,
+        of: Reference,
+        t: Scores,
+        f: Forward,
+        g: Gradients,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """Store one frame's results."""
+        o, dq = parts_of_rows(f, g)
+        rows = torch.cat([of.lse[..., None], t.m_lse, of.o, of.dq, *o, *dq], -1)
+        rows[..., 1:].masked_fill_(t.dead, 0.0)
+        self._rows.index_copy_(0, frame.at_rows, rows.flatten(0, 1))
+        self._keys.index_copy_(0, frame.at_keys, torch.cat([of.dk, of.dv, dk, dv], -1).flatten(0, 1))
+        self._repeats.add(number, t, f, g)
+
+    def finished(self) -> BatchTruth:
+        """Return the results of all batches."""
+        qk, v, dtype = self._qk, self._v, self._slots.problems[0].dtype
+        lse, m_lse, o, dq, of_o, of_dq = self._rows[:-1].split([1, 1, v, qk, PARTS * v, PARTS * qk], -1)
+        dk, dv, of_dk, of_dv = self._keys[:-1].split([qk, v, len(SUMS) * qk, len(_SUMS_DV) * v], -1)
+        steps = self._steps()
+        return BatchTruth(
+            self._slots,
+            {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv},
+            {
+                "o": Budget(*of_o.chunk(PARTS, -1)),
+                "lse": Budget(m_lse),
+                "dq": Budget(*of_dq.chunk(PARTS, -1)),
+                "dk": of_sums(Sums.within(of_dk, SUMS), steps, dtype),
+                "dv": of_sums(Sums.within(of_dv, _SUMS_DV), steps, dtype),
+            },
+            self._repeats,
+        )
+
+    def _steps(self) -> torch.Tensor:
+        """Return the matrix steps of rows that sum to dK and dV, of each key, `(keys, 1)`."""
+        parts = [
+            torch.tensor(steps_of_rows(p), dtype=torch.float64).repeat_interleave(torch.tensor(p.seqlens_k)).repeat(p.kv_heads)
+            for p in self._slots.problems
+        ]
+        return torch.cat(parts)[:, None].to(self._keys.device)

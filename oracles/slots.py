@@ -1,0 +1,239 @@
+"""Slots: the sequences of several batches, one key/value head each, in padded frames with their own masks and scales.
+
+Batches have equal dims and dtype. A row is one query of one head; rows and keys of all batches lie one after the other, each
+batch heads first, so that a batch's results are a slice. A frame is `(Z, rows, keys)` as in frames.py, but Z counts slots of any
+batch. All indices are computed on the host and sent at once: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from attnfuzz.kernels.contract import Inputs
+from attnfuzz.kernels.problem import Dtype, Problem
+from attnfuzz.oracles.frames import FREE, PADDING, Loaded
+from attnfuzz.oracles.modifiers import Leaves, Modifiers
+
+__all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent"]
+
+_ENDLESS = 1 << 40
+"""Keys of a side of the window without a limit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """One key/value head of one sequence: first row and key in `Flat`, rows between heads, lengths, and the mask.
+
+    Query i sees keys from `i + shift - left` to `i + shift + right`.
+    """
+
+    batch: int
+    first_row: int
+    between_heads: int
+    groups: int
+    n_q: int
+    first_key: int
+    n_k: int
+    shift: int
+    left: int
+    right: int
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.n_q
+
+
+class Slots:
+    """The slots of several batches and their frames.
+
+    `frames`: covers all slots. `place`: frame and Z of a slot, by its number. `row_starts`, `key_starts`: where a batch begins.
+    `rows`, `keys`: for each row (key) its index among those of the batches' own tensors, one after the other; `lse` the same for
+    LSE. `batch_of_row`, `batch_of_key`: the number of its batch. On the device.
+    """
+
+    def __init__(self, problems: Sequence[Problem], chunk: int, device: torch.device) -> None:
+        self.problems = tuple(problems)
+        self.row_starts = list(accumulate((p.total_q * p.heads for p in problems), initial=0))
+        self.key_starts = list(accumulate((p.total_k * p.kv_heads for p in problems), initial=0))
+        slots, self._first = self._slots()
+        together = grouped([(each.rows, each.n_k) for each in slots], chunk)
+        self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
+        self.batches = [[slots[number].batch for number in numbers] for numbers in together]
+        tables = [_Table([slots[number] for number in numbers], self.row_starts[-1], self.key_starts[-1]) for numbers in together]
+        rows, keys, lse = (list(x) for x in zip(*self._own_indices(), strict=True))
+        starts = (self.row_starts, self.key_starts)
+        of_row, of_key = (torch.arange(len(problems)).repeat_interleave(torch.tensor(each).diff()) for each in starts)
+        parts = [torch.cat(rows), torch.cat(keys), torch.cat(lse), of_row, of_key]
+        self.rows, self.keys, self.lse, self.batch_of_row, self.batch_of_key, *rest = sent(
+            [*parts, *(x for table in tables for x in table.parts)], device
+        )
+        size = len(tables[0].parts) if tables else 1
+        self.frames = [SlotFrame(problems[0].dtype, table, rest[size * at : size * (at + 1)]) for at, table in enumerate(tables)]
+
+    def number(self, batch: int, sequence: int, kv_head: int) -> int:
+        """Return the number of a slot, of a sequence with queries and keys."""
+        return self._first[batch, sequence] + kv_head
+
+    def _slots(self) -> tuple[list[_Slot], dict[tuple[int, int], int]]:
+        slots: list[_Slot] = []
+        first = {}
+        for batch, p in enumerate(self.problems):
+            left, right = p.window or (None, None)
+            sides = (_ENDLESS if left is None else left, 0 if p.causal else _ENDLESS if right is None else right)
+            at_q = at_k = 0
+            for index, (n_q, n_k) in enumerate(zip(p.seqlens_q, p.seqlens_k, strict=True)):
+                if n_q and n_k:
+                    first[batch, index] = len(slots)
+                    shift = 0 if p.causal == "top_left" else n_k - n_q
+                    for kv in range(p.kv_heads):
+                        row = self.row_starts[batch] + kv * p.groups * p.total_q + at_q
+                        key = self.key_starts[batch] + kv * p.total_k + at_k
+                        slots.append(_Slot(batch, row, p.total_q, p.groups, n_q, key, n_k, shift, *sides, p.scale))
+                at_q, at_k = at_q + n_q, at_k + n_k
+        return slots, first
+
+    def _own_indices(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return for each batch the indices of `rows`, `keys` and `lse`."""
+        indices = []
+        at_q = at_k = at_lse = 0
+        for p in self.problems:
+            rows, lse, size_q = _own(p.packing == "dense", p.seqlens_q, p.slack_q, p.heads)
+            keys, _, size_k = _own(p.packing == "dense", p.seqlens_k, p.slack_k, p.kv_heads)
+            indices.append((rows + at_q, keys + at_k, lse + at_lse))
+            at_q, at_k, at_lse = at_q + size_q, at_k + size_k, at_lse + size_q
+        return indices
+
+
+def _own(dense: bool, lengths: tuple[int, ...], slack: int, heads: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return where (head, token) is in a tensor `([batch,] tokens, heads)`, in one `([batch,] heads, tokens)`, and its size."""
+    head, token = torch.arange(heads)[:, None], torch.arange(sum(lengths))
+    if not dense:
+        width = sum(lengths) + slack
+        return (token * heads + head).flatten(), (head * width + token).flatten(), width * heads
+    width = lengths[0] + slack
+    sequence = token // max(1, lengths[0])
+    at = token - sequence * lengths[0]
+    rows, lse = (sequence * width + at) * heads + head, (sequence * heads + head) * width + at
+    return rows.flatten(), lse.flatten(), len(lengths) * width * heads
+
+
+class _Table:
+    """A frame's indices on the host: rows, keys, first and last visible key of each row; scale, rows and keys of each slot."""
+
+    def __init__(self, slots: list[_Slot], no_row: int, no_key: int) -> None:
+        self.shape = (len(slots), max(each.rows for each in slots), max(each.n_k for each in slots))
+        table = torch.tensor(
+            [
+                (x.first_row, x.between_heads, x.rows, x.n_q, x.first_key, x.n_k, x.shift - x.left, x.shift + x.right)
+                for x in slots
+            ]
+        )
+        first_row, between, rows, n_q, first_key, n_k, left, right = table[:, :, None].unbind(1)
+        r, j = torch.arange(self.shape[1]), torch.arange(self.shape[2])
+        inside = r < rows
+        head = r // n_q
+        i = r - head * n_q
+        at_rows = torch.where(inside, first_row + head * between + i, no_row)
+        at_keys = torch.where(j < n_k, first_key + j, no_key)
+        stop = torch.minimum(i + right + 1, n_k).masked_fill_(~inside, 0)
+        numbers = torch.tensor([(x.scale, float(x.rows), float(x.n_k)) for x in slots], dtype=torch.float64)
+        self.parts = [each.flatten() for each in (at_rows, at_keys, i + left, stop, numbers.T.contiguous().view(torch.int64))]
+
+
+class SlotFrame:
+    """A frame of slots on the device, as the budgets take it. `at_rows`, `at_keys`: its rows and keys in `Flat`."""
+
+    part = 1.0
+
+    def __init__(self, dtype: Dtype, table: _Table, parts: Sequence[torch.Tensor]) -> None:
+        self.dtype: Dtype = dtype
+        self.modifiers = Modifiers(None, None, {})
+        self.shape = table.shape
+        z, rows, _ = table.shape
+        self.at_rows, self.at_keys, begin, end, numbers = parts
+        self._begin, self._end = begin.view(z, rows, 1), end.view(z, rows, 1)
+        self.scale, self.terms_q, self.n_k = numbers.view(torch.float64).view(3, z, 1, 1).unbind()
+        self.terms_k, self.rows_of_head = self.n_k, rows
+
+    def take(self, flat: Flat) -> Loaded:
+        """Return the frame's tensors."""
+        d_lse = None if flat.d_lse is None else self._rows(flat.d_lse)
+        return Loaded(self._rows(flat.q), self._keys(flat.k), self._keys(flat.v), self._rows(flat.d_o), d_lse)
+
+    def leaves(self) -> Leaves:
+        """Return nothing: slots are of batches without modifiers."""
+        return {}
+
+    def visible(self) -> torch.Tensor:
+        """Return which keys a row sees, bool `(Z, rows, keys)`; none for padding."""
+        j = torch.arange(self.shape[2], device=self._end.device)
+        return (j >= self._begin) & (j < self._end)
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, self.at_rows).view(*self.shape[:2], -1).to(torch.float64)
+
+    def _keys(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, self.at_keys).view(self.shape[0], self.shape[2], -1).to(torch.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """Tensors of several batches in their dtype: q, d_o, d_lse `(rows + 1, dim)`; k, v `(keys + 1, dim)`; the last is 0."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_o: torch.Tensor
+    d_lse: torch.Tensor | None
+
+
+def flat(slots: Slots, batches: Sequence[Inputs]) -> Flat:
+    """Return the tensors of the batches in the order of `slots`."""
+
+    def ordered(parts: list[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([*(each.reshape(-1, each.shape[-1]) for each in parts), parts[0].new_zeros((1, parts[0].shape[-1]))])
+        return x.index_select(0, torch.cat([index, index.new_full((1,), x.shape[0] - 1)]))
+
+    d_lse = None
+    if any(each.d_lse is not None for each in batches):
+        shapes = [(each.q[..., 0].transpose(-1, -2).shape if each.d_lse is None else each.d_lse.shape) for each in batches]
+        gradients = [
+            torch.zeros(shape, device=each.q.device) if each.d_lse is None else each.d_lse
+            for each, shape in zip(batches, shapes, strict=True)
+        ]
+        d_lse = ordered([each.reshape(-1, 1) for each in gradients], slots.lse)
+    return Flat(
+        q=ordered([each.q for each in batches], slots.rows),
+        k=ordered([each.k for each in batches], slots.keys),
+        v=ordered([each.v for each in batches], slots.keys),
+        d_o=ordered([each.d_o for each in batches], slots.rows),
+        d_lse=d_lse,
+    )
+
+
+def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
+    """Return the numbers of `sizes` (rows, keys) in groups of at most `chunk` padded scores, where padding is cheap or short.
+
+    One that is larger is a group of its own.
+    """
+    groups: list[list[int]] = []
+    most_rows = most_keys = real = 0
+    for number in sorted(range(len(sizes)), key=lambda at: (sizes[at][1].bit_length(), sizes[at][0], at)):
+        rows, keys = sizes[number]
+        most_rows, most_keys, real = max(most_rows, rows), max(most_keys, keys), real + rows * keys
+        padded = most_rows * most_keys * (len(groups[-1]) + 1) if groups else 0
+        if not groups or padded > min(chunk, max(chunk // FREE, PADDING * real)):
+            groups.append([])
+            most_rows, most_keys, real = rows, keys, rows * keys
+        groups[-1].append(number)
+    return groups
+
+
+def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return int64 tensors of the host on the device, by one copy."""
+    return list(torch.cat(list(parts)).to(device).split([len(each) for each in parts]))
