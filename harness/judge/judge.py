@@ -47,12 +47,12 @@ def judge(
 
 def judge_by_oracle(
     kernel: str, inputs: Inputs, outputs: Outputs, deviations: Deviations, config: Config, device: str, clock: Clock
-) -> Verdict:
+) -> tuple[Verdict, Truths | HeadTruths]:
     """Compute oracle and budgets for `inputs`, then judge; stages "oracle" and "judge" of `clock`."""
     with clock.stage("oracle"):
         expected = truth(inputs, deviations, device)
     with clock.stage("judge"):
-        return judge(kernel, inputs, outputs, expected, config)
+        return judge(kernel, inputs, outputs, expected, config), expected
 
 
 def compare(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.isolation.executors import InProcess
+from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.contract import heads_first, why_unfit
 from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.judge.verdict import Verdict
@@ -100,8 +101,9 @@ class _RecordingBench(Bench):
             self.record.inputs, self.record.outputs = inputs, outputs
         return outputs
 
-    def verdict(self, inputs: Inputs, outputs: Outputs) -> Verdict:
-        return self.judge(inputs, outputs, self.truth(inputs))
+    def judged(self, launched: Launched) -> Judged:
+        expected = self.truth(launched.inputs)
+        return Judged(self.judge(launched.inputs, launched.outputs, expected), expected)
 
     def judge(self, inputs: Inputs, outputs: Outputs, expected: Any) -> Verdict:
         verdict = super().judge(inputs, outputs, expected)

@@ -1,12 +1,18 @@
-"""The steps of a Trial: inputs, compiled code, launches, truth and verdict of one Case, each timed as its stage."""
+"""The steps of a Trial: inputs, compiled code, launches, truth and verdict of one Case, each timed as its stage.
+
+A check (harness/trial/checks/) is a generator over them, so that the outputs of many Cases can be judged together.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
 from attnfuzz.harness.judge.verdict import Verdict
@@ -18,7 +24,10 @@ from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel,
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.strategies.case import Case, Recipe
 
-__all__ = ["Bench", "WentWrong"]
+__all__ = ["Bench", "Steps", "WentWrong", "completed"]
+
+Steps: TypeAlias = Generator[Launched, Judged, Verdict]
+"""A check of a Case: it yields outputs that the oracle must judge, is resumed with the judgement, and returns the Verdict."""
 
 
 class WentWrong(Exception):
@@ -69,10 +78,16 @@ class Bench:
             raise WentWrong(outcome)
         return outcome
 
-    def verdict(self, inputs: Inputs, outputs: Outputs) -> Verdict:
+    def watch(self, bands: Sequence[Bands]) -> Callable[[], Iterator[str]]:
+        """Begin to check bands of earlier launches again; return a function that yields what is wrong with each."""
+        return lambda: (message for each in bands if (message := each.broken()))
+
+    def judged(self, launched: Launched) -> Judged:
         """Compute the truth and judge outputs against it."""
-        can = self.kernel.capabilities
-        return judge_by_oracle(self.case.kernel, inputs, outputs, can.deviations, self.case.config, self.device, self.clock)
+        can, case = self.kernel.capabilities, self.case
+        return Judged(
+            *judge_by_oracle(case.kernel, launched.inputs, launched.outputs, can.deviations, case.config, self.device, self.clock)
+        )
 
     def truth(self, inputs: Inputs) -> Truths | HeadTruths:
         """Compute oracle and budgets."""
@@ -83,3 +98,19 @@ class Bench:
         """Judge outputs against the truth."""
         with self.clock.stage("judge"):
             return judge(self.case.kernel, inputs, outputs, expected, self.case.config)
+
+
+def completed(bench: Bench, steps: Steps) -> Verdict:
+    """Run a check to its end, with every judgement made when it is asked for.
+
+    Raises:
+        WentWrong: the kernel failed before there was anything to judge.
+        DeviceLost: the kernel broke the device for this process.
+    """
+    try:
+        launched = next(steps)
+        while True:
+            launched = steps.send(bench.judged(launched))
+    except StopIteration as end:
+        verdict: Verdict = end.value
+        return verdict

@@ -14,6 +14,7 @@ import torch
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
+from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.contract import broken_contract, heads_first
 from attnfuzz.harness.judge.diagnosis.region import tile_of
 from attnfuzz.harness.judge.errormap import (
@@ -37,7 +38,7 @@ from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.harness.judge.intervals import Measurement
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_head
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.bench import Bench, WentWrong
+from attnfuzz.harness.trial.bench import Bench, WentWrong, completed
 from attnfuzz.harness.trial.checks.unwritten import OTHER_FILL
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
 from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
@@ -70,9 +71,10 @@ class _Watched(Bench):
 
     by_output: dict[OutputName, _Levels] = field(default_factory=dict)
 
-    def verdict(self, inputs: Inputs, outputs: Outputs) -> Verdict:
+    def judged(self, launched: Launched) -> Judged:
         """Keep levels instead of judging."""
-        return self.judge(inputs, outputs, self.truth(inputs))
+        expected = self.truth(launched.inputs)
+        return Judged(self.judge(launched.inputs, launched.outputs, expected), expected)
 
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
         """Keep the levels of every output that fulfils the contract; always pass."""
@@ -109,7 +111,7 @@ def error_maps(case: Case, device: Device, enter: Callable[[str], None] | None =
     environment.prepare(device)
     bench = _Watched(case, check_runnable(case, device), device, Clock(enter))
     try:
-        CHECKS[case.check](bench)
+        completed(bench, CHECKS[case.check](bench))
         _mark_unwritten(bench)
     except WentWrong as error:
         if not bench.by_output:

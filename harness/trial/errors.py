@@ -1,4 +1,4 @@
-"""Exceptions from kernels, whose own `__str__` may raise, and the exception for a device that is lost."""
+"""Exceptions from kernels, whose own `__str__` may raise, and the exceptions for a device that is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DeviceLost", "describe_exception", "format_traceback", "mark_as_child", "may_catch"]
+__all__ = ["BatchLost", "DeviceLost", "describe_exception", "format_traceback", "mark_as_child", "may_catch"]
 
 _LONGEST = 2000
 _child = False
@@ -25,6 +25,13 @@ class DeviceLost(BaseException):
         self.case, self.failure = case, failure
 
 
+class BatchLost(BaseException):
+    """The device no longer works, or has no memory for a batch of Cases together: which of them is to blame is not known.
+
+    The Cases have no Verdicts: each is to be run alone, in another process. Not an Exception, as DeviceLost is none.
+    """
+
+
 def mark_as_child() -> None:
     """Declare this process a child, which gets no Ctrl-C: every exception here is the kernel's, KeyboardInterrupt too."""
     global _child
@@ -33,7 +40,7 @@ def mark_as_child() -> None:
 
 def may_catch(error: BaseException) -> bool:
     """Whether `error` is the kernel's, not the user's Ctrl-C or a lost device."""
-    return not isinstance(error, DeviceLost) and (_child or not isinstance(error, KeyboardInterrupt))
+    return not isinstance(error, BatchLost | DeviceLost) and (_child or not isinstance(error, KeyboardInterrupt))
 
 
 def describe_exception(error: BaseException) -> str:

@@ -7,19 +7,20 @@ tensor, between rows) is another NaN, with bits that no arithmetic produces.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import accumulate
 
 import torch
 
-from attnfuzz.harness.trial.noise import hashed, noise
-from attnfuzz.harness.trial.values import Maker
+from attnfuzz.harness.trial.noise import Numbers, Request
+from attnfuzz.harness.trial.values import Maker, lists_of, requests_of
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.expressions.tree import Captured
 from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import ORDERS, Layout, Problem
 from attnfuzz.strategies.case import Recipe
 
-__all__ = ["GAP", "captured_values", "materialise"]
+__all__ = ["GAP", "captured_values", "materialise", "numbers_of"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 GAP = 0xFFB5 - (1 << 16)
@@ -29,26 +30,59 @@ _DOCUMENT = 48
 _NUMBERS = 8
 
 
-def materialise(problem: Problem, recipe: Recipe, device: str) -> Inputs:
-    """Return the tensors of a Case on `device`: slack rows are NaN, dLSE is set if the Problem needs it."""
-    maker = Maker(problem, recipe, device)
-    q = _batched(problem, maker.q() * recipe.q_scale, problem.slack_q)
-    k = _batched(problem, maker.k() * recipe.k_scale, problem.slack_k)
-    v = _batched(problem, maker.v() * recipe.v_scale, problem.slack_k)
+def numbers_of(sources: Iterable[tuple[Problem, Recipe]], device: str) -> Numbers:
+    """Compute ahead, in few device operations, the hashed numbers of all inputs of `sources`."""
+    requests: list[Request] = []
+    lists: list[tuple[int, ...]] = []
+    for problem, recipe in sources:
+        requests += [*requests_of(problem, recipe), *_requests_of(problem, recipe.seed)]
+        lists += [*lists_of(problem), _cumulated(problem.seqlens_q), _cumulated(problem.seqlens_k)]
+    return Numbers(device, requests, lists)
+
+
+def materialise(problem: Problem, recipe: Recipe, device: str, numbers: Numbers | None = None) -> Inputs:
+    """Return the tensors of a Case on `device`: slack rows are NaN, dLSE is set if the Problem needs it.
+
+    `numbers` may hold those of several Cases; the tensors share no memory with it.
+    """
+    numbers = Numbers(device) if numbers is None else numbers
+    maker = Maker(problem, recipe, numbers)
+    q = _batched(problem, _scaled(maker.q(), recipe.q_scale), problem.slack_q)
+    k = _batched(problem, _scaled(maker.k(), recipe.k_scale), problem.slack_k)
+    v = _batched(problem, _scaled(maker.v(), recipe.v_scale), problem.slack_k)
     q, k, v = _laid_out(problem, q, k, v)
     return Inputs(
         problem=problem,
         q=q,
         k=k,
         v=v,
-        d_o=_d_o(problem, maker.d_o() * recipe.do_scale, recipe.do_scale),
-        cu_seqlens_q=_cumulated(problem.seqlens_q, device),
-        cu_seqlens_k=_cumulated(problem.seqlens_k, device),
+        d_o=_d_o(problem, _scaled(maker.d_o(), recipe.do_scale), recipe.do_scale),
+        # In another dtype, so in memory of their own.
+        cu_seqlens_q=numbers.integers(_cumulated(problem.seqlens_q)).to(torch.int32),
+        cu_seqlens_k=numbers.integers(_cumulated(problem.seqlens_k)).to(torch.int32),
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
-        d_lse=_d_lse(problem, recipe, device) if problem.needs.dlse else None,
-        captured=tuple(captured_values(problem, each, recipe.seed, device) for each in tensors_of(problem)),
+        d_lse=_d_lse(problem, recipe, numbers) if problem.needs.dlse else None,
+        captured=tuple(_captured(problem, each, recipe.seed, numbers) for each in tensors_of(problem)),
     )
+
+
+def _requests_of(problem: Problem, seed: int) -> Iterable[Request]:
+    """Yield the numbers of dLSE and of captured tensors."""
+    if problem.needs.dlse:
+        yield Request("noise", seed, "dlse", problem.total_q * problem.heads)
+    for tensor in tensors_of(problem):
+        shape = shape_of(problem, tensor)
+        if tensor.fill == "normal":
+            yield Request("noise", seed, f"captured {tensor.name}", math.prod(shape))
+        elif tensor.fill in ("documents_q", "documents_k"):
+            yield Request("hashed", seed, "captured documents", math.prod(_document_grid(problem, shape)))
+        elif tensor.fill != "slopes":
+            yield Request("hashed", seed, f"captured {tensor.name}", math.prod(shape))
+
+
+def _scaled(values: torch.Tensor, scale: float) -> torch.Tensor:
+    return values if scale == 1 else values * scale
 
 
 def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor:
@@ -58,6 +92,8 @@ def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor
     values = values.clamp(-finite, finite).to(dtype)
     if problem.packing == "dense":
         values = values.reshape(problem.batch, values.shape[0] // problem.batch, *values.shape[1:])
+    if not slack:
+        return values.contiguous()
     shape = list(values.shape)
     shape[-3] += slack
     out = torch.full(shape, torch.nan, dtype=dtype, device=values.device)
@@ -128,43 +164,53 @@ def _allocated(count: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return words.view(dtype)
 
 
-def _cumulated(lengths: tuple[int, ...], device: str) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+def _cumulated(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *accumulate(lengths))
 
 
-def _d_lse(problem: Problem, recipe: Recipe, device: str) -> torch.Tensor:
-    values = noise(recipe.seed, "dlse", (problem.total_q, problem.heads), device) * recipe.do_scale
+def _d_lse(problem: Problem, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
+    values = _scaled(numbers.noise(recipe.seed, "dlse", (problem.total_q, problem.heads)), recipe.do_scale)
     if problem.packing == "dense":
         values = values.reshape(problem.batch, problem.seqlens_q[0], problem.heads)
+    if not problem.slack_q:
+        return values.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
     shape = (*values.shape[:-2], problem.heads, values.shape[-2] + problem.slack_q)
-    out = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
+    out = torch.full(shape, torch.nan, dtype=torch.float32, device=values.device)
     out[..., : values.shape[-2]] = values.transpose(-1, -2)
     return out
 
 
 def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
     """Return the values of a captured tensor for `problem`; document ids of queries and keys are parts of one sequence."""
+    return _captured(problem, tensor, seed, Numbers(device))
+
+
+def _captured(problem: Problem, tensor: Captured, seed: int, numbers: Numbers) -> torch.Tensor:
     shape = shape_of(problem, tensor)
     match tensor.fill:
         case "normal":
-            return noise(seed, f"captured {tensor.name}", shape, device)
+            return numbers.noise(seed, f"captured {tensor.name}", shape).clone()
         case "slopes":
             heads = torch.arange(1, shape[-1] + 1, dtype=torch.float64)
-            return torch.exp2(-8 * heads / shape[-1]).to(torch.float32).expand(shape).contiguous().to(device)
+            return torch.exp2(-8 * heads / shape[-1]).to(torch.float32).expand(shape).contiguous().to(numbers.device)
         case "documents_q" | "documents_k":
-            return _documents(problem, shape, seed, device)
+            return _documents(problem, shape, seed, numbers)
     most = problem.sizes["seqlen_k"] + 1 if tensor.fill == "lengths" else _NUMBERS
-    return (hashed(seed, f"captured {tensor.name}", shape, device) % most).to(torch.int32)
+    return (numbers.hashed(seed, f"captured {tensor.name}", shape) % most).to(torch.int32)
 
 
-def _documents(problem: Problem, shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:
+def _documents(problem: Problem, shape: tuple[int, ...], seed: int, numbers: Numbers) -> torch.Tensor:
     """Return ids from 0, growing along the last dimension: a new document begins about every 48 tokens, and in the middle.
 
     Queries and keys are aligned at their ends, as they are in a causal mask.
     """
-    longest = max(problem.sizes["seqlen_q"], problem.sizes["seqlen_k"], 1)
-    rows = max(1, math.prod(shape[:-1]))
-    starts = hashed(seed, "captured documents", (rows, longest), device) % _DOCUMENT == 0
+    rows, longest = _document_grid(problem, shape)
+    starts = numbers.hashed(seed, "captured documents", (rows, longest)) % _DOCUMENT == 0
     starts[:, longest // 2] = True
     ids = starts.cumsum(-1, dtype=torch.int32)
     return ids[:, longest - shape[-1] :].reshape(shape).contiguous()
+
+
+def _document_grid(problem: Problem, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the number of sequences with documents of their own, and the tokens of each."""
+    return max(1, math.prod(shape[:-1])), max(problem.sizes["seqlen_q"], problem.sizes["seqlen_k"], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
@@ -12,13 +13,14 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure, Kind
 from attnfuzz.harness.trial.errors import DeviceLost, describe_exception, format_traceback, may_catch
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty, memory
+from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.writes import Writes, overstepped
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.support.memory import MemoryFault, Watch, watching
 from attnfuzz.strategies.case import Case
 
-__all__ = ["copied", "is_out_of_memory", "launch", "launch_in_place", "split"]
+__all__ = ["Started", "copied", "is_out_of_memory", "launch", "launch_in_place", "split", "start"]
 
 _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
@@ -28,6 +30,14 @@ _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("crash", "an unspecified launch failure", ("unspecified launch failure", "LAUNCH_FAILED")),
 )
 _INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Started:
+    """A launch whose outputs were returned: where it wrote is being computed on the device, and not read yet."""
+
+    outputs: Outputs
+    writes: Writes
 
 
 def launch(
@@ -46,12 +56,24 @@ def launch(
     Raises:
         DeviceLost: the kernel broke the device for this process.
     """
+    outcome = start(case, ready, inputs, device, fill=fill, bands=bands, wait=True)
+    return outcome if isinstance(outcome, Failure) else outcome.writes.failure() or outcome.outputs
+
+
+def start(
+    case: Case, ready: Built, inputs: Inputs, device: Device, *, fill: float, bands: Bands | None, wait: bool
+) -> Started | Failure:
+    """Run the kernel as `launch` does, but only begin to check where it wrote.
+
+    With `wait`, forward and backward each wait for the device, so that its errors are raised in the step that caused them;
+    without, they are raised wherever the caller waits.
+    """
     bands = Bands() if bands is None else bands
     copies = copied(inputs, bands)
-    outcome = _run(case, ready, copies, device, bands, fill)
+    outcome = _run(case, ready, copies, device, bands, fill, wait=wait)
     if isinstance(outcome, Failure):
         return outcome
-    return _overstepped(case, bands) or _changed_input(case, inputs, copies) or outcome
+    return Started(outcome, Writes(case.kernel, bands, _tensors(inputs), _tensors(copies)))
 
 
 def launch_in_place(case: Case, ready: Built, inputs: Inputs, device: Device) -> Outputs | Failure:
@@ -61,11 +83,11 @@ def launch_in_place(case: Case, ready: Built, inputs: Inputs, device: Device) ->
         DeviceLost: the kernel broke the device for this process.
     """
     bands = Bands()
-    outcome = _run(case, ready, inputs, device, bands, math.nan)
-    return outcome if isinstance(outcome, Failure) else _overstepped(case, bands) or outcome
+    outcome = _run(case, ready, inputs, device, bands, math.nan, wait=True)
+    return outcome if isinstance(outcome, Failure) else overstepped(case.kernel, bands) or outcome
 
 
-def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, fill: float) -> Outputs | Failure:
+def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, fill: float, *, wait: bool) -> Outputs | Failure:
     needs, step = inputs.problem.needs.outputs, "forward"
     d_q = d_k = d_v = None
     d_captured: CapturedGradients = ()
@@ -73,12 +95,13 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     try:
         with torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
             o, lse = ready.forward(inputs)
-            # So that an error of the device is raised in the step that caused it.
-            environment.synchronise(device)
+            if wait:
+                environment.synchronise(device)
             if {"dq", "dk", "dv"} & set(needs):
                 step = "backward"
                 (d_q, d_k, d_v), d_captured = split(ready.backward(inputs, o, lse))
-                environment.synchronise(device)
+                if wait:
+                    environment.synchronise(device)
     except BaseException as error:  # a kernel may raise anything: that is a finding
         if not may_catch(error):
             raise
@@ -132,43 +155,8 @@ def copied(inputs: Inputs, bands: Bands) -> Inputs:
 
 
 def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Return all tensors that a kernel gets, by name; captured ones by their names in the modifiers."""
+    """Return all tensors that a kernel gets; captured ones by their names in the modifiers."""
     tensors = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
     return tensors | {
         f"captured {each.name}": value for each, value in zip(tensors_of(inputs.problem), inputs.captured, strict=True)
     }
-
-
-def _overstepped(case: Case, bands: Bands) -> Failure | None:
-    """Check that the kernel wrote only within its tensors."""
-    message = bands.broken()
-    return Failure(kernel=case.kernel, kind="guard", check="bounds", message=message) if message else None
-
-
-def _changed_input(case: Case, inputs: Inputs, copies: Inputs) -> Failure | None:
-    """Check that the kernel left its inputs unchanged bit by bit (slack rows are NaN), and the memory between their rows."""
-    before, after = _tensors(inputs), _tensors(copies)
-    for change in (_taken, _written, _written_between):
-        for name in before:
-            if verb := change(before[name], after[name]):
-                message = f"the kernel {verb} its input {name}"
-                return Failure(kernel=case.kernel, kind="guard", check=f"input {name}", message=message)
-    return None
-
-
-def _taken(before: torch.Tensor, after: torch.Tensor) -> str | None:
-    needed = after.storage_offset() * after.element_size() + memory(before).numel() if before.numel() else 0
-    return "took away the memory of" if after.untyped_storage().nbytes() < needed else None
-
-
-def _written(before: torch.Tensor, after: torch.Tensor) -> str | None:
-    words = torch.int16 if before.element_size() == 2 else torch.int32
-    same = before.dtype == after.dtype and torch.equal(before.view(words), after.view(words))
-    return None if same else "wrote to"
-
-
-def _written_between(before: torch.Tensor, after: torch.Tensor) -> str | None:
-    """Check the memory between the rows of a tensor with gaps; the elements themselves were checked before."""
-    if not before.numel() or memory(before).numel() <= before.numel() * before.element_size():
-        return None
-    return None if torch.equal(memory(before), memory(after)) else "wrote between the rows of"

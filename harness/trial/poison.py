@@ -7,8 +7,9 @@ its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.kernels.support.memory import Watch
 
-__all__ = ["Bands", "PoisonEmpty", "memory"]
+__all__ = ["Bands", "PoisonEmpty", "Reading", "memory", "read_together"]
 
 _aten = torch.ops.aten
 _EMPTY = frozenset(
@@ -52,6 +53,54 @@ _ALIGNMENT = 256
 """Bytes: a copy has the alignment of its original, up to this."""
 
 
+_HALF = _BAND // 2
+"""A band in 16-bit words."""
+_AT_ONCE = 128
+"""Tensors whose bands are gathered to be checked: 16 MiB."""
+
+
+class Reading:
+    """Numbers that the device computes, compared with what they must be when that is asked, or read earlier with others.
+
+    Args:
+        numbers: int64 tensors of one dimension.
+        expected: the values that they must have, of all tensors one after the other.
+    """
+
+    def __init__(self, numbers: Sequence[torch.Tensor], expected: Sequence[int]) -> None:
+        self.numbers = list(numbers)
+        self._expected: list[int] = list(expected)
+        self._values: list[int] = []
+
+    def as_expected(self) -> bool:
+        """Whether all numbers are what they must be; waits for the device unless they were read before."""
+        read_together([self])
+        return self._values == self._expected
+
+    def take(self, values: list[int]) -> None:
+        """Keep the values of all numbers."""
+        self.numbers, self._values = [], values
+
+
+def read_together(readings: Sequence[Reading]) -> None:
+    """Read the numbers of all `readings` with one copy from each device, so that it is waited for once."""
+    waiting = [each for each in readings if each.numbers]
+    parts = [part for each in waiting for part in each.numbers]
+    flat = iter(value for part in _read(parts) for value in part)
+    for each in waiting:
+        each.take(list(itertools.islice(flat, sum(len(part) for part in each.numbers))))
+
+
+def _read(parts: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the values of each tensor."""
+    values: dict[int, list[int]] = {}
+    for device in {part.device for part in parts}:
+        here = [number for number, part in enumerate(parts) if part.device == device]
+        flat = iter(torch.cat([parts[number] for number in here]).tolist())
+        values |= {number: list(itertools.islice(flat, len(parts[number]))) for number in here}
+    return [values[number] for number in range(len(parts))]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Band:
     what: str
@@ -60,6 +109,10 @@ class _Band:
     before: int
     """Words in front of the tensor."""
     pattern: int
+
+    def taken(self) -> bool:
+        """Whether the kernel has made the allocation smaller."""
+        return int(self.words.untyped_storage().nbytes()) < self.words.numel() * self.words.element_size()
 
 
 class Bands:
@@ -112,24 +165,44 @@ class Bands:
         self._kept.append(_Band(what, words, before // 2, pattern))
         return words.view(torch.uint8)[before : before + size]
 
+    def edges(self) -> Reading | None:
+        """Begin to compute the smallest and the largest 8 bytes of every band; None: memory was taken away."""
+        if any(each.taken() for each in self._kept):
+            return None
+        numbers: list[torch.Tensor] = []
+        expected: list[int] = []
+        for device in dict.fromkeys(each.words.device for each in self._kept):
+            here = [each for each in self._kept if each.words.device == device]
+            for some in (here[start : start + _AT_ONCE] for start in range(0, len(here), _AT_ONCE)):
+                parts = [part for each in some for part in (each.words[each.before - _HALF : each.before], each.words[-_HALF:])]
+                numbers += torch.aminmax(torch.cat(parts).view(torch.int64).view(len(parts), -1), dim=1)
+                codes = [_code(each.pattern) for each in some for _ in range(2)]
+                expected += codes + codes
+        return Reading(numbers, expected)
+
     def broken(self) -> str | None:
         """Return what was written beyond the ends of which tensor, or None."""
-        if not self._kept:
-            return None
         for each in self._kept:
-            if each.words.untyped_storage().nbytes() < each.words.numel() * each.words.element_size():
+            if each.taken():
                 return f"the memory was taken away from {each.what}"
-        half = _BAND // 2
-        counts = [(band != each.pattern).sum() for each in self._kept for band in (each.words[: each.before], each.words[-half:])]
-        changed = torch.stack(counts).tolist()
-        if not any(changed):
+        edges = self.edges()
+        if edges is None or edges.as_expected():
             return None
+        sides = [(band, each.pattern) for each in self._kept for band in (each.words[: each.before], each.words[-_HALF:])]
+        counts = [(band != pattern).sum() for band, pattern in sides]
+        changed = torch.stack(counts).tolist()
         for number, each in enumerate(self._kept):
             before, after = changed[2 * number : 2 * number + 2]
             if before or after:
                 side, count = ("before the start", before) if before else ("past the end", after)
                 return f"{count} 2-byte words were written {side} of {each.what}"
         return None
+
+
+@functools.cache
+def _code(pattern: int) -> int:
+    """Return four equal 16-bit words as an int64."""
+    return int.from_bytes(pattern.to_bytes(2, "little", signed=True) * 4, "little", signed=True)
 
 
 def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = None) -> torch.Tensor:

@@ -9,9 +9,10 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
+from attnfuzz.harness.judge.batch import Launched
 from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.bench import Bench, WentWrong
+from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong, completed
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
@@ -24,18 +25,19 @@ from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
 from attnfuzz.kernels.problem import BadArgument, Problem, reject
 from attnfuzz.strategies.case import Case, Check, Recipe
 
-__all__ = ["CHECKS", "check_runnable", "is_out_of_memory", "rehearse", "run_trial"]
+__all__ = ["CHECKS", "check_runnable", "is_out_of_memory", "rehearse", "run_trial", "signed"]
 
 
-def against_oracle(bench: Bench) -> Verdict:
+def against_oracle(bench: Bench) -> Steps:
     """Run one launch, and compare it with the float64 oracle."""
     ready, inputs = bench.ready(), bench.inputs()
     outputs = bench.launch(ready, inputs)
-    return name_unwritten(bench, ready, inputs, outputs, bench.verdict(inputs, outputs))
+    judged = yield Launched(bench.case.kernel, inputs, outputs, bench.case.config)
+    return name_unwritten(bench, ready, inputs, outputs, judged.verdict)
 
 
-CHECKS: dict[Check, Callable[[Bench], Verdict]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
-"""The function of each check."""
+CHECKS: dict[Check, Callable[[Bench], Steps]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
+"""The function of each check; `completed` of harness/trial/bench.py runs what it returns."""
 
 
 def check_runnable(case: Case, device: Device) -> Kernel:
@@ -72,10 +74,16 @@ def run_trial(
     environment.prepare(device)
     kernel, clock = check_runnable(case, device), Clock(enter)
     try:
-        verdict = CHECKS[case.check](bench(case, kernel, device, clock))
+        own = bench(case, kernel, device, clock)
+        verdict = completed(own, CHECKS[case.check](own))
     except WentWrong as error:
         verdict = Verdict(status="fail", failures=(error.failure,))
-    return replace(verdict, seconds=clock.seconds, device=environment.device_name(device), versions=environment.versions())
+    return signed(verdict, clock.seconds, device)
+
+
+def signed(verdict: Verdict, seconds: dict[str, float], device: Device) -> Verdict:
+    """Return the Verdict with each stage's time and with what it ran on."""
+    return replace(verdict, seconds=seconds, device=environment.device_name(device), versions=environment.versions())
 
 
 def rehearse(device: Device) -> None:

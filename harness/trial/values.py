@@ -42,16 +42,18 @@ Keys beyond a sequence's length (padding) need no pattern: they are slack rows, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 
-from attnfuzz.harness.trial.noise import chosen, hashed, noise, uniform
+from attnfuzz.harness.trial.noise import Numbers, Request, chosen
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe
 
-__all__ = ["Maker"]
+__all__ = ["Maker", "lists_of", "requests_of"]
 
 _T = TypeVar("_T")
 _TENSORS = ("q", "k", "v", "do")
@@ -60,9 +62,10 @@ _TENSORS = ("q", "k", "v", "do")
 class Maker:
     """One Recipe's pattern on one Problem's shapes, before scales: float32 (tokens, heads, dim)."""
 
-    def __init__(self, problem: Problem, recipe: Recipe, device: str) -> None:
-        self.problem, self.recipe, self.device, self.pattern = problem, recipe, device, recipe.pattern
-        self._queries, self._keys = _Places(problem.seqlens_q, device), _Places(problem.seqlens_k, device)
+    def __init__(self, problem: Problem, recipe: Recipe, numbers: Numbers) -> None:
+        self.problem, self.recipe, self.pattern = problem, recipe, recipe.pattern
+        self._numbers, self.device = numbers, numbers.device
+        self._queries, self._keys = _Places(problem.seqlens_q, numbers), _Places(problem.seqlens_k, numbers)
 
     def q(self) -> torch.Tensor:
         """Queries: (total_q, heads, dim_qk)."""
@@ -219,7 +222,10 @@ class Maker:
                 return d_o
 
     def _noise(self, name: str, *shape: int) -> torch.Tensor:
-        return noise(self.recipe.seed, name, shape, self.device)
+        return self._numbers.noise(self.recipe.seed, name, shape)
+
+    def _hashed(self, name: str, *shape: int) -> torch.Tensor:
+        return self._numbers.hashed(self.recipe.seed, name, shape)
 
     def _chosen(self, name: str, options: Sequence[_T]) -> _T:
         return chosen(self.recipe.seed, f"{self.pattern} {name}", options)
@@ -230,17 +236,16 @@ class Maker:
 
     def _plain(self, name: str, *shape: int) -> torch.Tensor:
         """Return the values that a pattern starts from: noise, or a distribution common to all tensors."""
-        seed, device = self.recipe.seed, self.device
         match self.pattern:
             case "uniform01":
-                return uniform(seed, f"{name} uniform", shape, device)
+                return self._numbers.uniform(self.recipe.seed, f"{name} uniform", shape)
             case "fewvalued":
                 return self._noise(name, *shape).clamp(-1.25, 1.25).round()
             case "sparse":
-                kept = hashed(seed, f"{name} kept", shape, device) % 5 == 0
+                kept = self._hashed(f"{name} kept", *shape) % 5 == 0
                 return torch.where(kept, self._noise(name, *shape), 0.0)
             case "lognormal":
-                return _heavy_tailed(hashed(seed, f"{name} heavy", shape, device))
+                return _heavy_tailed(self._hashed(f"{name} heavy", *shape))
             case _:
                 return self._noise(name, *shape)
 
@@ -275,7 +280,7 @@ class Maker:
 
     def _token(self, x: torch.Tensor, name: str, places: _Places, factor: float) -> torch.Tensor:
         """Multiply one token of each sequence, chosen by the seed, by `factor`."""
-        token = hashed(self.recipe.seed, f"{name} token", (self.problem.batch,), self.device)
+        token = self._hashed(f"{name} token", self.problem.batch)
         return torch.where((token[places.sequence] % places.length == places.position)[:, None, None], x * factor, x)
 
     def _channels(self, x: torch.Tensor, name: str, count: int, factor: float) -> torch.Tensor:
@@ -283,7 +288,8 @@ class Maker:
         dim = x.shape[-1]
         first = self._chosen("channel qk" if name == "qk" else "channel v", range(dim)) + (name == "do")
         x = x.clone()
-        x[..., [(first + other * (dim // 2 or 1)) % dim for other in range(min(count, dim))]] *= factor
+        for other in range(min(count, dim)):
+            x[..., (first + other * (dim // 2 or 1)) % dim] *= factor
         return x
 
     def _repeated(self) -> torch.Tensor:
@@ -292,7 +298,7 @@ class Maker:
         distinct = (keys.length // self._chosen("distinct", (2, 4, 16))).clamp(min=1)
         if self._chosen("runs", (False, True)):
             return keys.first + keys.position * distinct // keys.length
-        return keys.first + hashed(self.recipe.seed, "k repeated", (self.problem.total_k,), self.device) % distinct
+        return keys.first + self._hashed("k repeated", self.problem.total_k) % distinct
 
     def _blocks_of_v(self, v: torch.Tensor) -> torch.Tensor:
         if self._chosen("v too", (False, True)):
@@ -308,8 +314,8 @@ class Maker:
         if not any(same and n for same, n in zip(equal, p.seqlens_k, strict=True)):
             return k
         keys = self._keys
-        starts = torch.tensor(_starts(p.seqlens_q), dtype=torch.int64, device=self.device)
-        same = torch.tensor(equal, device=self.device)[keys.sequence]
+        starts = self._numbers.integers(_starts(p.seqlens_q))
+        same = self._numbers.integers(tuple(map(int, equal))).to(torch.bool)[keys.sequence]
         source = torch.where(same, starts[keys.sequence] + keys.position, 0)
         return torch.where(same[:, None, None], self.q()[source][:, :: p.groups] * self._chosen("copy", (1.0, 2.0)), k)
 
@@ -325,13 +331,25 @@ class Maker:
 class _Places:
     """For each token of a side: sequence, position in it, the sequence's first token and length; int64 (tokens,)."""
 
-    def __init__(self, lengths: tuple[int, ...], device: str) -> None:
-        total = sum(lengths)
-        counts = torch.tensor(lengths, dtype=torch.int64, device=device)
-        self.sequence = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=total)
-        self.length = counts[self.sequence]
-        self.first = torch.tensor(_starts(lengths), dtype=torch.int64, device=device)[self.sequence]
-        self.position = torch.arange(total, device=device) - self.first
+    def __init__(self, lengths: tuple[int, ...], numbers: Numbers) -> None:
+        self._lengths, self._numbers = lengths, numbers
+
+    @functools.cached_property
+    def sequence(self) -> torch.Tensor:
+        counts = self._numbers.integers(self._lengths)
+        return torch.arange(len(self._lengths), device=counts.device).repeat_interleave(counts, output_size=sum(self._lengths))
+
+    @functools.cached_property
+    def length(self) -> torch.Tensor:
+        return self._numbers.integers(self._lengths)[self.sequence]
+
+    @functools.cached_property
+    def first(self) -> torch.Tensor:
+        return self._numbers.integers(_starts(self._lengths))[self.sequence]
+
+    @functools.cached_property
+    def position(self) -> torch.Tensor:
+        return torch.arange(sum(self._lengths), device=self.first.device) - self.first
 
     def block(self, count: int) -> torch.Tensor:
         """Return for each token the first one of its block, with `count` blocks (and a rest) in a sequence."""
@@ -344,15 +362,45 @@ class _Places:
         return ((x * 4096).to(torch.int64) + offset).sort(0).values.sub(offset).to(torch.float32) / 4096
 
 
-def _starts(lengths: tuple[int, ...]) -> list[int]:
-    return [sum(lengths[:i]) for i in range(len(lengths))]
+def _starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths[:-1], initial=0))
 
 
 def _heavy_tailed(bits: torch.Tensor) -> torch.Tensor:
     """Return +-m * 2**e: m uniform in [1, 2), e + 7 the ones among 12 bits; log2 deviates by 1.76, as exp(1.2 normal)."""
-    ones = torch.zeros_like(bits)
-    for place in range(12):
-        ones += (bits >> place) & 1
+    # Ones of each 2 bits, of each 4, then of all three fours.
+    ones = bits & 0xFFF
+    ones = ones - (ones >> 1 & 0x555)
+    ones = (ones & 0x333) + (ones >> 2 & 0x333)
+    ones = (ones & 0xF) + (ones >> 4 & 0xF) + (ones >> 8)
     mantissa = 256 + ((bits >> 12) & 255)
     sign = 1 - 2 * ((bits >> 20) & 1)
     return (sign * mantissa * (1 << ones)).to(torch.float32) * 2.0**-15
+
+
+def requests_of(problem: Problem, recipe: Recipe) -> Iterator[Request]:
+    """Yield the numbers that a `Maker` will ask for."""
+    p, pattern = problem, recipe.pattern
+    tokens = {"q": p.total_q, "k": p.total_k, "v": p.total_k, "do": p.total_q}
+    rows = {"q": p.heads * p.dim_qk, "k": p.kv_heads * p.dim_qk, "v": p.kv_heads * p.dim_v, "do": p.heads * p.dim_v}
+    hashes = {"uniform01": "uniform", "sparse": "kept", "lognormal": "heavy"}
+    for name, count in tokens.items():
+        if pattern in hashes:
+            yield Request("hashed", recipe.seed, f"{name} {hashes[pattern]}", count * rows[name])
+        if pattern not in ("uniform01", "lognormal"):
+            yield Request("noise", recipe.seed, name, count * rows[name])
+        if pattern == "tok_outlier":
+            yield Request("hashed", recipe.seed, f"{name} token", p.batch)
+    if pattern in ("constant_v", "do_orthogonal", "do_parallel"):
+        yield Request("noise", recipe.seed, "constant", rows["v"])
+    elif pattern == "k_offset":
+        yield Request("noise", recipe.seed, "offset", p.batch * rows["k"])
+    elif pattern == "dup_keys":
+        yield Request("hashed", recipe.seed, "k repeated", p.total_k)
+
+
+def lists_of(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield the lists of integers that a `Maker` may need on the device."""
+    for lengths in (problem.seqlens_q, problem.seqlens_k):
+        yield lengths
+        yield _starts(lengths)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 from msgspec.structs import replace
 
+from attnfuzz.harness.judge.batch import Launched
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.bench import Bench, WentWrong
+from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.kernels.contract import Outputs
@@ -27,7 +28,7 @@ from attnfuzz.strategies.earlier_calls import earlier_problems
 __all__ = ["CALL_CHECKS"]
 
 
-def after_other_calls(bench: Bench) -> Verdict:
+def after_other_calls(bench: Bench) -> Steps:
     """Run the calls of the Case's check, its own last; judge that, and compare it with the first equal call."""
     problem, first, kept = bench.case.problem, None, None
     held = []
@@ -39,29 +40,28 @@ def after_other_calls(bench: Bench) -> Verdict:
             first, kept = outputs, _cloned(outputs)
     ready, inputs = bench.ready(), bench.inputs()
     last = bench.launch(ready, inputs)
-    expected = bench.truth(inputs)
-    verdict = bench.judge(inputs, last, expected)
+    overstepped = bench.watch(held)
+    judged = yield Launched(bench.case.kernel, inputs, last, bench.case.config)
+    verdict = judged.verdict
     with bench.clock.stage("judge"):
-        failures = [*_overstepped(bench, held)]
+        failures = [_overstepped(bench, message) for message in overstepped()]
         if first is not None and kept is not None:
-            failures += _compared(bench, verdict, first, kept, last, expected)
+            failures += _compared(bench, verdict, first, kept, last, judged.truths)
     verdict = name_unwritten(bench, ready, inputs, last, verdict)
     return replace(verdict, status="fail", failures=(*failures, *verdict.failures)) if failures else verdict
 
 
-CALL_CHECKS: dict[Check, Callable[[Bench], Verdict]] = dict.fromkeys(CALLS, after_other_calls)
+CALL_CHECKS: dict[Check, Callable[[Bench], Steps]] = dict.fromkeys(CALLS, after_other_calls)
 
 
-def _overstepped(bench: Bench, held: list[Bands]) -> Iterator[Failure]:
-    """Yield a Failure for memory of earlier calls that a later one wrote past, such as a workspace for other lengths."""
-    for each in held:
-        if message := each.broken():
-            yield Failure(
-                kernel=bench.case.kernel,
-                kind="guard",
-                check="earlier memory",
-                message=f"a later call wrote where it may not: {message}",
-            )
+def _overstepped(bench: Bench, message: str) -> Failure:
+    """Return the Failure for memory of an earlier call that a later one wrote past, such as a workspace for other lengths."""
+    return Failure(
+        kernel=bench.case.kernel,
+        kind="guard",
+        check="earlier memory",
+        message=f"a later call wrote where it may not: {message}",
+    )
 
 
 def _compared(

@@ -1,0 +1,272 @@
+"""Trials of several Cases of one kernel in this process, with few device operations and few waits for the device.
+
+The numbers of all inputs are computed together (noise.py). The Cases launch one after the other, without waiting for each; then
+the device is waited for once, the checks of all launches are read together (writes.py), and the outputs are judged together.
+
+What cannot be attributed to one Case of a batch is settled by running Cases alone: one that seems to have written where it may
+not, one whose outputs lie in memory that another Case's launch returned too, and one that was refused memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.clock import Clock
+from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
+from attnfuzz.harness.trial.errors import BatchLost, DeviceLost, describe_exception
+from attnfuzz.harness.trial.inputs import materialise, numbers_of
+from attnfuzz.harness.trial.launch import is_out_of_memory, start
+from attnfuzz.harness.trial.noise import Numbers
+from attnfuzz.harness.trial.poison import Bands, read_together
+from attnfuzz.harness.trial.trial import CHECKS, check_runnable, run_trial, signed
+from attnfuzz.harness.trial.writes import Suspicion, suspicion_of
+from attnfuzz.kernels.contract import Built, Device, Inputs, Kernel, Outputs
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
+from attnfuzz.strategies.case import RELATIONS, Case, Recipe
+
+__all__ = ["run_batch"]
+
+
+def run_batch(
+    cases: Sequence[Case],
+    device: Device,
+    enter: Callable[[str], None] | None = None,
+    at: Callable[[int], None] | None = None,
+) -> list[Verdict]:
+    """Run `cases`, all of one kernel; return a Verdict for each, equal to that of `run_trial` but for its seconds.
+
+    `enter` is called with the name of each stage as it begins, `at` with the number of a Case as it begins to work: its inputs
+    and launches, its work after the judgement, and its run alone. A stage that Cases share counts in equal parts.
+
+    Raises:
+        BadArgument: a Case cannot run here.
+        BatchLost: the device no longer works, or has no memory for the batch.
+    """
+    environment.prepare(device)
+    kernels = [check_runnable(case, device) for case in cases]
+    batch = _Batch(list(zip(cases, kernels, strict=True)), device, enter, at or (lambda _: None))
+    try:
+        batch.launch()
+        batch.read()
+        batch.judge()
+        return batch.verdicts()
+    except DeviceLost as error:
+        raise BatchLost(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error) or not environment.alive(device):
+            raise BatchLost(f"the batch of {len(cases)} Cases is lost: {describe_exception(error)}") from error
+        raise
+
+
+@dataclass(frozen=True)
+class _BatchBench(Bench):
+    """The steps of one Case of a batch: until it is judged, launches are not waited for, and their checks are kept for later."""
+
+    numbers: Numbers
+    suspicions: list[Suspicion] = field(default_factory=list)
+    """Checks of the launches so far."""
+
+    def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
+        """Return the tensors, of the batch's numbers."""
+        with self.clock.stage("inputs"):
+            return materialise(problem or self.case.problem, recipe or self.case.recipe, self.device, self.numbers)
+
+    def launch(self, ready: Built, inputs: Inputs, *, fill: float = math.nan, bands: Bands | None = None) -> Outputs:
+        """Run forward and backward on copies of `inputs`, without waiting."""
+        if not math.isnan(fill):
+            # The second launch of a Case that is judged already.
+            return super().launch(ready, inputs, fill=fill, bands=bands)
+        with self.clock.stage("kernel"):
+            outcome = start(self.case, ready, inputs, self.device, fill=fill, bands=bands, wait=False)
+            if isinstance(outcome, Failure):
+                raise WentWrong(outcome)
+            self.suspicions.extend(outcome.writes.later())
+        return outcome.outputs
+
+    def watch(self, bands: Sequence[Bands]) -> Callable[[], Iterator[str]]:
+        """Check the bands at this point of the device's work; a Case with broken ones is run alone."""
+        check = "earlier memory"
+        self.suspicions.extend(suspicion_of(self.case.kernel, check, each.edges()) for each in bands)
+        return lambda: iter(())
+
+
+@dataclass(slots=True)
+class _Run:
+    """One Case of a batch."""
+
+    number: int
+    bench: Bench
+    suspicions: list[Suspicion]
+    steps: Steps | None = None
+    launched: Launched | None = None
+    """Its outputs, until they are judged."""
+    verdict: Verdict | None = None
+    guard: Failure | None = None
+    """What the checks of its launches show."""
+    alone: bool = False
+    """Whether it is to be run alone."""
+
+    def begin(self) -> None:
+        """Run the check up to its request for a judgement, or to its end if it makes none."""
+        self.steps = CHECKS[self.bench.case.check](self.bench)
+        try:
+            self.launched = next(self.steps)
+        except StopIteration as end:
+            self.verdict = end.value
+        except WentWrong as error:
+            self.verdict = Verdict(status="fail", failures=(error.failure,))
+            self.alone = error.failure.kind == "out-of-memory"
+
+    def end(self, judged: Judged | None) -> None:
+        """Run the check to its end, and let go of its tensors. None: its outputs are judged here."""
+        assert self.steps is not None
+        assert self.launched is not None
+        try:
+            while True:
+                self.launched = self.steps.send(judged or self.bench.judged(self.launched))
+                judged = None
+        except StopIteration as end:
+            self.verdict = end.value
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the tensors."""
+        if self.steps is not None:
+            self.steps.close()
+        self.steps = self.launched = None
+
+
+class _Batch:
+    """The Cases of one batch, and what they share."""
+
+    def __init__(
+        self,
+        cases: Sequence[tuple[Case, Kernel]],
+        device: Device,
+        enter: Callable[[str], None] | None,
+        at: Callable[[int], None],
+    ) -> None:
+        self._device, self._enter, self._at = device, enter, at
+        self._cases, self._runs = cases, list[_Run]()
+
+    def launch(self) -> None:
+        """Run each Case up to the judgement of its outputs."""
+        clock = Clock(self._enter)
+        with clock.stage("inputs"):
+            numbers = numbers_of(((case.problem, case.recipe) for case, _ in self._cases), self._device)
+        for number, (case, kernel) in enumerate(self._cases):
+            own = Clock(self._enter, {"inputs": clock.seconds["inputs"] / len(self._cases)})
+            suspicions: list[Suspicion] = []
+            bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions)
+            if case.check in RELATIONS:
+                # Its launches are compared at once.
+                bench = Bench(case, kernel, self._device, own)
+            self._runs.append(_Run(number, bench, suspicions))
+        for run in self._runs:
+            self._at(run.number)
+            try:
+                run.begin()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                run.alone = True
+                run.drop()
+
+    def read(self) -> None:
+        """Wait for the device, and read the checks of all launches."""
+        waiting = [run for run in self._runs if run.launched is not None]
+        with self._shared("kernel", waiting):
+            environment.synchronise(self._device)
+            read_together([each.reading for run in self._runs for each in run.suspicions if each.reading is not None])
+        for run in self._runs:
+            run.guard = next((failure for each in run.suspicions if (failure := each.failure()) is not None), None)
+            run.alone = run.alone or run.guard is not None
+        for run in _sharing_memory(waiting):
+            run.alone = True
+        for run in waiting:
+            if run.alone:
+                run.drop()
+
+    def judge(self) -> None:
+        """Judge all outputs together, then run each Case to its end."""
+        waiting = [run for run in self._runs if run.launched is not None]
+        launched = [run.launched for run in waiting if run.launched is not None]
+        if not launched:
+            return
+        judgements: list[Judged | None] = [None] * len(launched)
+        deviations = waiting[0].bench.kernel.capabilities.deviations
+        with self._shared("oracle", waiting):
+            try:
+                judgements = judge_batch(launched, deviations, self._device)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        launched.clear()
+        for place, run in enumerate(waiting):
+            self._at(run.number)
+            judged, judgements[place] = judgements[place], None
+            run.end(judged)
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the Verdict of each Case, after the runs of those that must run alone."""
+        # A write outside a Case's tensors may have changed another Case's.
+        doubtful = any(run.guard is not None for run in self._runs)
+        for run in self._runs:
+            if run.alone or run.verdict is None or (doubtful and run.verdict.status == "fail"):
+                self._at(run.number)
+                run.drop()
+                run.verdict = self._alone(run)
+        return [signed(run.verdict, run.bench.clock.seconds, self._device) for run in self._runs if run.verdict is not None]
+
+    def _alone(self, run: _Run) -> Verdict:
+        """Run the Case alone; a write that only a launch after others made is still its Failure."""
+        verdict = run_trial(run.bench.case, self._device, self._enter)
+        for stage, seconds in verdict.seconds.items():
+            _add(run.bench.clock, stage, seconds)
+        if verdict.status == "pass" and run.guard is not None:
+            return Verdict(status="fail", failures=(run.guard,))
+        return verdict
+
+    @contextmanager
+    def _shared(self, stage: str, runs: Sequence[_Run]) -> Iterator[None]:
+        """Time a stage that `runs` share in equal parts."""
+        clock = Clock(self._enter)
+        with clock.stage(stage):
+            yield
+        for run in runs:
+            _add(run.bench.clock, stage, clock.seconds[stage] / len(runs))
+
+
+def _add(clock: Clock, stage: str, seconds: float) -> None:
+    clock.seconds[stage] = clock.seconds.get(stage, 0.0) + seconds
+
+
+def _sharing_memory(runs: Sequence[_Run]) -> list[_Run]:
+    """Return the runs with outputs in an allocation of another's outputs: the kernel returns the same memory every time."""
+    owners: dict[int, _Run] = {}
+    sharing: dict[int, _Run] = {}
+    for run in runs:
+        for address in _addresses(run):
+            owner = owners.setdefault(address, run)
+            if owner is not run:
+                sharing |= {owner.number: owner, run.number: run}
+    return list(sharing.values())
+
+
+def _addresses(run: _Run) -> set[int]:
+    """Return the addresses of the allocations of a run's outputs."""
+    if run.launched is None:
+        return set()
+    outputs = run.launched.outputs
+    tensors = [*(getattr(outputs, name) for name in OUTPUT_NAMES), *outputs.d_captured]
+    plain = [each for each in tensors if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided]
+    return {each.untyped_storage().data_ptr() for each in plain} - {0}

@@ -1,0 +1,133 @@
+"""Where a launch wrote: past the ends of its tensors, to its inputs, or between their rows.
+
+A few device operations find out whether there is anything wrong; which tensor and how much is computed only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.trial.poison import Bands, Reading, memory
+
+__all__ = ["Suspicion", "Writes", "overstepped", "suspicion_of"]
+
+_LARGE = 1 << 22
+"""16-bit words of an input above which it is compared by itself."""
+
+
+class Writes:
+    """The check that one launch wrote only where it may: begun when this is made, finished by `failure` or `later`.
+
+    Args:
+        kernel: its name.
+        bands: those of all tensors of the launch.
+        before: the inputs.
+        after: their copies, which the kernel got.
+    """
+
+    def __init__(self, kernel: str, bands: Bands, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+        self._kernel, self._bands, self._before, self._after = kernel, bands, before, after
+        self._edges = bands.edges()
+        self._same = None if self._edges is None else _same(before, after)
+
+    def failure(self) -> Failure | None:
+        """Wait for the device; return what was written where it may not be, or None."""
+        if self._edges is not None and self._same is not None and self._edges.as_expected() and self._same.as_expected():
+            return None
+        return overstepped(self._kernel, self._bands) or _changed_input(self._kernel, self._before, self._after)
+
+    def later(self) -> tuple[Suspicion, ...]:
+        """Return the checks without any of the launch's tensors, to be read with those of other launches."""
+        return (
+            suspicion_of(self._kernel, "bounds", self._edges),
+            Suspicion(self._same, _unclear(self._kernel, "input", "the kernel wrote to one of its inputs")),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Suspicion:
+    """A check of writes whose tensors are gone: `failure()` says that something is wrong, but neither where nor how much."""
+
+    reading: Reading | None
+    """None: wrong without any reading."""
+    _failure: Failure
+
+    def failure(self) -> Failure | None:
+        """Return the Failure, or None if nothing is wrong; waits for the device unless the numbers were read before."""
+        return None if self.reading is not None and self.reading.as_expected() else self._failure
+
+
+def suspicion_of(kernel: str, check: str, edges: Reading | None) -> Suspicion:
+    """Return the check of bands whose edges are being computed."""
+    return Suspicion(edges, _unclear(kernel, check, "2-byte words were written outside the kernel's tensors"))
+
+
+def _unclear(kernel: str, check: str, message: str) -> Failure:
+    return Failure(
+        kernel=kernel, kind="guard", check=check, message=f"{message}, in a launch after others, and not when run alone"
+    )
+
+
+def overstepped(kernel: str, bands: Bands) -> Failure | None:
+    """Check that the kernel wrote only within its tensors."""
+    message = bands.broken()
+    return Failure(kernel=kernel, kind="guard", check="bounds", message=message) if message else None
+
+
+def _same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> Reading | None:
+    """Begin to compare inputs with their copies, and the memory between their rows; None: a copy has another form now."""
+    for name, tensor in before.items():
+        if _form(tensor) != _form(after[name]) or _taken(tensor, after[name]):
+            return None
+    pairs = [(_words(tensor), _words(after[name])) for name, tensor in before.items() if tensor.numel()]
+    # Large tensors are not copied once more to be compared together.
+    groups = [[pair] for pair in pairs if pair[0].numel() > _LARGE]
+    groups += [small] if (small := [pair for pair in pairs if pair[0].numel() <= _LARGE]) else []
+    changed = [_gathered([one for one, _ in each]).ne(_gathered([other for _, other in each])).any() for each in groups]
+    return Reading([each.to(torch.int64)[None] for each in changed], [0] * len(changed))
+
+
+def _gathered(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride() if tensor.numel() else (), tensor.device
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all memory from the first element to the last, as 16-bit words."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,)).view(torch.int16)
+
+
+def _changed_input(kernel: str, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> Failure | None:
+    """Check that the kernel left its inputs unchanged bit by bit (slack rows are NaN), and the memory between their rows."""
+    for change in (_taken, _written, _written_between):
+        for name in before:
+            if verb := change(before[name], after[name]):
+                message = f"the kernel {verb} its input {name}"
+                return Failure(kernel=kernel, kind="guard", check=f"input {name}", message=message)
+    return None
+
+
+def _taken(before: torch.Tensor, after: torch.Tensor) -> str | None:
+    needed = after.storage_offset() * after.element_size() + memory(before).numel() if before.numel() else 0
+    return "took away the memory of" if after.untyped_storage().nbytes() < needed else None
+
+
+def _written(before: torch.Tensor, after: torch.Tensor) -> str | None:
+    words = torch.int16 if before.element_size() == 2 else torch.int32
+    same = before.dtype == after.dtype and torch.equal(before.view(words), after.view(words))
+    return None if same else "wrote to"
+
+
+def _written_between(before: torch.Tensor, after: torch.Tensor) -> str | None:
+    """Check the memory between the rows of a tensor with gaps; the elements themselves were checked before."""
+    if not before.numel() or memory(before).numel() <= before.numel() * before.element_size():
+        return None
+    return None if torch.equal(memory(before), memory(after)) else "wrote between the rows of"
