@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
 import hypothesis
@@ -11,9 +11,12 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
-__all__ = ["draw_values"]
+from attnfuzz.kernels.problem import reject
+
+__all__ = ["draw_values", "drawn"]
 
 T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
 
 
 class _StopDrawing(BaseException):
@@ -57,6 +60,31 @@ def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | No
     except _StopDrawing as stop:
         if stop.__cause__ is not None:
             raise stop.__cause__ from None
+
+
+def drawn(strategy: st.SearchStrategy[H], *, seed: int, examples: int, quota: int) -> list[H]:
+    """Return the distinct values of one round, in the order drawn: at most `quota` of them, after which the draw stops.
+
+    Args:
+        strategy: what to draw from.
+        seed: of the round, as in `draw_values`.
+        examples: limit on drawn values, equal ones counted.
+        quota: limit on distinct values; fewer come where the round has no more.
+
+    Raises:
+        BadArgument: `quota` or `examples` is below 1.
+    """
+    for name, value in (("quota", quota), ("examples", examples)):
+        if value < 1:
+            raise reject(name, value, "no value could be drawn", "give 1 or more")
+    distinct: dict[H, None] = {}
+
+    def add(value: H) -> bool:
+        distinct.setdefault(value)
+        return len(distinct) >= quota
+
+    draw_values(strategy, add, seed=seed, examples=examples)
+    return list(distinct)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 from hypothesis import strategies as st
 
-from attnfuzz.strategies.draw import draw_values
+from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies.draw import draw_values, drawn
 
 
 def draws(seed: int, examples: int = 60) -> list[int]:
@@ -52,3 +53,37 @@ def test_what_the_consumer_raises_comes_out_unchanged_after_one_call(error: Base
         draw_values(st.integers(), consume, seed=0, examples=60)
     assert caught.value is error
     assert len(calls) == 1
+
+
+def test_drawn_returns_the_distinct_values_of_a_round_in_order() -> None:
+    # Hypothesis does not repeat its choices, but two of them may give equal values.
+    modulo = st.integers(0, 10**12).map(lambda number: number % 20)
+    values: list[int] = []
+    draw_values(modulo, values.append, seed=7, examples=60)
+    distinct = list(dict.fromkeys(values))
+    assert len(distinct) < len(values)
+    assert distinct != sorted(distinct)
+    assert drawn(modulo, seed=7, examples=60, quota=60) == distinct
+    assert drawn(modulo, seed=7, examples=60, quota=5) == distinct[:5]
+
+
+def test_drawn_stops_at_its_quota() -> None:
+    calls: list[int] = []
+
+    def counted(value: int) -> int:
+        calls.append(value)
+        return value
+
+    drawn(st.integers(0, 10**12).map(counted), seed=0, examples=60, quota=3)
+    assert len(set(calls)) == 3
+    assert calls[-1] not in calls[:-1]
+
+
+def test_drawn_returns_fewer_where_there_are_no_more() -> None:
+    assert sorted(drawn(st.sampled_from("abc"), seed=0, examples=60, quota=60)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("limits", [{"examples": 5, "quota": 0}, {"examples": 0, "quota": 5}])
+def test_drawn_refuses_a_round_without_values(limits: dict[str, int]) -> None:
+    with pytest.raises(BadArgument, match=r"=0: no value could be drawn; give 1 or more"):
+        drawn(st.integers(), seed=0, **limits)
