@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Capabilities, Device, Kernel
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.layouts import layouts
@@ -21,6 +22,7 @@ from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant
 __all__ = ["Limits", "cases", "cases_by_compile_key"]
 
 _DEFAULT_TILE = 64
+_BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def cases(
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
     # A kernel may refuse what capabilities cannot express, for example a pair of lengths.
-    strategy = _cases(kernel.name, kernel.capabilities, limits or Limits(), chosen, _with_room(chosen, limits or Limits()))
+    strategy = _cases(_Parts(kernel, limits or Limits(), chosen))
     return strategy.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
 
 
@@ -72,40 +74,56 @@ def cases_by_compile_key(
     return first
 
 
-@st.composite
-def _cases(
-    draw: st.DrawFn,
-    name: str,
-    can: Capabilities,
-    limits: Limits,
-    variants: tuple[Variant, ...],
-    blocky: tuple[Variant, ...],
-) -> Case:
-    # A mask's block is often larger than a tile, and few Cases are long enough for one: half of them are drawn so.
-    of_blocks = bool(blocky) and draw(st.booleans())
-    if of_blocks and draw(st.booleans()):
+class _Parts:
+    """The strategies of the parts of a kernel's Cases, each built once. Its repr is short, since Hypothesis writes it out."""
+
+    def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...]) -> None:
+        self.name, self.can, self.limits = kernel.name, kernel.capabilities, limits
+        blocky = _with_room(variants, limits)
+        self.has_blocks = bool(blocky)
+        self.variant = one_variant(variants)
+        self.of_blocks = one_variant(blocky)
         # A diagonal leaves few blocks full.
-        blocky = tuple(each for each in blocky if each.causal is None) or blocky
-    variant = draw(one_variant(blocky if of_blocks else variants))
+        self.of_full_blocks = one_variant(tuple(each for each in blocky if each.causal is None) or blocky)
+        self.packing = st.sampled_from(self.can.packings)
+        self.most_heads = st.sampled_from((1, 2, limits.heads, limits.heads))
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+@functools.cache
+def _slack(tile: int | None) -> st.SearchStrategy[int]:
+    return st.just(0) if tile is None else st.sampled_from((0, 0, 0, 1, 3, tile))
+
+
+@st.composite
+def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
+    can, limits = parts.can, parts.limits
+    variants = parts.variant
+    # A mask's block is often larger than a tile, and few Cases are long enough for one: half of them are drawn so.
+    of_blocks = parts.has_blocks and draw(_BOOLEANS)
+    if of_blocks:
+        variants = parts.of_full_blocks if draw(_BOOLEANS) else parts.of_blocks
+    variant = draw(variants)
     # Early: the last choices of a draw are the ones that Hypothesis leaves simplest most often.
     recipe = draw(recipes(variant.dtype))
-    packing = draw(st.sampled_from(can.packings))
+    packing = draw(parts.packing)
     laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
     # Few heads leave room for several blocks of each.
-    most = draw(st.sampled_from((2, 4, 4) if of_blocks else (1, 2, limits.heads, limits.heads)))
+    most = draw(_FEW_HEADS if of_blocks else parts.most_heads)
     heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
-    room = limits.room(variant, heads_q)
-    equal = replace(can, unequal=can.unequal and not packed)
+    room, dense = limits.room(variant, heads_q), packing == "dense"
     if of_blocks:
-        pairs = draw(whole_blocks(equal, room, variant.config.integer("block"), dense=packing == "dense"))
+        pairs = draw(whole_blocks(can, room, variant.config.integer("block"), dense=dense, packed=packed))
     else:
-        pairs = draw(batches(equal, room, dense=packing == "dense"))
+        pairs = draw(batches(can, room, dense=dense, packed=packed))
     pairs = long_enough(pairs, can)
     blocks = _blocks(variant, pairs[0]) if of_blocks else None
     changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
-    dlse = draw(st.sampled_from((False, False, True))) if can.dlse else False
-    slack = st.sampled_from((0, 0, 0, 1, 3, room.tile_m)) if can.slack else st.just(0)
+    dlse = draw(_DLSE) if can.dlse else False
+    slack = _slack(room.tile_m if can.slack else None)
     slack_q = draw(slack)
     problem = replace(
         variant.problem(can),
@@ -122,7 +140,7 @@ def _cases(
     )
     if dlse:
         problem = replace(problem, needs=replace(problem.needs, dlse=True))
-    return Case(kernel=name, problem=problem, recipe=recipe, config=variant.config)
+    return Case(kernel=parts.name, problem=problem, recipe=recipe, config=variant.config)
 
 
 def _blocks(variant: Variant, lengths: tuple[int, int]) -> Blocks:

@@ -16,7 +16,7 @@ from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import CALLS, Case, Check
 
-__all__ = ["earlier_problems", "other_problems", "why_not_call"]
+__all__ = ["earlier_problems", "other_problems", "takes_call", "why_not_call"]
 
 _WHAT = {"other_shape": "lengths", "other_scale": "softmax_scale", "other_mask": "mask"}
 
@@ -41,23 +41,30 @@ def earlier_problems(kernel: Kernel, case: Case, device: Device) -> tuple[Proble
 def why_not_call(kernel: Kernel, case: Case, device: Device) -> str | None:
     """Return why the Case's check, one of CALLS, does not apply to its kernel and Problem, or None."""
     assert case.check in CALLS
-    if case.check == "twice" or other_problems(kernel, case.check, case.problem, case.config, device):
+    if takes_call(kernel, case.check, case.problem, case.config, device):
         return None
     return f"check={case.check!r}: {kernel.name} takes no Problem that differs from this one in its {_WHAT[case.check]}"
 
 
+def takes_call(kernel: Kernel, check: Check, problem: Problem, config: Config, device: Device) -> bool:
+    """Whether `kernel` takes `problem` under `check`, one of CALLS: it takes a Problem of the earlier call too."""
+    return check == "twice" or any(True for _ in _others(kernel, check, problem, config, device))
+
+
 def other_problems(kernel: Kernel, check: Check, problem: Problem, config: Config, device: Device) -> tuple[Problem, ...]:
     """Return every Problem of a call before one of `problem` under `check`, among those the kernel takes with `config`."""
+    return tuple(dict.fromkeys(_others(kernel, check, problem, config, device)))
+
+
+def _others(kernel: Kernel, check: Check, problem: Problem, config: Config, device: Device) -> Iterator[Problem]:
     makers = {"other_shape": _other_lengths, "other_scale": _other_scales, "other_mask": _other_masks}
-    problems: dict[Problem, None] = {}
     for changes in makers[check](kernel, problem, config):
         try:
             other = replace(problem, **changes)
         except BadArgument:  # a scale beyond float32, say
             continue
         if other != problem and kernel.supports(other, config, device) is None:
-            problems[other] = None
-    return tuple(problems)
+            yield other
 
 
 def _other_lengths(_: Kernel, problem: Problem, config: Config) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
@@ -14,6 +16,7 @@ _ALIGNED_TO = (2, 4, 8, 16)
 """Bytes: an offset aligned to exactly this many shows which vector loads a kernel may use."""
 _PITCHES = (0, 1, 2, 3, 8, 16, 64)
 _KINDS = (*["contiguous"] * 8, "one", "each", "each", "constant dO", "packed k, v", "packed q, k, v")
+_KIND, _NAME, _PITCH = st.sampled_from(_KINDS), st.sampled_from(LAYOUTS), st.sampled_from(_PITCHES)
 
 
 @st.composite
@@ -22,34 +25,36 @@ def layouts(draw: st.DrawFn, can: Capabilities, packing: Packing, dtype: Dtype) 
 
     Where q is packed, the Problem must have as many keys as queries in every sequence, and as much slack.
     """
-    kind = draw(st.sampled_from(_KINDS)) if can.layouts else "contiguous"
+    kind = draw(_KIND) if can.layouts else "contiguous"
     match kind:
         case "one":
-            name = draw(st.sampled_from(LAYOUTS))
+            name = draw(_NAME)
             return {name: draw(_layout(packing, dtype, name))}
         case "each":
             return {name: draw(_layout(packing, dtype, name)) for name in LAYOUTS}
         case "constant dO":
             return {"layout_do": Layout(expanded=True, offset=draw(_offsets(dtype)))}
         case "packed k, v" | "packed q, k, v":
-            packed = Layout(packed=True, offset=draw(_offsets(dtype)), pitch=draw(st.sampled_from(_PITCHES)))
+            packed = Layout(packed=True, offset=draw(_offsets(dtype)), pitch=draw(_PITCH))
             names = LAYOUTS[:3] if kind == "packed q, k, v" else LAYOUTS[1:3]
             return {**dict.fromkeys(names, packed), "layout_do": draw(_layout(packing, dtype, "layout_do"))}
         case _:
             return {}
 
 
+@functools.cache
 def _layout(packing: Packing, dtype: Dtype, name: str) -> st.SearchStrategy[Layout]:
     expanded = st.sampled_from((False, False, True)) if name in ("layout_k", "layout_v") else st.just(False)
     return st.builds(
         Layout,
         order=st.sampled_from((None, *ORDERS[packing][1:])),
         expanded_heads=expanded,
-        pitch=st.sampled_from(_PITCHES),
+        pitch=_PITCH,
         offset=_offsets(dtype),
     )
 
 
+@functools.cache
 def _offsets(dtype: Dtype) -> st.SearchStrategy[int]:
     """Return a strategy of offsets in elements, the best aligned first."""
     size = _ITEM_BYTES[dtype]

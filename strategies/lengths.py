@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hypothesis import strategies as st
 
@@ -14,6 +15,9 @@ _T = TypeVar("_T")
 _Pair = tuple[int, int]
 
 __all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "long_enough", "weighted", "whole_blocks"]
+
+_REMEMBERED = 4096
+"""Strategies kept for the lengths, rooms and blocks of one process: to build one costs more than to draw from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +45,44 @@ def edges(tile: int, longest: int) -> tuple[int, ...]:
     return tuple(sorted(n for n in lengths if 1 <= n <= longest))
 
 
-def batches(can: Capabilities, room: Room, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
-    """Return a strategy of 1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`; all equal if `dense`."""
+class _Lengths(NamedTuple):
+    """The lengths that a kernel takes, and the tiles around which they are drawn."""
+
+    unequal: bool
+    zero_q: bool
+    zero_k: bool
+    longest: int
+    tile_m: int
+    tile_n: int
+
+
+def batches(can: Capabilities, room: Room, *, dense: bool = False, packed: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
+    """Return a strategy of 1 to `room.batch` pairs (seqlen_q, seqlen_k) that fit `room`; all equal if `dense`.
+
+    Where q is `packed` with k, both have the same length in every sequence.
+    """
     longest = min(room.length, can.length_max or room.length)
-    pair, equal = _pairs(can, room, longest), not can.unequal
+    lengths = _Lengths(can.unequal and not packed, can.zero_q, can.zero_k, longest, room.tile_m, room.tile_n)
+    return _batches(lengths, room, dense)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _batches(lengths: _Lengths, room: Room, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
+    equal = not lengths.unequal
     if dense:
-        alike = st.tuples(pair, st.integers(1, max(1, min(room.batch, room.tiles // room.heads))))
+        alike = st.tuples(_pairs(lengths), st.integers(1, max(1, min(room.batch, room.tiles // room.heads))))
         return alike.map(lambda parts: fitted([parts[0]], room, equal, copies=parts[1]) * parts[1])
-    # Mostly at least one sequence has both queries and keys: a batch of only empty ones shows little.
-    solid = st.tuples(_solid(can, room, longest), st.lists(pair, max_size=room.batch - 1), st.integers(0, room.batch - 1))
+    return _several(lengths, room.batch).map(lambda pairs: fitted(pairs, room, equal))
+
+
+@functools.lru_cache(_REMEMBERED)
+def _several(lengths: _Lengths, most: int) -> st.SearchStrategy[list[_Pair]]:
+    """Return a strategy of 1 to `most` sequences, of which mostly one at least has both queries and keys."""
+    # A batch of only empty sequences shows little.
+    pair = _pairs(lengths)
+    solid = st.tuples(_solid(lengths), st.lists(pair, max_size=most - 1), st.integers(0, most - 1))
     mostly = solid.map(lambda parts: [*parts[1][: parts[2]], parts[0], *parts[1][parts[2] :]])
-    anything = st.lists(pair, min_size=1, max_size=room.batch)
-    return weighted((3, mostly), (1, anything)).map(lambda pairs: fitted(pairs, room, equal))
+    return weighted((3, mostly), (1, st.lists(pair, min_size=1, max_size=most)))
 
 
 def blocks_in_room(room: Room, block: int) -> bool:
@@ -60,12 +90,19 @@ def blocks_in_room(room: Room, block: int) -> bool:
     return 4 * block <= room.length and room.heads * _cost(room, 2 * block, 2 * block) <= room.tiles
 
 
-def whole_blocks(can: Capabilities, room: Room, block: int, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
+def whole_blocks(
+    can: Capabilities, room: Room, block: int, *, dense: bool = False, packed: bool = False
+) -> st.SearchStrategy[tuple[_Pair, ...]]:
     """Return a strategy as `batches`, with at least one block of queries and of keys a sequence, around multiples of it."""
     longest = min(room.length, can.length_max or room.length)
+    return _whole_blocks(can.unequal and not packed, longest, room, block, dense)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _whole_blocks(unequal: bool, longest: int, room: Room, block: int, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
     near = [n for n in (many * block + d for many in (1, 2, 3) for d in (0, 1, -1, -2)) if block <= n <= longest] or [longest]
     # Cheapest first; without room for any, the smallest.
-    pairs = [(q, k) for q in near for k in near if can.unequal or q == k]
+    pairs = [(q, k) for q in near for k in near if unequal or q == k]
     every = sorted(pairs, key=lambda pair: (_cost(room, *pair), sum(pair)))
     most = max(1, min(room.batch, room.tiles // (room.heads * _cost(room, *every[0]))))
 
@@ -74,7 +111,8 @@ def whole_blocks(can: Capabilities, room: Room, block: int, *, dense: bool = Fal
         pair = st.sampled_from(fits)
         return pair.map(lambda each: (each,) * count) if dense else st.tuples(*[pair] * count)
 
-    return st.integers(1, most).flatmap(of)
+    by_count = [of(count) for count in range(1, most + 1)]
+    return st.integers(1, most).flatmap(lambda count: by_count[count - 1])
 
 
 def _cost(room: Room, n_q: int, n_k: int) -> int:
@@ -96,28 +134,28 @@ def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
     return weighted((3, st.sampled_from(edges(tile, longest))), (2, around), (2, st.integers(1, longest)))
 
 
-def _solid(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
+def _solid(lengths: _Lengths) -> st.SearchStrategy[_Pair]:
     """Return a strategy of (seqlen_q, seqlen_k), neither empty, by relation: equal, k longer, q longer, unrelated."""
-    q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
-    tile = room.tile_n
-    by = weighted((2, st.sampled_from((1, 2, 3, 8, room.tile_m, tile - 1, tile, tile + 1))), (1, st.integers(1, longest)))
+    longest, tile = lengths.longest, lengths.tile_n
+    q, k = _lengths(lengths.tile_m, longest), _lengths(tile, longest)
+    by = weighted((2, st.sampled_from((1, 2, 3, 8, lengths.tile_m, tile - 1, tile, tile + 1))), (1, st.integers(1, longest)))
     equal = weighted((1, q), (1, k)).map(lambda n: (n, n))
-    if not can.unequal:
+    if not lengths.unequal:
         return equal
     k_longer = st.tuples(q, by).map(lambda pair: (pair[0], max(1, min(sum(pair), longest))))
     q_longer = st.tuples(k, by).map(lambda pair: (max(1, min(sum(pair), longest)), pair[0]))
     return weighted((1, equal), (1, k_longer), (1, q_longer), (1, st.tuples(q, k)))
 
 
-def _pairs(can: Capabilities, room: Room, longest: int) -> st.SearchStrategy[_Pair]:
+def _pairs(lengths: _Lengths) -> st.SearchStrategy[_Pair]:
     """Return a strategy of all sequences the kernel takes: both sides, queries without keys, keys without queries, neither."""
-    q, k = _lengths(room.tile_m, longest), _lengths(room.tile_n, longest)
-    choices = [(4, _solid(can, room, longest))]
-    if can.zero_k and can.unequal:
+    q, k = _lengths(lengths.tile_m, lengths.longest), _lengths(lengths.tile_n, lengths.longest)
+    choices = [(4, _solid(lengths))]
+    if lengths.zero_k and lengths.unequal:
         choices.append((1, q.map(lambda n: (n, 0))))
-    if can.zero_q and can.unequal:
+    if lengths.zero_q and lengths.unequal:
         choices.append((1, k.map(lambda n: (0, n))))
-    if can.zero_q and can.zero_k:
+    if lengths.zero_q and lengths.zero_k:
         choices.append((1, st.just((0, 0))))
     return weighted(*choices)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
@@ -65,6 +65,21 @@ _FACTORS = (0.5, 2.0, -1.0, 0.25, 1.5, -0.5, 0.125)
 _CAPS = (20.0, 50.0, 5.0, 1.0)
 
 
+_REMEMBERED = 4096
+"""Strategies kept for the blocks of one process."""
+
+
+class _Takes(NamedTuple):
+    """The modifiers that a kernel takes."""
+
+    score_mod: bool
+    mask_mod: bool
+    softcap: bool
+    window: bool
+    captured: bool
+    captured_gradients: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """The blocks of a mask: queries (and keys) of one, the lengths, and the diagonal (kv_idx - q_idx) of a window."""
@@ -96,47 +111,61 @@ def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrat
 
     With `blocks` a mask_mod, a window, or neither, since each hides the edges of the other; most score_mods differ by head.
     """
-    if blocks is not None:
-        return _of_blocks(can, blocks)
+    takes = _Takes(can.score_mod, can.mask_mod, can.softcap, can.window, can.captured, can.captured_gradients)
+    return _anywhere(takes) if blocks is None else _of_blocks(takes, blocks)
+
+
+@functools.cache
+def _anywhere(takes: _Takes) -> st.SearchStrategy[Chosen]:
     parts: dict[str, st.SearchStrategy[Any]] = {}
-    if can.score_mod:
-        parts["score_mod"] = st.none() | scores(can.captured, can.captured_gradients).map(to_data)
-    if can.mask_mod:
-        parts["mask_mod"] = st.none() | masks(can.captured).map(to_data)
-    if can.softcap:
+    if takes.score_mod:
+        parts["score_mod"] = st.none() | scores(takes.captured, takes.captured_gradients).map(to_data)
+    if takes.mask_mod:
+        parts["mask_mod"] = st.none() | masks(takes.captured).map(to_data)
+    if takes.softcap:
         parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
-    if can.window:
+    if takes.window:
         side = st.none() | st.sampled_from((0, *_EDGES))
         parts["window"] = st.sampled_from((None, None, None)) | st.tuples(side, side)
     return st.fixed_dictionaries(parts).map(chosen)
 
 
-def _of_blocks(can: Capabilities, blocks: Blocks) -> st.SearchStrategy[Chosen]:
-    parts: dict[str, st.SearchStrategy[Any]] = {}
-    if can.score_mod:
-        score_mods = scores(can.captured, can.captured_gradients)
-        parts["score_mod"] = weighted((1, st.none()), (2, _of_places(can).map(to_data)), (1, score_mods.map(to_data)))
-    if can.softcap:
-        parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
+@functools.lru_cache(_REMEMBERED)
+def _of_blocks(takes: _Takes, blocks: Blocks) -> st.SearchStrategy[Chosen]:
     hiding: list[tuple[int, st.SearchStrategy[dict[str, Any]]]] = [(2, st.just({}))]
-    if can.window:
+    if takes.window:
         left, right = st.sampled_from(blocks.left), st.sampled_from(blocks.right)
         windows = st.tuples(left, st.none()) | st.tuples(st.none(), right) | st.tuples(left, right)
         hiding.append((3, windows.map(lambda sides: {"window": sides})))
-    if can.mask_mod:
+    if takes.mask_mod:
         edges = tuple(each for each in blocks.edges(0, 3 * blocks.size) if each)
-        trees = weighted((2, sliced(edges, (blocks.size,))), (1, masks(can.captured, edges=edges)))
-        hiding.append((2, trees.map(lambda mask: {"mask_mod": to_data(mask)})))
-    hidden = weighted(*hiding)
-    return st.tuples(st.fixed_dictionaries(parts), hidden).map(lambda pair: chosen({**pair[0], **pair[1]}))
+        hiding.append((2, _masks_of_blocks(takes.captured, blocks.size, edges)))
+    return st.tuples(_scores_of_blocks(takes), weighted(*hiding)).map(lambda pair: chosen({**pair[0], **pair[1]}))
 
 
-def _of_places(can: Capabilities) -> st.SearchStrategy[Expression]:
+@functools.cache
+def _scores_of_blocks(takes: _Takes) -> st.SearchStrategy[dict[str, Any]]:
+    parts: dict[str, st.SearchStrategy[Any]] = {}
+    if takes.score_mod:
+        score_mods = scores(takes.captured, takes.captured_gradients)
+        parts["score_mod"] = weighted((1, st.none()), (2, _of_places(takes).map(to_data)), (1, score_mods.map(to_data)))
+    if takes.softcap:
+        parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
+    return st.fixed_dictionaries(parts)
+
+
+@functools.cache
+def _masks_of_blocks(reads: bool, size: int, edges: tuple[int, ...]) -> st.SearchStrategy[dict[str, Any]]:
+    trees = weighted((2, sliced(edges, (size,))), (1, masks(reads, edges=edges)))
+    return trees.map(lambda mask: {"mask_mod": to_data(mask)})
+
+
+def _of_places(takes: _Takes) -> st.SearchStrategy[Expression]:
     """Return a strategy of score_mods that differ by head, sequence or position."""
     slope = st.sampled_from((H, B, H + B, H + B)).map(lambda of: S + to_float(KV * of) * 0.03125)
-    if not can.captured:
+    if not takes.captured:
         return slope
-    return weighted((2, slope), (1, _captured(can.captured_gradients).map(lambda x: S + x)))
+    return weighted((2, slope), (1, _captured(takes.captured_gradients).map(lambda x: S + x)))
 
 
 def chosen(values: dict[str, Any]) -> Chosen:

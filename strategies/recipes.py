@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.problem import Dtype
@@ -20,9 +22,14 @@ _GRADIENT = st.sampled_from((1.0, 1.0, 1.0, 0.00390625, 0.25, 4.0, 16.0))
 _PLAIN = st.just(1.0)
 
 
+@functools.cache
+def recipes(dtype: Dtype) -> st.SearchStrategy[Recipe]:
+    """Return the strategy of Recipes for `dtype`, simplest first, with magnitudes for which scores and gradients fit it."""
+    return _recipes(dtype)
+
+
 @st.composite
-def recipes(draw: st.DrawFn, dtype: Dtype) -> Recipe:
-    """Draw a Recipe for `dtype`, simplest first, with magnitudes for which scores and gradients fit the dtype."""
+def _recipes(draw: st.DrawFn, dtype: Dtype) -> Recipe:
     half = dtype == "float16"
     pattern = draw(_patterns(half))
     # A larger scale would clamp all of V to the dtype's largest number.
@@ -37,6 +44,7 @@ def recipes(draw: st.DrawFn, dtype: Dtype) -> Recipe:
     )
 
 
+@functools.cache
 def _patterns(half: bool) -> st.SearchStrategy[Pattern]:
     weights = _WEIGHTS_HALF if half else _WEIGHTS
     return st.sampled_from([each for each in PATTERNS for _ in range(weights.get(each, 2))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from hypothesis import assume
@@ -24,6 +25,9 @@ RELATION_LIMITS: dict[Device, Limits] = {
 }
 """Limits of a Trial without an oracle: on CUDA up to 65,536 x 65,536 in tiles of 64 for one head, or 131,072 keys."""
 _FACTORS = (1.0, 1.0, 1.0, 0.5, 0.25, 2.0, 4.0)
+_MODERATE = st.sampled_from((1.0, 1.0, 1.0, 0.25, 4.0))
+_SEEDS = st.integers(0, 2**16 - 1)
+_SLACK, _NO_SLACK = st.sampled_from((0, 0, 0, 1, 3)), st.just(0)
 _Pairs = tuple[tuple[int, int], ...]
 
 
@@ -68,23 +72,34 @@ def relation_cases(
     variants_of = relations_of(kernel, chosen, device)
     if not variants_of:
         raise BadArgument(f"kernel={kernel.name!r}: no relation applies to it on {device}; give it more variants")
-    return _relation_cases(kernel, device, limits or RELATION_LIMITS[device], variants_of)
+    return _relation_cases(_Parts(kernel, device, limits or RELATION_LIMITS[device], variants_of))
+
+
+class _Parts:
+    """The strategies of the parts of a kernel's relations, each built once. Its repr is short, since Hypothesis writes it out."""
+
+    def __init__(self, kernel: Kernel, device: Device, limits: Limits, variants_of: dict[Check, tuple[Variant, ...]]) -> None:
+        self.kernel, self.device, self.limits, self.can = kernel, device, limits, kernel.capabilities
+        self.check = st.sampled_from(tuple(variants_of))
+        self.packing = st.sampled_from(self.can.packings)
+        self.variant = {check: one_variant(variants) for check, variants in variants_of.items()}
+
+    def __repr__(self) -> str:
+        return f"<relations of {self.kernel.name}>"
 
 
 @st.composite
-def _relation_cases(
-    draw: st.DrawFn, kernel: Kernel, device: Device, limits: Limits, variants_of: dict[Check, tuple[Variant, ...]]
-) -> Case:
-    can = kernel.capabilities
-    check = draw(st.sampled_from(tuple(variants_of)))
-    variant = draw(one_variant(variants_of[check]))
+def _relation_cases(draw: st.DrawFn, parts: _Parts) -> Case:
+    kernel, device, limits, can = parts.kernel, parts.device, parts.limits, parts.can
+    check = draw(parts.check)
+    variant = draw(parts.variant[check])
     heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, limits.tiles // 2))))
-    packing = draw(st.sampled_from(can.packings))
+    packing = draw(parts.packing)
     room = limits.room(variant, heads_q, max(heads_q, limits.tiles // 2 if check == "split_batch" else limits.tiles))
     dense = packing == "dense"
-    pairs = draw(_tiny(can) if check == "huge_strides" else batches(can, room, dense=dense))
+    pairs = draw(_tiny(can.unequal) if check == "huge_strides" else batches(can, room, dense=dense))
     pairs = _suited(check, can, variant, pairs, dense)
-    slack = st.sampled_from((0, 0, 0, 1, 3)) if can.slack and check != "huge_strides" else st.just(0)
+    slack = _SLACK if can.slack and check != "huge_strides" else _NO_SLACK
     problem = replace(
         variant.problem(can),
         seqlens_q=tuple(pair[0] for pair in pairs),
@@ -109,14 +124,20 @@ def _relation_cases(
 def _heads(check: Check, can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
     if check != "repeated_heads":
         return heads(can, most)
-    groups = [each for each in (can.groups or range(2, 9)) if each > 1]
+    return _groups(can.groups or tuple(range(2, 9)), most)
+
+
+@functools.cache
+def _groups(of_kernel: tuple[int, ...], most: int) -> st.SearchStrategy[tuple[int, int]]:
+    groups = [each for each in of_kernel if each > 1]
     groups = [each for each in groups if each <= most] or [min(groups)]
     return st.sampled_from(sorted((group * kv, kv) for group in groups for kv in range(1, max(1, most // group) + 1)))
 
 
-def _tiny(can: Capabilities) -> st.SearchStrategy[_Pairs]:
+@functools.cache
+def _tiny(unequal: bool) -> st.SearchStrategy[_Pairs]:
     pair = st.tuples(st.integers(2, 9), st.integers(2, 9))
-    pair = pair if can.unequal else pair.map(lambda lengths: (lengths[0], lengths[0]))
+    pair = pair if unequal else pair.map(lambda lengths: (lengths[0], lengths[0]))
     return st.lists(pair, min_size=1, max_size=3).map(tuple)
 
 
@@ -137,13 +158,17 @@ def _suited(check: Check, can: Capabilities, variant: Variant, pairs: _Pairs, de
 @st.composite
 def _recipes(draw: st.DrawFn, problem: Problem) -> Recipe:
     """Draw a Recipe of near-normal values whose scores stay generic."""
-    q_scale = draw(st.sampled_from([each for each in _FACTORS if spread(problem, each) <= SPREAD or each == 1.0]))
-    fitting = [each for each in _FACTORS if spread(problem, q_scale * each) <= SPREAD or each * q_scale == 1.0]
-    moderate = st.sampled_from((1.0, 1.0, 1.0, 0.25, 4.0))
+    q_scale = draw(_scales(tuple(each for each in _FACTORS if spread(problem, each) <= SPREAD or each == 1.0)))
+    fitting = tuple(each for each in _FACTORS if spread(problem, q_scale * each) <= SPREAD or each * q_scale == 1.0)
     return Recipe(
         q_scale=q_scale,
-        k_scale=draw(st.sampled_from(fitting)),
-        v_scale=draw(moderate),
-        do_scale=draw(moderate),
-        seed=draw(st.integers(0, 2**16 - 1)),
+        k_scale=draw(_scales(fitting)),
+        v_scale=draw(_MODERATE),
+        do_scale=draw(_MODERATE),
+        seed=draw(_SEEDS),
     )
+
+
+@functools.cache
+def _scales(factors: tuple[float, ...]) -> st.SearchStrategy[float]:
+    return st.sampled_from(factors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,10 @@ _CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
 MODIFIED = 40
 """Least number of modified variants that a kernel with score_mods is compiled for."""
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
+_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
+_POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
+_SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
+_ANY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((*_POSITIVE, -0.125, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +144,59 @@ def _pairs(variant: Variant) -> Iterable[tuple[str, object]]:
     yield "dtype and config", (variant.dtype, variant.config)
 
 
+class _Tree:
+    """Variants by the values of their parts, with one strategy for the values of each part. Its repr is short.
+
+    Hypothesis writes out the arguments of a strategy, and warns where these are thousands of lines.
+    """
+
+    def __init__(self, variants: Sequence[Variant], parts: Sequence[str] = _PARTS) -> None:
+        self._variants, self._parts = variants, parts
+
+    def __repr__(self) -> str:
+        return f"<{len(self._variants)} variants>"
+
+    @functools.cached_property
+    def _branches(self) -> dict[object, _Tree]:
+        name, *others = self._parts
+        by_value: dict[object, list[Variant]] = {}
+        for each in self._variants:
+            by_value.setdefault(getattr(each, name), []).append(each)
+        return {value: _Tree(variants, others) for value, variants in by_value.items()}
+
+    @functools.cached_property
+    def _values(self) -> st.SearchStrategy[object]:
+        return st.sampled_from(tuple(self._branches))
+
+    def draw(self, draw: st.DrawFn) -> Variant:
+        """Draw a value of each part in turn, among the variants that have the values before."""
+        tree = self
+        while tree._parts:
+            tree = tree._branches[draw(tree._values)]
+        return tree._variants[0]
+
+
+def one_variant(variants: Sequence[Variant]) -> st.SearchStrategy[Variant]:
+    """Return the strategy of `variants`, value by value, so that each value shrinks on its own as far as the pool allows.
+
+    To build it costs more than to draw from it: keep it.
+    """
+    return _one_variant(_Tree(variants))
+
+
 @st.composite
-def one_variant(draw: st.DrawFn, variants: Sequence[Variant]) -> Variant:
-    """Draw one of `variants`, value by value, so that each value shrinks on its own as far as the pool allows."""
-    left = list(variants)
-    for name in ("dtype", "causal", "dims", "config", "modifiers"):
-        values = list(dict.fromkeys(getattr(each, name) for each in left))
-        value = draw(st.sampled_from(values))
-        left = [each for each in left if getattr(each, name) == value]
-    return left[0]
+def _one_variant(draw: st.DrawFn, tree: _Tree) -> Variant:
+    return tree.draw(draw)
 
 
 def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
     """Return a strategy of (heads, kv_heads) with up to `most` query heads: MHA, MQA and GQA equally often, fewest first."""
-    groups = [g for g in (can.groups or _GROUPS) if g <= most] or [min(can.groups or _GROUPS)]
+    return _heads(can.groups or _GROUPS, most)
+
+
+@functools.cache
+def _heads(of_kernel: tuple[int, ...], most: int) -> st.SearchStrategy[tuple[int, int]]:
+    groups = [g for g in of_kernel if g <= most] or [min(of_kernel)]
     most = max(most, groups[0])
     pairs = sorted((g * kv, kv) for g in groups for kv in range(1, most // g + 1))
     kinds = (
@@ -165,7 +209,4 @@ def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
 
 def scales(can: Capabilities) -> st.SearchStrategy[float | None]:
     """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported."""
-    values: list[float | None] = [None, None, None, 1.0, 0.25, 0.1, 0.0078125]
-    if can.scale_any:
-        values += [-0.125, 0.0]
-    return st.sampled_from(values)
+    return _ANY_SCALES if can.scale_any else _SCALES
