@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from pathlib import Path
 
@@ -15,6 +16,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from throughput.suite_formula import DEVICE, KERNELS, PARTS, Shape, compare, kernel_of, problem_of
 
+# Hypothesis would parse torch for constants, half a minute where torch is outside of site-packages: begun here, since its pytest
+# plugin does so at the end of the collection, and ended with the process.
+_WITHOUT_CONSTANTS = no_local_constants()
+_WITHOUT_CONSTANTS.__enter__()
+atexit.register(_WITHOUT_CONSTANTS.__exit__, None, None, None)
 _LONGEST = {"cpu": 300, "cuda": 4096}
 _MOST = {"cpu": 4, "cuda": 8}
 """Sequences in a batch."""
@@ -23,13 +29,6 @@ _ENDLESS = 10**9
 
 _length = st.integers(1, _LONGEST[DEVICE])
 _pairs = st.lists(st.tuples(_length, _length), min_size=1, max_size=_MOST[DEVICE])
-
-
-@pytest.fixture(autouse=True, scope="session")
-def without_constants():  # type: ignore[no-untyped-def]
-    """Keep Hypothesis from parsing torch for constants, half a minute where torch is outside of site-packages."""
-    with no_local_constants():
-        yield
 
 
 @pytest.mark.parametrize("part", range(PARTS))
