@@ -174,11 +174,6 @@ def sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
     for curve, (x, y) in CURVES.items():
         own = [row for row in joined if row["curve"] == curve]
         if own:
-            columns = [
-                Column("point", "asked for"),
-                Column("x", x, ".4g"),
-                Column("y", y, ".1f"),
-                Column("cases", "Cases", ".0f"),
-            ]
+            numbers = [Column("x", x, "g"), Column("y", y, ".1f"), Column("cases", "Cases", ".0f")]
             curves.append(Sheet(f"growth: {y} by {x}, {own[0]['kernel']}", [Column("point", "asked for"), *numbers], own))
     return curves
