@@ -20,7 +20,7 @@ from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.worker import Worker, executor_for, worker_context
+from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
@@ -54,8 +54,9 @@ def run_campaign(
     stored = corpus.of_all([each.name for each in runnable]) if corpus and settings.replay else {}
     left = list(left_behind(settings.out)) if settings.out and settings.replay else []
     context = CampaignContext(settings, listener, corpus, None if settings.seconds is None else start + settings.seconds)
-    executing = executor or executor_for(runnable, settings)
     processes = WorkerProcesses(runnable, context) if settings.workers > 1 and executor is None else None
+    # With worker processes, this one has trials of its own only to describe the machine, and compiles.
+    executing = executor or executor_of([each.backend for each in runnable], settings, spares=0 if processes else None)
     try:
         names = tuple(kernel.name for kernel in runnable)
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))

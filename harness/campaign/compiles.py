@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.marks import Marks
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor
 from attnfuzz.strategies.case import Case
 
@@ -37,7 +39,9 @@ class CompileService:
         width: compiles at once.
         out: folder of the journals: a compiler may take the machine down as well; None: nothing is written.
         finished: called with each compile that has ended.
+        known: called with the kernel and the key of what is compiled already, by an earlier run.
         not_written: called if a journal cannot be written.
+        marks: of what earlier runs have compiled.
     """
 
     def __init__(
@@ -46,11 +50,15 @@ class CompileService:
         width: int | None,
         out: str | None,
         finished: Callable[[Wanted, Compiled], None],
+        known: Callable[[str, str], None],
         not_written: Callable[[Case, OSError], None],
+        marks: Marks,
     ) -> None:
-        self._executor, self._out = executor, out
+        self._executor, self._out, self._known, self._marks = executor, out, known, marks
         self._finished, self._not_written = finished, not_written
-        self.width = width or len(os.sched_getaffinity(0))
+        self._width, self._cores = width, len(os.sched_getaffinity(0))
+        self.workers = 0
+        """Worker processes that run: their cores are not the compiler's."""
         self._compiler: Compiler | None = None
         self._states: dict[tuple[str, str], KeyState] = {}
         self._queued: dict[str, int] = {}
@@ -62,7 +70,10 @@ class CompileService:
     def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
         """Queue the compile keys of `cases` that are not known yet; returns the state of each."""
         for key, case in cases.items():
-            if (kernel, key) not in self._states:
+            if (kernel, key) not in self._states and self._marks.has(kernel, key):
+                self._states[kernel, key] = "ready"
+                self._known(kernel, key)
+            elif (kernel, key) not in self._states:
                 self._states[kernel, key] = "waiting"
                 rank = self._queued.get(kernel, 0)
                 self._queued[kernel] = rank + 1
@@ -84,8 +95,19 @@ class CompileService:
                 if (journal := self._journals.pop(done.case, None)) is not None:
                     journal.discard()
                 self._states[wanted.kernel, wanted.key] = "failed" if done.failure else "ready"
+                if done.failure is None and done.error is None:
+                    self._marks.add(wanted.kernel, wanted.key)
                 self._finished(wanted, done)
             self._start()
+
+    @property
+    def width(self) -> int:
+        """Compiles at once: all cores until workers need them, half of them at least."""
+        return self._width or max(1, self._cores // 2, self._cores - self.workers)
+
+    def room_for_workers(self) -> int:
+        """Return how many workers may run: half of the cores' number where much is to be compiled."""
+        return max(1, self._cores // 2) if self.pending() > self._cores // 2 else sys.maxsize
 
     def _start(self) -> None:
         while self._queue and len(self._active) < self.width:

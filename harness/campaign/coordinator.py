@@ -23,6 +23,7 @@ from attnfuzz.harness.campaign.events import (
 from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
+from attnfuzz.harness.campaign.marks import Marks
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.isolation.executors import Compiled, Executor
 from attnfuzz.harness.judge.failure import Identity
@@ -54,7 +55,16 @@ class Coordinator:
         self.broken: list[KernelBroke] = []
         self.errors: list[Exception] = []
         settings = context.settings
-        self.compiles = CompileService(executor, settings.jobs, settings.out, self._compiled, self._not_written)
+        marks = Marks(settings.device, {} if settings.in_process else executor.describe())
+        self.compiles = CompileService(
+            executor,
+            settings.jobs,
+            settings.out,
+            finished=self._compiled,
+            known=lambda kernel, key: self.states[kernel].know(key),
+            not_written=self._not_written,
+            marks=marks,
+        )
         for state in self.states.values():
             if cases := state.variant_cases():
                 self.compiles.want(state.kernel.name, cases)
@@ -72,6 +82,13 @@ class Coordinator:
             return "wait" if left else None
         state = min(able, key=lambda each: (len(each.workers), each.seconds))
         return Turn(state.kernel.name, self._until(now, len(left)), state.begin_turn(worker))
+
+    def able(self) -> int:
+        """Return how many workers could begin a turn now: one a kernel without a worker, any number where Cases have no end."""
+        if self._late():
+            return 0
+        able = [each for each in self.states.values() if not each.ended and self._can_try(each, -1)]
+        return self._workers if any(each.rounds.many for each in able) else sum(not each.workers for each in able)
 
     def _can_try(self, state: KernelState, worker: int) -> bool:
         if self.over(state.kernel.name) or state.hopeless:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from attnfuzz.harness.campaign.rounds import EXAMPLES, Round
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import drawn
+from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Drawer", "Drawn"]
 
@@ -31,14 +32,17 @@ class Drawer:
     """Draws rounds of one kernel's Cases, one at a time.
 
     Args:
-        strategy: makes the strategy, at the first round.
+        strategy: makes the strategy of Cases of some variants.
         seed: of the kernel's run; each round has a seed of its own.
         background: draw in a thread; else at the request.
     """
 
-    def __init__(self, strategy: Callable[[], st.SearchStrategy[Case]], seed: int, *, background: bool) -> None:
+    def __init__(
+        self, strategy: Callable[[tuple[Variant, ...]], st.SearchStrategy[Case]], seed: int, *, background: bool
+    ) -> None:
         self._make, self._seed, self._background = strategy, seed, background
         self._strategy: st.SearchStrategy[Case] | None = None
+        self._variants: tuple[Variant, ...] = ()
         self._thread: threading.Thread | None = None
         self._result: Drawn | BaseException | None = None
 
@@ -47,13 +51,13 @@ class Drawer:
         """Whether a round has been requested and not taken."""
         return self._thread is not None or self._result is not None
 
-    def request(self, round_: Round) -> None:
-        """Begin to draw a round; nothing may be requested before it is taken."""
+    def request(self, round_: Round, variants: tuple[Variant, ...]) -> None:
+        """Begin to draw a round of Cases of `variants`; nothing may be requested before it is taken."""
         if self._background:
-            self._thread = threading.Thread(target=self._draw, args=(round_,), daemon=True, name="attnfuzz-draw")
+            self._thread = threading.Thread(target=self._draw, args=(round_, variants), daemon=True, name="attnfuzz-draw")
             self._thread.start()
         else:
-            self._draw(round_)
+            self._draw(round_, variants)
 
     def take(self, *, wait: bool) -> Drawn | None:
         """Return the round that was requested; None: there is none, or it is not drawn yet and `wait` is not set.
@@ -72,11 +76,11 @@ class Drawer:
             raise result
         return result
 
-    def _draw(self, round_: Round) -> None:
+    def _draw(self, round_: Round, variants: tuple[Variant, ...]) -> None:
         try:
             with _DRAWING:
-                if self._strategy is None:
-                    self._strategy = self._make()
+                if self._strategy is None or variants != self._variants:
+                    self._strategy, self._variants = self._make(variants), variants
                 cases = drawn(self._strategy, seed=self._seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
             self._result = Drawn(round_, cases, [each.id for each in cases])
         except BaseException as error:  # raised where it is taken

@@ -30,6 +30,7 @@ from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases
+from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["KernelRun"]
@@ -100,7 +101,14 @@ class KernelRun:
         self.clock = TrialClock()
         self._known: set[Identity] = set()
         self._until: float | None = None
-        self._supply = Supply(kernel, plan, self._strategy, campaign, background=not context.settings.in_process)
+        self._supply = Supply(
+            kernel,
+            plan,
+            self._strategy,
+            campaign,
+            background=not context.settings.in_process,
+            growing=context.end is not None,
+        )
         self._runner = TrialRunner(
             context.executor,
             context.journal,
@@ -109,10 +117,10 @@ class KernelRun:
         )
         self._statistics_before = self._statistics()
 
-    def _strategy(self) -> st.SearchStrategy[Case]:
-        settings, plan = self._context.settings, self.plan
+    def _strategy(self, variants: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
+        settings = self._context.settings
         strategy = cases if settings.plain else trial_cases
-        return strategy(self.kernel, device=settings.device, limits=plan.limits, variants=plan.variants)
+        return strategy(self.kernel, device=settings.device, limits=self.plan.limits, variants=variants)
 
     def turn(self, turn: Turn) -> TurnEnd:
         """Try Cases until the turn's time is over or nothing can be tried; DeviceLost ends it, once it is kept."""

@@ -20,7 +20,7 @@ from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.worker import Worker, executor_for, worker_context
+from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.isolation.worker import bind_to
 from attnfuzz.harness.judge.failure import Identity
@@ -39,8 +39,8 @@ class Assignment:
 
     settings: Settings
     kernels: tuple[dict[str, Any], ...]
+    backends: tuple[str, ...]
     end: float | None
-    path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,11 @@ def main(arguments: list[str]) -> None:
 
 def _work(assignment: Assignment, campaign: _RemoteCampaign) -> None:
     settings = assignment.settings
-    kernels = [unpacked(each) for each in assignment.kernels]
-    executor = executor_for(kernels, settings)
+    # A spare takes a second of a GPU to make, and its memory; among many workers, one that waits for a new child costs little.
+    executor = executor_of(assignment.backends, settings, spares=0 if settings.device == "cuda" else None)
     try:
+        executor.prepare()
+        kernels = [unpacked(each) for each in assignment.kernels]
         context = worker_context(settings, executor, assignment.end)
         plans = {each.name: (each, plan_of(each, settings)) for each in kernels}
         Worker(plans, context, campaign, campaign).work()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -23,12 +24,14 @@ from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.isolation.isolated import memory_cap
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.judge.failure import Identity
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.contract import Device, Kernel
 
 __all__ = ["WorkerProcesses"]
 
 _PROGRAM = "import sys; from attnfuzz.harness.campaign.process import main; main(sys.argv[1:])"
 _TICK = 0.05
+_LEAST_MEMORY: dict[Device, int] = {"cpu": 2 << 30, "cuda": 16 << 30}
+"""Bytes that a child of a worker may hold at least: CUDA's libraries alone are 3 GiB, in memory that the children share."""
 _LAST_WORDS = 15.0
 """Seconds that a worker has to end after it was interrupted, or after the time of the campaign and its grace are over."""
 _MOST_DEATHS = 3
@@ -54,7 +57,7 @@ class _Process:
 
 
 class WorkerProcesses:
-    """Starts workers at once, so that they load while the campaign prepares; `work` runs the campaign.
+    """Starts the first worker at once, so that it loads while the campaign prepares; `work` runs the campaign.
 
     Args:
         kernels: what the workers will try.
@@ -66,15 +69,16 @@ class WorkerProcesses:
 
     def __init__(self, kernels: Sequence[Kernel], context: CampaignContext) -> None:
         settings = context.settings
-        memory = settings.memory or max(1 << 30, memory_cap() // settings.workers)
+        memory = settings.memory or max(_LEAST_MEMORY[settings.device], memory_cap() // settings.workers)
         self._context = context
         own = replace(settings, workers=1, memory=memory)
-        self._assignment = Assignment(own, tuple(shipped(each.name) for each in kernels), context.end, tuple(sys.path))
+        backends = tuple(sorted({each.backend for each in kernels}))
+        self._assignment = Assignment(own, tuple(shipped(each.name) for each in kernels), backends, context.end)
         self._gpus = gpus() if settings.device == "cuda" else []
         self._living: dict[Connection, _Process] = {}
         self._deaths = 0
-        for number in range(settings.workers):
-            self._start(number)
+        self._numbers = deque(range(settings.workers))
+        self._start(self._numbers.popleft())
 
     def _start(self, number: int) -> None:
         here, there = socket.socketpair()
@@ -101,7 +105,7 @@ class WorkerProcesses:
             KeyboardInterrupt: by the user; what the workers had found until then is kept.
         """
         try:
-            while self._living:
+            while self._living or coordinator.able():
                 self._step(coordinator)
         except KeyboardInterrupt:
             self._interrupt(coordinator)
@@ -115,9 +119,18 @@ class WorkerProcesses:
         for each in list(self._living.values()):
             if each.waits:
                 self._give_turn(each, coordinator)
+        self._start_more(coordinator)
         end = self._context.end
         if end is not None and time.monotonic() > end + self._context.settings.grace + _LAST_WORDS:
             self._interrupt(coordinator)
+
+    def _start_more(self, coordinator: Coordinator) -> None:
+        """Start a worker where there is more to try than workers that are free; some cores are left to the compiler."""
+        idle = sum(each.kernel is None for each in self._living.values())
+        while self._numbers and idle < coordinator.able() and len(self._living) < coordinator.compiles.room_for_workers():
+            self._start(self._numbers.popleft())
+            idle += 1
+        coordinator.compiles.workers = len(self._living)
 
     def _receive(self, worker: _Process, coordinator: Coordinator) -> None:
         try:
@@ -180,7 +193,7 @@ class WorkerProcesses:
             if self._context.settings.out:
                 coordinator.resume(list(left_behind(self._context.settings.out)))
             if self._deaths <= _MOST_DEATHS * self._context.settings.workers:
-                self._start(worker.number)
+                self._numbers.append(worker.number)
 
     def _interrupt(self, coordinator: Coordinator) -> None:
         """End the workers, and keep what they report until they have ended."""

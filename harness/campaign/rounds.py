@@ -59,6 +59,11 @@ class Rounds:
             return False
         return self._most is None or self._planned > 0 or (not self._undrawn and self._given < self._most)
 
+    @property
+    def many(self) -> bool:
+        """Whether more than one worker can draw rounds."""
+        return self.may_give() and (self._most is None or self._most - self._given > EXAMPLES)
+
     def take(self) -> Round | None:
         """Return the next round; None: there is none, at least until those that were given out are drawn."""
         if not self.may_give():

@@ -14,6 +14,7 @@ from attnfuzz.harness.campaign.link import Campaign
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Supply"]
 
@@ -31,21 +32,24 @@ class Supply:
     Args:
         kernel: what the Cases are of.
         plan: what they are drawn from.
-        strategy: makes the strategy.
+        strategy: makes the strategy of Cases of some variants.
         campaign: gives out rounds, and has code compiled.
         background: draw while Cases run.
+        growing: draw from the variants that are compiled when a round begins; else from all.
     """
 
     def __init__(
         self,
         kernel: Kernel,
         plan: KernelPlan,
-        strategy: Callable[[], st.SearchStrategy[Case]],
+        strategy: Callable[[tuple[Variant, ...]], st.SearchStrategy[Case]],
         campaign: Campaign,
         *,
         background: bool,
+        growing: bool,
     ) -> None:
-        self._kernel, self._plan, self._campaign = kernel, plan, campaign
+        self._kernel, self._plan, self._campaign, self._growing = kernel, plan, campaign, growing and plan.compiled
+        self._keys = {each: plan.key(kernel, each) for each in plan.variants} if self._growing else {}
         self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
         self._drawer = Drawer(strategy, plan.seed, background=background)
         self._asked = 0.0
@@ -67,8 +71,14 @@ class Supply:
             self._add(drawn)
         few = self._backlog.ready < max(_FEW, 2 * batch.most) and len(self._backlog) < _MANY
         if few and not self._drawer.busy and (next_round := self._campaign.round(self._kernel.name)) is not None:
-            self._drawer.request(next_round)
+            self._drawer.request(next_round, self._variants())
         return self._backlog.take(batch.most, batch.room, batch.weight)
+
+    def _variants(self) -> tuple[Variant, ...]:
+        if not self._growing:
+            return self._plan.variants
+        ready = self._campaign.ready(self._kernel.name, set(self._keys.values()))
+        return tuple(each for each in self._plan.variants if self._keys[each] in ready) or self._plan.variants
 
     def wait(self) -> bool:
         """Wait for the round that is being drawn; returns False where none is."""

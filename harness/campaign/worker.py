@@ -19,19 +19,25 @@ from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["Worker", "executor_for", "worker_context"]
+__all__ = ["Worker", "executor_for", "executor_of", "worker_context"]
 
 
 def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
     """Make the executor that `settings` ask for: child processes, or this one. Close it after use."""
+    return executor_of([kernel.backend for kernel in kernels], settings)
+
+
+def executor_of(backends: Sequence[str], settings: Settings, *, spares: int | None = None) -> Executor:
+    """Make the executor for kernels of `backends`; of child processes, `spares` are kept ready, by default as Isolated has it."""
     if settings.in_process:
         return InProcess(settings.device, memory_check=settings.memory_check)
     return Isolated(
         settings.device,
-        backends=[kernel.backend for kernel in kernels],
+        backends=backends,
         deadline=settings.deadline,
         memory=settings.memory,
         memory_check=settings.memory_check,
+        spares=spares,
     )
 
 

@@ -51,6 +51,9 @@ class Executor(Protocol):
 
     statistics: Statistics
 
+    def prepare(self) -> None:
+        """Begin to load what Trials need, without waiting for it."""
+
     def begin(self, case: Case, *, patient: bool = False) -> None:
         """Begin a Trial, one at a time. `patient`: every stage has its full deadline."""
 
@@ -120,6 +123,9 @@ class InProcess:
         self._memory_check = memory_check
         self.case: Case | None = None
         environment.prepare(device)
+
+    def prepare(self) -> None:
+        """Do nothing: this process loads as it goes."""
 
     def begin(self, case: Case, *, patient: bool = False) -> None:  # noqa: ARG002 - without deadlines
         """Keep the Case for `finish`."""

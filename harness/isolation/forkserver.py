@@ -72,6 +72,11 @@ class Forkserver:
         self._children.add(child)
         return child
 
+    def prepare(self) -> None:
+        """Start the process that forks children, without waiting until it has imported."""
+        if self._preload is not None:
+            self._ready_template()
+
     def ended(self, child: Child) -> None:
         """Count a child as dead: what it leaves behind may be killed."""
         self._children.discard(child)

@@ -66,6 +66,7 @@ class Isolated:
         memory: bytes that a child and its compilers may hold; by default half of the machine's, shared by xdist's workers.
         memory_check: check every memory access of interpreted kernels.
         variables: additional environment variables of the children.
+        spares: children that are kept ready; by default 1, on CUDA 2.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Isolated:
         memory: int | None = None,
         memory_check: bool = True,
         variables: Mapping[str, str] | None = None,
+        spares: int | None = None,
     ) -> None:
         self.device = device
         self._memory_check = memory_check
@@ -93,7 +95,9 @@ class Isolated:
         self.run = self._forkserver.run
         self._memory = memory_cap() if memory is None else memory
         warm = Task("attnfuzz.harness.isolation.tasks:warm", {"device": device}, {})
-        self._supervisor = Supervisor(self._forkserver, memory=self._memory, warm=warm, spares=_SPARES[device])
+        self._supervisor = Supervisor(
+            self._forkserver, memory=self._memory, warm=warm, spares=_SPARES[device] if spares is None else spares
+        )
         self._until: float | None = None
         self.statistics = self._supervisor.statistics
         self._described: dict[str, Any] | None = None
@@ -224,6 +228,10 @@ class Isolated:
         """Return a Compiler whose compiles run in children of their own, several at once."""
         supervisor = Supervisor(self._forkserver, memory=self._memory, spares=0, owner=False)
         return BackgroundCompiler(supervisor, self.device, self._full)
+
+    def prepare(self) -> None:
+        """Begin to load what children need, without waiting for it."""
+        self._forkserver.prepare()
 
     def settle(self) -> None:
         """Wait until the spare children are ready."""

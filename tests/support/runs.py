@@ -83,6 +83,9 @@ class FunctionExecutor:
         self._verdict, self._fresh = verdict, fresh
         self.cases: list[Case] = []
 
+    def prepare(self) -> None:
+        pass
+
     def begin(self, case: Case, *, patient: bool = False) -> None:
         self.cases.append(case)
 
