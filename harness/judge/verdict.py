@@ -18,17 +18,19 @@ IN_DOUBT = "mask_mod compares floats that float32 cannot distinguish"
 
 _ABOVE = 1.001
 """The number of four digits next to 1."""
+_DECIMALS = 4
 
 
 def four_digits(x: float) -> float:
-    """Return a figure rounded to four significant digits, on the same side of the limit 1.
+    """Return a figure rounded to four significant digits and to four decimals, on the same side of the limit 1.
 
     The sums behind it differ in their last bits with the order of additions, which depends on the frames that a Case shares with
-    others. Without those bits a Case has the same Verdict alone and in every batch.
+    others. Without those bits a Case has the same Verdict alone and in every batch. Decimals are limited too, since a small
+    figure is a difference of large numbers: how far a value is beyond the last rounding.
     """
     if not math.isfinite(x):
         return x
-    rounded = float(f"{x:.4g}")
+    rounded = round(float(f"{x:.4g}"), _DECIMALS)
     return _ABOVE if rounded <= 1 < x else rounded
 
 

@@ -1,0 +1,281 @@
+"""Cases judged together have the Verdicts that they have alone, and a fault in one of them leaves the others' as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support.emulated.whole import WIDE, Emulated
+
+from attnfuzz.harness.judge import batch as batching
+from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import is_tiny, truth
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Layout, Needs, Problem
+from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.draw import draw_values
+
+DIMS = ((64, 48), (16, 40), (32, 32))
+GOOD = Emulated(capabilities=replace(WIDE, window=True, dims=DIMS))
+PLAIN = Deviations()
+
+
+def launched(problem: Problem, recipe: Recipe) -> Launched:
+    inputs = materialise(problem, recipe, "cpu")
+    with torch.no_grad():
+        o, lse = GOOD.forward(inputs)
+        dq, dk, dv = GOOD.backward(inputs, o, lse)
+    return Launched("k", inputs, Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv), Config())
+
+
+def alone(one: Launched, deviations: Deviations = PLAIN) -> Verdict:
+    return judge(one.kernel, one.inputs, one.outputs, truth(one.inputs, deviations, "cpu"), one.config)
+
+
+def in_batches(of: Sequence[Launched], size: int, deviations: Deviations = PLAIN) -> Iterator[Judged | None]:
+    for at in range(0, len(of), size):
+        yield from judge_batch(of[at : at + size], deviations, "cpu")
+
+
+@functools.cache
+def drawn() -> tuple[list[Launched], list[Verdict]]:
+    """Cases of each dims, dtype and packing that the strategies draw, and their Verdicts alone."""
+    chosen: list[Case] = []
+    for seed, limits in enumerate((Limits(batch=4, heads=4, length=40, tiles=12), Limits(batch=3, heads=4, length=90, tiles=24))):
+        draw_values(cases(GOOD, device="cpu", limits=limits), chosen.append, seed=seed, examples=110)
+    every = [launched(each.problem, each.recipe) for each in chosen]
+    return every, [alone(each) for each in every]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 32, 1000])
+def test_drawn_cases_have_the_verdicts_that_they_have_alone(size: int) -> None:
+    every, verdicts = drawn()
+    assert len(every) >= 200
+    judged = list(in_batches(every, size))
+    differing = [
+        (each.inputs.problem, own, one.verdict)
+        for each, own, one in zip(every, verdicts, judged, strict=True)
+        if one is not None and one.verdict != own
+    ]
+    assert not differing
+    assert sum(each is None for each in judged) <= 0.03 * len(every)
+
+
+def test_the_drawn_cases_are_of_every_kind() -> None:
+    every, verdicts = drawn()
+    problems = [each.inputs.problem for each in every]
+    kinds = {
+        "ragged": [p.packing == "ragged" for p in problems],
+        "dense": [p.packing == "dense" for p in problems],
+        "groups": [p.groups > 1 for p in problems],
+        "unequal": [p.seqlens_q != p.seqlens_k for p in problems],
+        "no queries": [0 in p.seqlens_q for p in problems],
+        "no keys": [0 in p.seqlens_k for p in problems],
+        "window": [p.window is not None for p in problems],
+        "bottom right": [p.causal == "bottom_right" for p in problems],
+        "top left": [p.causal == "top_left" for p in problems],
+        "negative scale": [p.scale < 0 for p in problems],
+        "zero scale": [p.scale == 0 for p in problems],
+        "dlse": [p.needs.dlse for p in problems],
+        "slack": [p.slack_q > 0 for p in problems],
+        "layouts": [p.layout_k != Layout() for p in problems],
+        "tiny": [is_tiny(p) for p in problems],
+        "statistics": [any(f.r is not None for f in v.figures.values()) for v in verdicts],
+        "float32": [p.dtype == "float32" for p in problems],
+    }
+    assert {name: sum(counts) for name, counts in kinds.items() if sum(counts) < 3} == {}
+    assert all(each.status == "pass" for each in verdicts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_every_pattern_has_the_verdict_that_it_has_alone(dtype: str) -> None:
+    problem = Problem(
+        seqlens_q=(33, 0, 40), seqlens_k=(45, 7, 20), heads=4, kv_heads=2, dim_qk=64, dim_v=48, dtype=dtype, causal="bottom_right"
+    )
+    every = [
+        launched(problem, Recipe(pattern=pattern, seed=4, q_scale=scale, k_scale=scale))
+        for pattern in PATTERNS
+        for scale in (1.0, 4.0)
+    ]
+    verdicts = [alone(each) for each in every]
+    judged = list(in_batches(every, 9))
+    for pattern, own, one in zip([p for p in PATTERNS for _ in range(2)], verdicts, judged, strict=True):
+        assert one is None or one.verdict == own, pattern
+    assert sum(each is not None for each in judged) >= 0.8 * len(every)
+
+
+MIXED = [
+    Problem(seqlens_q=(30, 5), seqlens_k=(40, 9), heads=4, kv_heads=2, dim_qk=32, dim_v=32, causal="top_left"),
+    Problem(seqlens_q=(64,), seqlens_k=(64,), heads=2, kv_heads=2, dim_qk=32, dim_v=32, window=(7, 3), slack_q=2),
+    Problem(seqlens_q=(90, 0), seqlens_k=(70, 3), heads=3, kv_heads=1, dim_qk=32, dim_v=32, softmax_scale=-0.25),
+    Problem(seqlens_q=(20, 20), seqlens_k=(9, 9), heads=2, kv_heads=1, dim_qk=32, dim_v=32, packing="dense", slack_k=1,
+            causal="bottom_right", needs=Needs(dlse=True)),
+    Problem(seqlens_q=(50,), seqlens_k=(50,), heads=2, kv_heads=1, dim_qk=32, dim_v=32, softmax_scale=0.0, needs=Needs(dlse=True)),
+    Problem(seqlens_q=(100, 60, 2), seqlens_k=(80, 90, 1), heads=2, kv_heads=2, dim_qk=32, dim_v=32, window=(None, 0)),
+]  # fmt: skip
+DECLARED = [
+    Deviations(prescaled_q=True),
+    Deviations(l_from_rounded_p=True),
+    Deviations(lazy_rescale=True),
+    Deviations(ds_from_rounded_p=True),
+    Deviations(half_partials=True),
+    Deviations(lse_base2=True),
+    Deviations(tf32_on=("cpu",)),
+]
+
+
+def mixed(dtype: str = "float16") -> list[Launched]:
+    return [launched(replace(p, dtype=dtype), Recipe(seed=seed)) for seed, p in enumerate(MIXED)]
+
+
+@pytest.mark.parametrize("deviations", DECLARED, ids=repr)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_declared_deviations_count_in_a_batch_too(deviations: Deviations, dtype: str) -> None:
+    every = mixed(dtype)
+    if deviations.lse_base2:
+        outputs = [dataclasses.replace(each.outputs, lse=each.outputs.lse / math.log(2)) for each in every]
+        every = [dataclasses.replace(each, outputs=x) for each, x in zip(every, outputs, strict=True)]
+    judged = judge_batch(every, deviations, "cpu")
+    for each, one in zip(every, judged, strict=True):
+        grouped = deviations.half_partials and each.inputs.problem.groups > 1
+        assert (one is None) == grouped
+        assert one is None or one.verdict == alone(each, deviations)
+
+
+@pytest.mark.parametrize("names", [("o", "lse"), ("dk",), ("dv", "o"), ("lse",)])
+def test_fewer_outputs_are_judged_alone_or_together_alike(names: tuple) -> None:
+    every = []
+    for each in mixed():
+        problem = replace(each.inputs.problem, needs=Needs(outputs=names, dlse=each.inputs.problem.needs.dlse))
+        outputs = Outputs(**{name: getattr(each.outputs, name) for name in names})
+        every.append(dataclasses.replace(each, inputs=dataclasses.replace(each.inputs, problem=problem), outputs=outputs))
+    for each, one in zip(every, judge_batch(every, PLAIN, "cpu"), strict=True):
+        assert one is not None
+        assert one.verdict == alone(each)
+        assert list(one.truths) == list(names)
+
+
+def test_the_truths_of_a_batch_are_those_of_each_case() -> None:
+    every = mixed()
+    for each, one in zip(every, judge_batch(every, PLAIN, "cpu"), strict=True):
+        assert one is not None
+        for name, own in truth(each.inputs, PLAIN, "cpu").items():
+            true = one.truths[name]
+            assert true.form == own.form
+            torch.testing.assert_close(true.expected, own.expected, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(true.allowed, own.allowed, rtol=1e-6, atol=1e-14)
+            values = own.expected.nan_to_num(neginf=0.0)
+            torch.testing.assert_close(true.reorder(values, values), own.reorder(values, values), rtol=1e-6, atol=1e-14)
+
+
+AT = 2
+"""The Case of `MIXED` in which a fault is planted."""
+
+
+def off_by(each: Launched, name: str, times: float) -> torch.Tensor:
+    """The output with one element off by `times` its budget and half a unit of its last place."""
+    true, x = truth(each.inputs, PLAIN, "cpu")[name], getattr(each.outputs, name).clone()
+    index = tuple(int(i) for i in torch.unravel_index(true.allowed.nan_to_num(posinf=-1.0).argmax(), true.allowed.shape))
+    at = index if name == "lse" else (index[1], index[0], index[2])
+    unit = abs(float(torch.nextafter(x[at], torch.tensor(math.inf, dtype=x.dtype)) - x[at]))
+    x[at] = float(true.expected[index]) + times * (float(true.allowed[index]) + unit)
+    return x
+
+
+def biased(each: Launched, name: str) -> torch.Tensor:
+    """The expected output, a little too large in all elements."""
+    expected = truth(each.inputs, PLAIN, "cpu")[name].expected.transpose(0, 1)
+    return (expected * (1 + 2.0**-12)).to(each.inputs.q.dtype)
+
+
+def with_nan(each: Launched, name: str) -> torch.Tensor:
+    x = getattr(each.outputs, name).clone()
+    x.flatten()[x.numel() // 2] = math.nan
+    return x
+
+
+FAULTS = {
+    **{f"off by twice the budget in {name}": (name, functools.partial(off_by, times=2.0)) for name in OUTPUT_NAMES},
+    **{f"nan in {name}": (name, with_nan) for name in OUTPUT_NAMES},
+    "a bias": ("dv", biased),
+    "wrong dtype": ("o", lambda each, name: each.outputs.o.float()),
+    "wrong shape": ("lse", lambda each, name: each.outputs.lse[:, :-1]),
+    "missing": ("dk", lambda each, name: None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_leaves_its_case_to_the_judge_and_the_others_as_they_are(fault: str) -> None:
+    name, planted = FAULTS[fault]
+    every = mixed()
+    before = judge_batch(every, PLAIN, "cpu")
+    every[AT] = dataclasses.replace(every[AT], outputs=dataclasses.replace(every[AT].outputs, **{name: planted(every[AT], name)}))
+    after = judge_batch(every, PLAIN, "cpu")
+    assert after[AT] is None
+    assert alone(every[AT]).status == "fail"
+    for at, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert one is not None
+        assert at == AT or (other is not None and other.verdict == one.verdict)
+
+
+def test_a_bias_is_noticed_in_a_tiny_case_too() -> None:
+    tiny = launched(Problem(seqlens_q=(60,), seqlens_k=(60,), dim_qk=32, dim_v=32), Recipe(seed=3))
+    assert is_tiny(tiny.inputs.problem)
+    bad = dataclasses.replace(tiny, outputs=dataclasses.replace(tiny.outputs, dv=biased(tiny, "dv")))
+    one, other = judge_batch([tiny, bad], PLAIN, "cpu")
+    assert one is not None
+    assert other is None
+    assert alone(bad).failures[0].check == "z"
+
+
+def test_an_error_at_the_edge_is_left_to_the_judge() -> None:
+    every = mixed()
+    inside = off_by(every[AT], "lse", 1.0)
+    every[AT] = dataclasses.replace(every[AT], outputs=dataclasses.replace(every[AT].outputs, lse=inside))
+    results = judge_batch(every, PLAIN, "cpu")
+    assert [at for at, each in enumerate(results) if each is None] == [AT]
+
+
+@pytest.mark.parametrize("change", [{"softcap": 3.0}, {"mask_mod": ("lt", ("kv_idx",), ("q_idx",))}], ids=["softcap", "mask_mod"])
+def test_modifiers_are_left_to_the_judge(change: dict) -> None:
+    problem = replace(MIXED[0], **change)
+    inputs: Inputs = materialise(problem, Recipe(), "cpu")
+    plain = mixed()
+    one = dataclasses.replace(plain[0], inputs=inputs)
+    assert [each is None for each in judge_batch([one, *plain], PLAIN, "cpu")] == [True, *[False] * len(plain)]
+
+
+def test_what_fills_the_device_alone_is_left_to_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(batching.CHUNK, "cpu", 6000)
+    judged = judge_batch(mixed(), PLAIN, "cpu")
+    sizes = [max(a * b for a, b in zip(p.seqlens_q, p.seqlens_k, strict=True)) * p.groups for p in MIXED]
+    assert [each is None for each in judged] == [size > 6000 for size in sizes]
+    assert {size > 6000 for size in sizes} == {True, False}
+
+
+def test_many_elements_are_judged_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = mixed()
+    whole = judge_batch(every, PLAIN, "cpu")
+    calls = []
+    counted = batching.truth_of_batches
+    monkeypatch.setattr(
+        batching, "truth_of_batches", lambda batches, *rest: calls.append(len(batches)) or counted(batches, *rest)
+    )
+    monkeypatch.setitem(batching._ELEMENTS, "cpu", 40_000)
+    parts = judge_batch(every, PLAIN, "cpu")
+    assert len(calls) > 1
+    assert sum(calls) == len(every)
+    assert [each and each.verdict for each in parts] == [each and each.verdict for each in whole]
+
+
+def test_nothing_is_judged_from_nothing() -> None:
+    assert judge_batch([], PLAIN, "cpu") == []
