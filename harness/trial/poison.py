@@ -112,7 +112,7 @@ class _Band:
 
     def taken(self) -> bool:
         """Whether the kernel has made the allocation smaller."""
-        return int(self.words.untyped_storage().nbytes()) < self.words.numel() * self.words.element_size()
+        return bool(self.words.untyped_storage().nbytes() < self.words.numel() * self.words.element_size())
 
 
 class Bands:
