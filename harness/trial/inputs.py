@@ -6,6 +6,7 @@ tensor, between rows) is another NaN, with bits that no arithmetic produces.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from itertools import accumulate
@@ -37,6 +38,7 @@ def numbers_of(sources: Iterable[tuple[Problem, Recipe]], device: str) -> Number
     for problem, recipe in sources:
         requests += [*requests_of(problem, recipe), *_requests_of(problem, recipe.seed)]
         lists += [*lists_of(problem), _cumulated(problem.seqlens_q), _cumulated(problem.seqlens_k)]
+        lists += [_slopes(shape_of(problem, each)[-1]) for each in tensors_of(problem) if each.fill == "slopes"]
     return Numbers(device, requests, lists)
 
 
@@ -191,12 +193,18 @@ def _captured(problem: Problem, tensor: Captured, seed: int, numbers: Numbers) -
         case "normal":
             return numbers.noise(seed, f"captured {tensor.name}", shape).clone()
         case "slopes":
-            heads = torch.arange(1, shape[-1] + 1, dtype=torch.float64)
-            return torch.exp2(-8 * heads / shape[-1]).to(torch.float32).expand(shape).contiguous().to(numbers.device)
+            return numbers.integers(_slopes(shape[-1])).to(torch.int32).view(torch.float32).expand(shape).contiguous()
         case "documents_q" | "documents_k":
             return _documents(problem, shape, seed, numbers)
     most = problem.sizes["seqlen_k"] + 1 if tensor.fill == "lengths" else _NUMBERS
     return (numbers.hashed(seed, f"captured {tensor.name}", shape) % most).to(torch.int32)
+
+
+@functools.cache
+def _slopes(heads: int) -> tuple[int, ...]:
+    """Return the bits of ALiBi's slopes in float32, as integers: computed on the host, since exp2 differs between devices."""
+    numbers = torch.arange(1, heads + 1, dtype=torch.float64)
+    return tuple(torch.exp2(-8 * numbers / heads).to(torch.float32).view(torch.int32).tolist())
 
 
 def _documents(problem: Problem, shape: tuple[int, ...], seed: int, numbers: Numbers) -> torch.Tensor:

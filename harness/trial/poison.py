@@ -85,6 +85,8 @@ class Reading:
 def read_together(readings: Sequence[Reading]) -> None:
     """Read the numbers of all `readings` with one copy from each device, so that it is waited for once."""
     waiting = [each for each in readings if each.numbers]
+    if not waiting:
+        return
     parts = [part for each in waiting for part in each.numbers]
     flat = iter(value for part in _read(parts) for value in part)
     for each in waiting:
@@ -112,7 +114,7 @@ class _Band:
 
     def taken(self) -> bool:
         """Whether the kernel has made the allocation smaller."""
-        return int(self.words.untyped_storage().nbytes()) < self.words.numel() * self.words.element_size()
+        return bool(self.words.untyped_storage().nbytes() < self.words.numel() * self.words.element_size())
 
 
 class Bands:
@@ -247,22 +249,47 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the op, and move its new tensor between bands."""
-        held = _held(args[0]) if func is _aten.resize_.default else None
+        traits = _traits(func)
+        if traits.plain:
+            return func(*args, **(kwargs or {}))
+        held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):
+        for tensor in _written(traits.writes, args, kwargs or {}):
             self._watch.written(tensor)
         if held is not None and _bandable(result) and (grown := _held(result) - held) > 0:
             _fill(result.as_strided((grown,), (1,), held), self._value)
-        empty = func in _EMPTY
-        if not (empty or func in _FILLED) or not _bandable(result):
+        if not (traits.empty or traits.filled) or not _bandable(result):
             return result
         between = self._bands.like(result, "a tensor of the kernel's own,")
-        if empty:
+        if traits.empty:
             if _fill(between, self._value) and between.device.type == "cpu":
                 self._watch.allocated(between)
         else:
             between.copy_(result)
         return between
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What an op does to memory."""
+
+    writes: tuple[tuple[int, str], ...]
+    """Index and name of the arguments that it changes."""
+    empty: bool
+    filled: bool
+    resizes: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether it neither makes nor changes a tensor."""
+        return not (self.writes or self.empty or self.filled or self.resizes)
+
+
+@functools.cache
+def _traits(func: Any) -> _Traits:
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    writes = tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)
+    return _Traits(writes, func in _EMPTY, func in _FILLED, func is _aten.resize_.default)
 
 
 def _held(tensor: Any) -> int:
@@ -286,17 +313,10 @@ def _fill(tensor: torch.Tensor, value: float) -> bool:
     return True
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def _written(writes: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an op changes by its schema: its first argument, or `out`."""
-    for place, name in _mutable(func):
+    for place, name in writes:
         value = args[place] if place < len(args) else kwargs.get(name)
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, torch.Tensor):
                 yield each
-
-
-@functools.cache
-def _mutable(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return (index, name) of the arguments that an op changes."""
-    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-    return tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)

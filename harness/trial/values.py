@@ -310,12 +310,12 @@ class Maker:
     def _copied_queries(self, k: torch.Tensor) -> torch.Tensor:
         """Set key i to query i of its group's first head, in sequences with equal lengths."""
         p = self.problem
-        equal = [n_q == n_k for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True)]
+        equal = _equal(p)
         if not any(same and n for same, n in zip(equal, p.seqlens_k, strict=True)):
             return k
         keys = self._keys
         starts = self._numbers.integers(_starts(p.seqlens_q))
-        same = self._numbers.integers(tuple(map(int, equal))).to(torch.bool)[keys.sequence]
+        same = self._numbers.integers(equal).to(torch.bool)[keys.sequence]
         source = torch.where(same, starts[keys.sequence] + keys.position, 0)
         return torch.where(same[:, None, None], self.q()[source][:, :: p.groups] * self._chosen("copy", (1.0, 2.0)), k)
 
@@ -399,8 +399,14 @@ def requests_of(problem: Problem, recipe: Recipe) -> Iterator[Request]:
         yield Request("hashed", recipe.seed, "k repeated", p.total_k)
 
 
+def _equal(problem: Problem) -> tuple[int, ...]:
+    """Return for each sequence 1 if it has as many queries as keys, else 0."""
+    return tuple(int(n_q == n_k) for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
+
+
 def lists_of(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield the lists of integers that a `Maker` may need on the device."""
+    yield _equal(problem)
     for lengths in (problem.seqlens_q, problem.seqlens_k):
         yield lengths
         yield _starts(lengths)
