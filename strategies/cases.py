@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.layouts import layouts
@@ -79,6 +80,7 @@ class _Parts:
 
     def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...]) -> None:
         self.name, self.can, self.limits = kernel.name, kernel.capabilities, limits
+        self._problems: dict[int, Problem] = {}
         blocky = _with_room(variants, limits)
         self.has_blocks = bool(blocky)
         self.variant = one_variant(variants)
@@ -90,6 +92,13 @@ class _Parts:
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+    def problem(self, variant: Variant) -> Problem:
+        """Return the smallest Problem of one of the variants."""
+        # By identity: to hash a variant takes longer than to check its Problem. The strategies keep the variants.
+        if id(variant) not in self._problems:
+            self._problems[id(variant)] = variant.problem(self.can)
+        return self._problems[id(variant)]
 
 
 @functools.cache
@@ -125,8 +134,9 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     dlse = draw(_DLSE) if can.dlse else False
     slack = _slack(room.tile_m if can.slack else None)
     slack_q = draw(slack)
+    smallest = parts.problem(variant)
     problem = replace(
-        variant.problem(can),
+        smallest,
         seqlens_q=tuple(pair[0] for pair in pairs),
         seqlens_k=tuple(pair[1] for pair in pairs),
         packing=packing,
@@ -135,11 +145,10 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         softmax_scale=draw(scales(can)),
         slack_q=slack_q,
         slack_k=slack_q if packed else draw(slack),
+        needs=replace(smallest.needs, dlse=True) if dlse else smallest.needs,
         **laid_out,
         **dict(changed),
     )
-    if dlse:
-        problem = replace(problem, needs=replace(problem.needs, dlse=True))
     return Case(kernel=parts.name, problem=problem, recipe=recipe, config=variant.config)
 
 

@@ -157,22 +157,26 @@ class _Tree:
         return f"<{len(self._variants)} variants>"
 
     @functools.cached_property
-    def _branches(self) -> dict[object, _Tree]:
-        name, *others = self._parts
+    def _by_value(self) -> dict[object, list[Variant]]:
         by_value: dict[object, list[Variant]] = {}
         for each in self._variants:
-            by_value.setdefault(getattr(each, name), []).append(each)
-        return {value: _Tree(variants, others) for value, variants in by_value.items()}
+            by_value.setdefault(getattr(each, self._parts[0]), []).append(each)
+        return by_value
 
     @functools.cached_property
     def _values(self) -> st.SearchStrategy[object]:
-        return st.sampled_from(tuple(self._branches))
+        return st.sampled_from(tuple(self._by_value))
+
+    @functools.cached_property
+    def _branches(self) -> dict[int, _Tree]:
+        # By identity: to hash a Config or a modifier takes longer than to draw it.
+        return {id(value): _Tree(variants, self._parts[1:]) for value, variants in self._by_value.items()}
 
     def draw(self, draw: st.DrawFn) -> Variant:
         """Draw a value of each part in turn, among the variants that have the values before."""
         tree = self
         while tree._parts:
-            tree = tree._branches[draw(tree._values)]
+            tree = tree._branches[id(draw(tree._values))]
         return tree._variants[0]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Config, Device, Kernel
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, Case, Check
 from attnfuzz.strategies.cases import Limits, cases
@@ -22,7 +23,10 @@ _OUT_OF = 16
 _RELATIONS, _CALLS = 2, 3
 """Number of Cases in 16 that are relations, and that draw a check with or without earlier calls (`call_checks`)."""
 
+_Of = tuple[Capabilities, Device, Limits | None, tuple[Variant, ...]]
 _KIND = st.integers(0, _OUT_OF - 1)
+_LAST: deque[tuple[Kernel, _Of, st.SearchStrategy[Case]]] = deque(maxlen=32)
+"""The strategies built last: to build one may cost as much as to draw 100 Cases from it, and a campaign asks in each round."""
 
 
 def trial_cases(
@@ -34,26 +38,33 @@ def trial_cases(
         BadArgument: the kernel declares nothing that can be drawn.
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
+    rest = (kernel.capabilities, device, limits, chosen)
+    for each, of, strategy in tuple(_LAST):
+        if each is kernel and of == rest:
+            return strategy
+    _LAST.append((kernel, rest, strategy := _built(kernel, device, limits, chosen)))
+    return strategy
+
+
+def _built(kernel: Kernel, device: Device, limits: Limits | None, chosen: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
     plain = cases(kernel, device=device, limits=limits, variants=chosen)
     related = None
     if relations_of(kernel, chosen, device):
         room = limits if limits is not None and device == "cpu" else RELATION_LIMITS[device]
         related = relation_cases(kernel, device=device, limits=room, variants=chosen)
-    return _trials(_Compiled(kernel, device, chosen), plain, related)
+    return _trials(_Parts(kernel, device, chosen, plain, related))
 
 
 @st.composite
-def _trials(
-    draw: st.DrawFn, compiled: _Compiled, plain: st.SearchStrategy[Case], related: st.SearchStrategy[Case] | None
-) -> Case:
+def _trials(draw: st.DrawFn, parts: _Parts) -> Case:
     kind = draw(_KIND)
-    if related is not None and kind >= _OUT_OF - _RELATIONS:
-        return draw(related)
-    case = draw(plain)
+    if parts.related is not None and kind >= _OUT_OF - _RELATIONS:
+        return draw(parts.related)
+    case = draw(parts.plain)
     if kind < _OUT_OF - _RELATIONS - _CALLS:
         return case
-    check = draw(call_checks(compiled.kernel, case.problem, case.config, compiled.device))
-    if check == "other_mask" and not compiled.has_other_masks(case):
+    check = draw(call_checks(parts.kernel, case.problem, case.config, parts.device))
+    if check == "other_mask" and not parts.has_other_masks(case):
         check = "twice"
     return replace(case, check=check)
 
@@ -68,11 +79,22 @@ def _one_of(checks: tuple[Check, ...]) -> st.SearchStrategy[Check]:
     return st.sampled_from(checks)
 
 
-class _Compiled:
-    """The code that is compiled for the variants of a kernel. Its repr is short, since Hypothesis writes it out."""
+class _Parts:
+    """The strategies of a kernel's Cases, and the code compiled for its variants. Its repr is short: Hypothesis writes it out.
 
-    def __init__(self, kernel: Kernel, device: Device, variants: Sequence[Variant]) -> None:
+    A strategy with a filter that is an argument of a composite itself is validated by Hypothesis at each draw.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        device: Device,
+        variants: Sequence[Variant],
+        plain: st.SearchStrategy[Case],
+        related: st.SearchStrategy[Case] | None,
+    ) -> None:
         self.kernel, self.device, self._variants = kernel, device, variants
+        self.plain, self.related = plain, related
 
     def __repr__(self) -> str:
         return f"<{self.kernel.name} on {self.device}>"
