@@ -79,10 +79,12 @@ def main(
         seconds = duration(soak if soak is not None else budget, "soak" if soak is not None else "budget")
         plan = Plan(where, chosen, tuple(dict.fromkeys(workers)), seconds, rounds, cold, _say)
         measured = {
-            "device": device_name(where), "cores": len(os.sched_getaffinity(0)), "versions": versions(), "kernels": chosen,
+            "device": where, "cores": len(os.sched_getaffinity(0)), "versions": versions(), "kernels": chosen,
             "seconds": seconds, "rounds": rounds, "caches": plan.caches,
         }  # fmt: skip
         right = _soaked(plan, measured) if soak is not None else _measured(plan, only or PARTS, measured, json_file)
+        # Last: its CUDA context would be in the GPU's memory meanwhile.
+        measured["device"] = device_name(where)
     if json_file is not None:
         json_file.write_text(dumps(measured), encoding="utf-8")
     _show(sheets_of(measured), markdown)
@@ -93,13 +95,13 @@ def main(
 
 
 def _measured(plan: Plan, names: Sequence[str], measured: dict[str, Any], json_file: Path | None) -> bool:
-    """Run the parts one after the other; what is measured is in the file after each, since the next may take hours."""
+    """Run the parts one after the other, and return whether each has measured something; the file has them after each part."""
     for name in PARTS:
         if name in names:
             measured[name] = part(name).measure(plan)
             if json_file is not None:
                 json_file.write_text(dumps(measured), encoding="utf-8")
-    return True
+    return all(measured[name] for name in PARTS if name in names)
 
 
 def _soaked(plan: Plan, measured: dict[str, Any]) -> bool:

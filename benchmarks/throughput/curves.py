@@ -15,8 +15,8 @@ from throughput.tables import medians
 __all__ = ["draw", "points_of"]
 
 _BLUE, _PALE, _GREY = "#1f4e79", "#a3c0dc", "#333333"
-_LOGARITHMIC = ("tokens", "corpus")
-"""Curves whose x spans several powers of ten."""
+_LOGARITHMIC, _CHOSEN = ("corpus",), ("workers", "budget", "corpus")
+"""Curves whose x spans several powers of ten; curves whose x were chosen, so that they are the marks of the axis."""
 _Point = tuple[float, float, float, float]
 
 
@@ -44,11 +44,11 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         if len(points) > 1:
             kernel = next(row["kernel"] for row in rows if row["curve"] == curve)
             paths.append(folder / f"throughput-{curve}.svg")
-            write_whole(paths[-1], _picture(points, f"{y}, {kernel}", x, y, logarithmic=curve in _LOGARITHMIC))
+            write_whole(paths[-1], _picture(points, f"{y}, {kernel}", x, y, curve))
     return paths
 
 
-def _picture(points: Sequence[_Point], title: str, x: str, y: str, *, logarithmic: bool) -> bytes:
+def _picture(points: Sequence[_Point], title: str, x: str, y: str, curve: str) -> bytes:
     """Return a line through the medians, with a band from the lowest round to the highest."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -61,12 +61,13 @@ def _picture(points: Sequence[_Point], title: str, x: str, y: str, *, logarithmi
         axes = figure.add_subplot()
         axes.fill_between(xs, lows, highs, color=_PALE, linewidth=0)
         axes.plot(xs, medians_, color=_BLUE, linewidth=1.6, marker="o", markersize=4)
-        if logarithmic:
+        if curve in _LOGARITHMIC:
             # Zero stored Cases have a place too.
             axes.set_xscale("symlog", linthresh=10)
-        axes.set_xticks(xs, [f"{each:g}" for each in xs])
-        axes.minorticks_off()
-        axes.set_ylim(0, 1.1 * max(highs))
+        if curve in _CHOSEN:
+            axes.set_xticks(xs, [f"{each:g}" for each in xs])
+            axes.minorticks_off()
+        axes.set_ylim(0, 1.1 * max(highs) or 1.0)
         axes.set_title(title, fontsize=11, fontweight="bold", loc="left", color=_GREY)
         axes.set_xlabel(x, color=_GREY)
         axes.set_ylabel(y, color=_GREY)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from throughput.campaigns import NotMeasured
 from throughput.gpu import Gpu
 from throughput.plan import Plan
-from throughput.processes import ATTNFUZZ, Session
+from throughput.processes import Session
 from throughput.tables import Column, Sheet, medians
 
 __all__ = ["measure", "sheets"]
 
-_TICK = 0.02
+_COMMAND = Path(__file__).with_name("first_case.py")
 _PATIENCE = 1800.0
 """Seconds beyond the budget, for compiles and shrinking, after which a run counts as hanging."""
 
@@ -27,43 +29,30 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
     for number in range(plan.rounds):
         for kernels in contestants[:: 1 if number % 2 == 0 else -1]:
             for workers in plan.workers_here:
-                rows.append(_run(plan, kernels, workers, number))
-                rate = rows[-1]["warm"]
-                plan.say(f"engine, round {number + 1}: {rows[-1]['kernel']}, {workers} workers: {rate or 0:.1f} Cases/s")
+                what = f"engine, round {number + 1}: {', '.join(kernels)}, {workers} workers"
+                more = plan.attempt(what, partial(_run, plan, kernels, workers, number))
+                rows += more
+                plan.say(f"{what}: {more[0]['warm'] or 0:.1f} Cases/s" if more else what)
     return rows
 
 
-def _run(plan: Plan, kernels: tuple[str, ...], workers: str, seed: int) -> dict[str, Any]:
+def _run(plan: Plan, kernels: tuple[str, ...], workers: str, seed: int) -> list[dict[str, Any]]:
     """Run the command once; the seed of each round is another one."""
     with plan.folder() as (folder, caches):
         options = plan.options(workers, budget=f"{plan.seconds}s", seed=str(seed), device=plan.device, out=str(folder / "out"))
-        command = [
-            *ATTNFUZZ,
-            "run",
-            *kernels,
-            "--json",
-            *(word for name, text in options.items() for word in (f"--{name}", text)),
-        ]
+        words = [word for name, text in options.items() for word in (f"--{name}", text)]
+        command = [sys.executable, "-P", str(_COMMAND), str(folder / "first"), "run", *kernels, "--json", *words]
         with Gpu(plan.device == "cuda") as gpu, Session(command, folder, caches) as session:
-            first = _first_launch(session, folder / "out", session.started + plan.seconds + _PATIENCE)
             session.wait(plan.seconds + _PATIENCE)
             end = session.ended or time.monotonic()
-        return row_of(kernels, workers, plan.caches, session, first, end) | {
-            "busy": None if first is None else gpu.busy(first, end),
-            "peak": gpu.peak,
-        }
+        first = _first_case(folder / "first")
+        row = row_of(kernels, workers, plan.caches, session, first, end)
+        return [row | {"busy": None if first is None else gpu.busy(first, end), "peak": gpu.peak}]
 
 
-def _first_launch(session: Session, out: Path, end: float) -> float | None:
-    """Return when the journal had its first Case, which is then about to be judged; None if it never had."""
-    while time.monotonic() < end:
-        # A hidden file is not complete yet.
-        if any(not each.name.startswith(".") for each in out.glob("inflight/*")):
-            return time.monotonic()
-        if not session.running:
-            break
-        time.sleep(_TICK)
-    return None
+def _first_case(note: Path) -> float | None:
+    """Return when the first Case was judged; None if none was."""
+    return float(note.read_text(encoding="ascii")) if note.exists() else None
 
 
 def row_of(
@@ -103,7 +92,7 @@ def sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
         Column("busy", "GPU busy %", ".0f"), Column("peak", "GPU MiB", ".0f"),
     ]  # fmt: skip
     notes = [
-        '"all" counts from the start of the command, "trials" from the first Case in the journal; busy: mean over the trials\' '
+        '"all" counts from the start of the command, "trials" from its first Verdict on; busy: mean over the trials\' '
         "time. The median of the rounds.",
         *(["Runs with failures spend time on shrinking: their rates are no measure of the engine."]
           if any(row["failures"] for row in rows) else []),

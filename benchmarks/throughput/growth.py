@@ -6,6 +6,7 @@ Each curve is of the first kernel. A point's x is what its Cases really had, on 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for number in range(plan.rounds):
         for curve in measured[:: 1 if number % 2 == 0 else -1]:
-            points = [{"kernel": plan.kernels[0], **row} for row in curve(plan, number)]
-            rows += points
+            points = plan.attempt(f"growth, round {number + 1}: {curve.__name__[1:]}", partial(curve, plan, number))
+            rows += [{"kernel": plan.kernels[0], **row} for row in points]
             for row in points:
                 plan.say(f"growth, round {number + 1}: {row['curve']} {row['point']}: {row['y'] or 0:.1f}")
     return rows

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import reject
+from throughput.campaigns import NotMeasured
 from throughput.processes import cold_caches, lists_option
 
 __all__ = ["KERNELS", "Plan", "runnable"]
@@ -51,6 +53,14 @@ class Plan:
     def options(self, workers: str, **more: str) -> dict[str, str]:
         """Return options of `attnfuzz run`, by name: --workers only where there is one."""
         return {**more, **({"workers": workers} if lists_option("--workers") else {})}
+
+    def attempt(self, what: str, work: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Return the rows of one measurement; none where it failed, which is said: the others must not be lost with it."""
+        try:
+            return work()
+        except NotMeasured as error:
+            self.say(f"{what}: not measured: {error}")
+            return []
 
     @property
     def workers_here(self) -> tuple[str, ...]:

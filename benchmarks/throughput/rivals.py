@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,16 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
         for kernel in plan.kernels:
             for workers in plan.workers_here:
                 for who in (*CONTESTANTS[turn:], *CONTESTANTS[:turn]):
-                    figures = _ours(plan, kernel, workers, number) if who == OURS else _suite(plan, kernel, workers, who)
-                    rows.append({"kernel": kernel, "workers": workers, "caches": plan.caches, "who": who, **figures})
-                    plan.say(f"rivals, round {number + 1}: {kernel}, {workers} workers, {who}: {figures['judged']} judged")
+                    what = f"rivals, round {number + 1}: {kernel}, {workers} workers, {who}"
+                    more = plan.attempt(what, partial(_contestant, plan, kernel, workers, who, number))
+                    rows += more
+                    plan.say(f"{what}: {more[0]['judged']} judged" if more else what)
     return rows
+
+
+def _contestant(plan: Plan, kernel: str, workers: str, who: str, seed: int) -> list[dict[str, Any]]:
+    figures = _ours(plan, kernel, workers, seed) if who == OURS else _suite(plan, kernel, workers, who)
+    return [{"kernel": kernel, "workers": workers, "caches": plan.caches, "who": who, **figures}]
 
 
 def _ours(plan: Plan, kernel: str, workers: str, seed: int) -> dict[str, Any]:

@@ -117,6 +117,10 @@ def judged(samples: Sequence[Sample], orphans: int) -> dict[str, Any]:
         if not abs(figures[name]["drift"]) <= limit
     ]
     wrong += [f"orphans: {orphans} processes outlived the campaign"] * bool(orphans)
+    # Of the whole time, for a drift that thirds of a short soak do not show.
+    for name, of in (("coordinator", "coordinator"), ("memory", "total")):
+        slope, _ = statistics.linear_regression([each.at for each in working], [getattr(each, of) / _MIB for each in working])
+        figures[name]["slope"] = 3600 * slope
     return {"cases": samples[-1].cases, "seconds": samples[-1].at, "figures": figures, "wrong": wrong}
 
 
@@ -134,7 +138,7 @@ def sheets(result: dict[str, Any]) -> list[Sheet]:
              "limit": 100 * limits[name] if name in limits else None} for name, figures in result["figures"].items()]  # fmt: skip
     columns = [
         Column("what", "what"), Column("first", "first third", ".1f"), Column("last", "last third", ".1f"),
-        Column("drift", "drift %", "+.1f"), Column("limit", "limit %", ".0f"),
+        Column("drift", "drift %", "+.1f"), Column("limit", "limit %", ".0f"), Column("slope", "an hour", "+,.1f"),
     ]  # fmt: skip
     sentence = (
         f"{', '.join(result['kernels'])}, {result['workers']} workers: {result['cases']:,} Cases in {result['seconds']:.0f} s, "

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,41 +114,45 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for number in range(plan.rounds):
         for name in plan.kernels:
-            ledger = _campaign(plan, name, number)
-            if not ledger.flights:
-                raise NotMeasured(f"{name}: fewer than two Cases were judged in {plan.seconds:g} s")
-            detail = _detail(plan, name, number)
-            rows += [{"kernel": name, "caches": plan.caches, **row} for row in accounts(ledger, detail)]
-            plan.say(f"stages, round {number + 1}: {name}: {len(ledger.flights)} Cases")
+            what = f"stages, round {number + 1}: {name}"
+            more = plan.attempt(what, partial(_kernel, plan, name, number))
+            rows += more
+            plan.say(f"{what}: {more[0]['cases']} Cases" if more else what)
     return rows
 
 
-def _campaign(plan: Plan, name: str, seed: int) -> Ledger:
+def _kernel(plan: Plan, name: str, seed: int) -> list[dict[str, Any]]:
+    """Run both campaigns of one kernel with the same caches, and return its accounts."""
+    with plan.folder() as (folder, caches):
+        ledger = _campaign(plan, name, seed, folder, caches)
+        if not ledger.flights:
+            raise NotMeasured(f"fewer than two Cases were judged in {plan.seconds:g} s")
+        rows = accounts(ledger, _detail(plan, name, seed, folder, caches))
+    return [{"kernel": name, "caches": plan.caches, **row} for row in rows]
+
+
+def _campaign(plan: Plan, name: str, seed: int, folder: Path, caches: Mapping[str, str]) -> Ledger:
     """Run one kernel's turn of a campaign, isolated, as `attnfuzz run` does."""
     kernel, ledger = registry.get(name), Ledger()
-    with plan.folder() as (folder, caches):
-        isolated = Isolated(plan.device, backends=[kernel.backend], variables=caches)
-        try:
-            # Starting the children is no Case's time.
-            isolated.describe()
-            isolated.settle()
-            journal = TimedJournal(folder, ledger)
-            settings = Settings(device=plan.device, budget=plan.seconds, seed=seed, out=None)
-            context = CampaignContext(settings, TimedExecutor(isolated, ledger), journal=journal, seconds=plan.seconds)
-            KernelRun(kernel, context).run()
-            journal.close()
-        finally:
-            isolated.close()
+    isolated = Isolated(plan.device, backends=[kernel.backend], variables=caches)
+    try:
+        # Starting the children is no Case's time.
+        isolated.describe()
+        isolated.settle()
+        journal = TimedJournal(folder, ledger)
+        settings = Settings(device=plan.device, budget=plan.seconds, seed=seed, out=None)
+        context = CampaignContext(settings, TimedExecutor(isolated, ledger), journal=journal, seconds=plan.seconds)
+        KernelRun(kernel, context).run()
+        journal.close()
+    finally:
+        isolated.close()
     return ledger
 
 
-def _detail(plan: Plan, name: str, seed: int) -> dict[str, dict[str, float]]:
+def _detail(plan: Plan, name: str, seed: int, folder: Path, caches: Mapping[str, str]) -> dict[str, dict[str, float]]:
     """Return seconds of the parts of each stage in a campaign within one process; empty where that process fails."""
     request = {"kernel": name, "device": plan.device, "seed": seed, "seconds": plan.seconds}
-    with (
-        plan.folder() as (folder, caches),
-        Session([sys.executable, "-P", str(_DETAIL), json.dumps(request)], folder, caches) as run,
-    ):
+    with Session([sys.executable, "-P", str(_DETAIL), json.dumps(request)], folder, caches) as run:
         if not run.wait(plan.seconds + _PATIENCE) or run.code:
             plan.say(f"stages: {name}: kernel and oracle are not split: {run.text('stderr')[-500:]}")
             return {}

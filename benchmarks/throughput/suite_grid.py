@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ _BATCH = {"cpu": 2, "cuda": 4}
 _HEADS = {"MHA": (6, 6), "GQA": (6, 2)}
 
 
-def _grid() -> list[object]:
+def _grid() -> list[Any]:
     """Every combination that a kernel supports, shorter lengths first within each."""
     grid = []
     for name in KERNELS:

@@ -43,8 +43,10 @@ def test_as_near_as_plain_attention(name, part, data, kv_heads, groups, pairs, s
     dtype = data.draw(st.sampled_from(can.dtypes_for(DEVICE)))
     causal = data.draw(st.sampled_from([each is not None for each in can.causal]))
     dims = st.sampled_from(can.dims)
-    if can.dim_multiple is not None:
-        dims |= st.integers(1, 128 // can.dim_multiple).map(lambda n: (n * can.dim_multiple, n * can.dim_multiple))
-    problem = problem_of(kernel, Shape(dtype, causal, kv_heads * groups, kv_heads, *data.draw(dims), tuple(pairs)))
+    if (step := can.dim_multiple) is not None:
+        dims |= st.integers(1, 128 // step).map(lambda n: (n * step, n * step))
+    dim_qk, dim_v = data.draw(dims)
+    problem = problem_of(kernel, Shape(dtype, causal, kv_heads * groups, kv_heads, dim_qk, dim_v, tuple(pairs)))
     assume(problem is not None)
+    assert problem is not None
     compare(kernel, problem, seed)

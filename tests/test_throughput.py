@@ -1,0 +1,332 @@
+"""benchmarks/throughput.py: its arithmetic, its processes, and the suites that it puts beside the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.benchmarks import FOLDER, loaded
+
+from attnfuzz.harness.campaign.corpus import Corpus
+from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.core.environment import has_cuda
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Built, Inputs
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
+
+KERNEL = "torch.reference_cpu"
+
+
+def part(name: str) -> ModuleType:
+    """A module of benchmarks/throughput/."""
+    loaded("throughput")
+    return importlib.import_module(f"throughput.{name}")
+
+
+def test_an_option_takes_several_words() -> None:
+    words = ["--workers", "1", "2", "auto", "--cold", "--kernel", "a", "--budget", "3s"]
+    expected = ["--workers", "1", "--workers", "2", "--workers", "auto", "--cold", "--kernel", "a", "--budget", "3s"]
+    assert part("cli").spread(words) == expected
+
+
+def test_rates_are_of_the_time_that_all_have() -> None:
+    stamps = part("campaigns").Stamps(100.0, 110.0, [106.0, 104.0, 108.0, 111.0])
+    assert (stamps.count, stamps.first) == (3, 4.0)
+    assert stamps.cold == pytest.approx(0.3)
+    assert stamps.warm == pytest.approx(2 / 6)
+    for at in ([], [104.0]):
+        assert part("campaigns").Stamps(100.0, 110.0, at).warm is None
+
+
+def test_a_log_is_read_while_it_grows(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = part("campaigns").LogFile(path)
+    assert log.update().cases == []
+    lines = [{"trial": 1.5, "phase": "generate", "tokens": 4}, {"trial": 2.5, "phase": "shrink"}, {"campaign": {"lost": None}}]
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    path.write_text(text[:70])
+    assert [each["trial"] for each in log.update().cases] == [1.5]
+    path.write_text(text)
+    trials = log.update()
+    assert [each["trial"] for each in trials.others] == [2.5]
+    assert trials.mean("tokens") == 4
+    assert trials.result == {"lost": None}
+    assert trials.stamps(0.0, 2.0).count == 1
+
+
+def test_a_judged_test_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "judged"
+    assert part("rivals").judged_in(path) == []
+    path.write_text("1.5 30 1\n2.5 40 0\n3.5 4")
+    assert part("rivals").judged_in(path) == [(1.5, 30, True), (2.5, 40, False)]
+
+
+def test_ours_is_a_multiple_of_each_contestant() -> None:
+    rivals = part("rivals")
+    base = {"kernel": "k", "workers": "1", "caches": "warm", "judged": 9, "tokens": 5.0, "failures": 0, "first": 1.0}
+    rates = {rivals.OURS: (8.0, 9.0), "parametrised suite": (2.0, 3.0), "Hypothesis test": (0.0, None)}
+    sheet = rivals.sheets([{**base, "who": who, "cold": cold, "warm": warm} for who, (cold, warm) in rates.items()])[0]
+    assert [(row["x cold"], row["x warm"]) for row in sheet.rows] == [(1.0, 1.0), (4.0, 3.0), (None, None)]
+
+
+def test_medians_are_of_the_rounds_that_measured_something() -> None:
+    rows = [
+        {"k": "a", "n": 1, "x": None, "s": "t"},
+        {"k": "a", "n": 5, "x": 4.0, "s": "t"},
+        {"k": "a", "n": 6, "x": 2.0, "s": "t"},
+    ]
+    assert part("tables").medians(rows, ("k",)) == [{"k": "a", "n": 5, "x": 3.0, "s": "t", "rounds": 3}]
+
+
+def test_markdown_is_a_table_ready_for_a_page() -> None:
+    tables = part("tables")
+    sheet = tables.Sheet(
+        "t", [tables.Column("a", "A"), tables.Column("b", "B", ".1f")], [{"a": "x|y", "b": 1.25}, {"a": 2}], ["n"]
+    )
+    assert sheet.markdown() == "**t**\n\n| A | B |\n| --- | --: |\n| x\\|y | 1.2 |\n| 2 | - |\n\nn\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [("97, 5120", (97.0, 5120.0)), ("[N/A], 5120", None), ("", None), ("1, 2, 3", None)]
+)  # fmt: skip
+def test_what_nvidia_smi_prints(line: str, expected: tuple[float, float] | None) -> None:
+    assert part("gpu").sample(line) == expected
+
+
+def test_a_gpu_is_sampled_while_the_block_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = part("gpu")
+    tool = tmp_path / "nvidia-smi"
+    lines = ("import time", "print('[N/A], 7')", "print('40, 100')", "print('60, 90', flush=True)", "time.sleep(60)")
+    tool.write_text("\n".join((f"#!{sys.executable}", *lines)))
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpu.shutil, "which", lambda _: str(tool))
+    begin = time.monotonic()
+    with gpu.Gpu(True) as watched:
+        while watched.busy(begin, time.monotonic()) != 50.0 and time.monotonic() < begin + 30:
+            time.sleep(0.01)
+    assert watched.busy(begin, time.monotonic()) == 50.0
+    assert watched.busy(0.0, begin) is None
+    assert watched.peak == 100.0
+    with gpu.Gpu(False) as nothing:
+        assert (nothing.busy(0.0, time.monotonic()), nothing.peak) == (None, None)
+
+
+def test_both_accounts_of_a_case_add_up_to_the_wall_time() -> None:
+    stages = part("stages")
+    ledger = stages.Ledger({"journal": 0.2, "send": 0.1, "wait": 1.2, "other calls": 0.0}, begun=10.0)
+    own = {"inputs": 0.1, "kernel": 0.4, "oracle": 0.3}
+    ledger.flights += [stages.Flight(10.0, 10.3, 11.0, own), stages.Flight(11.0, 11.5, 12.0, own)]
+    rows = {row["step"]: row for row in stages.accounts(ledger, {"kernel": {"forward": 1.0, "backward": 3.0}})}
+    for side in ("parent", "child"):
+        assert sum(row["share"] for step, row in rows.items() if row["side"] == side and ":" not in step) == pytest.approx(100)
+    # Two Cases in 2 s, 1.5 s of them in the parent's calls.
+    assert rows["draw, tally"]["ms"] == pytest.approx(250)
+    assert rows["pipe"]["ms"] == pytest.approx(200)
+    assert rows["kernel: forward"]["ms"] == pytest.approx(100)
+    assert rows["wall"]["ms"] == pytest.approx(1000)
+
+
+def test_the_first_case_is_not_in_the_accounts() -> None:
+    stages = part("stages")
+
+    class Executor:
+        def begin(self, case: Case, *, patient: bool = False) -> None:
+            pass
+
+        def finish(self) -> Verdict:
+            return Verdict(status="pass", seconds={"kernel": 0.1})
+
+        def fresh(self) -> int:
+            return 7
+
+    ledger = stages.Ledger()
+    executor = stages.TimedExecutor(Executor(), ledger)
+    case = Case(kernel="k", problem=Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8))
+    for _ in range(3):
+        executor.begin(case)
+        executor.finish()
+    assert executor.fresh() == 7
+    assert len(ledger.flights) == 2
+    assert all(ledger.seconds[step] > 0 for step in ("send", "wait", "other calls"))
+
+
+def samples(count: int = 30, rate: float = 10.0, last_rate: float = 10.0, leak: int = 0) -> list[Any]:
+    """Samples of a campaign that begins after two seconds; `leak`: bytes a second that its children grow by."""
+    sample, cases, taken = part("soak").Sample, 0.0, []
+    for at in range(count):
+        cases += 0 if at < 2 else rate if at < 20 else last_rate
+        taken.append(sample(float(at), int(cases), 3, 100 << 20, (900 << 20) + leak * at, 800 << 20))
+    return taken
+
+
+def test_a_steady_campaign_is_right() -> None:
+    result = part("soak").judged(samples(), 0)
+    assert result["wrong"] == []
+    assert result["figures"]["rate"] == {"first": 10.0, "last": 10.0, "drift": 0.0}
+    assert result["cases"] == 280
+
+
+@pytest.mark.parametrize(
+    ("changed", "orphans", "expected"),
+    [
+        ({"leak": 3 << 20}, 0, "memory: 9"),
+        ({"last_rate": 8.0}, 0, "rate: 10 in the first third, 8 in the last: -20.0%, the limit is 10%"),
+        ({"last_rate": 0.0}, 0, "rate: 10 in the first third, 0 in the last"),
+        ({}, 2, "orphans: 2 processes outlived the campaign"),
+    ],
+)
+def test_a_drift_is_wrong(changed: dict[str, Any], orphans: int, expected: str) -> None:
+    wrong = part("soak").judged(samples(**changed), orphans)["wrong"]
+    assert len(wrong) == 1
+    assert wrong[0].startswith(expected)
+
+
+def test_a_soak_that_is_too_short_says_so() -> None:
+    with pytest.raises(part("campaigns").NotMeasured, match="give --soak more time"):
+        part("soak").judged(samples(10), 0)
+
+
+def test_a_process_that_is_left_behind_is_counted_and_killed(tmp_path: Path) -> None:
+    child = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+    child += " start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+    with part("processes").Session([sys.executable, "-c", child], tmp_path) as session:
+        assert session.wait(60)
+        left = int(session.text("stdout"))
+        memory = session.memory()
+        assert list(memory.others) == [left]
+        assert memory.total == memory.others[left] > 1 << 20
+        assert session.kill_all() == 1
+        assert session.memory().others == {}
+
+
+def test_stored_cases_are_ones_that_a_campaign_reads(tmp_path: Path) -> None:
+    kernel = registry.get(KERNEL)
+    part("growth").store_cases(kernel, "cpu", tmp_path, 5)
+    stored = [each.case for each in Corpus(tmp_path).of(KERNEL)]
+    assert len(set(stored)) == 5
+    assert all(kernel.supports(each.problem, each.config, "cpu") is None for each in stored)
+
+
+def test_a_logged_run_takes_the_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logged_run = part("logged_run")
+    settings = logged_run.settings_of({"budget": "2s", "seed": "3", "plain": "1", "out": str(tmp_path)}, "cpu")
+    assert (settings.budget, settings.seed, settings.plain, settings.out) == (2.0, 3, True, str(tmp_path))
+    monkeypatch.setitem(PROFILES, "quick", PROFILES["quick"])
+    before = PROFILES["quick"].limits["cpu"]
+    logged_run.limit(settings, {"length": 7})
+    assert PROFILES["quick"].limits["cpu"] == dataclasses.replace(before, length=7)
+
+
+def test_a_point_has_the_median_and_the_span_of_its_rounds() -> None:
+    rows = [{"kernel": "k", "curve": "heads", "point": p, "x": x, "y": y, "cases": 1}
+            for p, x, y in (("2", 2.0, 5.0), ("1", 1.0, 9.0), ("2", 2.0, 7.0), ("auto", None, 3.0))]  # fmt: skip
+    assert part("curves").points_of(rows, "heads") == [(1.0, 9.0, 9.0, 9.0), (2.0, 6.0, 5.0, 7.0)]
+
+
+def test_equal_figures_are_equal_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"kernel": "k", "curve": "corpus", "point": str(x), "x": x, "y": y, "cases": 1} for x, y in ((0, 1.0), (100, 2.0))]
+    other = [{**row, "y": row["y"] ** 3} for row in rows]
+    one, again, third = (
+        part("curves").draw(each, tmp_path / str(n))[0].read_bytes() for n, each in enumerate((rows, rows, other))
+    )
+    assert one == again != third
+
+
+class Wrong:
+    """`torch.reference_cpu` with one gradient off by a hundredth."""
+
+    def __init__(self, built: Built) -> None:
+        self._built = built
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._built.forward(inputs)
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        dq, dk, dv = self._built.backward(inputs, o, lse)[:3]
+        return dq, dk * 1.01, dv
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_suites_formula_judges_as_tests_usually_do(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    formula = part("suite_formula")
+    notes: list[tuple[int, bool]] = []
+    monkeypatch.setattr(formula, "_note", lambda *note: notes.append(note))
+    kernel = registry.get(KERNEL)
+    shape = formula.Shape("float32", causal, 4, 2, 16, 16, ((5, 9), (12, 3), (1, 1)))
+    problem = formula.problem_of(kernel, shape)
+    formula.compare(kernel, problem)
+    build = type(kernel).build
+    monkeypatch.setattr(type(kernel), "build", lambda *arguments: Wrong(build(*arguments)))
+    with pytest.raises(AssertionError, match="dK is off by"):
+        formula.compare(kernel, problem)
+    assert notes == [(31, True), (31, False)]
+    assert formula.problem_of(kernel, dataclasses.replace(shape, dtype="float16")) is None
+
+
+@pytest.mark.parametrize("who", ["parametrised suite", "Hypothesis test"])
+def test_a_suite_judges_a_right_kernel(who: str, tmp_path: Path) -> None:
+    rivals, plan = part("rivals"), part("plan").Plan("cpu", (KERNEL,), seconds=2.0)
+    with rivals.suite(plan, KERNEL, "1", who, tmp_path, {}) as run:
+        part("campaigns").run_for(run, 120, lambda: len(rivals.judged_in(tmp_path / "judged")) >= 4)
+        lines = rivals.judged_in(tmp_path / "judged")
+        assert len(lines) >= 4, run.text("stdout")[-3000:]
+    assert all(passed for _, _, passed in lines)
+    assert all(run.started < at < time.monotonic() for at, _, _ in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--workers", "1", "0"], "'0': give positive numbers, or auto"),
+        (["--device", "cpu", "--kernel", "nothing"], "kernel='nothing'"),
+        (["--device", "cpu", "--kernel", "torch.flash"], "none can run on cpu here"),
+        (["--device", "cpu", "--budget", "3"], "budget='3'"),
+        pytest.param(["--device", "cuda"], "cuda", marks=pytest.mark.skipif(has_cuda(), reason="there is a GPU")),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: list[str], expected: str) -> None:
+    done = benchmark(*arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_earlier_result_is_printed_as_tables(tmp_path: Path) -> None:
+    row = {"kernel": "k", "curve": "heads", "point": "2", "x": 2.0, "y": 5.0, "cases": 9}
+    (tmp_path / "r.json").write_text(json.dumps({"growth": [row]}))
+    done = benchmark("--read", str(tmp_path / "r.json"), "--markdown")
+    assert done.returncode == 0
+    assert "| 2 | 2 | 5.0 | 9 |" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_part_measures_a_kernel(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    words = ["--only", "engine", "stages", "rivals", "--device", "cpu", "--kernel", KERNEL, "--workers", "1"]
+    done = benchmark(*words, "--budget", "12s", "--rounds", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(file.read_text())
+    assert measured["engine"][0]["cases"] > 0
+    assert measured["engine"][0]["warm"] > measured["engine"][0]["cold"] > 0
+    assert {row["side"] for row in measured["stages"]} == {"parent", "child", "both"}
+    assert {"kernel: forward", "oracle: reference"} <= {row["step"] for row in measured["stages"]}
+    assert [row["judged"] > 0 for row in measured["rivals"]] == [True] * 3
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run benchmarks/throughput.py."""
+    return subprocess.run(
+        [sys.executable, str(FOLDER / "throughput.py"), *arguments], capture_output=True, text=True, check=False
+    )
