@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ _RELATIONS, _CALLS = 2, 3
 
 _Of = tuple[Capabilities, Device, Limits | None, tuple[Variant, ...]]
 _KIND = st.integers(0, _OUT_OF - 1)
+_RARE = 64
+_RARELY = st.integers(0, _RARE - 1)
+_USUAL = Limits(length=2048, tiles=96)
+"""Length and tiles of most Cases on a GPU: up to 400,000 scores, which are judged in half a millisecond."""
 _LAST: deque[tuple[Kernel, _Of, st.SearchStrategy[Case]]] = deque(maxlen=32)
 """The strategies built last: to build one may cost as much as to draw 100 Cases from it, and a campaign asks in each round."""
 
@@ -47,12 +52,33 @@ def trial_cases(
 
 
 def _built(kernel: Kernel, device: Device, limits: Limits | None, chosen: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
-    plain = cases(kernel, device=device, limits=limits, variants=chosen)
-    related = None
-    if relations_of(kernel, chosen, device):
-        room = limits if limits is not None and device == "cpu" else RELATION_LIMITS[device]
-        related = relation_cases(kernel, device=device, limits=room, variants=chosen)
-    return _trials(_Parts(kernel, device, chosen, plain, related))
+    def plain(room: Limits | None) -> st.SearchStrategy[Case]:
+        return cases(kernel, device=device, limits=room, variants=chosen)
+
+    def related(room: Limits) -> st.SearchStrategy[Case] | None:
+        return relation_cases(kernel, device=device, limits=room, variants=chosen) if relates else None
+
+    relates = bool(relations_of(kernel, chosen, device))
+    if device == "cpu":
+        return _trials(_Parts(kernel, device, chosen, plain(limits), related(limits or RELATION_LIMITS["cpu"])))
+    largest = limits or RELATION_LIMITS[device]
+    usual = dataclasses.replace(largest, length=min(largest.length, _USUAL.length), tiles=min(largest.tiles, _USUAL.tiles))
+    large = _Parts(kernel, device, chosen, plain(limits), related(RELATION_LIMITS[device]))
+    return _sized(_Sizes(_Parts(kernel, device, chosen, plain(usual), related(usual)), large))
+
+
+@st.composite
+def _sized(draw: st.DrawFn, sizes: _Sizes) -> Case:
+    """Draw a Case of the usual size, or a large one: its judgement takes as long as that of a hundred others."""
+    kind = draw(_KIND)
+    if sizes.usual.related is not None and kind >= _OUT_OF - _RELATIONS:
+        # Relations have no oracle, so that their largest Cases are larger still.
+        largest = draw(_RARELY) == _RARE - 1
+        strategy = sizes.large.related if largest else sizes.usual.related
+        assert strategy is not None
+        return draw(strategy)
+    parts = sizes.large if draw(_KIND) == _OUT_OF - 1 else sizes.usual
+    return _with_check(draw, parts, kind)
 
 
 @st.composite
@@ -60,6 +86,10 @@ def _trials(draw: st.DrawFn, parts: _Parts) -> Case:
     kind = draw(_KIND)
     if parts.related is not None and kind >= _OUT_OF - _RELATIONS:
         return draw(parts.related)
+    return _with_check(draw, parts, kind)
+
+
+def _with_check(draw: st.DrawFn, parts: _Parts, kind: int) -> Case:
     case = draw(parts.plain)
     if kind < _OUT_OF - _RELATIONS - _CALLS:
         return case
@@ -67,6 +97,17 @@ def _trials(draw: st.DrawFn, parts: _Parts) -> Case:
     if check == "other_mask" and not parts.has_other_masks(case):
         check = "twice"
     return replace(case, check=check)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The strategies of Cases of the usual size and of large ones."""
+
+    usual: _Parts
+    large: _Parts
+
+    def __repr__(self) -> str:
+        return repr(self.usual)
 
 
 def call_checks(kernel: Kernel, problem: Problem, config: Config, device: Device) -> st.SearchStrategy[Check]:

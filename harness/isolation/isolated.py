@@ -53,6 +53,7 @@ _VARIABLES: dict[Device, dict[str, str]] = {
 }
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _GIB = 1 << 30
+_MOST_REASONS = 20
 
 
 class Isolated:
@@ -210,6 +211,8 @@ class Isolated:
         return verdicts
 
     def _one_by_one(self, cases: Sequence[Case], outcome: Outcome) -> list[Verdict]:
+        if len(self.statistics.lost) < _MOST_REASONS:
+            self.statistics.lost.append(outcome.trace if isinstance(outcome, Error) else str(outcome))
         self.fresh()
         verdicts = []
         for each in cases:

@@ -32,6 +32,8 @@ class Statistics:
     tasks: int = 0
     replaced: int = 0
     recoveries: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Why batches had to be run one by one: the first of them."""
 
 
 @dataclass(slots=True)
