@@ -130,7 +130,7 @@ def _judged(launched: Sequence[Launched], deviations: Deviations, device: str) -
         repeats = batch.repeats.figures()
         # One copy from the device for all Cases and outputs.
         sizes = [len(launched) * len(names) * _COUNTS, len(launched) * len(judged) * SUMS, repeats.numel()]
-        numbers = torch.cat([counts.flatten(), sums.flatten(), repeats.flatten()]).tolist()
+        numbers = torch.cat([x.flatten().to(where) for x in (counts, sums, repeats)]).tolist()
         of_counts, of_sums, of_repeats = (numbers[sum(sizes[:at]) :][:size] for at, size in enumerate(sizes))
         generic = batch.repeats.generic(of_repeats)
         results: list[Judged | None] = []
