@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.emulated.whole import WIDE, Emulated
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.judge import batch as batching
 from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
@@ -96,6 +97,9 @@ def test_the_drawn_cases_are_of_every_kind() -> None:
     assert all(each.status == "pass" for each in verdicts)
 
 
+SCALES = (1.0, 4.0)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_every_pattern_has_the_verdict_that_it_has_alone(dtype: str) -> None:
     problem = Problem(
@@ -104,7 +108,7 @@ def test_every_pattern_has_the_verdict_that_it_has_alone(dtype: str) -> None:
     every = [
         launched(problem, Recipe(pattern=pattern, seed=4, q_scale=scale, k_scale=scale))
         for pattern in PATTERNS
-        for scale in (1.0, 4.0)
+        for scale in SCALES
     ]
     verdicts = [alone(each) for each in every]
     judged = list(in_batches(every, 9))
@@ -119,7 +123,8 @@ MIXED = [
     Problem(seqlens_q=(90, 0), seqlens_k=(70, 3), heads=3, kv_heads=1, dim_qk=32, dim_v=32, softmax_scale=-0.25),
     Problem(seqlens_q=(20, 20), seqlens_k=(9, 9), heads=2, kv_heads=1, dim_qk=32, dim_v=32, packing="dense", slack_k=1,
             causal="bottom_right", needs=Needs(dlse=True)),
-    Problem(seqlens_q=(50,), seqlens_k=(50,), heads=2, kv_heads=1, dim_qk=32, dim_v=32, softmax_scale=0.0, needs=Needs(dlse=True)),
+    Problem(seqlens_q=(50,), seqlens_k=(50,), heads=2, kv_heads=1, dim_qk=32, dim_v=32, softmax_scale=0.0,
+            needs=Needs(dlse=True)),
     Problem(seqlens_q=(100, 60, 2), seqlens_k=(80, 90, 1), heads=2, kv_heads=2, dim_qk=32, dim_v=32, window=(None, 0)),
 ]  # fmt: skip
 DECLARED = [
@@ -279,3 +284,39 @@ def test_many_elements_are_judged_in_several_batches(monkeypatch: pytest.MonkeyP
 
 def test_nothing_is_judged_from_nothing() -> None:
     assert judge_batch([], PLAIN, "cpu") == []
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations on floats that launch something on a GPU, and those that wait for it. Indices are made on the host."""
+
+    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
+    views = ("view", "expand", "slice", "select", "transpose", "permute", "split", "unbind", "detach", "alias", "unsqueeze",
+             "squeeze", "flatten", "unflatten", "mT", "chunk")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).split(".")[1]
+        by_truth = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if by_truth or name in self.waiting:
+            self.waits.append(name)
+        result = func(*args, **(kwargs or {}))
+        floats = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in (*args, result))
+        self.count += floats and name not in self.views
+        return result
+
+
+def test_a_batch_costs_about_the_launches_of_one_case_and_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes in (batching._CHUNK, batching._ELEMENTS):
+        monkeypatch.setitem(sizes, "cpu", sizes["cuda"])
+    every = [launched(p, Recipe(seed=seed)) for seed in range(4) for p in MIXED]
+    with Operations() as of_one:
+        alone(every[0])
+    with Operations() as of_all:
+        results = judge_batch(every, PLAIN, "cpu")
+    assert all(each is not None for each in results)
+    assert of_all.waits == []
+    assert of_all.count < 2 * of_one.count
