@@ -68,17 +68,23 @@ def run_batch(
 
 
 @dataclass(frozen=True)
-class _BatchBench(Bench):
-    """The steps of one Case of a batch: until it is judged, launches are not waited for, and their checks are kept for later."""
+class _PreparedBench(Bench):
+    """The steps of one Case of a batch, with the numbers of the batch's inputs."""
 
     numbers: Numbers
-    suspicions: list[Suspicion] = field(default_factory=list)
-    """Checks of the launches so far."""
 
     def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
         """Return the tensors, of the batch's numbers."""
         with self.clock.stage("inputs"):
             return materialise(problem or self.case.problem, recipe or self.case.recipe, self.device, self.numbers)
+
+
+@dataclass(frozen=True)
+class _BatchBench(_PreparedBench):
+    """The same for a Case to be judged with others: launches are not waited for, and their checks are kept for later."""
+
+    suspicions: list[Suspicion] = field(default_factory=list)
+    """Checks of the launches so far."""
 
     def launch(self, ready: Built, inputs: Inputs, *, fill: float = math.nan, bands: Bands | None = None) -> Outputs:
         """Run forward and backward on copies of `inputs`, without waiting."""
@@ -169,7 +175,7 @@ class _Batch:
             bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions)
             if case.check in RELATIONS:
                 # Its launches are compared at once.
-                bench = Bench(case, kernel, self._device, own)
+                bench = _PreparedBench(case, kernel, self._device, own, numbers)
             self._runs.append(_Run(number, bench, suspicions))
         for run in self._runs:
             self._at(run.number)

@@ -245,7 +245,7 @@ class Maker:
                 kept = self._hashed(f"{name} kept", *shape) % 5 == 0
                 return torch.where(kept, self._noise(name, *shape), 0.0)
             case "lognormal":
-                return _heavy_tailed(self._hashed(f"{name} heavy", *shape))
+                return self._numbers.heavy(self.recipe.seed, f"{name} heavy", shape)
             case _:
                 return self._noise(name, *shape)
 
@@ -366,28 +366,18 @@ def _starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(lengths[:-1], initial=0))
 
 
-def _heavy_tailed(bits: torch.Tensor) -> torch.Tensor:
-    """Return +-m * 2**e: m uniform in [1, 2), e + 7 the ones among 12 bits; log2 deviates by 1.76, as exp(1.2 normal)."""
-    # Ones of each 2 bits, of each 4, then of all three fours.
-    ones = bits & 0xFFF
-    ones = ones - (ones >> 1 & 0x555)
-    ones = (ones & 0x333) + (ones >> 2 & 0x333)
-    ones = (ones & 0xF) + (ones >> 4 & 0xF) + (ones >> 8)
-    mantissa = 256 + ((bits >> 12) & 255)
-    sign = 1 - 2 * ((bits >> 20) & 1)
-    return (sign * mantissa * (1 << ones)).to(torch.float32) * 2.0**-15
-
-
 def requests_of(problem: Problem, recipe: Recipe) -> Iterator[Request]:
     """Yield the numbers that a `Maker` will ask for."""
     p, pattern = problem, recipe.pattern
     tokens = {"q": p.total_q, "k": p.total_k, "v": p.total_k, "do": p.total_q}
     rows = {"q": p.heads * p.dim_qk, "k": p.kv_heads * p.dim_qk, "v": p.kv_heads * p.dim_v, "do": p.heads * p.dim_v}
-    hashes = {"uniform01": "uniform", "sparse": "kept", "lognormal": "heavy"}
+    hashes = {"uniform01": "uniform", "sparse": "kept"}
     for name, count in tokens.items():
         if pattern in hashes:
             yield Request("hashed", recipe.seed, f"{name} {hashes[pattern]}", count * rows[name])
-        if pattern not in ("uniform01", "lognormal"):
+        if pattern == "lognormal":
+            yield Request("heavy", recipe.seed, f"{name} heavy", count * rows[name])
+        elif pattern != "uniform01":
             yield Request("noise", recipe.seed, name, count * rows[name])
         if pattern == "tok_outlier":
             yield Request("hashed", recipe.seed, f"{name} token", p.batch)
