@@ -11,19 +11,32 @@ from support.slow import SLOW, named
 pytest_plugins = ["pytester"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--triton-mode",
+        choices=("compiled", "interpreted"),
+        help="Triton's mode in pytest's own process [default: compiled where there is a GPU]; compiled needs none to be imported",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton has one mode per process: compiled where there is a GPU (the interpreter's tests are skipped), else interpreted."""
+    """Triton has one mode per process: compiled where there is a GPU (tests of the interpreter run apart), else interpreted."""
+    from support.apart import TestsApart
+    from support.triton_mode import ModeGuard
+
     from attnfuzz.harness.core import environment
     from attnfuzz.kernels.triton import runtime
 
     # A shell starts what runs in the background with SIGINT ignored, and what is started from here would ignore it as well.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if environment.has_cuda():
-        if runtime.unavailable("cuda") is None:
-            runtime.load("cuda")
-    else:
+    mode = config.getoption("--triton-mode") or ("compiled" if environment.has_cuda() else "interpreted")
+    if mode == "interpreted":
         environment.prepare("cpu")
+    elif runtime.unavailable("cpu") is None:
+        runtime.load("cuda")
+        config.pluginmanager.register(TestsApart("interpreted", config))
+    config.pluginmanager.register(ModeGuard())
 
 
 @pytest.hookimpl(tryfirst=True)
