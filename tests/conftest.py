@@ -35,7 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
         environment.prepare("cpu")
     elif runtime.unavailable("cpu") is None:
         runtime.load("cuda")
-        config.pluginmanager.register(TestsApart("interpreted", config))
+        marks = ["interpreted"] if environment.has_cuda() else ["interpreted", "any_device"]
+        config.pluginmanager.register(TestsApart(marks, config))
     config.pluginmanager.register(ModeGuard())
 
 

@@ -23,7 +23,7 @@ _MARKS = ("interpreted", "any_device")
 
 
 def interpreted(test: Any) -> Any:
-    """Mark a test, or a whole module by `pytestmark = marks()`, as one of the CPU mode; skipped without Triton."""
+    """Mark a test as one of the CPU mode (a whole module: `pytestmark = marks()`); it is skipped without Triton."""
     for mark in marks():
         test = mark(test)
     return test
@@ -61,6 +61,7 @@ class ModeGuard:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._item = item
+        self._refused.clear()
         try:
             return (yield)
         finally:
@@ -68,7 +69,6 @@ class ModeGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._refused.clear()
         try:
             return (yield)
         finally:

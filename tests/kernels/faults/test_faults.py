@@ -12,6 +12,8 @@ from support.tilelang_faults import DENSE_FAULTS, RAGGED_FAULTS, TileLangFault, 
 from attnfuzz.kernels.faults import device as on_device
 from attnfuzz.kernels.faults.planted import planted_source
 
+pytestmark = pytest.mark.any_device
+
 
 # A quarter of them always, another one in each of the two, the others when asked for: most of the time is compilers'.
 @pytest.mark.parametrize(
