@@ -8,7 +8,7 @@ from support.paths import TESTS
 from attnfuzz.kernels.triton import runtime
 
 APART = f"""
-import os, sys
+import os, pytest, sys
 sys.path.insert(0, {str(TESTS)!r})
 from support.apart import TestsApart
 
@@ -16,6 +16,10 @@ def pytest_configure(config):
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         os.environ["FIRST"] = str(os.getpid())
         config.pluginmanager.register(TestsApart(["interpreted"], config))
+
+@pytest.fixture
+def of_the_conftest():
+    return "the conftest's fixture is there"
 """
 GUARD = f"""
 import sys
@@ -64,8 +68,8 @@ def test_apart(here, tmp_path, number, record_property):
     assert os.environ["TRITON_INTERPRET"] == "1" and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 @pytest.mark.interpreted
-def test_fails(here):
-    print("printed by it")
+def test_fails(of_the_conftest):
+    print(of_the_conftest)
     value = 41
     assert value == 42
 
@@ -121,7 +125,7 @@ def test_each_test_apart_has_its_own_result(folder: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines_random(
         [
             "*assert 41 == 42*",
-            "*printed by it*",
+            "*the conftest's fixture is there*",
             "*in setup, apart:*",
             "*ValueError: no such fixture value*",
             "*in teardown, apart:*",

@@ -33,14 +33,16 @@ class TestsApart:
 
     def __init__(self, marks: Sequence[str], config: pytest.Config) -> None:
         self._marks, self._config = marks, config
+        self._files: list[str] = []
         self._child: Child | None = None
 
     # Last: other hooks may still skip or deselect a test.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            if any(item.get_closest_marker(each) for each in self._marks):
-                self._redirect(item)
+        redirected = [item for item in items if any(item.get_closest_marker(each) for each in self._marks)]
+        self._files = list(dict.fromkeys(str(item.path) for item in redirected))
+        for item in redirected:
+            self._redirect(item)
 
     def pytest_unconfigure(self) -> None:
         if self._child:
@@ -53,10 +55,10 @@ class TestsApart:
 
     def _run(self, item: pytest.Item) -> None:
         if self._child is None or not self._child.alive():
-            self._child = Child(self._config)
+            self._child = Child(self._config, self._files)
         reports = [
             self._config.hook.pytest_report_from_serializable(config=self._config, data=each)
-            for each in self._child.run(str(item.path), item.nodeid)
+            for each in self._child.run(item.nodeid)
         ]
         item.user_properties += [each for report in reports[-1:] for each in report.user_properties]
         _repeat(reports)
@@ -80,16 +82,16 @@ def _printed(report: pytest.TestReport) -> list[str]:
 
 
 class Child:
-    """A pytest process that runs the tests it is asked for, one after the other."""
+    """A pytest process that collects `files` and runs the tests of theirs that it is asked for, one after the other."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, files: Sequence[str]) -> None:
         self._channel, theirs = Pipe()
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed in close()
-        arguments = [str(_TESTS), str(theirs.fileno()), str(config.rootpath), str(config.inipath or os.devnull)]
+        arguments = [str(_TESTS), str(theirs.fileno()), str(config.rootpath), str(config.inipath or os.devnull), *files]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, *arguments],
             cwd=config.invocation_params.dir,
-            env={**os.environ, **_VARIABLES},
+            env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | _VARIABLES,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -101,10 +103,10 @@ class Child:
         """Whether it can run another test."""
         return self._process.poll() is None
 
-    def run(self, path: str, nodeid: str) -> list[dict[str, Any]]:
+    def run(self, nodeid: str) -> list[dict[str, Any]]:
         """Run a test; returns its reports in serializable form. The test fails here if the process ends during it."""
         try:
-            self._channel.send((path, nodeid))
+            self._channel.send(nodeid)
             while not self._channel.poll(0.5):
                 if not self.alive() and not self._channel.poll():
                     raise EOFError
@@ -112,22 +114,26 @@ class Child:
         except (EOFError, OSError):
             reports = []
         if not reports:
-            code = self._process.wait(30)
+            code = self._end()
             self._output.seek(0)
             text = self._output.read()[-4000:]
-            self.close()
+            self._output.close()
             pytest.fail(f"the process that ran the test apart ended with code {code}:\n{text}", pytrace=False)
         return reports
 
     def close(self) -> None:
         """End the process."""
+        self._end()
+        self._output.close()
+
+    def _end(self) -> int:
+        """Its exit code; it ends by itself when the channel closes."""
         self._channel.close()
         try:
-            self._process.wait(20)
+            return self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(20)
-        self._output.close()
+            return self._process.wait(20)
 
 
 class _Server:
@@ -136,27 +142,19 @@ class _Server:
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
         self._reports: list[pytest.TestReport] = []
-        self._items: dict[str, pytest.Item] = {}
-        self._collected: set[str] = set()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self, session: pytest.Session) -> bool:
-        """Nothing yet: files are collected when a test of theirs is asked for."""
-        session.items = []
-        return True
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed:
+            return None  # pytest itself ends after errors of the collection
+        items = {item.nodeid: item for item in session.items}
         while True:
             try:
-                path, nodeid = self._channel.recv()
+                nodeid = self._channel.recv()
             except EOFError:
                 return True
-            if path not in self._collected:
-                self._collected.add(path)
-                self._items |= {item.nodeid: item for item in session.perform_collect([path])}
             # A missing one ends the process: its output says which.
-            item = self._items[nodeid]
+            item = items[nodeid]
             self._reports.clear()
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
             hook = session.config.hook
@@ -167,9 +165,9 @@ class _Server:
         self._reports.append(report)
 
 
-def main(descriptor: str, root: str, ini: str) -> None:
+def main(descriptor: str, root: str, ini: str, *files: str) -> None:
     """Be the child, with the channel at `descriptor`."""
     os.set_inheritable(int(descriptor), False)
     # Slow tests are left out on the other side; the cache is the other side's.
-    options = ["--rootdir", root, "-c", ini, "-m", "slow or not slow", "-p", "no:cacheprovider", "-p", "no:terminalreporter"]
+    options = ["--rootdir", root, "-c", ini, "-m", "slow or not slow", "-p", "no:cacheprovider", "-q", *files]
     sys.exit(pytest.main(options, plugins=[_Server(Connection(int(descriptor)))]))

@@ -349,8 +349,8 @@ def test_a_kernel_that_no_script_could_import_is_refused() -> None:
 
 def started(path: Path, *folders: Path) -> subprocess.Popen[str]:
     # Packages may have come by the variable as well.
-    path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    places = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     return subprocess.Popen(
         [sys.executable, "-P", str(path)], cwd=path.parent, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.any_device
     ],
 )
 def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Path, record_property) -> None:
-    record_property("fault", row_of(faulty(backend, fault), backend, fault.name, tmp_path, causal=fault.causal))
+    kernel = faulty(backend, fault)
+    record_property("fault", row_of(kernel, backend, fault.name, tmp_path, causal=fault.causal, races=fault.races))
 
 
 @pytest.mark.slow
@@ -44,7 +45,9 @@ def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: TileLangFault, t
 )
 def test_the_fault_of_a_ragged_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
     kernel = faulty_tilelang(fault, ragged=True)
-    record_property("fault", row_of(kernel, "ragged", fault.name, tmp_path, causal=fault.causal, ahead=fault.ahead))
+    record_property(
+        "fault", row_of(kernel, "ragged", fault.name, tmp_path, causal=fault.causal, ahead=fault.ahead, races=fault.races)
+    )
 
 
 @pytest.mark.parametrize("fault", on_device.FAULTS, ids=lambda fault: fault.slug)
