@@ -17,11 +17,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("compiled", "interpreted"),
         help="Triton's mode in pytest's own process [default: compiled where there is a GPU]; compiled needs none to be imported",
     )
+    parser.addoption("--live", metavar="FILE", help="write the result of each test to this file at once, a line of JSON each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Triton has one mode per process: compiled where there is a GPU (tests of the interpreter run apart), else interpreted."""
     from support.apart import TestsApart
+    from support.live import LiveResults
     from support.triton_mode import ModeGuard
 
     from attnfuzz.harness.core import environment
@@ -38,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         marks = ["interpreted"] if environment.has_cuda() else ["interpreted", "any_device"]
         config.pluginmanager.register(TestsApart(marks, config))
     config.pluginmanager.register(ModeGuard())
+    if (path := config.getoption("--live")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LiveResults(path))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.paths import TESTS
 
@@ -208,3 +210,22 @@ def test_a_module_that_uses_the_interpreter_at_import_is_an_error(folder: pytest
     result = run(folder)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*the import of a test module uses Triton's interpreter*"])
+
+
+def test_results_are_in_the_file_when_the_run_is_cut_off(folder: pytest.Pytester) -> None:
+    folder.makeconftest(f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from support.live import LiveResults
+
+def pytest_configure(config):
+    config.pluginmanager.register(LiveResults("live.jsonl"))
+""")
+    folder.makepyfile(test_them="import os\ndef test_one(): pass\ndef test_two(): assert 1 == 2\ndef test_last(): os._exit(9)\n")
+    assert run(folder).ret == 9
+    lines = [json.loads(line) for line in (folder.path / "live.jsonl").read_text().splitlines()]
+    assert [(each["test"], each["outcome"]) for each in lines] == [
+        ("test_them.py::test_one", "passed"),
+        ("test_them.py::test_two", "failed"),
+    ]
+    assert "assert 1 == 2" in lines[1]["text"]

@@ -37,7 +37,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 
 
 def free_memory(usable: list[str]) -> int | None:
-    """Return the free memory of the fullest of these GPUs in MiB; None where the driver's tool does not tell it."""
+    """Return the free memory of the fullest of these GPUs in MiB; None where the driver's tool does not say."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
