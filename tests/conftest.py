@@ -32,12 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what runs in the background with SIGINT ignored, and what is started from here would ignore it as well.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    mode = config.getoption("--triton-mode") or ("compiled" if environment.has_cuda() else "interpreted")
+    on_gpu = environment.has_cuda()
+    mode = config.getoption("--triton-mode") or ("compiled" if on_gpu else "interpreted")
     if mode == "interpreted":
         environment.prepare("cpu")
-    elif runtime.unavailable("cpu") is None:
+    elif runtime.unavailable("cuda" if on_gpu else "cpu") is None:
         runtime.load("cuda")
-        marks = ["interpreted"] if environment.has_cuda() else ["interpreted", "any_device"]
+        marks = ["interpreted"] if on_gpu else ["interpreted", "any_device"]
         config.pluginmanager.register(TestsApart(marks, config))
     config.pluginmanager.register(ModeGuard())
     if (path := config.getoption("--live")) and not hasattr(config, "workerinput"):
