@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     on_gpu = environment.has_cuda()
-    mode = config.getoption("--triton-mode") or ("compiled" if on_gpu else "interpreted")
+    mode = config.getoption("--triton-mode", None) or ("compiled" if on_gpu else "interpreted")
     if mode == "interpreted":
         environment.prepare("cpu")
     elif runtime.unavailable("cuda" if on_gpu else "cpu") is None:
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         marks = ["interpreted"] if on_gpu else ["interpreted", "any_device"]
         config.pluginmanager.register(TestsApart(marks, config))
     config.pluginmanager.register(ModeGuard())
-    if (path := config.getoption("--live")) and not hasattr(config, "workerinput"):
+    if (path := config.getoption("--live", None)) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(LiveResults(path))
 
 
