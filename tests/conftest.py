@@ -11,19 +11,38 @@ from support.slow import SLOW, named
 pytest_plugins = ["pytester"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--triton-mode",
+        choices=("compiled", "interpreted"),
+        help="Triton's mode in pytest's own process [default: compiled where there is a GPU]; compiled needs none to be imported",
+    )
+    parser.addoption("--live", metavar="FILE", help="write the result of each test to this file at once, a line of JSON each")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Triton has one mode per process: compiled where there is a GPU (the interpreter's tests are skipped), else interpreted."""
+    """Triton has one mode per process: compiled where there is a GPU (tests of the interpreter run apart), else interpreted."""
+    from support.apart import TestsApart
+    from support.live import LiveResults
+    from support.triton_mode import ModeGuard
+
     from attnfuzz.harness.core import environment
     from attnfuzz.kernels.triton import runtime
 
     # A shell starts what runs in the background with SIGINT ignored, and what is started from here would ignore it as well.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if environment.has_cuda():
-        if runtime.unavailable("cuda") is None:
-            runtime.load("cuda")
-    else:
+    on_gpu = environment.has_cuda()
+    mode = config.getoption("--triton-mode", None) or ("compiled" if on_gpu else "interpreted")
+    if mode == "interpreted":
         environment.prepare("cpu")
+    elif runtime.unavailable("cuda" if on_gpu else "cpu") is None:
+        runtime.load("cuda")
+        marks = ["interpreted"] if on_gpu else ["interpreted", "any_device"]
+        config.pluginmanager.register(TestsApart(marks, config))
+    config.pluginmanager.register(ModeGuard())
+    if (path := config.getoption("--live", None)) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LiveResults(path))
 
 
 @pytest.hookimpl(tryfirst=True)

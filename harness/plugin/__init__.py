@@ -24,30 +24,37 @@ if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
 
 __all__ = [
+    "default_shards",
     "fuzz",
     "pytest_addoption",
     "pytest_configure",
+    "pytest_generate_tests",
     "pytest_report_collectionfinish",
     "pytest_report_header",
     "pytest_unconfigure",
     "pytest_xdist_auto_num_workers",
 ]
 
-_SHARDS = 2
+_FEWEST_SHARDS, _CASES_PER_SHARD = 2, 10
+"""A shard of fewer Cases would spend its time on starting a child."""
+
+_PARTS = "_attnfuzz_parts"
+"""An attribute of a test function: its Cases, its shards, and its stored Cases."""
 
 # As soon as pytest imports this: torch is not imported yet.
 pin_worker(os.environ.get("PYTEST_XDIST_WORKER"))
 
 
 def fuzz(
-    kernel: Kernel | str, *, max_examples: int = 60, shards: int = _SHARDS, cases: Sequence[str] = ()
+    kernel: Kernel | str, *, max_examples: int = 60, shards: int | None = None, cases: Sequence[str] = ()
 ) -> Callable[..., None]:
     """Return a test function that fuzzes `kernel` (an object, or the name of an installed one).
 
     Args:
         kernel: anything that fulfils `attnfuzz.kernels.contract.Kernel`.
         max_examples: distinct Cases over all shards, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
-        shards: number of tests, so that xdist's workers share the work.
+        shards: number of tests, so that xdist's workers share the work; by default one for each worker, of at least ten Cases
+            each, and at least two. Each number of shards draws Cases of its own.
         cases: earlier failures, as blobs (AF1-...) or paths of case files: each is its own test, run every time.
 
     Returns:
@@ -55,7 +62,7 @@ def fuzz(
     """
 
     for name, value in (("max_examples", max_examples), ("shards", shards)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name}={value!r}: nothing would be tried; give 1 or more")
     if isinstance(cases, str):
         raise ValueError(f"cases={cases!r}: one case; give a list of cases")  # noqa: TRY004 - of the same kind as the others
@@ -64,17 +71,37 @@ def fuzz(
         from attnfuzz.kernels import registry
 
         registry.register(kernel)
-    stored = [pytest.param(each, id=f"case{number}") for number, each in enumerate(cases)]
 
-    @pytest.mark.parametrize("shard", [*range(shards), *stored])
-    def test(shard: int | str, request: pytest.FixtureRequest) -> None:
+    def test(shard: tuple[int, int] | str, request: pytest.FixtureRequest) -> None:
         if isinstance(shard, str):
             run_stored(kernel, shard, request)
         else:
-            run_shard(kernel, shard, shards, max_examples, request)
+            run_shard(kernel, *shard, max_examples, request)
 
     setattr(test, MARK, kernel if isinstance(kernel, str) else kernel.name)
+    setattr(test, _PARTS, (max_examples, shards, tuple(cases)))
     return test
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each shard and each stored case of what `fuzz` returned."""
+    parts = getattr(metafunc.function, _PARTS, None)
+    if parts is None:
+        return
+    most, shards, cases = parts
+    count = shards or default_shards(metafunc.config, most)
+    drawn = [pytest.param((number, count), id=str(number)) for number in range(count)]
+    stored = [pytest.param(each, id=f"case{number}") for number, each in enumerate(cases)]
+    metafunc.parametrize("shard", drawn + stored)
+
+
+def default_shards(config: pytest.Config, most: int) -> int:
+    """Return the shards of a kernel of which `most` Cases are tried, the same in all of xdist's workers."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    examples = config.getoption("--attnfuzz-max-examples")
+    if examples is None and config.getoption("--attnfuzz-budget") is not None:
+        return max(_FEWEST_SHARDS, workers)
+    return max(_FEWEST_SHARDS, min(workers, (examples or most) // _CASES_PER_SHARD))
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> str | None:

@@ -99,6 +99,7 @@ def test_ragged_sequences_and_lse() -> None:
         torch.testing.assert_close(whole[:5], part[:5], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("which", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("kind", ["transposed", "expanded"])
 def test_ragged_tensors_may_have_any_strides(which: str, kind: str) -> None:
@@ -118,6 +119,7 @@ def test_ragged_tensors_may_have_any_strides(which: str, kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "name",
     [
@@ -218,6 +220,7 @@ def test_offsets_are_looked_at(cu_q, message: str) -> None:
 SLACK = ("tilelang.gqa_varlen.split", "triton.varlen")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", SLACK)
 def test_rows_of_no_sequence_have_no_gradient(name: str) -> None:
     """And are 0 in O: what memory held before must reach no weight."""
@@ -239,6 +242,7 @@ def test_rows_of_no_sequence_have_no_gradient(name: str) -> None:
     assert torch.isfinite(into.weight.grad).all()
 
 
+@pytest.mark.interpreted
 def test_offsets_may_not_change_between_forward_and_backward() -> None:
     able("triton.varlen")
     cu = torch.tensor([0, 5, 13], dtype=torch.int32)

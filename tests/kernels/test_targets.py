@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument
 
+# Packages may have come by the variable.
+BARE = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
 MODULE = """
 from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
 
@@ -162,7 +165,7 @@ def test_the_current_folder_is_looked_in_unless_python_is_told_not_to(safe: bool
     script.parent.mkdir()
     script.write_text(program)
     command = [sys.executable, *(["-P"] if safe else []), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=BARE)
     assert (done.returncode == 0) is not safe, done.stderr
     if safe:
         assert "where PYTHONSAFEPATH or -P forbids to look" in done.stderr
@@ -186,8 +189,8 @@ with importing_from(Path.cwd(), [sys.argv[1]]):
 print(found(), os.environ.get("PYTHONPATH"))
 """
     command = [sys.executable, *(["-P"] if safe else []), "-c", program, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env={})
-    assert done.stdout.splitlines() == [str(":" in name and not safe), "False None"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=BARE)
+    assert done.stdout.splitlines() == [str(":" in name and not safe), f"False {BARE.get('PYTHONPATH')}"]
 
 
 def test_a_failure_of_it_is_found_listed_shown_and_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ def test_a_right_kernel_passes_with_every_layout(layout: str, dtype: str) -> Non
     assert verdict.status == "pass", [each.message for each in verdict.failures]
 
 
+@pytest.mark.any_device
 @launchable
 @pytest.mark.parametrize("layout", ALL)
 def test_triton_varlen_passes_with_every_layout(layout: str) -> None:
@@ -175,6 +176,7 @@ TRITON_FAULTS = {
 }
 
 
+@pytest.mark.any_device
 @launchable
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", TRITON_FAULTS)

@@ -20,6 +20,8 @@ class Fault:
     tilelang: tuple[Edit, ...]
     causal: bool = False
     """Shows under a causal mask only."""
+    races: bool = False
+    """Rows of another sequence are stored twice, and on a GPU either block may be the last."""
 
 
 FAULTS = (
@@ -97,6 +99,7 @@ FAULTS = (
                 "if q_start + row_0 + i < total_q:\n                        O[q_start",
             ),
         ),
+        races=True,
     ),
     Fault(
         "Delta missing",

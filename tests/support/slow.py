@@ -4,8 +4,6 @@ By node id, as pytest prints them; they run with `-m slow`. A name that no test 
 """
 
 SLOW = frozenset({
-    "test_kernels.py::test_tilelang_gqa_varlen_atomic[0]",
-    "test_kernels.py::test_tilelang_gqa_varlen_atomic[1]",
     "test_autograd.py::test_rows_of_no_sequence_have_no_gradient[tilelang.gqa_varlen.split]",
     "test_autograd.py::test_gradients_are_those_of_the_definition[tilelang.mha_pipelined-dtype0]",
     "test_autograd.py::test_gradients_are_those_of_the_definition[tilelang.gqa_varlen.atomic-dtype1]",

@@ -34,6 +34,8 @@ class TileLangFault:
     causal: bool = False
     ahead: bool = False
     """Only in a Config of four warps, whose products are asynchronous."""
+    races: bool = False
+    """Rows of another sequence are stored twice, and on a GPU either block may be the last."""
     slow: bool = False
     """Run only when asked for: another fault of the same function is run always."""
 
@@ -128,6 +130,7 @@ RAGGED_FAULTS: tuple[TileLangFault, ...] = (
         "whole tiles stored into the next sequence",
         (Edit("if row_0 + i < n:\n                        X[", "if start + row_0 + i < total:\n                        X["),),
         "split",
+        races=True,
     ),
     TileLangFault("sequences not apart", (Edit("(cu[seq] // PAD + seq) * PAD", "cu[seq]"),), slow=True),
     TileLangFault(

@@ -220,7 +220,9 @@ def in_base(repository: Repository, program: str) -> str:
     changes = changes_since(checkout, "HEAD")
     with worktree(checkout, changes.base) as files, base_environment(checkout, changes, files) as variables:
         environment = {**repository.environment(), **variables}
-        environment["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"].split(os.pathsep)[0], str(repository.root / "src")])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [variables["PYTHONPATH"].split(os.pathsep)[0], repository.environment()["PYTHONPATH"]]
+        )
         command = [sys.executable, "-P", "-c", program]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=repository.root)
     assert done.returncode == 0, done.stderr

@@ -86,6 +86,7 @@ def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
     return pytester
 
 
@@ -332,24 +333,72 @@ def test_a_machine_without_the_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatc
     assert plugin_gpus.gpus() == []
 
 
+def test_the_free_memory_is_that_of_the_fullest_gpu_chosen(tool: Path) -> None:
+    write_tool(tool, '[ "$2" = 1,GPU-8f1c ] && echo "$3" | grep -q memory.free && printf "143000\\n81000\\n"')
+    assert plugin_gpus.free_memory(["1", "GPU-8f1c"]) == 81_000
+    assert plugin_gpus.free_memory(["0"]) is None
+
+
+@pytest.mark.parametrize("text", ['echo "[N/A]"', "echo No devices were found; exit 6"])
+def test_a_gpu_whose_free_memory_is_unknown_bounds_nothing(tool: Path, text: str) -> None:
+    write_tool(tool, text)
+    assert plugin_gpus.free_memory(["0"]) is None
+
+
 @pytest.mark.parametrize(
-    ("gpus", "cores", "device", "expected"),
+    ("gpus", "cores", "memory", "device", "expected"),
     [
-        (0, 8, "auto", None),
-        (1, 16, "auto", 4),
-        (8, 128, "auto", 32),
-        (8, 16, "auto", 16),
-        (8, 4, "auto", 8),
-        (8, 128, "cuda", 32),
-        (8, 128, "cpu", None),
+        (0, 8, None, "auto", None),
+        (1, 16, 143_000, "auto", 16),
+        (1, 16, None, "auto", 16),
+        (1, 16, 24_000, "auto", 5),
+        (1, 16, 2_000, "auto", 1),
+        (1, 64, 143_000, "auto", 16),
+        (8, 128, 143_000, "auto", 128),
+        (8, 16, 143_000, "auto", 16),
+        (8, 4, 143_000, "auto", 8),
+        (8, 128, 143_000, "cuda", 128),
+        (8, 128, 143_000, "cpu", None),
     ],
 )
-def test_automatic_workers_follow_the_gpus(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, device: str, expected: int | None
+def test_automatic_workers_follow_cores_gpus_and_their_memory(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, memory: int | None, device: str, expected: int | None
 ) -> None:
     monkeypatch.setattr(plugin_gpus, "gpus", lambda: [str(index) for index in range(gpus)])
+    monkeypatch.setattr(plugin_gpus, "free_memory", lambda usable: memory)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert plugin_gpus.pytest_xdist_auto_num_workers(config(device)) == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "most", "options", "expected"),
+    [
+        (None, 60, {}, 2),
+        (2, 60, {}, 2),
+        (4, 60, {}, 4),
+        (16, 60, {}, 6),
+        (16, 12, {}, 2),
+        (16, 60, {"max_examples": 1000}, 16),
+        (16, 60, {"max_examples": 5}, 2),
+        (16, 60, {"budget": 30.0}, 16),
+        (16, 60, {"budget": 30.0, "max_examples": 40}, 4),
+    ],
+)
+def test_shards_follow_the_workers_but_not_below_ten_cases(
+    monkeypatch: pytest.MonkeyPatch, workers: int | None, most: int, options: dict[str, Any], expected: int
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    if workers is not None:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
+    assert plugin.default_shards(config("cpu", **options), most) == expected
+
+
+def test_every_worker_collects_the_same_shards_and_their_number_may_be_fixed(acme: pytest.Pytester) -> None:
+    fixed = PASSING.replace("max_examples=12", "max_examples=40, shards=3").replace("test_kernel", "test_fixed")
+    acme.makepyfile(test_acme=PASSING.replace("12", "40"), test_fixed=fixed)
+    result = pytest_of(acme, "-n", "4", "-v", "--attnfuzz-in-process")
+    result.assert_outcomes(passed=4 + 3)
+    result.stdout.fnmatch_lines_random(["*test_kernel[[]3]*", "*test_fixed[[]2]*"])
 
 
 # --- settings of a shard

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from msgspec import structs
 from support.paths import TESTS
 from support.repro import register_all
+from support.triton_mode import interpreted
 
 from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding
 from attnfuzz.harness.cli import main as cli
@@ -34,6 +35,7 @@ from attnfuzz.kernels.expressions import named as modifiers
 from attnfuzz.kernels.expressions.tree import to_data
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.triton import runtime
 from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe
 
 CONFIG = Config(tile_m=6, tile_n=6)
@@ -56,6 +58,9 @@ def written(case: Case, **found: Any) -> Script:
 def loaded(text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The script's names, as after an import of it."""
     module = ModuleType("a_script_of_attnfuzz")
+    if runtime.VARIABLE in text:
+        # The script sets it for good, and device code that is imported later would be interpreted while Triton is compiled.
+        monkeypatch.setenv(runtime.VARIABLE, "1")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(text, "script.py", "exec"), module.__dict__)
     return module.__dict__
@@ -277,6 +282,7 @@ def test_what_a_script_cannot_show_is_said(identity: dict[str, str], check: Any,
         assert f"# NOTE: {script.note}" in script.text
 
 
+@interpreted
 def test_the_interpreters_own_checks_are_on_in_a_script(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,7 +348,9 @@ def test_a_kernel_that_no_script_could_import_is_refused() -> None:
 
 
 def started(path: Path, *folders: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    # Packages may have come by the variable as well.
+    places = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     return subprocess.Popen(
         [sys.executable, "-P", str(path)], cwd=path.parent, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

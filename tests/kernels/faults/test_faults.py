@@ -12,6 +12,8 @@ from support.tilelang_faults import DENSE_FAULTS, RAGGED_FAULTS, TileLangFault, 
 from attnfuzz.kernels.faults import device as on_device
 from attnfuzz.kernels.faults.planted import planted_source
 
+pytestmark = pytest.mark.any_device
+
 
 # A quarter of them always, another one in each of the two, the others when asked for: most of the time is compilers'.
 @pytest.mark.parametrize(
@@ -25,7 +27,8 @@ from attnfuzz.kernels.faults.planted import planted_source
     ],
 )
 def test_the_fault_is_found_and_shrunk(backend: str, fault: Fault, tmp_path: Path, record_property) -> None:
-    record_property("fault", row_of(faulty(backend, fault), backend, fault.name, tmp_path, causal=fault.causal))
+    kernel = faulty(backend, fault)
+    record_property("fault", row_of(kernel, backend, fault.name, tmp_path, causal=fault.causal, races=fault.races))
 
 
 @pytest.mark.slow
@@ -42,7 +45,9 @@ def test_the_fault_of_a_dense_kernel_is_found_and_shrunk(fault: TileLangFault, t
 )
 def test_the_fault_of_a_ragged_kernel_is_found_and_shrunk(fault: TileLangFault, tmp_path: Path, record_property) -> None:
     kernel = faulty_tilelang(fault, ragged=True)
-    record_property("fault", row_of(kernel, "ragged", fault.name, tmp_path, causal=fault.causal, ahead=fault.ahead))
+    record_property(
+        "fault", row_of(kernel, "ragged", fault.name, tmp_path, causal=fault.causal, ahead=fault.ahead, races=fault.races)
+    )
 
 
 @pytest.mark.parametrize("fault", on_device.FAULTS, ids=lambda fault: fault.slug)

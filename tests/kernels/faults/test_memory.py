@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.memory import FAULTS, RACING, MemoryFault, planted
 from support.runs import try_variants
+from support.triton_mode import interpreted
 
 from attnfuzz.harness.campaign import kernel_run
 from attnfuzz.harness.campaign.kernel_state import KernelState
@@ -102,6 +103,7 @@ def test_what_a_tensor_holds_survives_its_growth() -> None:
     assert tensor.flatten()[4:].isnan().all()
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize(
     "fault",
     [
@@ -124,13 +126,14 @@ def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, mo
     assert finding.case.problem.batch <= 2
 
 
-@pytest.mark.skipif(environment.has_cuda(), reason="kernels are compiled")
+@interpreted
 @pytest.mark.parametrize("fault", [each for each in FAULTS if each.checked], ids=lambda fault: fault.name)
 def test_the_memory_checker_finds_it_first(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
     assert next(iter(run.findings.closed)).kind == fault.checked
 
 
+@pytest.mark.any_device
 def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the oracle in a process that earlier Cases have used: shrunk to calls that show it in any process."""
     fault = next(each for each in FAULTS if each.check == "other_scale")
@@ -152,6 +155,7 @@ def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Pa
         registry.unregister(kernel.name)
 
 
+@pytest.mark.any_device
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "tilelang"])
 def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +165,7 @@ def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: P
     assert run.tally.cases == 40
 
 
-@pytest.mark.skipif(environment.has_cuda(), reason="its code is the CPU's")
+@interpreted
 def test_another_order_of_additions_is_right_where_nothing_else_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,13 +9,11 @@ import pytest
 from support.flex import LSE_TOLERANCE, TOLERANCE, assert_right, errors, inputs_of
 from support.flex_faults import DEVICE, FAULTS, MASKS, FlexFault, faulty
 from support.runs import row_of
+from support.triton_mode import marks
 
-from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.flex import KERNEL
 
-pytestmark = pytest.mark.skipif(
-    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
-)
+pytestmark = marks()
 
 
 OFTEN = (

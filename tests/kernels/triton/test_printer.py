@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.triton_mode import interpreted
 
 from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.derivative import by_score
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-interpreted = pytest.mark.skipif(
-    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
-)
 LOG2_E = 1.4426950408889634
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "seqlen_q": 16, "seqlen_k": 32}
 CUBE = Captured("cube", ("kv_heads", "seqlen_q", 3), gradient=True)

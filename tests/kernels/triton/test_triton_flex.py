@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 from support.flex import assert_right, dense, inputs_of, reference, run
+from support.triton_mode import interpreted
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Kernel
@@ -55,9 +56,6 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-interpreted = pytest.mark.skipif(
-    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
-)
 PER_ROW = Captured("per_row", ("seqlen_q",), gradient=True)
 PER_KEY = Captured("per_key", ("batch", "seqlen_k"), gradient=True)
 PER_EITHER = Captured("per_either", (64,), gradient=True)

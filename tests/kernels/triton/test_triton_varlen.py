@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.triton_mode import interpreted
 
 from attnfuzz.kernels.contract import Config, Inputs, Kernel
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Problem
-from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.varlen import KERNEL, TritonVarlen
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-interpreted = pytest.mark.skipif(
-    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
-)
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 5e-6}
 
 RAGGED = Problem(

@@ -8,6 +8,7 @@ import pytest
 from support.doubt import ALL, FEW, MASKS_IN_DOUBT, ONE, TIES, answered
 from support.flex import dense
 from support.flex_faults import FlexFault, faulty
+from support.triton_mode import interpreted
 
 from attnfuzz.harness.campaign import coverage as tally
 from attnfuzz.harness.campaign.events import KernelSummary
@@ -23,7 +24,6 @@ from attnfuzz.kernels.expressions.named import alibi, bias, softcap
 from attnfuzz.kernels.expressions.tree import KV, Captured, Expression, H, Q, S, load, to_data, to_float
 from attnfuzz.kernels.faults.planted import Edit
 from attnfuzz.kernels.problem import Needs, Problem
-from attnfuzz.kernels.triton import runtime
 from attnfuzz.oracles.budgets.bounds import budgets
 from attnfuzz.strategies.case import Case, Recipe
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-interpreted = pytest.mark.skipif(
-    runtime.unavailable("cpu") is not None or runtime.mode() == "cuda", reason="no interpreted Triton in this process"
-)
 SCORES = {
     "none": None,
     "bias": bias(),

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from msgspec.structs import replace  # noqa: E402
 from support.paths import CORPUS  # noqa: E402
+from support.triton_mode import interpreted  # noqa: E402
 
 from attnfuzz.harness.campaign.corpus import read_case  # noqa: E402
-from attnfuzz.harness.core import environment  # noqa: E402
 from attnfuzz.harness.judge.judge import judge  # noqa: E402
 from attnfuzz.harness.judge.truth import truth  # noqa: E402
 from attnfuzz.harness.trial.inputs import materialise  # noqa: E402
@@ -37,9 +37,9 @@ def figures(problem: Problem, recipe: Recipe) -> dict[str, tuple[float, float]]:
     return batch.independence.figures()
 
 
+@interpreted
 @pytest.mark.parametrize("path", FALSE_ALARMS, ids=lambda path: path.stem)
 def test_a_false_alarm_of_before_passes(path: Path) -> None:
-    environment.prepare("cpu")
     assert run_trial(read_case(path).case, "cpu").failures == ()
 
 

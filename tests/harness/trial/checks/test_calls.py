@@ -253,6 +253,7 @@ def test_a_value_kept_from_the_first_call_shows_in_the_last(check: Check, key: C
     assert tried(Subject(spoil), "oracle").status == "pass"
 
 
+@pytest.mark.any_device
 @pytest.mark.usefixtures("unchecked")
 def test_a_workspace_of_other_lengths_is_watched_in_later_calls() -> None:
     device: Device = "cuda" if environment.has_cuda() else "cpu"

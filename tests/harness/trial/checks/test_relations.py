@@ -17,6 +17,7 @@ from support.emulated.kernel import kernel_named, registered
 from support.emulated.whole import WIDE, Emulated
 from support.long import CAN, FAR, Long
 from support.runs import FunctionExecutor
+from support.triton_mode import interpreted
 
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.runner import TrialRunner
@@ -131,6 +132,7 @@ IN_TRITON: list[tuple[Check, Edit, Problem, set[str]]] = [
 """Faults of bugs that were real (GQA-02, MSK, CMP-09, RAG-08), as edits of triton.varlen."""
 
 
+@interpreted
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("check", "edit", "of", "outputs"), IN_TRITON, ids=[each[0] for each in IN_TRITON])
 def test_faults_of_a_real_kernel_are_found(check: Check, edit: Edit, of: Problem, outputs: set[str]) -> None:
@@ -320,6 +322,7 @@ def test_a_false_alarm_of_before_passes(name: str, check: Check, values, recipe:
         assert not verdict.failures, (config, verdict.failures)
 
 
+@interpreted
 def test_triton_passes_what_is_drawn() -> None:
     kernel = registry.get("triton.varlen")
     if reason := kernel.unavailable("cpu"):

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.triton_mode import loaded, marks
 
 from attnfuzz.harness.core import environment
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.support import memory
 from attnfuzz.kernels.support.memory import MemoryFault
-from attnfuzz.kernels.triton import runtime
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +23,9 @@ else:
     torch = pytest.importorskip("torch")
     pytest.importorskip("numpy")
 
-if reason := runtime.unavailable("cpu"):
-    pytest.skip(reason, allow_module_level=True)
-if runtime.mode() == "cuda":
-    pytest.skip("this process has imported Triton in its compiled mode", allow_module_level=True)
+pytestmark = marks()
 
-triton = runtime.load("cpu")
+triton = loaded()
 
 import triton.language as tl  # noqa: E402 - after the mode is fixed
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import pytest
+from support.triton_mode import loaded, marks
 
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.kernels.triton import runtime
@@ -17,12 +18,9 @@ else:
     torch = pytest.importorskip("torch")
     np = pytest.importorskip("numpy")
 
-if reason := runtime.unavailable("cpu"):
-    pytest.skip(reason, allow_module_level=True)
-if runtime.mode() == "cuda":
-    pytest.skip("this process has imported Triton in its compiled mode", allow_module_level=True)
+pytestmark = marks()
 
-triton = runtime.load("cpu")
+triton = loaded()
 
 import triton.language as tl  # noqa: E402 - after the mode is fixed
 
