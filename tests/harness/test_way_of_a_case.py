@@ -55,8 +55,8 @@ def traced(way: list[str]) -> Iterator[None]:
 def test_a_case_crosses_few_borders(tmp_path: Path, monkeypatch: Any) -> None:
     """From the command line to its verdict in the reports and back: drawn, run in this process, judged, counted.
 
-    Traced is what a turn does again and again, which draws and tries one Case; the command line calls it and takes back its result. A child process, which runs
-    trials by default, would receive the Case from isolation/ and run the same trial.
+    Traced is what a turn does again and again: it draws and tries one Case. The command line calls it and takes back its result.
+    A child process, which runs trials by default, would receive the Case from isolation/ and run the same trial.
     """
     way = ["cli"]
     try_next = KernelRun._try_next
