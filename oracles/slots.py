@@ -56,7 +56,8 @@ class Slots:
     LSE. `batch_of_row`, `batch_of_key`: the number of its batch. On the device.
     """
 
-    def __init__(self, problems: Sequence[Problem], chunk: int, device: torch.device) -> None:
+    def __init__(self, problems: Sequence[Problem], chunk: int, device: torch.device, *, even: bool = False) -> None:
+        """Place the slots in frames; `even`: all heads of a frame have equally many rows, for batches of equal groups."""
         self.problems = tuple(problems)
         self.row_starts = list(accumulate((p.total_q * p.heads for p in problems), initial=0))
         self.key_starts = list(accumulate((p.total_k * p.kv_heads for p in problems), initial=0))
@@ -64,7 +65,10 @@ class Slots:
         together = grouped([(each.rows, each.n_k) for each in slots], chunk)
         self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
         self.batches = [[slots[number].batch for number in numbers] for numbers in together]
-        tables = [_Table([slots[number] for number in numbers], self.row_starts[-1], self.key_starts[-1]) for numbers in together]
+        tables = [
+            _Table([slots[number] for number in numbers], self.row_starts[-1], self.key_starts[-1], even) for numbers in together
+        ]
+        self._tables = tables
         rows, keys, lse = (list(x) for x in zip(*self._own_indices(), strict=True))
         starts = (self.row_starts, self.key_starts)
         of_row, of_key = (torch.arange(len(problems)).repeat_interleave(torch.tensor(each).diff()) for each in starts)
@@ -78,6 +82,11 @@ class Slots:
     def number(self, batch: int, sequence: int, kv_head: int) -> int:
         """Return the number of a slot, of a sequence with queries and keys."""
         return self._first[batch, sequence] + kv_head
+
+    def row(self, number: int, head: int, token: int) -> int:
+        """Return where query `token` of a head of the group is among the rows of its slot."""
+        frame, z = self.place[number]
+        return head * self._tables[frame].heights[z] + token
 
     def _slots(self) -> tuple[list[_Slot], dict[tuple[int, int], int]]:
         slots: list[_Slot] = []
@@ -125,19 +134,25 @@ def _own(dense: bool, lengths: tuple[int, ...], slack: int, heads: int) -> tuple
 class _Table:
     """A frame's indices on the host: rows, keys, first and last visible key of each row; scale, rows and keys of each slot."""
 
-    def __init__(self, slots: list[_Slot], no_row: int, no_key: int) -> None:
-        self.shape = (len(slots), max(each.rows for each in slots), max(each.n_k for each in slots))
+    def __init__(self, slots: list[_Slot], no_row: int, no_key: int, even: bool) -> None:
+        longest = max(each.n_q for each in slots)
+        self.heights = [longest if even else each.n_q for each in slots]
+        """Rows of each head of a slot."""
+        most = max(each.groups * height for each, height in zip(slots, self.heights, strict=True))
+        self.shape = (len(slots), most, max(each.n_k for each in slots))
+        self.rows_of_head = longest if even else most
         table = torch.tensor(
             [
-                (x.first_row, x.between_heads, x.rows, x.n_q, x.first_key, x.n_k, x.shift - x.left, x.shift + x.right)
+                (x.first_row, x.between_heads, x.groups, x.n_q, x.first_key, x.n_k, x.shift - x.left, x.shift + x.right)
                 for x in slots
             ]
         )
-        first_row, between, rows, n_q, first_key, n_k, left, right = table[:, :, None].unbind(1)
+        first_row, between, groups, n_q, first_key, n_k, left, right = table[:, :, None].unbind(1)
         r, j = torch.arange(self.shape[1]), torch.arange(self.shape[2])
-        inside = r < rows
-        head = r // n_q
-        i = r - head * n_q
+        height = torch.tensor(self.heights)[:, None]
+        head = r // height
+        i = r - head * height
+        inside = (head < groups) & (i < n_q)
         at_rows = torch.where(inside, first_row + head * between + i, no_row)
         at_keys = torch.where(j < n_k, first_key + j, no_key)
         stop = torch.minimum(i + right + 1, n_k).masked_fill_(~inside, 0)
@@ -158,7 +173,7 @@ class SlotFrame:
         self.at_rows, self.at_keys, begin, end, numbers = parts
         self._begin, self._end = begin.view(z, rows, 1), end.view(z, rows, 1)
         self.scale, self.terms_q, self.n_k = numbers.view(torch.float64).view(3, z, 1, 1).unbind()
-        self.terms_k, self.rows_of_head = self.n_k, rows
+        self.terms_k, self.rows_of_head = self.n_k, table.rows_of_head
 
     def take(self, flat: Flat) -> Loaded:
         """Return the frame's tensors."""

@@ -82,8 +82,9 @@ def _together(launched: Sequence[Launched], deviations: Deviations) -> Iterator[
     of: dict[object, list[int]] = {}
     for number, each in enumerate(launched):
         p, where = each.inputs.problem, each.inputs.q.device
-        if _fits(p, where, deviations) and not why_unfit(each.kernel, each.inputs, each.outputs):
-            of.setdefault((p.dtype, p.dim_qk, p.dim_v, p.needs.outputs, where), []).append(number)
+        if _fits(p, where) and not why_unfit(each.kernel, each.inputs, each.outputs):
+            groups = p.groups if deviations.half_partials else 0
+            of.setdefault((p.dtype, p.dim_qk, p.dim_v, p.needs.outputs, where, groups), []).append(number)
     for numbers in of.values():
         group: list[int] = []
         taken = 0
@@ -102,11 +103,9 @@ def _elements(problem: Problem) -> int:
     return rows * (problem.dim_qk + problem.dim_v)
 
 
-def _fits(problem: Problem, where: torch.device, deviations: Deviations) -> bool:
+def _fits(problem: Problem, where: torch.device) -> bool:
     """Whether a Case can be judged with others."""
     if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap:
-        return False
-    if deviations.half_partials and problem.groups > 1:
         return False
     largest = max(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     within = largest * problem.heads <= WHOLE and largest * problem.groups <= CHUNK[where.type]

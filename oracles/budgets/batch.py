@@ -35,7 +35,7 @@ def truth_of_batches(
     """Compute them for batches of equal dims and dtype, without modifiers, in frames of at most `chunk` scores.
 
     Args:
-        batches: the inputs.
+        batches: the inputs; of equal groups where half_partials is declared.
         deviations: what the kernel declares.
         device: "cpu" or "cuda", for deviations declared for one of them.
         chunk: scores of a frame; a slot with more has one of its own.
@@ -43,7 +43,8 @@ def truth_of_batches(
     """
     where = batches[0].q.device
     with torch.inference_mode(mode=False), torch.no_grad():
-        slots = Slots([each.problem for each in batches], chunk, where)
+        partials = deviations.half_partials and batches[0].problem.groups > 1
+        slots = Slots([each.problem for each in batches], chunk, where, even=partials)
         x = flat(slots, batches)
         totals = _Totals(slots, BatchRepeats(slots, generic, where), where)
         for number, frame in enumerate(slots.frames):
@@ -60,7 +61,7 @@ def truth_of_batches(
                 totals.add(number, frame, of, t, f, g, dk, dv)
                 del loaded, of, t, f, delta, g, dk, dv
         with torch.inference_mode():
-            return totals.finished()
+            return totals.finished(partials=partials)
 
 
 _SUMS_DV = (*SUMS, "noise")
@@ -106,7 +107,7 @@ class _Totals:
         self._keys.index_copy_(0, frame.at_keys, torch.cat([of.dk, of.dv, dk, dv], -1).flatten(0, 1))
         self._repeats.add(number, t, f, g)
 
-    def finished(self) -> BatchTruth:
+    def finished(self, *, partials: bool) -> BatchTruth:
         """Return the results of all batches."""
         qk, v, dtype = self._qk, self._v, self._slots.problems[0].dtype
         lse, m_lse, o, dq, of_o, of_dq = self._rows[:-1].split([1, 1, v, qk, PARTS * v, PARTS * qk], -1)
@@ -119,8 +120,8 @@ class _Totals:
                 "o": Budget(*of_o.chunk(PARTS, -1)),
                 "lse": Budget(m_lse),
                 "dq": Budget(*of_dq.chunk(PARTS, -1)),
-                "dk": of_sums(Sums.within(of_dk, SUMS), steps, dtype),
-                "dv": of_sums(Sums.within(of_dv, _SUMS_DV), steps, dtype),
+                "dk": of_sums(Sums.within(of_dk, SUMS), steps, dtype, partials=partials),
+                "dv": of_sums(Sums.within(of_dv, _SUMS_DV), steps, dtype, partials=partials),
             },
             self._repeats,
         )

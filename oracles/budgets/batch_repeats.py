@@ -135,7 +135,7 @@ def _sampled(slots: Slots, batch: int, frame: Frame) -> tuple[list[tuple[int, in
         return slots.number(batch, frame.sequences[at], frame.kv_heads.start + kv)
 
     of_rows = [
-        (slot(at, head // p.groups), head % p.groups * p.seqlens_q[frame.sequences[at]] + token)
+        (number := slot(at, head // p.groups), slots.row(number, head % p.groups, token))
         for at, head, token in spread(rows, len(frame.kv_heads) * p.groups, SAMPLED)
     ]
     return of_rows, [(slot(at, head), token) for at, head, token in spread(keys, len(frame.kv_heads), SAMPLED)]
