@@ -10,7 +10,7 @@ from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import Listener
 from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.maps import MapWriter
-from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
@@ -30,6 +30,11 @@ class CampaignContext:
     listener: Listener = lambda _: None
     corpus: Corpus | None = None
     end: float | None = None
+
+    @property
+    def shrink_seconds(self) -> float:
+        """How long a failure that is seen now may be shrunk."""
+        return shrink_seconds(self.settings, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,13 @@ class WorkerContext:
     end: float | None = None
     batch: Batch = Batch()
 
-    def shrink_seconds(self, most: float) -> float:
-        """Return how long one failure may be shrunk, `most` by the profile: after the end, only for the grace of the settings."""
-        if self.end is None:
-            return most
-        return min(most, max(0.0, self.end + self.settings.grace - time.monotonic()))
+    @property
+    def shrink_seconds(self) -> float:
+        """How long a failure that is seen now may be shrunk."""
+        return shrink_seconds(self.settings, self.end)
+
+
+def shrink_seconds(settings: Settings, end: float | None) -> float:
+    """Return how long one failure may be shrunk: as the profile says, and after the end only for the grace of the settings."""
+    most = PROFILES[settings.profile].shrink
+    return most if end is None else min(most, max(0.0, end + settings.grace - time.monotonic()))

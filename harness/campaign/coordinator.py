@@ -174,7 +174,8 @@ class Coordinator:
         if state.findings.knows(finding.identity) or state.enough:
             return None
         seconds = state.seconds + finding.seconds_to_find
-        return state.findings.open(dataclasses.replace(finding, cases_to_find=state.tally.cases, seconds_to_find=seconds))
+        found = dataclasses.replace(finding, cases_to_find=state.tally.cases, seconds_to_find=seconds)
+        return state.findings.open(found, self.context.shrink_seconds)
 
     def update(self, kernel: str, before: Identity, finding: Finding) -> None:
         """Replace an open finding."""

@@ -44,11 +44,14 @@ class Findings:
         """Count failures as known without keeping them."""
         self._known |= identities
 
-    def open(self, finding: Finding) -> Finding:
-        """Write a new finding to disk at once, so that nothing that happens later can lose it; returns it with its path."""
+    def open(self, finding: Finding, seconds: float | None = None) -> Finding:
+        """Write a new finding to disk at once, so that nothing that happens later can lose it; returns it with its path.
+
+        `seconds`: the most that shrinking it may take.
+        """
         finding = dataclasses.replace(finding, path=self.write(finding))
         self._open[finding.identity] = finding
-        self._listener(FailureFound(finding))
+        self._listener(FailureFound(finding, seconds))
         return finding
 
     def update(self, before: Identity, finding: Finding) -> None:

@@ -19,7 +19,6 @@ from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.runner import TrialRunner
-from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.isolation.outcomes import OutOfTime
@@ -205,7 +204,6 @@ class KernelRun:
         return closed
 
     def _shrink(self, identity: Identity, opened: Finding) -> None:
-        settings = self._context.settings
         ready = self.plan.variants
         if self.plan.compiled and self._context.end is not None:
             # A compile would take the time of all steps.
@@ -215,7 +213,7 @@ class KernelRun:
         shrinker = Shrinker(opened, self._runner, self._supported, ready)
         self._context.executor.limit(None)
         try:
-            shrinker.shrink(self._context.shrink_seconds(PROFILES[settings.profile].shrink))
+            shrinker.shrink(self._context.shrink_seconds)
         finally:
             self._context.executor.limit(self._context.end)
             self._campaign.update(self.kernel.name, identity, shrinker.finding)

@@ -146,4 +146,4 @@ class Settings:
         """Seconds of the whole run, compiles included; None where only `max_examples` ends it."""
         if self.budget is None and self.max_examples is not None:
             return None
-        return (PROFILES[self.profile].budget if self.budget is None else self.budget) / self.shards
+        return PROFILES[self.profile].budget if self.budget is None else self.budget

@@ -11,8 +11,8 @@ __all__ = ["auto_workers"]
 
 _PER_GPU = 16
 """Workers of one GPU beyond which more bring nothing (docs/performance.md)."""
-_GPU_BYTES = 3 << 30
-"""Memory of a worker on its GPU: a context in each of its children, and the tensors of a batch."""
+_GPU_MIB = 5 << 10
+"""MiB of a worker on its GPU: the contexts of its child and of the next, and the tensors of a batch."""
 _HOST_BYTES = 3 << 29
 """Memory of a worker: its own, its children's, and the process that forks them."""
 
@@ -23,6 +23,8 @@ def auto_workers(device: Device) -> int:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = max(1, min(cores, host // 2 // _HOST_BYTES))
     if device == "cuda":
-        count = max(1, len(gpus()))
-        most = min(most, count * max(1, min(_PER_GPU, free_memory() // _GPU_BYTES or 1)))
+        usable = gpus()
+        free = free_memory(usable)
+        each = _PER_GPU if free is None else min(_PER_GPU, free // _GPU_MIB)
+        most = min(most, max(1, len(usable)) * max(1, each))
     return most

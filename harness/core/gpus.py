@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 
 __all__ = ["free_memory", "gpus"]
 
@@ -19,10 +20,11 @@ def gpus() -> list[str]:
     return [str(index) for index, _ in enumerate(line for line in _asked("-L") if line.startswith("GPU "))]
 
 
-def free_memory() -> int:
-    """Return the bytes that are free on the GPU with the least of them; 0 where there is none, or the tool does not say."""
-    values = [int(line) for line in _asked("--query-gpu=memory.free", "--format=csv,noheader,nounits") if line.strip().isdigit()]
-    return min(values, default=0) << 20
+def free_memory(usable: Sequence[str]) -> int | None:
+    """Return the free memory of the fullest of these GPUs in MiB; None where the driver's tool does not say."""
+    lines = _asked("-i", ",".join(usable), "--query-gpu=memory.free", "--format=csv,noheader,nounits") if usable else []
+    figures = [int(line) for line in lines if line.strip().isdigit()]
+    return min(figures) if figures and len(figures) == len(usable) else None
 
 
 def _asked(*arguments: str) -> list[str]:

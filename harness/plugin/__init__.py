@@ -18,7 +18,7 @@ import pytest
 
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
 from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
-from attnfuzz.harness.plugin.run import MARK, close_executors, run_shard, run_stored
+from attnfuzz.harness.plugin.run import COUNT, MARK, close_executors, run_shard, run_stored
 
 if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
@@ -27,6 +27,7 @@ __all__ = [
     "default_shards",
     "fuzz",
     "pytest_addoption",
+    "pytest_collection_finish",
     "pytest_configure",
     "pytest_generate_tests",
     "pytest_report_collectionfinish",
@@ -102,6 +103,12 @@ def default_shards(config: pytest.Config, most: int) -> int:
     if examples is None and config.getoption("--attnfuzz-budget") is not None:
         return max(_FEWEST_SHARDS, workers)
     return max(_FEWEST_SHARDS, min(workers, (examples or most) // _CASES_PER_SHARD))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count the tests that share the session's budget."""
+    fuzzing = (hasattr(getattr(item, "function", None), MARK) for item in session.items)
+    session.config.stash[COUNT] = max(1, sum(fuzzing))
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
     from attnfuzz.harness.report.recorder import Recorder
     from attnfuzz.kernels.contract import Kernel
 
-__all__ = ["MARK", "close_executors", "run_shard", "run_stored"]
+__all__ = ["COUNT", "MARK", "close_executors", "run_shard", "run_stored"]
 
 MARK = "_attnfuzz_kernel"
 """An attribute of a test function: the name of the kernel that it fuzzes."""
+COUNT: pytest.StashKey[int] = pytest.StashKey()
+"""How many tests of the session fuzz a shard."""
 _EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
 
 
@@ -76,6 +80,8 @@ def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: in
         subject = registry.get(kernel) if isinstance(kernel, str) else kernel
         only = [registry.get(name).name for name in config.getoption("--attnfuzz-kernel")]
         settings = settings_of(config, shard=shard, shards=shards, most=most)
+        if settings.budget is not None:
+            settings = replace(settings, budget=settings.budget * _share(config))
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if only and subject.name not in only:
@@ -85,6 +91,12 @@ def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: in
     if reason := subject.unavailable(settings.device):
         pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
     return subject, settings
+
+
+def _share(config: pytest.Config) -> float:
+    """One test's part of the session's time: xdist's workers run as many tests at once."""
+    count, workers = config.stash.get(COUNT, 1), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return min(workers, count) / count
 
 
 def _again(kernel: Kernel, request: pytest.FixtureRequest) -> str | None:

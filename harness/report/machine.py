@@ -60,6 +60,7 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "compiles": row.compiles,
         "compile_seconds": row.compile_seconds,
         "refused": row.refused,
+        "unreached": row.unreached,
         "outputs": {name: msgspec.to_builtins(each) for name, each in row.outputs.items()},
         "failures": len(row.findings),
         "features": row.features,

@@ -85,6 +85,7 @@ def _rank(failure: FailureRecord) -> tuple[bool, bool, bool]:
 
 def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
     """Return the sum of two turns of one kernel."""
+    first = one is None
     one = KernelRecord(kernel=other.kernel, ended=True) if one is None else one
     numbers: dict[str, Any] = {
         name: getattr(one, name) + getattr(other, name)
@@ -94,6 +95,8 @@ def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
     return KernelRecord(
         kernel=one.kernel,
         variants=max(one.variants, other.variants),
+        # Each run counts the variants that it had no time for: the fewest are those that none has reached.
+        unreached=other.unreached if first else min(one.unreached, other.unreached),
         ended=one.ended and other.ended,
         outputs={
             name: _both(one.outputs.get(name, OutputRecord()), other.outputs.get(name, OutputRecord()))

@@ -124,7 +124,7 @@ class Recorder:
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row, kernel = event.summary, self._kernel(event.summary.kernel)
         kernel.ended, kernel.seconds, kernel.refused, kernel.replaced = True, row.seconds, row.refused, row.replaced
-        kernel.compiles, kernel.compile_seconds = row.compiles, row.compile_seconds
+        kernel.compiles, kernel.compile_seconds, kernel.unreached = row.compiles, row.compile_seconds, row.unreached
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self._over = True

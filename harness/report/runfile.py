@@ -74,6 +74,7 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     compiles: int = 0
     compile_seconds: float = 0.0
     refused: int = 0
+    unreached: int = 0
     replaced: int = 0
     variants: int = 0
     ended: bool = False

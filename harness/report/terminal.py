@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 from rich.console import Console
@@ -21,15 +22,20 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES
 
 __all__ = ["Terminal", "show_finding", "show_stored", "summary_table"]
 
+_SHOW_EVERY = 0.2
+"""Seconds between two updates of the progress display."""
+
 
 class Terminal:
     """Listens to a campaign and shows it on `console`."""
 
     def __init__(self, console: Console, *, live: bool | None = None) -> None:
         self.console = console
-        self.progress = progress_on(console, bar=True, note=True, width=22, live=live)
+        self.progress = progress_on(console, bar=True, note=True, left=True, live=live)
         self.task: TaskID | None = None
-        self.cases = self.failures = self.compiled = self.to_compile = 0
+        self.cases = self.failures = self.compiled = self.to_compile = self.trying = 0
+        self._seconds: float | None = None
+        self._started = self._shown = 0.0
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -46,6 +52,8 @@ class Terminal:
         self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {versions}", highlight=False)
         budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {len(event.kernels)} kernels"
         self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True, markup=False)
+        self._seconds, self._started = event.seconds, time.monotonic()
+        self.task = self.progress.add_task("attnfuzz", total=event.seconds, note="")
         self.progress.start()
 
     def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
@@ -65,36 +73,46 @@ class Terminal:
         self._say(f"[yellow]case {event.case.id} was in flight when a run died: it comes first[/]")
 
     def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
-        self.cases = self.failures = self.compiled = 0
-        self.to_compile = event.compiles
-        if self.task is not None:
-            self.progress.remove_task(self.task)
-        self.task = self.progress.add_task(escape(event.kernel), total=max(1, event.compiles), note="")
-        if event.compiles:
-            self.progress.update(self.task, note=f"compiling {event.compiles} variants")
+        self.trying += 1
+        self.to_compile += event.compiles
+        self._show("trying", now=True)
 
     def _on_CompileFinished(self, _: events.CompileFinished) -> None:  # noqa: N802
         self.compiled += 1
-        if self.task is not None:
-            self.progress.update(self.task, advance=1, note=f"compiled {self.compiled} of {self.to_compile} variants")
+        self._show("compiling")
 
     def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
         self.cases += event.phase in ("replay", "generate")
-        if self.task is not None:
-            step = {"shrink": "shrinking", "replay": "running earlier cases"}.get(event.phase, "trying")
-            self.progress.update(self.task, total=None, note=f"{step}: {self.cases} cases, {self.failures} failures")
+        self._show({"shrink": "shrinking", "replay": "running earlier cases"}.get(event.phase, "trying"))
+
+    def _show(self, step: str, *, now: bool = False) -> None:
+        """Show how far the run is, a few times a second at most: a GPU ends a thousand trials in that time."""
+        elapsed = time.monotonic() - self._started
+        if self.task is None or not (now or elapsed - self._shown >= _SHOW_EVERY):
+            return
+        self._shown = elapsed
+        compiled = f", {self.compiled} of {max(self.compiled, self.to_compile)} compiled" if self.to_compile else ""
+        kernels = f"{self.trying} kernel{'s' * (self.trying != 1)}"
+        note = f"{step} {kernels}: {self.cases} cases, {self.failures} failures{compiled}"
+        done = min(elapsed, self._seconds) if self._seconds is not None else None
+        self.progress.update(self.task, completed=done, note=note)
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
         self.failures += 1
-        self._say(f"[red]found[/] {escape(str(event.finding.identity))} after {event.finding.cases_to_find} cases; shrinking ...")
+        shrinking = "shrinking" if event.seconds is None else f"shrinking for at most {event.seconds:.0f} s"
+        self._say(
+            f"[red]found[/] {escape(str(event.finding.identity))} after {event.finding.cases_to_find} cases; {shrinking} ..."
+        )
 
     def _on_KernelBroke(self, event: events.KernelBroke) -> None:  # noqa: N802
         self._say(f"[red]{escape(event.kernel)}: not tried to the end, by an error: {escape(event.error)}[/]")
 
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
+        self.trying -= 1
         compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
         compiles += f" ([red]{row.refused} refused by the compiler[/], and not tried)" if row.refused else ""
+        compiles += f", [yellow]{row.unreached} not reached by the compiler in this time[/]" if row.unreached else ""
         replaced = f", {row.replaced} {'process' if row.replaced == 1 else 'processes'} replaced" if row.replaced else ""
         self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}{replaced}")
 
@@ -133,6 +151,7 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
             figures = row.outputs.get(name, Worst())
             unjudged = f" (+{figures.unjudged} not judged)" if figures.unjudged else ""
             unjudged += f" ({figures.doubted} in part)" if figures.doubted else ""
+            unjudged += f" ({row.unreached} variants not reached)" if row.unreached and number == 0 else ""
             wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
             title = escape(row.kernel) if number == 0 else ""
             table.add_row(title, OUTPUT_TITLES[name], f"{figures.cases}{unjudged}", _ratio(figures.worst), wrong)
