@@ -17,6 +17,7 @@ import torch._dynamo  # and so Triton, whose library aborts the process when it 
 from attnfuzz.harness import plugin
 from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.campaign.options import OPTIONS
+from attnfuzz.harness.core import gpus as core_gpus
 from attnfuzz.harness.plugin import gpus as plugin_gpus
 from attnfuzz.harness.plugin import options as plugin_options
 from attnfuzz.kernels import registry
@@ -323,13 +324,13 @@ def test_a_driver_that_hangs_has_no_gpus(tool: Path, monkeypatch: pytest.MonkeyP
         raise subprocess.TimeoutExpired(command, timeout)
 
     write_tool(tool, "true")
-    monkeypatch.setattr(plugin_gpus.subprocess, "run", hang)
+    monkeypatch.setattr(core_gpus.subprocess, "run", hang)
     assert plugin_gpus.gpus() == []
 
 
 def test_a_machine_without_the_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(plugin_gpus.shutil, "which", lambda name: None)
+    monkeypatch.setattr(core_gpus.shutil, "which", lambda name: None)
     assert plugin_gpus.gpus() == []
 
 
