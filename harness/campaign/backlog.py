@@ -1,13 +1,22 @@
-"""Cases that are drawn and not tried yet, by compile key: some wait for the compiler while others run."""
+"""Cases that are drawn and not tried yet: some wait for the compiler while others run."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+from attnfuzz.harness.campaign.context import Batch
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Backlog"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    round: int
+    key: str
+    alike: object
+    case: Case
 
 
 class Backlog:
@@ -19,63 +28,68 @@ class Backlog:
 
     def __init__(self, round_over: Callable[[int], None]) -> None:
         self._round_over = round_over
-        self._cases: dict[str, deque[tuple[int, int, Case]]] = {}
+        self._cases: dict[int, _Waiting] = {}
         self._ready: set[str] = set()
         self._left: dict[int, int] = {}
         self._number = 0
 
     def add(self, number: int, cases: Iterable[tuple[str, Case]]) -> None:
         """Add the Cases of a round, each with its compile key."""
-        before = len(self)
+        before = self._number
         for key, case in cases:
             self._number += 1
-            self._cases.setdefault(key, deque()).append((self._number, number, case))
-        self._left[number] = len(self) - before
-        self._taken(number, 0)
+            p = case.problem
+            self._cases[self._number] = _Waiting(number, key, (p.dtype, p.dim_qk, p.dim_v, p.needs.outputs), case)
+        self._left[number] = self._number - before
+        self._count(number, 0)
 
     def mark(self, ready: Iterable[str]) -> None:
         """Give out the Cases of these keys."""
         self._ready.update(ready)
 
-    def drop(self, keys: Iterable[str]) -> int:
-        """Forget the Cases of keys that the compiler refused; returns their number."""
-        dropped = 0
-        for key in keys:
-            for _, number, _ in self._cases.pop(key, ()):
-                dropped += 1
-                self._taken(number, 1)
-        return dropped
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget the Cases of keys that the compiler refused."""
+        refused = set(keys)
+        for place in [place for place, each in self._cases.items() if each.key in refused]:
+            self._count(self._cases.pop(place).round, 1)
 
-    def take(self, most: int, room: float, weight: Callable[[Case], float]) -> list[Case]:
-        """Return the oldest Case that can run, with later ones of its key: at most `most`, of together at most `room`."""
-        keys = [key for key in self._cases if key in self._ready]
-        if not keys:
-            return []
-        oldest = min(keys, key=lambda key: self._cases[key][0][0])
-        waiting, taken = self._cases[oldest], list[Case]()
-        while waiting and len(taken) < most and (not taken or weight(waiting[0][2]) <= room):
-            _, number, case = waiting.popleft()
-            room -= weight(case)
-            taken.append(case)
-            self._taken(number, 1)
-        if not waiting:
-            del self._cases[oldest]
-        return taken
+    def take(self, batch: Batch) -> list[Case]:
+        """Return the oldest Case that can run, with later ones that are judged in one go with it, as many as `batch` allows."""
+        places: list[int] = []
+        room = batch.room
+        for place, each in self._cases.items():
+            if each.key not in self._ready or (places and each.alike != self._cases[places[0]].alike):
+                continue
+            weight = batch.weight(each.case)
+            if places and weight > room:
+                continue
+            room -= weight
+            places.append(place)
+            if len(places) == batch.most:
+                break
+        taken = [self._cases.pop(place) for place in places]
+        for each in taken:
+            self._count(each.round, 1)
+        return [each.case for each in taken]
 
     @property
     def ready(self) -> int:
         """The number of Cases that can run."""
-        return sum(len(cases) for key, cases in self._cases.items() if key in self._ready)
+        return sum(each.key in self._ready for each in self._cases.values())
 
     @property
-    def waiting(self) -> Mapping[str, Case]:
-        """The compile keys that are not ready, each with a Case of it."""
-        return {key: cases[0][2] for key, cases in self._cases.items() if key not in self._ready}
+    def waiting(self) -> dict[str, Case]:
+        """The compile keys that are not ready, each with the first Case of it."""
+        waiting: dict[str, Case] = {}
+        for each in self._cases.values():
+            if each.key not in self._ready:
+                waiting.setdefault(each.key, each.case)
+        return waiting
 
     def __len__(self) -> int:
-        return sum(map(len, self._cases.values()))
+        return len(self._cases)
 
-    def _taken(self, number: int, count: int) -> None:
+    def _count(self, number: int, count: int) -> None:
         self._left[number] -= count
         if not self._left[number]:
             del self._left[number]

@@ -28,12 +28,14 @@ from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.isolation.executors import Compiled, Executor
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Coordinator", "LocalTurns"]
 
-_SHORTEST, _LONGEST = 1.0, 10.0
-"""Seconds of a turn under a budget."""
+_SHORTEST = 1.0
+_LONGEST: dict[Device, float] = {"cpu": 10.0, "cuda": 25.0}
+"""Seconds of a turn under a budget. On CUDA a new process for another kernel takes seconds."""
 _PARTS = 4
 """Turns in which a kernel has its share."""
 _WAIT = 0.05
@@ -105,7 +107,7 @@ class Coordinator:
         if self.context.end is None:
             return None
         share = (self.context.end - now) * self._workers / kernels
-        return min(self.context.end, now + min(_LONGEST, max(_SHORTEST, share / _PARTS)))
+        return min(self.context.end, now + min(_LONGEST[self.context.settings.device], max(_SHORTEST, share / _PARTS)))
 
     def _late(self) -> bool:
         return self.context.end is not None and time.monotonic() >= self.context.end

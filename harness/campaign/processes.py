@@ -57,7 +57,7 @@ class _Process:
 
 
 class WorkerProcesses:
-    """Starts the first worker at once, so that it loads while the campaign prepares; `work` runs the campaign.
+    """Starts some workers at once, so that they load while the campaign prepares; `work` runs the campaign.
 
     Args:
         kernels: what the workers will try.
@@ -78,7 +78,9 @@ class WorkerProcesses:
         self._living: dict[Connection, _Process] = {}
         self._deaths = 0
         self._numbers = deque(range(settings.workers))
-        self._start(self._numbers.popleft())
+        # Half of the cores are the compiler's, which may have much to do.
+        for _ in range(max(1, min(settings.workers, len(os.sched_getaffinity(0)) // 2))):
+            self._start(self._numbers.popleft())
 
     def _start(self, number: int) -> None:
         here, there = socket.socketpair()

@@ -18,8 +18,8 @@ from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Supply"]
 
-_FEW, _MANY = 20, 400
-"""A round is drawn where fewer Cases than that can run, unless that many wait for a compiler."""
+_FEW, _BATCHES, _MANY = 20, 8, 600
+"""A round is drawn where fewer Cases can run than that, or than in so many batches, unless there are many that wait."""
 _ASK_EVERY = 0.2
 """Seconds between questions whether code is compiled now."""
 _ALL = ""
@@ -69,10 +69,10 @@ class Supply:
         self._ask_for_compiles()
         if (drawn := self._drawer.take(wait=False)) is not None:
             self._add(drawn)
-        few = self._backlog.ready < max(_FEW, 2 * batch.most) and len(self._backlog) < _MANY
+        few = self._backlog.ready < max(_FEW, _BATCHES * batch.most if batch.most > 1 else 0) and len(self._backlog) < _MANY
         if few and not self._drawer.busy and (next_round := self._campaign.round(self._kernel.name)) is not None:
             self._drawer.request(next_round, self._variants())
-        return self._backlog.take(batch.most, batch.room, batch.weight)
+        return self._backlog.take(batch)
 
     def _variants(self) -> tuple[Variant, ...]:
         if not self._growing:
