@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -9,6 +10,10 @@ import pytest
 from support.slow import SLOW, named
 
 pytest_plugins = ["pytester"]
+
+# Before torch is imported: each of xdist's workers would otherwise start as many threads as there are cores.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(workers))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.errors import HypothesisWarning
-from strategies.test_strategies import LIMITS, Subject
+from support.subjects import LIMITS, Subject
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config

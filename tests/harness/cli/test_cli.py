@@ -467,6 +467,7 @@ def test_json_of_the_whole_way() -> None:
         "features",
         "processes_replaced",
         "refused",
+        "unreached",
         "reruns",
         "seconds_to_recover",
         "wrong",

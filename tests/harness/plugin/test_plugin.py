@@ -20,6 +20,7 @@ from attnfuzz.harness.campaign.options import OPTIONS
 from attnfuzz.harness.core import gpus as core_gpus
 from attnfuzz.harness.plugin import gpus as plugin_gpus
 from attnfuzz.harness.plugin import options as plugin_options
+from attnfuzz.harness.plugin import run as plugin_run
 from attnfuzz.kernels import registry
 
 # pytester forgets modules that are first imported inside: what must be imported once only is imported here.
@@ -412,16 +413,30 @@ def test_every_worker_collects_the_same_shards_and_their_number_may_be_fixed(acm
         ({}, 61, 2, (None, 31)),
         ({}, 1, 4, (None, 1)),
         ({"max_examples": 10}, 60, 4, (None, 3)),
-        ({"budget": "8s"}, 60, 2, (4.0, None)),
-        ({"budget": "8s", "max_examples": 10}, 60, 2, (4.0, 5)),
+        ({"budget": "8s"}, 60, 2, (8.0, None)),
+        ({"budget": "8s", "max_examples": 10}, 60, 2, (8.0, 5)),
     ],
 )
-def test_shards_share_budget_and_examples(
+def test_shards_share_examples(
     changed: dict[str, Any], most: int, shards: int, expected: tuple[float | None, int | None]
 ) -> None:
     settings = plugin_options.settings_of(config("cpu", **changed), shard=1, shards=shards, most=most)
     assert (settings.seconds, settings.max_examples) == expected
     assert (settings.shard, settings.shards, settings.device) == (1, shards, "cpu")
+
+
+@pytest.mark.parametrize(("workers", "tests", "share"), [(None, 1, 1.0), (None, 4, 0.25), ("2", 4, 0.5), ("8", 4, 1.0)])
+def test_the_tests_of_a_session_share_its_budget(
+    monkeypatch: pytest.MonkeyPatch, workers: str | None, tests: int, share: float
+) -> None:
+    """As many tests at once as there are workers: together they take the time that --attnfuzz-budget gives."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    if workers:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
+    session = config("cpu", budget="8s")
+    session.stash = pytest.Stash()
+    session.stash[plugin_run.COUNT] = tests
+    assert plugin_run._share(session) == share
 
 
 def test_the_header_shows_what_differs() -> None:

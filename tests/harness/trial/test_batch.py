@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
 from support.calls import PROBLEM, Subject
 from support.emulated import kernel as emulated
+from support.triton_mode import interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.core import environment
@@ -74,6 +75,7 @@ def test_verdicts_are_those_of_the_cases_run_alone(name: str, count: int) -> Non
         assert checks & {case.check for case in cases}
 
 
+@interpreted
 @pytest.mark.parametrize("name", ["triton.varlen", "fault.memory.unwritten", "fault.memory.store"])
 def test_an_interpreted_kernel_has_the_same_verdicts(name: str) -> None:
     kernel = registry.get(name)
