@@ -29,6 +29,8 @@ class Wanted:
     kernel: str
     key: str
     case: Case
+    first: bool = False
+    """Whether it is the first of its kernel."""
 
 
 class CompileService:
@@ -77,7 +79,7 @@ class CompileService:
                 self._states[kernel, key] = "waiting"
                 rank = self._queued.get(kernel, 0)
                 self._queued[kernel] = rank + 1
-                heapq.heappush(self._queue, (rank, next(self._order), Wanted(kernel, key, case)))
+                heapq.heappush(self._queue, (rank, next(self._order), Wanted(kernel, key, case, rank == 0)))
         return {key: self._states[kernel, key] for key in cases}
 
     def state(self, kernel: str, key: str) -> KeyState | None:
@@ -102,12 +104,17 @@ class CompileService:
 
     @property
     def width(self) -> int:
-        """Compiles at once: all cores until workers need them, half of them at least."""
-        return self._width or max(1, self._cores // 2, self._cores - self.workers)
+        """Compiles at once: all cores until workers need them, half of them for first variants, a quarter for others."""
+        return self._width or max(1, self._cores // (2 if self._firsts else 4), self._cores - self.workers)
+
+    @property
+    def _firsts(self) -> bool:
+        """Whether some kernel has no compiled variant yet."""
+        return bool(self._queue and self._queue[0][0] == 0) or any(each.first for each in self._active.values())
 
     def room_for_workers(self) -> int:
-        """Return how many workers may run: half of the cores' number where much is to be compiled."""
-        return max(1, self._cores // 2) if self.pending() > self._cores // 2 else sys.maxsize
+        """Return how many workers may run: half of the cores' number until every kernel has a compiled variant."""
+        return max(1, self._cores // 2) if self._firsts else sys.maxsize
 
     def _start(self) -> None:
         while self._queue and len(self._active) < self.width:

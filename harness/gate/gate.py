@@ -76,8 +76,9 @@ def _gated(
         executor = Isolated(plan.device, backends=backends, deadline=plan.deadline, memory_check=plan.memory_check)
         try:
             described = executor.describe()
+            own = plan.shared(sum(why_not_here(each.kernel, plan.device) is None for each in gated))
             for each in gated:
-                run = KernelGateRun(each, plan, base, executor, stored, in_force, listener)
+                run = KernelGateRun(each, own, base, executor, stored, in_force, listener)
                 try:
                     run.run()
                 except KeyboardInterrupt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -79,6 +79,11 @@ class Plan:
             memory_check=self.memory_check,
             replay=False,
         )
+
+    def shared(self, kernels: int) -> Plan:
+        """Return the plan of each of so many kernels: its campaign has an even part of the budget."""
+        seconds = self.settings().seconds
+        return self if seconds is None else replace(self, budget=seconds / max(1, kernels))
 
     @property
     def sample(self) -> int:
