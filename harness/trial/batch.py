@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -72,6 +73,7 @@ class _PreparedBench(Bench):
     """The steps of one Case of a batch, with the numbers of the batch's inputs."""
 
     numbers: Numbers
+    waits: ClassVar[bool] = False
 
     def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
         """Return the tensors, of the batch's numbers."""

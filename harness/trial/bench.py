@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import printable
@@ -46,6 +46,8 @@ class Bench:
     kernel: Kernel
     device: Device
     clock: Clock
+    waits: ClassVar[bool] = True
+    """Whether each launch is waited for, so that an error of the device is attributed to it."""
 
     def ready(self, problem: Problem | None = None) -> Built:
         """Return the kernel compiled for `problem` (default: the Case's).

@@ -12,7 +12,7 @@ from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup
-from attnfuzz.oracles.relations.sizes import Noise, key_counts, sum_of_seeing
+from attnfuzz.oracles.relations.sizes import Noise, sum_of_seeing
 from attnfuzz.oracles.relations.tensors import output, packed
 
 __all__ = ["constant_v"]
@@ -91,14 +91,13 @@ def _constant_o(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs
         d_q = output(problem, outputs, "dq", part.index)
         yield Difference("dq", part.index, d_q, torch.zeros_like(d_q), 1.1 * scale * off[..., None] * largest + least)
     if "dk" in needs:
-        counts = key_counts(problem, part.index, q.device)
         longest = k.norm(dim=2).amax(1).repeat_interleave(groups)[:, None]
         p = torch.exp((scale * q.norm(dim=2) * longest - _lse(setup, part, outputs)).clamp(max=0.0)).nan_to_num(nan=1.0)
         rowwise = ((off * p)[..., None] * q.abs()).unflatten(0, (-1, groups)).sum(1)
-        allowed = 1.1 * scale * sum_of_seeing(counts, k.shape[1], rowwise)
+        allowed = 1.1 * scale * sum_of_seeing(noise.first, rowwise)
+        least = torch.where(noise.touched[:, None], form.eta, 0.0)
         d_k = output(problem, outputs, "dk", part.index)
-        touched = sum_of_seeing(counts, k.shape[1], noise.live.double()[None])[..., None] > 0
-        yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), allowed + torch.where(touched, form.eta, 0.0))
+        yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), allowed + least)
 
 
 def _alike(noise: Noise, u: float) -> torch.Tensor:
@@ -138,7 +137,7 @@ def _sums(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> D
     if noise.tf32:
         truncated = truncated + TF32 * grouped(d_o.abs())
     # The keys' own roundings are equal where some row weighs all its keys alike, or where dV is close to 0.
-    same = float(alike[:, noise.live].max()) if noise.live.any() else 0.0
+    same = torch.where(noise.live, alike, 0.0).amax() if alike.numel() else 0.0
     size = d_v.abs()
     own = same * half_ulp(size, form) + torch.where(size < 32 * form.eta, form.eta, 0.0)
     # Subnormal P have a few hundred values, and so have their products: their roundings do not average out.

@@ -24,10 +24,12 @@ __all__ = ["permuted_keys", "repeated_heads", "split_batch", "split_keys"]
 _LN_2 = math.log(2.0)
 
 
-def _noisy(setup: Setup, data: SequenceData, name: OutputName, got: torch.Tensor, expected: torch.Tensor) -> Difference:
-    noise = Noise(setup.inputs.problem, data, setup.deviations, setup.device)
-    allowed = noise.unit(name, expected)
-    return Difference(name, data.index, got, expected, allowed, noise=name != "lse")
+def _noise(setup: Setup, data: SequenceData) -> Noise:
+    return Noise(setup.inputs.problem, data, setup.deviations, setup.device)
+
+
+def _noisy(noise: Noise, index: int, name: OutputName, got: torch.Tensor, expected: torch.Tensor) -> Difference:
+    return Difference(name, index, got, expected, noise.unit(name, expected), noise=name != "lse")
 
 
 def split_batch(setup: Setup) -> Related:
@@ -38,9 +40,10 @@ def split_batch(setup: Setup) -> Related:
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         whole = setup.inputs.problem
         for part, problem, own in zip(parts, setup.problems, outputs[1:], strict=True):
+            noise = _noise(setup, part)
             for name in whole.needs.outputs:
                 got = output(whole, outputs[0], name, part.index)
-                yield _noisy(setup, part, name, got, output(problem, own, name, 0))
+                yield _noisy(noise, part.index, name, got, output(problem, own, name, 0))
 
     return Related((setup.inputs, *alone), differences)
 
@@ -62,12 +65,13 @@ def permuted_keys(setup: Setup) -> Related:
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         for part, order in zip(parts, orders, strict=True):
+            noise = _noise(setup, part)
             for name in problem.needs.outputs:
                 got = output(problem, outputs[0], name, part.index)
                 expected = output(problem, outputs[1], name, part.index)
                 if name in ("dk", "dv"):
                     expected = torch.empty_like(expected).index_copy_(1, order, expected)
-                yield _noisy(setup, part, name, got, expected)
+                yield _noisy(noise, part.index, name, got, expected)
 
     return Related((setup.inputs, packed(problem, moved)), differences)
 
@@ -83,11 +87,12 @@ def repeated_heads(setup: Setup) -> Related:
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         whole = setup.inputs.problem
         for part in parts:
+            noise = _noise(setup, part)
             for name in problem.needs.outputs:
                 expected = output(problem, outputs[1], name, part.index)
                 if name in ("dk", "dv"):
                     expected = expected.unflatten(0, (whole.kv_heads, groups)).sum(1)
-                yield _noisy(setup, part, name, output(whole, outputs[0], name, part.index), expected)
+                yield _noisy(noise, part.index, name, output(whole, outputs[0], name, part.index), expected)
 
     return Related((setup.inputs, packed(problem, repeated)), differences)
 
@@ -113,6 +118,7 @@ def split_keys(setup: Setup) -> Related:
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         whole = setup.inputs.problem
         for part in parts:
+            noise = _noise(setup, part)
             pairs = list(zip(setup.problems, outputs[1:], strict=True))
             logs = torch.stack([output(problem, own, "lse", part.index) for problem, own in pairs]) * base
             total = torch.logsumexp(logs, 0)
@@ -120,9 +126,9 @@ def split_keys(setup: Setup) -> Related:
             o = sum(weight[..., None] * output(*pair, "o", part.index) for weight, pair in zip(weights, pairs, strict=True))
             assert isinstance(o, torch.Tensor)
             if "lse" in whole.needs.outputs:
-                yield _noisy(setup, part, "lse", output(whole, outputs[0], "lse", part.index), total / base)
+                yield _noisy(noise, part.index, "lse", output(whole, outputs[0], "lse", part.index), total / base)
             if "o" in whole.needs.outputs:
-                yield _noisy(setup, part, "o", output(whole, outputs[0], "o", part.index), o)
+                yield _noisy(noise, part.index, "o", output(whole, outputs[0], "o", part.index), o)
 
     first = dataclasses.replace(setup.inputs, problem=_forward_only(setup.inputs.problem))
     return Related((first, *launches), differences)

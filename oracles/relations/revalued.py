@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -38,12 +39,13 @@ def shifted_scores(setup: Setup) -> Related:
     b_i moves scores by up to 120 and has 8 bits, so that b_i * c is exact in every dtype.
     """
     (problem,) = setup.problems
-    parts = []
-    for part in sequences(setup.inputs):
+    parts, whole = [], list(sequences(setup.inputs))
+    commons = _commons([part.k for part in whole])
+    for part, common in zip(whole, commons, strict=True):
         q, k = part.q.clone(), part.k.clone()
-        q[..., -1], k[..., -1] = 0, _common(part.k)
+        q[..., -1], k[..., -1] = 0, common
         parts.append(dataclasses.replace(part, q=q, k=k))
-    factors = [_factors(problem, part) for part in parts]
+    factors = [_factors(problem, part, common) for part, common in zip(parts, commons, strict=True)]
     moved = []
     for part, factor in zip(parts, factors, strict=True):
         q = part.q.clone()
@@ -52,8 +54,8 @@ def shifted_scores(setup: Setup) -> Related:
     base = _LN_2 if setup.deviations.lse_base2 else 1.0
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
-        for part, factor in zip(parts, factors, strict=True):
-            shift = problem.scale * factor * _common(part.k)
+        for part, factor, common in zip(parts, factors, commons, strict=True):
+            shift = problem.scale * factor * common
             noise = _noise(setup, part, shift)
             for name in problem.needs.outputs:
                 expected = output(problem, outputs[0], name, part.index)
@@ -67,20 +69,20 @@ def shifted_scores(setup: Setup) -> Related:
     return Related((packed(problem, parts), packed(problem, moved)), differences)
 
 
-def _factors(problem: Problem, part: SequenceData) -> torch.Tensor:
+def _factors(problem: Problem, part: SequenceData, common: float) -> torch.Tensor:
     """Return b_i of each head and row, float64 `(heads, seqlen_q)`."""
     heads, rows = part.q.shape[:2]
-    common = _common(part.k)
     wanted = torch.tensor(_SHIFTS, dtype=torch.float64, device=part.q.device) / common
     place = torch.arange(heads, device=part.q.device)[:, None] + torch.arange(rows, device=part.q.device)
     factor = wanted[place % len(_SHIFTS)] / problem.scale if problem.scale else torch.zeros_like(place, dtype=torch.float64)
     return factor.clamp(-_LARGEST_FACTOR / common, _LARGEST_FACTOR / common).to(torch.bfloat16).double()
 
 
-def _common(k: torch.Tensor) -> float:
-    """Return c, the last dim of all keys: of the size of k, since it is a factor in dQ's last dim."""
-    size = float(k[..., :-1].double().square().mean().sqrt()) if k.numel() else 1.0
-    return 2.0 ** round(math.log2(size)) if size else 1.0
+def _commons(keys: Sequence[torch.Tensor]) -> list[float]:
+    """Return c, the last dim of all keys, for each sequence: of the size of k, since it is a factor in dQ's last dim."""
+    squares = [k[..., :-1].double().square().mean() if k.numel() else k.new_ones((), dtype=torch.float64) for k in keys]
+    sizes = [math.sqrt(square) for square in torch.stack(squares).tolist()]
+    return [2.0 ** round(math.log2(size)) if size else 1.0 for size in sizes]
 
 
 def scaled_values(setup: Setup) -> Related:
@@ -100,6 +102,7 @@ def scaled_values(setup: Setup) -> Related:
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         for part in parts:
+            noise = functools.cache(functools.partial(_noise, setup, part))
             for name in problem.needs.outputs:
                 factor = 2.0 ** powers[name]
                 expected = output(problem, outputs[0], name, part.index)
@@ -110,7 +113,7 @@ def scaled_values(setup: Setup) -> Related:
                     allowed = torch.where(small & (name != "lse"), form.eta * (1 + 1 / factor), 0.0)
                     yield Difference(name, part.index, got, expected, allowed)
                 else:
-                    allowed = _noise(setup, part).unit(name, expected)
+                    allowed = noise().unit(name, expected)
                     yield Difference(name, part.index, got, expected, allowed, noise=name != "lse")
 
     return Related((setup.inputs, packed(problem, scaled)), differences)
@@ -144,11 +147,12 @@ def future_keys(setup: Setup) -> Related:
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
         for part, count in zip(parts, rows, strict=True):
+            noise = functools.cache(functools.partial(_noise, setup, part))
             for name in (each for each in problem.needs.outputs if each in BY_QUERY):
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index)[:, :count]
                 exact = name in setup.deterministic
-                allowed = torch.zeros_like(expected) if exact else _noise(setup, part).unit(name, expected)
+                allowed = torch.zeros_like(expected) if exact else noise().unit(name, expected)
                 values = (got, expected[:, :count], allowed[:, :count])
                 yield Difference(name, part.index, *values, noise=not exact and name != "lse")
 

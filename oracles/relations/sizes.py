@@ -15,7 +15,7 @@ keys with more weight point along q, plus p_i rms(k). Subnormals of P and dS los
 the magnitude of the exponents, and sqrt(n) of accumulation. The unit of `Noise` is the sum of all, with u in place of 0.6 u.
 
 Limits are multiples of it: 6.2 for an element, 1.8 for the root mean square of a row of 64, 1.2 for a long head
-(`difference.limit`). Largest error measured between correct runs, in units of the limit, over some 1,600 Cases on the CPU (an
+(`worst.limit`). Largest error measured between correct runs, in units of the limit, over some 1,600 Cases on the CPU (an
 emulated half-precision kernel to 1,500 tokens, torch's flash attention to 20,000, Triton's interpreter, TileLang's C code):
 
     permuted_keys    O 0.18  LSE 0.38  dQ 0.31  dK 0.23  dV 0.27
@@ -29,6 +29,7 @@ emulated half-precision kernel to 1,500 tokens, torch's flash attention to 20,00
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 
@@ -37,7 +38,7 @@ from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
 from attnfuzz.oracles.formats import EPS, Format
 
-__all__ = ["Noise", "key_counts", "sum_of_seeing"]
+__all__ = ["Noise", "first_seeing", "key_counts", "sum_of_seeing"]
 
 _TF32 = 2.0**-10
 _LN_2 = math.log(2.0)
@@ -52,15 +53,20 @@ def key_counts(problem: Problem, index: int, device: torch.device | str) -> torc
     return (torch.arange(n_q, device=device) + diagonal).clamp(0, n_k)
 
 
-def sum_of_seeing(counts: torch.Tensor, keys: int, by_row: torch.Tensor) -> torch.Tensor:
-    """Sum `by_row (heads, seqlen_q, ...)` over the rows that see each key, by `counts` of keys: `(heads, keys, ...)`."""
-    first = torch.searchsorted(counts, torch.arange(keys, device=counts.device), right=True)
+def first_seeing(counts: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return the first row that sees each key, by `counts` of keys; a key that none sees has the number of rows."""
+    return torch.searchsorted(counts, torch.arange(keys, device=counts.device), right=True)
+
+
+def sum_of_seeing(first: torch.Tensor, by_row: torch.Tensor) -> torch.Tensor:
+    """Sum `by_row (heads, seqlen_q, ...)` over the rows from `first` of each key on: `(heads, keys, ...)`."""
     total = torch.nn.functional.pad(by_row.flip(1).cumsum(1).flip(1).movedim(1, -1), (0, 1)).movedim(-1, 1)
     return total[:, first]
 
 
-def _rms(x: torch.Tensor) -> float:
-    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square as a tensor without dimensions: a number would wait for the device."""
+    return x.square().mean().sqrt() if x.numel() else x.new_zeros(())
 
 
 class Noise:
@@ -84,35 +90,52 @@ class Noise:
         self.u = _TF32 if tf32 else form.u
         # The output's last rounding; by tf32 that of the term that dominates the sum.
         self._own = self.u if tf32 or self.half else 2 * form.u
-        self._eta, self._form = form.eta, form
+        self._eta = form.eta
         scale = self._scale = abs(problem.scale)
-        q, k, v, d_o = (x.double() for x in (data.q, data.k, data.v, data.d_o))
-        self.key_counts = key_counts(problem, data.index, q.device)
+        self._data, k = data, data.k.double()
+        self.key_counts = key_counts(problem, data.index, data.q.device)
         n = self.n = self.key_counts.double().clamp(min=1)
         self.live = self.key_counts > 0
-        rms_k, rms_v = _rms(k), _rms(v)
-        q_size = q.norm(dim=2)
-        sigma = scale * q_size * rms_k
+        self._rms_k = _rms(k)
+        self._q_size = data.q.double().norm(dim=2)
+        sigma = self.sigma = scale * self._q_size * self._rms_k
         # The largest of so many scores is some z deviations above 0: with spread scores its key leads the row.
         z = math.sqrt(2 * math.log(max(2, sigma.numel() * self.keys)))
-        led = torch.exp(sigma * z - sigma.square() / 2) / n
-        self.p = torch.maximum(torch.exp(sigma.square() / 2) / n.sqrt(), led).clamp(max=1.0)
-        lifted = 3 * sigma + (0 if shift is None else shift.abs() * max(1.0, problem.dim_qk / 32))
+        half_square = sigma.square() / 2
+        led = torch.exp(sigma * z - half_square) / n
+        self.p = torch.maximum(torch.exp(half_square) / n.sqrt(), led).clamp(max=1.0)
+        lifted = 3 * sigma if shift is None else 3 * sigma + shift.abs() * max(1.0, problem.dim_qk / 32)
         self.exponent = n.log() + lifted
-        self.sigma = sigma
-        of_mean = (k.mean(1, keepdim=True) if self.keys else torch.zeros_like(k[:, :1])) / max(rms_k, 1e-300)
-        toward_q = sigma[..., None] * q / q_size.clamp(min=1e-300)[..., None]
-        self._drift = torch.hypot(
-            toward_q, of_mean.repeat_interleave(self._groups, 0).expand_as(toward_q) if self.keys else toward_q
-        )
-        """|sum_j P_ij k_j| / rms(k), without its random part."""
         self._fp32 = EPS * (4 + 2 * self.exponent + n.sqrt() / 2)
-        self._t = d_o.norm(dim=2) * rms_v
-        self._w = d_o.square().mean(2).sqrt()
-        self._q = q_size / math.sqrt(problem.dim_qk)
-        self._rms_k, self._rms_v = rms_k, rms_v
-        tau = scale * k.norm(dim=2) * _rms(q)
-        self._peak = torch.exp(tau.square()).clamp(max=20.0)
+        self._q = self._q_size / math.sqrt(problem.dim_qk)
+
+    @cached_property
+    def _rms_v(self) -> torch.Tensor:
+        return _rms(self._data.v.double())
+
+    @cached_property
+    def _w(self) -> torch.Tensor:
+        return self._data.d_o.double().square().mean(2).sqrt()
+
+    @cached_property
+    def _t(self) -> torch.Tensor:
+        return self._data.d_o.double().norm(dim=2) * self._rms_v
+
+    @cached_property
+    def _peak(self) -> torch.Tensor:
+        """exp(tau^2) of each key."""
+        tau = self._scale * self._data.k.double().norm(dim=2) * _rms(self._q)
+        return torch.exp(tau.square()).clamp(max=20.0)
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """The first row that sees each key."""
+        return first_seeing(self.key_counts, self.keys)
+
+    @cached_property
+    def touched(self) -> torch.Tensor:
+        """Whether any row sees the key."""
+        return self.first < self.key_counts.numel()
 
     def unit(self, name: OutputName, expected: torch.Tensor) -> torch.Tensor:
         """Return the typical error of each element of an output of value `expected`; for LSE the largest error."""
@@ -126,7 +149,7 @@ class Noise:
             case "dq":
                 size = self._scale * self._t * self._rms_k * self.p
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self.n
-                of_delta = 2 * torch.hypot(self.p[..., None], self._drift)
+                of_delta = 2 * torch.hypot(self.p[..., None], self._drift())
                 rounding = (self.u * size)[..., None] * (1 + of_delta)
                 flushed = (flushed * self._scale * self._rms_k * self.p)[..., None]
                 return self._total(expected, size, torch.hypot(rounding, flushed), self._fp32)
@@ -137,6 +160,14 @@ class Noise:
                 size = self._scale * self._t * self._q / self.n
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self._scale * self._q
                 return self._by_key(expected, size, torch.hypot(self.u * size * (1 + 2 * self.p), flushed))
+
+    def _drift(self) -> torch.Tensor:
+        """Return |sum_j P_ij k_j| / rms(k), without its random part: as large as the others, so not kept."""
+        toward_q = (self.sigma / self._q_size.clamp(min=1e-300))[..., None] * self._data.q.double()
+        if not self.keys:
+            return torch.hypot(toward_q, toward_q)
+        of_mean = self._data.k.double().mean(1, keepdim=True) / self._rms_k.clamp(min=1e-300)
+        return torch.hypot(toward_q, of_mean.repeat_interleave(self._groups, 0).expand_as(toward_q))
 
     def _lse(self) -> torch.Tensor:
         allowed = EPS * (16 + 4 * self.exponent + 2 * self.n.log2())
@@ -154,16 +185,13 @@ class Noise:
         """Sum over the rows that see a key, and over the query heads of its group."""
         if not self.n.numel():
             return torch.zeros_like(expected)
-
-        def gathered(x: torch.Tensor) -> torch.Tensor:
-            grouped = torch.where(self.live, x.square(), 0.0).unflatten(0, (-1, self._groups)).sum(1)
-            return sum_of_seeing(self.key_counts, self.keys, grouped).sqrt() * self._peak
-
-        fp32 = float(self._fp32.max()) + EPS * math.sqrt(self.n.numel() * self._groups) / 2
         if self._deviations.half_partials:
             rounding = 1.5 * rounding
-        fixed = torch.hypot(gathered(rounding), fp32 * gathered(size))[..., None]
+        fp32 = self._fp32.amax() + EPS * math.sqrt(self.n.numel() * self._groups) / 2
+        squares = torch.where(self.live, torch.stack((rounding, size)).square(), 0.0)
+        by_row = squares.unflatten(1, (-1, self._groups)).sum(2)
+        by_key = sum_of_seeing(self.first, by_row.flatten(0, 1)).unflatten(0, (2, -1)).sqrt() * self._peak
+        fixed = torch.hypot(by_key[0], fp32 * by_key[1])[..., None]
         own = self._own + fp32
-        touched = sum_of_seeing(self.key_counts, self.keys, self.live.double()[None])[0] > 0
-        least = torch.where(touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
+        least = torch.where(self.touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)

@@ -29,15 +29,18 @@ def huge_strides(setup: Setup) -> Related:
     parts = list(sequences(setup.inputs))
 
     def differences(outputs: Sequence[Outputs]) -> Iterator[Difference]:
+        of_contiguous = []
+        for part in parts:
+            noise = Noise(whole, part, setup.deviations, setup.device)
+            for name in whole.needs.outputs:
+                expected = output(whole, outputs[0], name, part.index)
+                of_contiguous.append((name, part.index, expected, noise.unit(name, expected)))
         for problem, own in zip(setup.problems, outputs[1:], strict=True):
             wide = next(name for name, layout in TENSORS if getattr(problem, layout) != Layout())
-            for part in parts:
-                noise = Noise(whole, part, setup.deviations, setup.device)
-                for name in whole.needs.outputs:
-                    expected = output(whole, outputs[0], name, part.index)
-                    got = output(problem, own, name, part.index)
-                    allowed, what = noise.unit(name, expected), f"with rows of {wide} a huge pitch apart"
-                    yield Difference(name, part.index, got, expected, allowed, noise=name != "lse", what=what)
+            what = f"with rows of {wide} a huge pitch apart"
+            for name, index, expected, allowed in of_contiguous:
+                got = output(problem, own, name, index)
+                yield Difference(name, index, got, expected, allowed, noise=name != "lse", what=what)
 
     others = (dataclasses.replace(setup.inputs, problem=problem) for problem in setup.problems)
     return Related((setup.inputs, *others), differences)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-import torch
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from attnfuzz.harness.judge.contract import why_unfit
 from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
-from attnfuzz.harness.trial.launch import is_out_of_memory, launch_in_place
+from attnfuzz.harness.trial.launch import is_out_of_memory, start, start_in_place
+from attnfuzz.harness.trial.poison import Bands, Reading, read_together
 from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.harness.trial.writes import overstepped
 from attnfuzz.kernels.contract import Inputs, Outputs
-from attnfuzz.kernels.problem import OutputName, reject
-from attnfuzz.oracles.relations import constant, rearranged, revalued, strides
-from attnfuzz.oracles.relations.difference import Difference, Related, Setup, Worst, worst
+from attnfuzz.kernels.problem import OutputName, Problem, reject
+from attnfuzz.oracles.relations import constant, rearranged, revalued, strides, transfer, worst
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup
+from attnfuzz.oracles.relations.worst import Worst
 from attnfuzz.strategies.case import Check
 from attnfuzz.strategies.relation_problems import related_problems
 
@@ -34,8 +40,15 @@ _RELATIONS: dict[Check, Callable[[Setup], Related]] = {
 }
 
 
+_ON_HOST = 1 << 18
+"""Elements of all launches up to which values are compared on the host."""
+
+
 def against_itself(bench: Bench) -> Verdict:
     """Run the launches of the Case's relation, and judge whether they agree.
+
+    On a device beside the host, a small Case is prepared and compared on the host: a value there costs less than an operation on
+    the device, and two copies are all that waits.
 
     Raises:
         BadArgument: the relation does not apply to the Case, or the kernel does not support a related launch.
@@ -46,19 +59,20 @@ def against_itself(bench: Bench) -> Verdict:
     with bench.clock.stage("inputs"):
         can, seed = bench.kernel.capabilities, case.recipe.seed
         problems = related_problems(case.check, case.problem, seed)
-        inputs = bench.inputs()
+        original = inputs = bench.inputs()
+        small = transfer.elements((case.problem, *problems)) <= _ON_HOST
+        copied = small and transfer.is_remote(original)
+        if copied:
+            inputs = transfer.inputs_on_host(original)
         related = _RELATIONS[case.check](Setup(inputs, problems, seed, bench.device, can.deviations, can.deterministic))
-    results: list[Outputs] = []
-    for each in related.inputs:
-        outputs = _launched(bench, each, apart=case.check == "huge_strides" and bool(results))
-        if isinstance(outputs, str):
-            figures = {name: Figures(elements=0, unjudged=outputs) for name in case.problem.needs.outputs}
-            return Verdict(status="pass", figures=figures)
-        if failures := why_unfit(case.kernel, each, outputs):
-            return Verdict(status="fail", failures=failures)
-        results.append(outputs)
+        each_inputs = transfer.launches_on_device(related.inputs, inputs, original) if copied else related.inputs
+    launches, stop = _launched(bench, each_inputs, together=small and not bench.waits)
+    if stop is not None:
+        _read(bench, launches, copied=False)
+        return stop
+    results = _read(bench, launches, copied=copied)
     with bench.clock.stage("judge"):
-        return _judged(bench, related.differences(results))
+        return _judged(bench, functools.partial(related.differences, results))
 
 
 def _steps(bench: Bench) -> Steps:
@@ -70,11 +84,59 @@ def _steps(bench: Bench) -> Steps:
 RELATION_CHECKS: dict[Check, Callable[[Bench], Steps]] = dict.fromkeys(_RELATIONS, _steps)
 
 
-def _launched(bench: Bench, inputs: Inputs, *, apart: bool) -> Outputs | str:
-    """Return the outputs of one launch, or why there is no memory for its inputs."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launch:
+    """One launch, and where it wrote, which may not be read yet."""
+
+    problem: Problem
+    outputs: Outputs
+    readings: Sequence[Reading]
+    failure: Callable[[], Failure | None]
+    """What was written where it may not be."""
+
+
+def _launched(bench: Bench, inputs: Sequence[Inputs], *, together: bool) -> tuple[list[_Launch], Verdict | None]:
+    """Run all launches; return also the Verdict if there is nothing to compare.
+
+    `together`: where they wrote is read later, for all. A launch that raises is then reported if no earlier one wrote wrongly.
+    """
+    launches: list[_Launch] = []
+    for number, each in enumerate(inputs):
+        try:
+            apart = number > 0 and bench.case.check == "huge_strides"
+            launch = _launch_apart(bench, each) if apart else _launch(bench, each)
+            if isinstance(launch, str):
+                figures = {name: Figures(elements=0, unjudged=launch) for name in bench.case.problem.needs.outputs}
+                return launches, Verdict(status="pass", figures=figures)
+            launches.append(launch)
+            if not together:
+                _read(bench, [launch], copied=False)
+                launches[-1] = dataclasses.replace(launch, readings=(), failure=_nothing)
+        except WentWrong:
+            _read(bench, launches, copied=False)
+            raise
+        if failures := why_unfit(bench.case.kernel, each, launch.outputs):
+            return launches, Verdict(status="fail", failures=failures)
+    return launches, None
+
+
+def _nothing() -> None:
+    """Say that nothing was written wrongly: it was read before."""
+
+
+def _launch(bench: Bench, inputs: Inputs) -> _Launch:
     ready = bench.ready(inputs.problem)
-    if not apart:
-        return bench.launch(ready, inputs)
+    with bench.clock.stage("kernel"):
+        outcome = start(bench.case, ready, inputs, bench.device, fill=math.nan, bands=None, wait=bench.waits)
+        if isinstance(outcome, Failure):
+            raise WentWrong(outcome)
+        readings = [each.reading for each in outcome.writes.later() if each.reading is not None]
+    return _Launch(inputs.problem, outcome.outputs, readings, outcome.writes.failure)
+
+
+def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
+    """Launch with rows far apart, in memory that is free again afterwards; or return why there is none."""
+    ready, bands, kernel = bench.ready(inputs.problem), Bands(), bench.case.kernel
     try:
         with bench.clock.stage("inputs"):
             wide = strides.stretch(inputs)
@@ -83,42 +145,92 @@ def _launched(bench: Bench, inputs: Inputs, *, apart: bool) -> Outputs | str:
             raise
         return "no memory for rows that pass 2^31 elements"
     with bench.clock.stage("kernel"):
-        outcome = launch_in_place(bench.case, ready, wide, bench.device)
-    if isinstance(outcome, Failure):
-        raise WentWrong(outcome)
-    for name, _ in strides.TENSORS:
-        if not torch.equal(getattr(wide, name), getattr(inputs, name)):
-            message = f"the kernel wrote to its input {name}"
-            raise WentWrong(Failure(kernel=bench.case.kernel, kind="guard", check=f"input {name}", message=message))
-    return outcome
+        outcome = start_in_place(bench.case, ready, wide, bench.device, bands, wait=bench.waits)
+        if isinstance(outcome, Failure):
+            raise WentWrong(outcome)
+        edges = bands.edges()
+        changed = [(getattr(wide, name) != getattr(inputs, name)).any().long()[None] for name, _ in strides.TENSORS]
+        inputs_same = [Reading([each], [0]) for each in changed]
+
+    def failure() -> Failure | None:
+        if edges is None or not edges.as_expected():
+            return overstepped(kernel, bands)
+        for (name, _), same in zip(strides.TENSORS, inputs_same, strict=True):
+            if not same.as_expected():
+                return Failure(
+                    kernel=kernel, kind="guard", check=f"input {name}", message=f"the kernel wrote to its input {name}"
+                )
+        return None
+
+    return _Launch(inputs.problem, outcome, [*inputs_same, *([] if edges is None else [edges])], failure)
 
 
-def _judged(bench: Bench, differences: Iterable[Difference]) -> Verdict:
+def _read(bench: Bench, launches: Sequence[_Launch], *, copied: bool) -> list[Outputs]:
+    """Wait for the launches; return their outputs, on the host if they are to be `copied`.
+
+    Raises:
+        WentWrong: one wrote where it may not.
+    """
+    with bench.clock.stage("kernel"):
+        readings = [each for launch in launches for each in launch.readings]
+        outputs = [each.outputs for each in launches]
+        if copied:
+            numbers = [each for reading in readings for each in reading.numbers]
+            outputs, values = transfer.outputs_on_host([(each.problem, each.outputs) for each in launches], numbers)
+            rest = iter(values)
+            for reading in readings:
+                parts = list(itertools.islice(rest, len(reading.numbers)))
+                reading.take([value for part in parts for value in part.tolist()])
+        else:
+            read_together(readings)
+        for launch in launches:
+            if (failure := launch.failure()) is not None:
+                raise WentWrong(failure)
+    return outputs
+
+
+def _judged(bench: Bench, differences: Callable[[], Iterable[Difference]]) -> Verdict:
     """Return figures of every output, and a Failure for each that is over its limit."""
     figures: dict[OutputName, Figures] = {}
-    failing: dict[OutputName, tuple[Difference, Worst]] = {}
-    for difference in differences:
-        name = difference.output
-        figures.setdefault(name, Figures(elements=0))
-        largest = worst(difference)
-        if largest is None:
-            continue
-        old = figures[name]
+    ratios = worst.ratios(differences())
+    over = {number for number, ratio in enumerate(ratios) if not ratio.value <= 1}
+    # Computed again where one is over: most often none is.
+    places = {number: _placed(each) for number, each in enumerate(differences()) if number in over} if over else {}
+    failing: dict[OutputName, _Placed] = {}
+    for number, ratio in enumerate(ratios):
+        name, old = ratio.output, figures.get(ratio.output, Figures(elements=0))
+        place = places.get(number)
         figures[name] = Figures(
-            elements=old.elements + difference.got.numel(),
-            worst=max(old.worst, four_digits(largest.ratio)),
-            over=old.over + largest.over,
+            elements=old.elements + ratio.elements,
+            worst=max(old.worst, four_digits(ratio.value)),
+            over=old.over + (place.largest.over if place else 0),
         )
-        if not largest.ratio <= 1 and (name not in failing or largest.ratio > failing[name][1].ratio):
-            failing[name] = (difference, largest)
-    failures = tuple(_failure(bench, *pair) for pair in failing.values())
+        if place and (name not in failing or place.largest.ratio > failing[name].largest.ratio):
+            failing[name] = place
+    failures = tuple(_failure(bench, place) for place in failing.values())
     return Verdict(status="fail" if failures else "pass", figures=figures, failures=failures)
 
 
-def _failure(bench: Bench, difference: Difference, largest: Worst) -> Failure:
-    name, relation = difference.output, bench.case.check
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """What a message says of a Difference that is over its limit."""
+
+    output: OutputName
+    sequence: int
+    what: str
+    largest: Worst
+
+
+def _placed(difference: Difference) -> _Placed:
+    largest = worst.worst(difference)
+    assert largest is not None
+    return _Placed(difference.output, difference.sequence, difference.what, largest)
+
+
+def _failure(bench: Bench, placed: _Placed) -> Failure:
+    name, relation, largest = placed.output, bench.case.check, placed.largest
     place = Place(
-        sequence=difference.sequence,
+        sequence=placed.sequence,
         position=largest.bad_row,
         head=largest.head,
         dim=largest.dim,
@@ -128,7 +240,7 @@ def _failure(bench: Bench, difference: Difference, largest: Worst) -> Failure:
     )
     rows = "query" if name in BY_QUERY else "key"
     dim = "" if largest.dim is None else f", dim {largest.dim}"
-    of = f" ({difference.what})" if difference.what else ""
+    of = f" ({placed.what})" if placed.what else ""
     message = (
         f"{OUTPUT_TITLES[name]}{of} breaks {relation}: sequence {place.sequence}, head {place.head}, "
         f"first at {rows} {place.position}{dim}: got {place.got:.9g}, expected {place.expected:.9g}, "

@@ -34,7 +34,8 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Needs, P
 from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
 from attnfuzz.kernels.triton.varlen import TritonVarlen
 from attnfuzz.oracles.relations import strides
-from attnfuzz.oracles.relations.difference import Difference, limit, worst
+from attnfuzz.oracles.relations.difference import Difference
+from attnfuzz.oracles.relations.worst import limit, worst
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.relation_problems import related_problems, why_not_relation

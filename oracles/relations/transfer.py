@@ -1,0 +1,92 @@
+"""Tensors of a small Case between the device and the host, many by one copy.
+
+A device operation costs about as much as a thousand elements do on the host, and each copy waits for all work before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from attnfuzz.kernels.contract import Inputs, Outputs
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
+
+__all__ = ["elements", "inputs_on_host", "is_remote", "launches_on_device", "outputs_on_host"]
+
+_INPUTS = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def is_remote(inputs: Inputs) -> bool:
+    """Whether the tensors are on a device that runs beside the host."""
+    return inputs.q.device.type != "cpu"
+
+
+def elements(problems: Iterable[Problem]) -> int:
+    """Return how many elements the inputs and outputs of launches of `problems` have."""
+    return sum(2 * (each.total_q * each.heads + each.total_k * each.kv_heads) * (each.dim_qk + each.dim_v) for each in problems)
+
+
+def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous copies on the host, by one operation on the device and one copy that waits for it."""
+    # Wide elements first, so that each tensor is aligned within the bytes of all.
+    order = sorted(range(len(tensors)), key=lambda at: -tensors[at].element_size())
+    parts = _cut(_fetched(_bytes([tensors[at] for at in order])), [tensors[at] for at in order])
+    copies = dict(zip(order, parts, strict=True))
+    return [copies[at] for at in range(len(tensors))]
+
+
+def inputs_on_host(inputs: Inputs) -> Inputs:
+    """Return the inputs of a relation's Case, which has no captured tensors, on the host."""
+    copies = _copied([getattr(inputs, name) for name in _INPUTS])
+    return dataclasses.replace(inputs, **dict(zip(_INPUTS, copies, strict=True)))
+
+
+def outputs_on_host(
+    launches: Sequence[tuple[Problem, Outputs]], others: Sequence[torch.Tensor] = ()
+) -> tuple[list[Outputs], list[torch.Tensor]]:
+    """Return the outputs that each Problem needs, and other tensors, on the host by one copy."""
+    places = [(number, name) for number, (problem, outputs) in enumerate(launches) for name in _wanted(problem, outputs)]
+    copies = _copied([*(getattr(launches[number][1], name) for number, name in places), *others])
+    by_place = dict(zip(places, copies, strict=False))
+    of_launches = [{name: by_place.get((number, name)) for name in OUTPUT_NAMES} for number in range(len(launches))]
+    return [Outputs(**each) for each in of_launches], copies[len(places) :]
+
+
+def launches_on_device(launches: Sequence[Inputs], copy: Inputs, original: Inputs) -> list[Inputs]:
+    """Return `launches`, made on the host of `copy`, on the device of `original`, by one copy; each tensor has its own memory.
+
+    Tensors that a launch took over from `copy` are those of `original`.
+    """
+    moved = {id(getattr(copy, name)): getattr(original, name) for name in _INPUTS}
+    own = {id(x): x for each in launches for name in _INPUTS if id(x := getattr(each, name)) not in moved}
+    if own:
+        order = sorted(own.values(), key=lambda x: -x.element_size())
+        parts = _cut(_sent(_bytes(order), original.q.device), order)
+        moved |= {id(x): part.clone() for x, part in zip(order, parts, strict=True)}
+    return [dataclasses.replace(each, **{name: moved[id(getattr(each, name))] for name in _INPUTS}) for each in launches]
+
+
+def _wanted(problem: Problem, outputs: Outputs) -> list[OutputName]:
+    """Return the outputs that are compared, and LSE, which limits of others are made of."""
+    return [name for name in OUTPUT_NAMES if name in problem.needs.outputs or (name == "lse" and outputs.lse is not None)]
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in tensors])
+
+
+def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of `flat` of the dtypes and shapes of `like`."""
+    parts = flat.split([each.numel() * each.element_size() for each in like])
+    return [part.view(each.dtype).view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
+def _fetched(flat: torch.Tensor) -> torch.Tensor:
+    return flat.cpu()
+
+
+def _sent(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Without pinned memory the driver takes its own copy at once: neither side waits.
+    return flat.to(device, non_blocking=True)
