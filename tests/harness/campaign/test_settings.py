@@ -122,7 +122,7 @@ def test_a_negative_seed_is_refused() -> None:
         (Settings(), 60.0),
         (Settings(profile="gate"), 300.0),
         (Settings(budget=8.0), 8.0),
-        (Settings(budget=8.0, shards=4), 2.0),
+        (Settings(budget=8.0, shards=4), 8.0),
         (Settings(max_examples=10), None),
         (Settings(max_examples=10, shards=4), None),
         (Settings(max_examples=10, budget=8.0), 8.0),
