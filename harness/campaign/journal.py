@@ -18,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 
+from attnfuzz.harness.core.files import write_whole
 from attnfuzz.strategies.case import BadCase, Case, case_from_json
 
-__all__ = ["Journal", "LeftBehind", "left_behind"]
+__all__ = ["Journal", "LeftBehind", "copy_left_behind", "left_behind"]
 
 _SLOT = 1 << 20
 _HEAD = struct.Struct("32sQ")
@@ -158,6 +159,23 @@ def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
     for each in entries.values():
         shared = of_file[each.path]
         yield replace(each, last=each is shared[-1], alone=len(shared) == 1)
+
+
+def copy_left_behind(source: Path | str, target: Path | str) -> list[Case]:
+    """Copy the files of `source` whose run ended with Cases in flight into `target`; returns those Cases."""
+    copied: list[Case] = []
+    for path in sorted((Path(source) / "inflight").glob("*-*")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                # Its run is alive.
+                continue
+            content = file.read()
+            if cases := _cases_of(_latest(content)):
+                write_whole(Path(target) / "inflight" / path.name, content)
+                copied += cases
+    return copied
 
 
 def _cases_of(entry: _Entry | None) -> list[Case]:

@@ -47,7 +47,8 @@ class KernelState:
         self._stored, self._left_behind = stored, left_behind
         self.tally = Tally()
         self.findings = Findings(kernel, context.corpus, context.listener, plan.seed)
-        self.rounds = Rounds(context.settings.max_examples)
+        settings = context.settings
+        self.rounds = Rounds(settings.max_examples, settings.shard, settings.shards)
         self.workers: set[int] = set()
         self.ready: dict[int, int] = {}
         self.waiting: dict[int, int] = {}

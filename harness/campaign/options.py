@@ -59,6 +59,8 @@ OPTIONS = (
            pytest_help="Failures after which a shard ends."),
     Option("case", "Run only this case, in its kernel's tests; may be repeated.", "FILE|BLOB", default=[], only="pytest"),
     Option("seed", "Same seed, same Cases in the same order.", "N", int, default=0),
+    Option("shard", "Try part I of N of this seed's Cases; `attnfuzz merge` joins the folders of all parts.", "I/N",
+           only="click"),
     Option("out", "Folder of case files.", "DIR", default=".attnfuzz"),
     Option("workers", "Processes that draw Cases and try them; auto fills the machine.", "N|auto", default="auto", only="click"),
     Option("jobs", "Compiles at once [default: the cores].", "N", int, least=1),
@@ -99,8 +101,19 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
         "plain": values.get("plain", False),
         "replay": not values.get("no_replay"),
         "workers": _workers(values.get("workers", "1"), device, values["in_process"]),
+        **_shard(values.get("shard")),
     }
     return settings.Settings(**{**fields, **more})
+
+
+def _shard(text: str | None) -> dict[str, int]:
+    """Return the fields of "2/8": the second of eight shards."""
+    if text is None:
+        return {}
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise reject("shard", text, "it is not I/N with I from 1 to N", "give the shard and their number, such as 2/8")
+    return {"shard": int(number) - 1, "shards": int(count)}
 
 
 def _workers(text: str, device: Device, in_process: bool) -> int:

@@ -76,7 +76,10 @@ def duration(text: str, name: str = "budget") -> float:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run's settings. `budget` or `max_examples` (distinct Cases per kernel) ends it, whichever comes first."""
+    """One run's settings. `budget` or `max_examples` (distinct Cases per kernel) ends it, whichever comes first.
+
+    Shards share `max_examples`, and each has the whole `budget`.
+    """
 
     device: Device = "cpu"
     profile: ProfileName = "quick"
@@ -86,6 +89,7 @@ class Settings:
     """Failures after which a kernel is not tried further."""
     seed: int = 0
     shard: int = 0
+    """Which of the `shards` of a run this is, from 0: all draw from the same rounds, each its own of them."""
     shards: int = 1
     out: str | None = ".attnfuzz"
     jobs: int | None = None

@@ -16,6 +16,7 @@ from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
+from attnfuzz.harness.cli.merge import merge_command
 from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE
 from attnfuzz.harness.cli.report import report_command
 from attnfuzz.harness.cli.repro import repro_command
@@ -115,6 +116,7 @@ for _command in (
     compile_command,
     check_adapter_command,
     report_command,
+    merge_command,
     demo_command,
     selftest_group,
 ):

@@ -55,7 +55,7 @@ def fuzz(
         kernel: anything that fulfils `attnfuzz.kernels.contract.Kernel`.
         max_examples: distinct Cases over all shards, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
         shards: number of tests, so that xdist's workers share the work; by default one for each worker, of at least ten Cases
-            each, and at least two. Each number of shards draws Cases of its own.
+            each, and at least two. The Cases are the same for any number of shards.
         cases: earlier failures, as blobs (AF1-...) or paths of case files: each is its own test, run every time.
 
     Returns:

@@ -78,7 +78,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def settings_of(
     config: pytest.Config, *, device: Device | None = None, shard: int = 0, shards: int = 1, most: int = 1
 ) -> Settings:
-    """Return the Settings of one of `shards` shards: its part of the budget, or of `most` Cases where no option limits them.
+    """Return the Settings of one of `shards` shards, which together try `most` Cases where no option says otherwise.
 
     Raises:
         BadArgument: an option is wrong.
@@ -89,7 +89,5 @@ def settings_of(
     examples = values["max_examples"]
     if examples is None and values["budget"] is None:
         examples = most
-    if examples is not None and examples > 0:  # what is not positive is refused as it is
-        examples = -(-examples // shards)
     device = device or resolve_device(values["device"])
     return settings_from(values, device, max_examples=examples, shard=shard, shards=shards)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from attnfuzz.harness.report.runfile import Broken, FailureRecord, KernelRecord, Number, OutputRecord, Refused, RunRecord
+from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
-__all__ = ["MergedRuns", "merge_runs", "select_runs", "value"]
+__all__ = ["MergedRuns", "merge_runs", "select_runs", "size_of", "value"]
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ def select_runs(runs: Iterable[RunRecord], *, every: bool) -> list[RunRecord]:
 
 
 def merge_runs(runs: Sequence[RunRecord], broken_files: Sequence[Broken] = ()) -> MergedRuns:
-    """Add up the counts, and keep one record of each failure: the most shrunk."""
+    """Add up the counts, and keep one record of each failure: the most shrunk, of several the one with the smallest Case."""
     done = MergedRuns(list(runs), list(broken_files))
     kernels: dict[str, KernelRecord] = {}
     failures: dict[tuple[str, str], FailureRecord] = {}
@@ -79,8 +81,18 @@ def value(number: Number) -> float:
     return float(number)
 
 
-def _rank(failure: FailureRecord) -> tuple[bool, bool, bool]:
-    return failure.shrunk and not failure.partly, failure.shrunk, failure.maps is not None
+def size_of(case: Case) -> tuple[float, ...]:
+    """Return what says which of two minimal Cases is the smaller: tokens, heads, and the length of its text."""
+    p = case.problem
+    return sum(p.seqlens_q) + sum(p.seqlens_k), p.heads, len(case.canonical())
+
+
+def _rank(failure: FailureRecord) -> tuple[bool, bool, tuple[float, ...], bool]:
+    size: tuple[float, ...] = (math.inf,)
+    with contextlib.suppress(BadCase):
+        size = size_of(case_from_object(failure.case))
+    smaller = tuple(-each for each in size)
+    return failure.shrunk and not failure.partly, failure.shrunk, smaller, failure.maps is not None
 
 
 def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
@@ -89,7 +101,7 @@ def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
     one = KernelRecord(kernel=other.kernel, ended=True) if one is None else one
     numbers: dict[str, Any] = {
         name: getattr(one, name) + getattr(other, name)
-        for name in ("cases", "shrink_cases", "seconds", "compiles", "compile_seconds", "refused", "replaced")
+        for name in ("cases", "shrink_cases", "reruns", "seconds", "compiles", "compile_seconds", "refused", "replaced")
     }
     kinds = dict.fromkeys((*one.drawn, *other.drawn))
     return KernelRecord(
