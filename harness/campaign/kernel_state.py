@@ -138,6 +138,12 @@ class KernelState:
         most = self._context.settings.max_failures
         return most is not None and len(self.findings.closed) >= most
 
+    @property
+    def findings_enough(self) -> bool:
+        """Whether it has as many failures as are wanted once those that are being shrunk are closed."""
+        most = self._context.settings.max_failures
+        return most is not None and self.findings.count >= most
+
     def is_over(self) -> bool:
         """Whether nothing is left to try, for any worker."""
         if self.broken or self.enough or self.hopeless:
