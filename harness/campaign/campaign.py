@@ -18,7 +18,7 @@ from attnfuzz.harness.campaign.events import (
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
-from attnfuzz.harness.campaign.processes import WorkerProcesses
+from attnfuzz.harness.campaign.processes import WorkerProcesses, WorkersLost
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
 from attnfuzz.harness.isolation.executors import Executor
@@ -86,7 +86,7 @@ def _worker(coordinator: Coordinator, executor: Executor) -> Worker:
     """Return the worker of this process."""
     context = worker_context(coordinator.context.settings, executor, coordinator.context.end)
     kernels = {name: (state.kernel, state.plan) for name, state in coordinator.states.items()}
-    return Worker(kernels, context, coordinator, LocalTurns(coordinator))
+    return Worker(kernels.__getitem__, context, coordinator, LocalTurns(coordinator))
 
 
 def _run(coordinator: Coordinator, work: Callable[[], None], skipped: Sequence[KernelSkipped], start: float) -> CampaignFinished:
@@ -97,7 +97,7 @@ def _run(coordinator: Coordinator, work: Callable[[], None], skipped: Sequence[K
             work()
         except KeyboardInterrupt:
             interrupted = True
-        except DeviceLost as error:
+        except (DeviceLost, WorkersLost) as error:
             lost = str(error)
         if coordinator.errors and len(coordinator.states) == 1:
             raise coordinator.errors[0]

@@ -14,6 +14,7 @@ from typing import Literal
 from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.marks import Marks
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor
+from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["CompileService", "KeyState", "Wanted"]
@@ -93,14 +94,17 @@ class CompileService:
             time.sleep(seconds)
         else:
             for done in self._compiler.poll(seconds):
-                wanted = self._active.pop(done.case)
-                if (journal := self._journals.pop(done.case, None)) is not None:
-                    journal.discard()
-                self._states[wanted.kernel, wanted.key] = "failed" if done.failure else "ready"
-                if done.failure is None and done.error is None:
-                    self._marks.add(wanted.kernel, wanted.key)
-                self._finished(wanted, done)
+                self._end(done)
             self._start()
+
+    def _end(self, done: Compiled) -> None:
+        wanted = self._active.pop(done.case)
+        if (journal := self._journals.pop(done.case, None)) is not None:
+            journal.discard()
+        self._states[wanted.kernel, wanted.key] = "failed" if done.failure else "ready"
+        if done.failure is None and done.error is None:
+            self._marks.add(wanted.kernel, wanted.key)
+        self._finished(wanted, done)
 
     @property
     def width(self) -> int:
@@ -123,7 +127,10 @@ class CompileService:
                 self._compiler = self._executor.compiler()
             self._note(wanted.case)
             self._active[wanted.case] = wanted
-            self._compiler.start(wanted.case)
+            try:
+                self._compiler.start(wanted.case)
+            except BadArgument as error:
+                self._end(Compiled(wanted.case, 0.0, error=error))
 
     def _note(self, case: Case) -> None:
         if self._out is None:

@@ -92,6 +92,14 @@ class Coordinator:
         able = [each for each in self.states.values() if not each.ended and self._can_try(each, -1)]
         return self._workers if any(each.rounds.many for each in able) else sum(not each.workers for each in able)
 
+    def unfinished(self) -> bool:
+        """Whether there is something left to do, now or once it is compiled."""
+        if self._late():
+            return False
+        for state in self.states.values():
+            self._end(state)
+        return not all(state.ended for state in self.states.values())
+
     def _can_try(self, state: KernelState, worker: int) -> bool:
         if self.over(state.kernel.name) or state.hopeless:
             return False
@@ -173,7 +181,7 @@ class Coordinator:
     def open(self, kernel: str, finding: Finding) -> Finding | None:
         """Keep a new failure; None where it is known or there are enough."""
         state = self.states[kernel]
-        if state.findings.knows(finding.identity) or state.enough:
+        if state.findings.knows(finding.identity) or state.findings_enough:
             return None
         seconds = state.seconds + finding.seconds_to_find
         found = dataclasses.replace(finding, cases_to_find=state.tally.cases, seconds_to_find=seconds)

@@ -81,8 +81,7 @@ class Drawer:
             with _DRAWING:
                 if self._strategy is None or variants != self._variants:
                     self._strategy, self._variants = self._make(variants), variants
-                seed, quota = self._seed * 7919 + round_.number, round_.skip + round_.quota
-                cases = drawn(self._strategy, seed=seed, examples=EXAMPLES, quota=quota)[round_.skip :]
+                cases = drawn(self._strategy, seed=self._seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
             self._result = Drawn(round_, cases, [each.id for each in cases])
         except BaseException as error:  # raised where it is taken
             self._result = error

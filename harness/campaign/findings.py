@@ -40,6 +40,11 @@ class Findings:
         """Whether a failure is known: it is open, closed or ignored."""
         return identity in self._known or identity in self._open
 
+    @property
+    def count(self) -> int:
+        """Return the number of failures that are kept, open or closed."""
+        return len(self._open) + len(self.closed)
+
     def ignore(self, identities: set[Identity]) -> None:
         """Count failures as known without keeping them."""
         self._known |= identities

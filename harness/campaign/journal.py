@@ -53,6 +53,11 @@ class LeftBehind:
     alone: bool = True
     """Whether it is the file's only Case."""
 
+    @property
+    def pid(self) -> int:
+        """Return the id of the process that had it in flight."""
+        return int(self.path.name.partition("-")[0])
+
 
 class Journal:
     """This process's file in `folder`. Made when the first Case is launched, gone when it is closed."""

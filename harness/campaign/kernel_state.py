@@ -82,7 +82,6 @@ class KernelState:
         if self._earlier is None:
             self._earlier = list(earlier_cases(self.kernel, self._context, self.findings, self._left_behind, self._stored))
             self.rounds.know(each.case.id for each in self._earlier)
-            self.rounds.reduce(len(self._earlier))
         earlier, self._earlier = tuple(self._earlier), []
         return earlier
 
@@ -140,6 +139,12 @@ class KernelState:
         most = self._context.settings.max_failures
         return most is not None and len(self.findings.closed) >= most
 
+    @property
+    def findings_enough(self) -> bool:
+        """Whether it has as many failures as are wanted once those that are being shrunk are closed."""
+        most = self._context.settings.max_failures
+        return most is not None and self.findings.count >= most
+
     def is_over(self) -> bool:
         """Whether nothing is left to try, for any worker."""
         if self.broken or self.enough or self.hopeless:
@@ -150,10 +155,14 @@ class KernelState:
     def count(self, phase: Phase, case: Case, verdict: Verdict) -> None:
         """Count a trial."""
         self.tally.add(phase, case, verdict)
+        if phase == "generate" and self._context.settings.max_examples is not None:
+            self.rounds.tried(case.id)
 
     def resume(self, left: LeftBehind) -> None:
         """Try a Case first that was in flight when a worker died."""
-        cases = earlier_cases(self.kernel, self._context, self.findings, [left], ())
+        cases = list(earlier_cases(self.kernel, self._context, self.findings, [left], ()))
+        # Its round, given out again, must not have it tried once more, which would end the next worker.
+        self.rounds.know([left.case.id])
         self._earlier = [*cases, *(self._earlier or ())]
 
     def end_turn(self, worker: int, end: TurnEnd) -> None:

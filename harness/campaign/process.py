@@ -17,7 +17,7 @@ from typing import Any
 from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.events import Event, Finding, Phase
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
-from attnfuzz.harness.campaign.plan import plan_of
+from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
@@ -25,6 +25,9 @@ from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.isolation.worker import bind_to
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.errors import describe_exception
+from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Answer", "Assignment", "Message", "main"]
@@ -38,7 +41,7 @@ class Assignment:
     """The first message to a worker: settings, kernels as shipped, and the end of the campaign (time.monotonic)."""
 
     settings: Settings
-    kernels: tuple[dict[str, Any], ...]
+    kernels: dict[str, dict[str, Any]]
     backends: tuple[str, ...]
     end: float | None
 
@@ -157,9 +160,14 @@ class _RemoteCampaign:
         return answer.value
 
     def _send(self, *, asks: bool) -> None:
-        reports, self._reports = tuple(self._reports), []
-        self._sent = time.monotonic()
-        self._connection.send(Message(reports, asks))
+        # Ctrl-C between two parts of a message would spoil what follows it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            reports, self._reports = tuple(self._reports), []
+            self._sent = time.monotonic()
+            self._connection.send(Message(reports, asks))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main(arguments: list[str]) -> None:
@@ -181,15 +189,28 @@ def main(arguments: list[str]) -> None:
         campaign.flush()
 
 
+def _kernel(name: str, assignment: Assignment) -> tuple[Kernel, KernelPlan]:
+    """Return a kernel and its plan, when its first turn comes: one that cannot be imported is no reason to leave out the others.
+
+    Raises:
+        BadArgument: it cannot be imported here.
+    """
+    try:
+        kernel = unpacked(assignment.kernels[name])
+    except BadArgument:
+        raise
+    except (Exception, SystemExit) as error:  # a third party's module: its error is the reason
+        raise BadArgument(f"kernel={name!r}: a child process cannot import it: {describe_exception(error)}") from error
+    return kernel, plan_of(kernel, assignment.settings)
+
+
 def _work(assignment: Assignment, campaign: _RemoteCampaign) -> None:
     settings = assignment.settings
     # A spare takes a second of a GPU to make, and its memory; among many workers, one that waits for a new child costs little.
     executor = executor_of(assignment.backends, settings, spares=0 if settings.device == "cuda" else None)
     try:
         executor.prepare()
-        kernels = [unpacked(each) for each in assignment.kernels]
         context = worker_context(settings, executor, assignment.end)
-        plans = {each.name: (each, plan_of(each, settings)) for each in kernels}
-        Worker(plans, context, campaign, campaign).work()
+        Worker(lambda name: _kernel(name, assignment), context, campaign, campaign).work()
     finally:
         executor.close()

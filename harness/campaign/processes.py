@@ -25,8 +25,9 @@ from attnfuzz.harness.isolation.isolated import memory_cap
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["WorkerProcesses"]
+__all__ = ["WorkerProcesses", "WorkersLost"]
 
 _PROGRAM = "import sys; from attnfuzz.harness.campaign.process import main; main(sys.argv[1:])"
 _TICK = 0.05
@@ -38,6 +39,10 @@ _MOST_DEATHS = 3
 """Workers that are replaced, as a multiple of their number."""
 
 
+class WorkersLost(Exception):
+    """Too many worker processes have died; the text says how many, and what to do."""
+
+
 class _Process:
     """One worker's process, and what it is at."""
 
@@ -46,8 +51,8 @@ class _Process:
         self.kernel: str | None = None
         self.rounds: set[tuple[str, int]] = set()
         self.open: set[tuple[str, Identity]] = set()
-        self.waits = False
-        """Whether it has asked for a turn and has no answer yet."""
+        self.begun = self.waits = False
+        """Whether it has sent anything, and whether it has asked for a turn and has no answer yet."""
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
@@ -60,11 +65,8 @@ class WorkerProcesses:
     """Starts some workers at once, so that they load while the campaign prepares; `work` runs the campaign.
 
     Args:
-        kernels: what the workers will try.
+        kernels: what the workers will try; one that cannot be given to another process is reported by `work`.
         context: of the campaign.
-
-    Raises:
-        BadArgument: a kernel cannot be given to another process.
     """
 
     def __init__(self, kernels: Sequence[Kernel], context: CampaignContext) -> None:
@@ -73,10 +75,17 @@ class WorkerProcesses:
         self._context = context
         own = replace(settings, workers=1, memory=memory)
         backends = tuple(sorted({each.backend for each in kernels}))
-        self._assignment = Assignment(own, tuple(shipped(each.name) for each in kernels), backends, context.end)
+        self._refused: dict[str, BadArgument] = {}
+        parcels = {}
+        for each in kernels:
+            try:
+                parcels[each.name] = shipped(each.name)
+            except BadArgument as error:
+                self._refused[each.name] = error
+        self._assignment = Assignment(own, parcels, backends, context.end)
         self._gpus = gpus() if settings.device == "cuda" else []
         self._living: dict[Connection, _Process] = {}
-        self._deaths = 0
+        self._deaths, self._last_status = 0, ""
         self._numbers = deque(range(settings.workers))
         # Half of the cores are the compiler's, which may have much to do.
         for _ in range(max(1, min(settings.workers, len(os.sched_getaffinity(0)) // 2))):
@@ -98,16 +107,20 @@ class WorkerProcesses:
             )
         connection = Connection(here.detach())
         self._living[connection] = _Process(number, process, connection)
-        connection.send(self._assignment)
+        with contextlib.suppress(OSError):  # it is gone already, which is noticed soon
+            connection.send(self._assignment)
 
     def work(self, coordinator: Coordinator) -> None:
         """Answer the workers until all have ended.
 
         Raises:
-            KeyboardInterrupt: by the user; what the workers had found until then is kept.
+            KeyboardInterrupt: by the user; what the workers have reported until then is kept.
+            WorkersLost: too many workers have died.
         """
+        for name, error in self._refused.items():
+            coordinator.broke(-1, name, error)
         try:
-            while self._living or coordinator.able():
+            while self._living or coordinator.unfinished():
                 self._step(coordinator)
         except KeyboardInterrupt:
             self._interrupt(coordinator)
@@ -132,6 +145,11 @@ class WorkerProcesses:
         while self._numbers and idle < coordinator.able() and len(self._living) < coordinator.compiles.room_for_workers():
             self._start(self._numbers.popleft())
             idle += 1
+        if not self._living and not self._numbers and coordinator.unfinished():
+            raise WorkersLost(
+                f"{self._deaths} worker processes died, the last with {self._last_status}; the next run begins with "
+                "their Cases in flight; --workers 1 tries the kernels without worker processes"
+            )
         coordinator.compiles.workers = len(self._living)
 
     def _receive(self, worker: _Process, coordinator: Coordinator) -> None:
@@ -140,6 +158,7 @@ class WorkerProcesses:
         except (EOFError, OSError):
             self._gone(worker, coordinator)
             return
+        worker.begun = True
         *reports, (method, arguments) = message.reports
         for name, values in reports:
             self._call(worker, coordinator, name, values)
@@ -185,6 +204,7 @@ class WorkerProcesses:
             worker.process.wait(_LAST_WORDS)
         died = worker.process.poll() != 0
         worker.end()
+        self._last_status = _ending(worker.process.returncode)
         for kernel, identity in worker.open:
             coordinator.close(kernel, identity)
         for kernel, number in worker.rounds:
@@ -193,15 +213,21 @@ class WorkerProcesses:
         if died:
             self._deaths += 1
             if self._context.settings.out:
-                coordinator.resume(list(left_behind(self._context.settings.out)))
+                left = left_behind(self._context.settings.out)
+                coordinator.resume([each for each in left if each.pid == worker.process.pid])
             if self._deaths <= _MOST_DEATHS * self._context.settings.workers:
                 self._numbers.append(worker.number)
 
     def _interrupt(self, coordinator: Coordinator) -> None:
         """End the workers, and keep what they report until they have ended."""
-        for each in self._living.values():
+        for each in list(self._living.values()):
+            if not each.begun:
+                # It loads still: nothing to report, and a signal would end it with a traceback.
+                del self._living[each.connection]
+                each.end()
+                continue
             with contextlib.suppress(OSError):
-                os.kill(each.process.pid, signal.SIGINT)
+                each.process.send_signal(signal.SIGINT)
         end = time.monotonic() + _LAST_WORDS
         while self._living and time.monotonic() < end:
             for connection in wait(list(self._living), _TICK):
@@ -223,6 +249,15 @@ class WorkerProcesses:
         for each in self._living.values():
             each.end()
         self._living.clear()
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
 
 
 def _has_descriptor(stream: Any) -> bool:

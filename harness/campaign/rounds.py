@@ -1,12 +1,10 @@
 """Rounds of draws: each has a number, which makes its seed, so that any worker can draw any of them.
 
-With a limit on Cases, which rounds are drawn and how many Cases each gives depends on the limit alone, never on the number of
-workers: rounds for all Cases are given out, and only when all of them are drawn others for what they lacked.
+With a limit on Cases, which rounds are drawn and which Cases they give depends on the limit alone, never on the number of workers
+or on their speed: rounds of full size are given out together, the next ones once all of those are drawn, and what is lacking at
+the end comes from one round at a time, of which the first new Cases are taken.
 
-Shards of one run draw from the same rounds, each its own of them. Under a limit the rounds of the whole run are shared out: whole
-ones in turn, and of the rest each shard has an equal part of the Cases. What the shards of one limit draw at first is together
-what one run draws at first, for any number of shards. Where a round repeats Cases of others, one run draws further rounds in
-their place and a shard does so only for what it has tried itself: then the shards have some Cases twice, and other further ones.
+Shards of one run draw rounds of their own, every n-th, and an equal part of the Cases.
 """
 
 from __future__ import annotations
@@ -18,19 +16,23 @@ __all__ = ["EXAMPLES", "Round", "Rounds"]
 
 EXAMPLES = 100
 """Values that Hypothesis draws in a round."""
+_TOGETHER = 16
+"""Rounds that are given out together where the number of Cases is limited."""
 _MOST_EMPTY = 3
 """Rounds without a new Case after which all Cases count as tried."""
+_SPARE = 8
+"""Cases that a round draws beyond twice those that are lacking."""
 _REMEMBERED = 1 << 14
 """Cases that are remembered where their number has no limit; of later ones, some may be tried twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round: its number, the most Cases it gives, and how many it passes over before them: those are another shard's."""
+    """One round: its number, the distinct Cases to draw, and how many new ones of them are tried at most."""
 
     number: int
     quota: int = EXAMPLES
-    skip: int = 0
+    most: int = EXAMPLES
 
 
 class Rounds:
@@ -44,45 +46,23 @@ class Rounds:
 
     def __init__(self, most: int | None = None, shard: int = 0, shards: int = 1) -> None:
         self._shard, self._shards = shard, shards
-        self._whole, self._parts, self._first_free = 0, list[Round](), 0
-        self._most = None if most is None else self._share(most)
-        self._taken = self._planned = self._empty = self._given = 0
+        self._most = None if most is None else most * (shard + 1) // shards - most * shard // shards
+        self._next = self._planned = self._empty = self._given = 0
+        self._together: list[int] = []
+        """New Cases of each round since rounds were planned."""
         self._returned: list[Round] = []
         self._undrawn: dict[int, Round] = {}
-        self._of_round: dict[int, tuple[Round, list[str]]] = {}
+        self._untried: dict[int, tuple[Round, set[str]]] = {}
+        """Rounds that are drawn, each with the Cases that no worker has reported."""
+        self._round_of: dict[str, int] = {}
         self._known: set[str] = set()
 
-    def _share(self, most: int) -> int:
-        """Plan this shard's rounds of a run of `most` Cases; returns the number of its Cases."""
-        self._whole = most // EXAMPLES // self._shards
-        before = self._whole * self._shards
-        rest = most - before * EXAMPLES
-        first, end = rest * self._shard // self._shards, rest * (self._shard + 1) // self._shards
-        for start in range(0, rest, EXAMPLES):
-            skip, quota = max(0, first - start), min(EXAMPLES, end - start) - max(0, first - start)
-            if quota > 0:
-                self._parts.append(Round(before + start // EXAMPLES, quota, skip))
-        self._first_free = before + -(-rest // EXAMPLES)
-        return self._whole * EXAMPLES + end - first
-
-    def _next(self) -> Round:
-        """Return this shard's next round, with all the Cases that are its own."""
-        index, self._taken = self._taken, self._taken + 1
-        if self._most is not None and index >= self._whole:
-            index -= self._whole
-            if index < len(self._parts):
-                return self._parts[index]
-            return Round(self._first_free + self._shard + (index - len(self._parts)) * self._shards)
-        return Round(self._shard + index * self._shards)
-
     def know(self, ids: Iterable[str]) -> None:
-        """Count Cases as tried already: no round gives them again."""
-        self._known.update(ids)
-
-    def reduce(self, count: int) -> None:
-        """Give so many Cases less, where their number is limited: others are tried in their place."""
+        """Count Cases as tried already: no round gives them again, and others come in their place for those that one gave."""
+        new = set(ids) - self._known
+        self._known |= new
         if self._most is not None:
-            self._most = max(0, self._most - count)
+            self._most = max(0, self._most - len(new))
 
     def may_give(self) -> bool:
         """Whether `take` returns a round now."""
@@ -90,7 +70,7 @@ class Rounds:
             return True
         if self.over:
             return False
-        return self._most is None or self._planned > 0 or (not self._undrawn and self._given < self._most)
+        return self._most is None or (self._given < self._most and (self._planned > 0 or not self._undrawn))
 
     @property
     def many(self) -> bool:
@@ -101,50 +81,75 @@ class Rounds:
         """Return the next round; None: there is none, at least until those that were given out are drawn."""
         if not self.may_give():
             return None
-        round_ = self._returned.pop() if self._returned else self._limited(self._next())
+        round_ = self._returned.pop() if self._returned else self._new()
         self._undrawn[round_.number] = round_
         return round_
 
-    def _limited(self, round_: Round) -> Round:
-        """Return a round with the Cases of it that are still wanted."""
+    def _new(self) -> Round:
+        first = self._next == 0
+        number = self._shard + self._next * self._shards
+        self._next += 1
         if self._most is None:
-            return round_
-        if self._planned == 0 and not self._undrawn:
-            self._planned = self._most - self._given
-        quota = min(round_.quota, self._planned)
-        self._planned -= quota
-        return replace(round_, quota=quota)
+            return Round(number)
+        lacking = self._most - self._given
+        if self._planned == 0:
+            self._together.clear()
+            self._planned = min(_TOGETHER, max(1, lacking // EXAMPLES))
+        self._planned -= 1
+        if lacking >= EXAMPLES:
+            return Round(number)
+        # Some that it draws will be known: each round begins with the simplest Case.
+        return Round(number, lacking if first else min(EXAMPLES, 2 * lacking + _SPARE), lacking)
 
     def drawn(self, number: int, ids: Sequence[str]) -> list[int]:
         """Return which of the Cases that a round has drawn are new, as indices; those are counted as given."""
         round_ = self._undrawn.pop(number, None) or Round(number)
-        new = []
-        for index, each in enumerate(ids):
-            if each not in self._known:
-                new.append(index)
-                if self._most is not None or len(self._known) < _REMEMBERED:
-                    self._known.add(each)
-        self._of_round[number] = round_, [ids[index] for index in new]
+        new = [index for index, each in enumerate(ids) if each not in self._known][: round_.most]
+        if self._most is not None or len(self._known) < _REMEMBERED:
+            self._known.update(ids[index] for index in new)
+        self._untried[number] = round_, {ids[index] for index in new}
         self._given += len(new)
-        self._empty = 0 if new else self._empty + 1
+        self._together.append(len(new))
+        if self._most is None:
+            self._empty = 0 if new else self._empty + 1
+            self._together.clear()
+        else:
+            self._round_of.update((ids[index], number) for index in new)
+            if not (self._planned or self._undrawn or self._returned):
+                self._empty = 0 if any(self._together) else self._empty + len(self._together)
         return new
+
+    def tried(self, id_: str) -> None:
+        """Note that a Case has been tried: its round does not give it again, should that be given out again."""
+        if (number := self._round_of.pop(id_, None)) is not None:
+            self._untried[number][1].discard(id_)
 
     def finish(self, number: int) -> None:
         """Forget what would be needed to give a round out again."""
-        self._of_round.pop(number, None)
+        _, ids = self._untried.pop(number, (None, set[str]()))
+        for each in ids:
+            self._round_of.pop(each, None)
 
     def give_back(self, number: int) -> None:
-        """Give out a round again whose worker is gone."""
-        undrawn = self._undrawn.pop(number, None)
-        round_, ids = self._of_round.pop(number, (undrawn or Round(number), []))
-        self._known.difference_update(ids)
-        self._given -= len(ids)
-        self._returned.append(round_)
+        """Give out a round again whose worker is gone: the Cases of it that were not tried."""
+        if (undrawn := self._undrawn.pop(number, None)) is not None:
+            self._returned.append(undrawn)
+        elif number in self._untried:
+            round_, ids = self._untried[number]
+            self.finish(number)
+            self._known -= ids
+            self._given -= len(ids)
+            if ids:
+                self._returned.append(replace(round_, most=len(ids)))
 
     @property
     def over(self) -> bool:
         """Whether no further round will be given out."""
         if self._returned:
             return False
-        enough = self._most is not None and not self._undrawn and self._given >= self._most
-        return enough or self._empty >= _MOST_EMPTY
+        if self._most is not None:
+            if self._undrawn or self._given >= self._most:
+                return not self._undrawn
+            if self._planned:
+                return False
+        return self._empty >= _MOST_EMPTY

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from attnfuzz.harness.campaign.context import WorkerContext, batch_for
 from attnfuzz.harness.campaign.journal import Journal
@@ -57,16 +57,16 @@ class Worker:
     """Tries kernels in turns; the Cases that it has drawn stay with it between its turns on a kernel.
 
     Args:
-        kernels: by name, each with its plan.
+        kernel: returns the kernel of a name, and its plan.
         context: what all kernels of the worker share.
         campaign: what it reports to.
         turns: where it gets its work.
     """
 
     def __init__(
-        self, kernels: Mapping[str, tuple[Kernel, KernelPlan]], context: WorkerContext, campaign: Campaign, turns: Turns
+        self, kernel: Callable[[str], tuple[Kernel, KernelPlan]], context: WorkerContext, campaign: Campaign, turns: Turns
     ) -> None:
-        self._kernels, self._context, self._campaign, self._turns = kernels, context, campaign, turns
+        self._kernel, self._context, self._campaign, self._turns = kernel, context, campaign, turns
         self._runs: dict[str, KernelRun] = {}
         self._last: str | None = None
 
@@ -96,10 +96,9 @@ class Worker:
             # What one kernel leaves behind in a process must not be the next one's.
             self._context.executor.fresh()
             self._last = turn.kernel
-        if turn.kernel not in self._runs:
-            kernel, plan = self._kernels[turn.kernel]
-            self._runs[turn.kernel] = KernelRun(kernel, plan, self._context, self._campaign)
         try:
+            if turn.kernel not in self._runs:
+                self._runs[turn.kernel] = KernelRun(*self._kernel(turn.kernel), self._context, self._campaign)
             end = self._runs[turn.kernel].turn(turn)
         except (BadArgument, ExecutionError, ChildError) as error:
             self._turns.broke(turn.kernel, error)

@@ -42,7 +42,7 @@ __all__ = ["gate_command"]
 )
 @click.option("--all", "everything", is_flag=True, help="Gate every kernel of the checkout, changed or not.")
 @device_option
-@click.option("--budget", metavar="60s", help="Time for the campaigns of all kernels together [default: 5m, or none with --max-examples].")
+@click.option("--budget", metavar="60s", help="Time for all kernels' campaigns [default: 5m, or none with --max-examples].")
 @click.option("--max-examples", type=int, metavar="N", help="Distinct Cases of each kernel's campaign.")
 @seed_option
 @click.option("--cases", type=int, metavar="N", help="Cases on which errors are compared [default: 24 on the CPU, 64 on CUDA].")

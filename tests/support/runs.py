@@ -69,7 +69,7 @@ def run_kernel(
     coordinator = Coordinator(context, [state], executor)
     worker = WorkerContext(settings, executor, journal)
     try:
-        Worker({kernel.name: (kernel, state.plan)}, worker, coordinator, LocalTurns(coordinator)).work()
+        Worker(lambda _: (kernel, state.plan), worker, coordinator, LocalTurns(coordinator)).work()
     finally:
         coordinator.compiles.close()
     for error in coordinator.errors:
