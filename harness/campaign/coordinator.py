@@ -184,8 +184,8 @@ class Coordinator:
         if state.findings.knows(finding.identity) or state.findings_enough:
             return None
         seconds = state.seconds + finding.seconds_to_find
-        found = dataclasses.replace(finding, cases_to_find=state.tally.cases, seconds_to_find=seconds)
-        return state.findings.open(found, self.context.shrink_seconds)
+        dated = dataclasses.replace(finding, cases_to_find=state.tally.cases, seconds_to_find=seconds)
+        return state.findings.open(dated, self.context.shrink_seconds)
 
     def update(self, kernel: str, before: Identity, finding: Finding) -> None:
         """Replace an open finding."""
