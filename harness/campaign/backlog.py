@@ -58,7 +58,8 @@ class Backlog:
         places: list[int] = []
         room = batch.room
         for place, each in self._cases.items():
-            if each.key not in self._ready or (places and each.alike != self._cases[places[0]].alike):
+            unlike = batch.together and places and each.alike != self._cases[places[0]].alike
+            if each.key not in self._ready or unlike:
                 continue
             weight = batch.weight(each.case)
             if places and weight > room:

@@ -91,7 +91,8 @@ class CompileService:
         """Start and finish compiles; wait for one to end for at most `seconds`."""
         self._start()
         if self._compiler is None or not self._active:
-            time.sleep(seconds)
+            if seconds:
+                time.sleep(seconds)
         else:
             for done in self._compiler.poll(seconds):
                 self._end(done)

@@ -39,8 +39,12 @@ class CampaignContext:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How many Cases run together: at most `most`, whose weights add up to at most `room`."""
+    """How many Cases are taken at once: at most `most`, whose weights add up to at most `room`.
 
+    `together`: they run and are judged together; else one after the other, and only their entry in the journal is one.
+    """
+
+    together: bool = False
     most: int = 1
     room: float = 0.0
     weight: Callable[[Case], float] = lambda _: 0.0
@@ -54,8 +58,8 @@ def _scores(case: Case) -> float:
 
 
 _BATCHES: dict[Device, Batch] = {
-    "cpu": Batch(),
-    "cuda": Batch(32, float(1 << 26), _scores),
+    "cpu": Batch(most=16),
+    "cuda": Batch(True, 32, float(1 << 26), _scores),
 }
 """On a GPU the launches of one judgement cost more than the Cases; scores of a batch take 0.5 GiB each time they are held."""
 

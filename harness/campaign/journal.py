@@ -1,18 +1,20 @@
 """The Case in flight, on disk before it is launched: a run that dies, or a machine, leaves its last Case behind.
 
 One small file per process, written in place and synchronised, in two slots alternately, so that a torn write spoils neither the
-other slot nor the run. The process that owns the file holds a lock on it; a file without that lock was left behind.
+other slot nor the run; a third slot says which Case of several runs now. The process that owns the file holds a lock on it; a file
+without that lock was left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from attnfuzz.strategies.case import BadCase, Case, case_from_json
 __all__ = ["Journal", "LeftBehind", "copy_left_behind", "left_behind"]
 
 _SLOT = 1 << 20
+_SLOTS, _PASSING = 3, 2
+"""Two slots for what is synchronised, by turns, and one for what is not."""
 _HEAD = struct.Struct("32sQ")
 """SHA-256 of the content, and its length."""
 _created: set[Path] = set()
@@ -36,7 +40,9 @@ class _Entry(msgspec.Struct, frozen=True):
     """Canonical JSON; empty where nothing is in flight."""
     deaths: int = 0
     more: tuple[str, ...] = ()
-    """The other Cases of a batch, which are in flight together."""
+    """The other Cases of a batch, which are in flight together, or follow."""
+    boot: str = ""
+    """The machine's boot. What is not synchronised outlives a process, but not the machine."""
     died: bool = True
     """Whether a run that leaves this behind has died of it: one that ended by an error of attnfuzz has not."""
 
@@ -66,23 +72,37 @@ class Journal:
         self._folder = Path(folder) / "inflight"
         self._path: Path | None = None
         self._file = -1
-        self._number = 0
+        self._number = self._slot = 0
         self._entry: _Entry | None = None
+        self._group: frozenset[Case] = frozenset()
+
+    def launch_next(self, cases: Sequence[Case]) -> None:
+        """The first of `cases` is about to run, then the others: synchronised once for all, as long as nothing else runs.
+
+        After the death of this process the first one is known to have been in flight, after that of the machine all.
+        """
+        if cases[0] not in self._group:
+            self.launch(*cases)
+            self._group = frozenset(cases)
+        self._entry = _Entry(self._number + 1, cases[0].canonical(), boot=_boot())
+        self._write(self._entry, _PASSING)
 
     def launch(self, *cases: Case, deaths: int = 0) -> None:
         """`cases` are about to run; `deaths`: runs that have ended with them in flight. On disk when this returns."""
         if self._file < 0:
             self._open()
         first, *more = (each.canonical() for each in cases)
-        self._entry = _Entry(self._number + 1, first, deaths, tuple(more))
-        self._write(self._entry)
+        self._group = frozenset()
+        self._entry = _Entry(self._number + 1, first, deaths, tuple(more), _boot())
+        self._slot = 1 - self._slot
+        self._write(self._entry, self._slot)
         os.fdatasync(self._file)
 
     def landed(self) -> None:
         """The Case in flight has its verdict. Not synchronised: at worst a Case that passed is tried once more."""
         if self._file >= 0:
             self._entry = None
-            self._write(_Entry(self._number + 1, ""))
+            self._write(_Entry(self._number + 1, "", boot=_boot()), _PASSING)
 
     def close(self) -> None:
         """Nothing is in flight any more."""
@@ -101,7 +121,8 @@ class Journal:
             if self._entry is not None:
                 with contextlib.suppress(OSError):  # a full disk: then it counts as a death
                     entry = self._entry
-                    self._write(_Entry(self._number + 1, entry.case, entry.deaths, entry.more, died=False))
+                    left = _Entry(self._number + 1, entry.case, entry.deaths, entry.more, _boot(), died=False)
+                    self._write(left, _PASSING)
             os.close(self._file)
             self._file, self._entry = -1, None
 
@@ -118,7 +139,7 @@ class Journal:
         self._path = hidden
         self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        os.ftruncate(self._file, 2 * _SLOT)
+        os.ftruncate(self._file, _SLOTS * _SLOT)
         # Seen by other runs only once it is locked: a file without a lock is one that was left behind.
         self._path = hidden.rename(self._folder / name)
         os.fsync(self._file)
@@ -126,14 +147,14 @@ class Journal:
         os.fsync(folder)
         os.close(folder)
 
-    def _write(self, entry: _Entry) -> None:
+    def _write(self, entry: _Entry, slot: int) -> None:
         self._number = entry.number
         content = msgspec.json.encode(entry)
         if len(content) > _SLOT - _HEAD.size:
             # A batch of a hundred thousand sequences: better no entry than one that spoils the other slot.
             content = msgspec.json.encode(_Entry(entry.number, ""))
         record = _HEAD.pack(hashlib.sha256(content).digest(), len(content)) + content
-        os.pwrite(self._file, record, entry.number % 2 * _SLOT)
+        os.pwrite(self._file, record, slot * _SLOT)
 
 
 def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
@@ -193,12 +214,28 @@ def _cases_of(entry: _Entry | None) -> list[Case]:
 
 
 def _latest(content: bytes) -> _Entry | None:
+    """Return the latest entry; where the machine was down since, with the Cases that were synchronised before it."""
     entries = []
-    for start in (0, _SLOT):
+    for slot in range(_SLOTS):
+        start = slot * _SLOT
         if len(content) < start + _HEAD.size:
             continue
         digest, length = _HEAD.unpack_from(content, start)
         text = content[start + _HEAD.size : start + _HEAD.size + length] if length < _SLOT else b""
         if text and hashlib.sha256(text).digest() == digest:
-            entries.append(msgspec.json.decode(text, type=_Entry))
-    return max(entries, key=lambda each: each.number, default=None)
+            entries.append((slot, msgspec.json.decode(text, type=_Entry)))
+    slot, last = max(entries, key=lambda each: each[1].number, default=(0, None))
+    before = max((each for at, each in entries if at != _PASSING), key=lambda each: each.number, default=None)
+    if last is None or before is None or slot != _PASSING or not last.boot or last.boot == _boot():
+        return last
+    synchronised = tuple(each for each in (before.case, *before.more) if each != last.case)
+    return _Entry(last.number, last.case, before.deaths, (*last.more, *synchronised), last.boot, last.died)
+
+
+@functools.cache
+def _boot() -> str:
+    """Return what differs from one start of this machine to the next; empty where it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

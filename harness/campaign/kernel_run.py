@@ -163,9 +163,13 @@ class KernelRun:
 
     def _try_next(self) -> bool:
         """Try what can run, a batch at most; returns False where there is nothing."""
-        waiting = self._supply.take(self._context.batch)
-        for case, verdict in self._runner.run_all(waiting, "generate") if waiting else ():
+        batch = self._context.batch
+        waiting = self._supply.take(batch)
+        run = self._runner.run_all if batch.together and len(waiting) > 1 else self._runner.run_each
+        for case, verdict in run(waiting, "generate"):
             self._examine(case, verdict)
+            if not batch.together and self._spent():
+                break
         return bool(waiting)
 
     def _examine(self, case: Case, verdict: Verdict) -> None:

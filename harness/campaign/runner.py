@@ -72,12 +72,17 @@ class TrialRunner:
         self.in_flight: Case | None = None
         self.trials = 0
 
-    def begin(self, case: Case, *, patient: bool = False, left: LeftBehind | None = None) -> None:
+    def begin(
+        self, case: Case, *, patient: bool = False, left: LeftBehind | None = None, followed_by: Sequence[Case] = ()
+    ) -> None:
         """Write the Case to this run's journal, remove it from the journal that `left` it behind, then start its trial.
 
-        `patient`: deadlines of full length.
+        `patient`: deadlines of full length. `followed_by`: the Cases that run next, written together with it.
         """
-        self._launch(case, deaths=left.deaths if left else 0)
+        if followed_by and left is None:
+            self._write(lambda journal: journal.launch_next([case, *followed_by]), case)
+        else:
+            self._launch(case, deaths=left.deaths if left else 0)
         if left and self._journal and left.last:
             left.path.unlink(missing_ok=True)
         self.executor.begin(case, patient=patient)
@@ -97,12 +102,14 @@ class TrialRunner:
         self._finished(phase, case, verdict)
         return verdict
 
+    def run_each(self, cases: Sequence[Case], phase: Phase) -> Iterator[tuple[Case, Verdict]]:
+        """Run Cases one after the other; yields each with its Verdict before the next one runs."""
+        for number, case in enumerate(cases):
+            self.begin(case, followed_by=cases[number + 1 :])
+            yield case, self.finish(phase)
+
     def run_all(self, cases: Sequence[Case], phase: Phase) -> Iterator[tuple[Case, Verdict]]:
         """Run Cases of one kernel as a batch; yields each with its Verdict once all have run."""
-        if len(cases) == 1:
-            self.begin(cases[0])
-            yield cases[0], self.finish(phase)
-            return
         self._launch(*cases)
         try:
             verdicts = self.executor.batch(cases)
@@ -161,11 +168,14 @@ class TrialRunner:
         self.executor.fresh()
 
     def _launch(self, *cases: Case, deaths: int = 0) -> None:
+        self._write(lambda journal: journal.launch(*cases, deaths=deaths), cases[0])
+
+    def _write(self, note: Callable[[Journal], None], case: Case) -> None:
         if self._journal:
             try:
-                self._journal.launch(*cases, deaths=deaths)
+                note(self._journal)
             except OSError as error:
-                self._not_written(cases[0], error)
+                self._not_written(case, error)
                 self._journal.discard()
                 self._journal = None
 

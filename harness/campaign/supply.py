@@ -69,7 +69,7 @@ class Supply:
         self._ask_for_compiles()
         if (drawn := self._drawer.take(wait=False)) is not None:
             self._add(drawn)
-        few = self._backlog.ready < max(_FEW, _BATCHES * batch.most if batch.most > 1 else 0) and len(self._backlog) < _MANY
+        few = self._backlog.ready < max(_FEW, _BATCHES * batch.most if batch.together else 0) and len(self._backlog) < _MANY
         if few and not self._drawer.busy and (next_round := self._campaign.round(self._kernel.name)) is not None:
             self._drawer.request(next_round, self._variants())
         return self._backlog.take(batch)

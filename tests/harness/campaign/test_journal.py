@@ -128,3 +128,41 @@ def test_the_case_is_on_disk_before_launch_returns(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "fdatasync", synced.append)
     Journal(tmp_path).launch(case())
     assert len(synced) == 1
+
+
+def several(folder: Path) -> None:
+    dead(folder, "journal.launch_next([case(3), case(4), case(5)]); journal.landed(); journal.launch_next([case(4), case(5)])")
+
+
+def test_of_several_cases_the_one_that_ran_is_known(tmp_path: Path) -> None:
+    several(tmp_path)
+    assert [(left.case, left.deaths) for left in left_behind(tmp_path)] == [(case(4), 1)]
+
+
+def test_after_the_machine_died_all_of_them_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not synchronised may be old: the Case that runs now could be any of those that were."""
+    several(tmp_path)
+    monkeypatch.setattr("attnfuzz.harness.campaign.journal._boot", lambda: "another start")
+    assert [left.case for left in left_behind(tmp_path)] == [case(4), case(3), case(5)]
+
+
+def test_several_cases_are_synchronised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    journal = Journal(tmp_path)
+    for rest in ([case(3), case(4), case(5)], [case(4), case(5)], [case(5)]):
+        journal.launch_next(rest)
+        journal.landed()
+    assert len(synced) == 1
+    # Another Case between them, as shrinking has: then those that are left are written again.
+    journal.launch(case(7))
+    journal.launch_next([case(5)])
+    assert len(synced) == 3
+    journal.close()
+
+
+def test_a_batch_is_left_behind_whole(tmp_path: Path) -> None:
+    dead(tmp_path, "journal.launch(case(3), case(4), case(5))")
+    left = list(left_behind(tmp_path))
+    assert [each.case for each in left] == [case(3), case(4), case(5)]
+    assert [(each.last, each.alone) for each in left] == [(False, False), (False, False), (True, False)]
