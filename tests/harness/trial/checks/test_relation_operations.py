@@ -97,7 +97,7 @@ def test_a_fault_has_the_verdict_of_the_cpu(
 ) -> None:
     assert {each for each, _ in FAULTS} == set(RELATIONS)
     known(Long(fault=fault, far=2))
-    cases = [case_of(check, seed) for seed in range(6)]
+    cases = [case_of(check, seed) for seed in range(3)]
     if check == "permuted_keys":
         cases = [replace(each, problem=replace(THREE, seqlens_q=(4,), seqlens_k=(150,))) for each in cases]
     expected = [run_trial(each, "cpu") for each in cases]
