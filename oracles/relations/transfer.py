@@ -20,7 +20,7 @@ _INPUTS = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
 
 def is_remote(inputs: Inputs) -> bool:
     """Whether the tensors are on a device that runs beside the host."""
-    return inputs.q.device.type != "cpu"
+    return bool(inputs.q.device.type != "cpu")
 
 
 def elements(problems: Iterable[Problem]) -> int:
@@ -50,8 +50,11 @@ def outputs_on_host(
     places = [(number, name) for number, (problem, outputs) in enumerate(launches) for name in _wanted(problem, outputs)]
     copies = _copied([*(getattr(launches[number][1], name) for number, name in places), *others])
     by_place = dict(zip(places, copies, strict=False))
-    of_launches = [{name: by_place.get((number, name)) for name in OUTPUT_NAMES} for number in range(len(launches))]
-    return [Outputs(**each) for each in of_launches], copies[len(places) :]
+    own = [
+        Outputs(**{str(name): by_place.get((number, name)) for name in OUTPUT_NAMES}, d_captured=())
+        for number in range(len(launches))
+    ]
+    return own, copies[len(places) :]
 
 
 def launches_on_device(launches: Sequence[Inputs], copy: Inputs, original: Inputs) -> list[Inputs]:

@@ -127,7 +127,8 @@ def _all_scaled(differences: Sequence[Difference], *, infinite: bool) -> Sequenc
         return [_scaled(one.got, one.expected, one.allowed, infinite=infinite)]
     parts = [(each.got, each.expected, each.allowed.expand_as(each.got)) for each in differences]
     got, expected, allowed = (torch.cat([each.reshape(-1) for each in column]) for column in zip(*parts, strict=True))
-    return _scaled(got, expected, allowed, infinite=infinite).split([each.got.numel() for each in differences])
+    flat = _scaled(got, expected, allowed, infinite=infinite)
+    return list(flat.split([each.got.numel() for each in differences]))
 
 
 def _numbers(scaled: torch.Tensor, *, noise: bool) -> list[torch.Tensor]:
