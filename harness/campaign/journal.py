@@ -1,8 +1,8 @@
 """The Case in flight, on disk before it is launched: a run that dies, or a machine, leaves its last Case behind.
 
 One small file per process, written in place and synchronised, in two slots alternately, so that a torn write spoils neither the
-other slot nor the run; a third slot says which Case of several runs now. The process that owns the file holds a lock on it; a file
-without that lock was left behind.
+other slot nor the run; a third slot says which Case of several runs now. The process that owns the file holds a lock on it; a
+file without that lock was left behind.
 """
 
 from __future__ import annotations
