@@ -77,7 +77,8 @@ def _wanted(problem: Problem, outputs: Outputs) -> list[OutputName]:
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in tensors])
+    # A vector of a wider tensor is flat already, with its elements apart.
+    return torch.cat([each.detach().reshape(-1).contiguous().view(torch.uint8) for each in tensors])
 
 
 def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -69,3 +69,20 @@ def test_launches_that_change_nothing_send_nothing(monkeypatch) -> None:
     monkeypatch.setattr(transfer, "_sent", None)
     (only,) = launches_on_device([copy], copy, original)
     assert only.q is original.q
+
+
+def test_elements_that_lie_apart_are_copied() -> None:
+    """LSE of one head within padded rows, as memory-efficient attention returns it, and O with its heads outermost."""
+    problem = Problem(seqlens_q=(5,), seqlens_k=(5,), dim_qk=16, dim_v=16, dtype="float16")
+    wide = torch.arange(5 * 32, dtype=torch.float32).reshape(5, 32)
+    outputs = Outputs(
+        o=torch.arange(80, dtype=torch.float32).to(torch.float16).reshape(1, 5, 16).transpose(0, 1),
+        lse=wide[None, :, 0],
+        dq=torch.ones(5, 1, 16, dtype=torch.float16),
+        dk=torch.ones(5, 1, 16, dtype=torch.float16),
+        dv=torch.ones(5, 1, 16, dtype=torch.float16),
+    )
+    [copied], [other] = outputs_on_host([(problem, outputs)], [wide[:, 3]])
+    assert torch.equal(copied.lse, wide[None, :, 0])
+    assert torch.equal(copied.o, outputs.o)
+    assert torch.equal(other, wide[:, 3])
