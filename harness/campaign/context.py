@@ -71,8 +71,11 @@ class WorkerContext:
     end: float | None = None
     batch: Batch = Batch()
 
+    @property
+    def shrink_end(self) -> float | None:
+        """Return when trials of shrinking end (time.monotonic), after the grace of the settings; None: no such time."""
+        return None if self.end is None else self.end + self.settings.grace
+
     def shrink_seconds(self, most: float) -> float:
-        """Return how long one failure may be shrunk, `most` by the profile: after the end, only for the grace of the settings."""
-        if self.end is None:
-            return most
-        return min(most, max(0.0, self.end + self.settings.grace - time.monotonic()))
+        """Return how long one failure may be shrunk, `most` by the profile."""
+        return most if self.shrink_end is None else min(most, max(0.0, self.shrink_end - time.monotonic()))

@@ -70,6 +70,8 @@ class TrialRunner:
         self._finished, self._not_written = finished, not_written
         self.memo = Memo()
         self.in_flight: Case | None = None
+        self._failing: list[Case] = []
+        """Cases of `run_all` whose failures are not examined yet; they stay in the journal with what is in flight."""
         self.trials = 0
 
     def begin(self, case: Case, *, patient: bool = False, left: LeftBehind | None = None) -> None:
@@ -92,29 +94,43 @@ class TrialRunner:
         except OutOfTime:
             self._land()
             raise
+        if phase == "generate" and verdict.failures:
+            self._failing = [case]
         self._land()
         self.trials += 1
         self._finished(phase, case, verdict)
         return verdict
 
     def run_all(self, cases: Sequence[Case], phase: Phase) -> Iterator[tuple[Case, Verdict]]:
-        """Run Cases of one kernel as a batch; yields each with its Verdict once all have run."""
+        """Run Cases of one kernel as a batch; yields each with its Verdict once all have run.
+
+        Those that fail are left behind by a run that dies before it has asked for the Case that follows.
+        """
         if len(cases) == 1:
             self.begin(cases[0])
-            yield cases[0], self.finish(phase)
-            return
+            verdicts = [self.finish(phase)]
+        else:
+            verdicts = self._batch(cases, phase)
+        for case, verdict in zip(cases, verdicts, strict=True):
+            yield case, verdict
+            self._failing = [each for each in self._failing if each != case]
+            if verdict.failures:
+                self._land()
+
+    def _batch(self, cases: Sequence[Case], phase: Phase) -> list[Verdict]:
         self._launch(*cases)
         try:
             verdicts = self.executor.batch(cases)
         except OutOfTime:
             self._land()
             raise
+        self._failing = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.failures]
         self._land()
         for case, verdict in zip(cases, verdicts, strict=True):
             self.memo[case] = verdict
             self.trials += 1
             self._finished(phase, case, verdict)
-        yield from zip(cases, verdicts, strict=True)
+        return verdicts
 
     def run(
         self,
@@ -150,8 +166,10 @@ class TrialRunner:
         """Run a Case for maps of its errors until they show, at most as often as `rate` demands; or why there are none."""
         for _ in range(tries(rate)):
             self._launch(case)
-            maps = self.executor.mapped(case)
-            self._land()
+            try:
+                maps = self.executor.mapped(case)
+            finally:
+                self._land()
             if isinstance(maps, str) or maps.over:
                 break
         return maps
@@ -163,7 +181,7 @@ class TrialRunner:
     def _launch(self, *cases: Case, deaths: int = 0) -> None:
         if self._journal:
             try:
-                self._journal.launch(*cases, deaths=deaths)
+                self._journal.launch(*dict.fromkeys((*cases, *self._failing)), deaths=deaths)
             except OSError as error:
                 self._not_written(cases[0], error)
                 self._journal.discard()
@@ -172,4 +190,4 @@ class TrialRunner:
     def _land(self) -> None:
         if self._journal:
             with contextlib.suppress(OSError):  # at worst a Case that passed is tried once more
-                self._journal.landed()
+                self._journal.landed(*self._failing)
