@@ -81,6 +81,11 @@ class WorkerContext:
     batch: Batch = Batch()
 
     @property
+    def shrink_end(self) -> float | None:
+        """Return when trials of shrinking end (time.monotonic), after the grace of the settings; None: no such time."""
+        return None if self.end is None else self.end + self.settings.grace
+
+    @property
     def shrink_seconds(self) -> float:
         """How long a failure that is seen now may be shrunk."""
         return shrink_seconds(self.settings, self.end)

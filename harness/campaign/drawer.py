@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,15 +60,19 @@ class Drawer:
         else:
             self._draw(round_, variants)
 
-    def take(self, *, wait: bool) -> Drawn | None:
-        """Return the round that was requested; None: there is none, or it is not drawn yet and `wait` is not set.
+    def take(self, *, wait: bool, until: float | None = None) -> Drawn | None:
+        """Return the round that was requested; None: there is none, or it is not drawn yet.
+
+        Args:
+            wait: wait until it is drawn,
+            until: or until then (time.monotonic).
 
         Raises:
             Exception: what the strategy raised.
         """
         if self._thread is not None:
             if wait:
-                self._thread.join()
+                self._thread.join(None if until is None else max(0.0, until - time.monotonic()))
             if self._thread.is_alive():
                 return None
             self._thread = None

@@ -98,11 +98,16 @@ class Journal:
         self._write(self._entry, self._slot)
         os.fdatasync(self._file)
 
-    def landed(self) -> None:
-        """The Case in flight has its verdict. Not synchronised: at worst a Case that passed is tried once more."""
+    def landed(self, *failing: Case) -> None:
+        """The Cases in flight have their verdicts; those `failing` are left behind until this or `launch` is called again.
+
+        Not synchronised: at worst a Case that passed is tried once more.
+        """
         if self._file >= 0:
-            self._entry = None
-            self._write(_Entry(self._number + 1, "", boot=_boot()), _PASSING)
+            first, *more = [each.canonical() for each in failing] or [""]
+            entry = _Entry(self._number + 1, first, more=tuple(more), boot=_boot(), died=False)
+            self._entry = entry if failing else None
+            self._write(entry, _PASSING)
 
     def close(self) -> None:
         """Nothing is in flight any more."""

@@ -132,7 +132,7 @@ class KernelRun:
                 while earlier and not self._spent():
                     self._try_earlier(earlier[0])
                     del earlier[0]
-                while not self._spent() and (self._try_next() or self._supply.wait()):
+                while not self._spent() and (self._try_next() or self._supply.wait(turn.until)):
                     pass
             except OutOfTime:
                 pass
@@ -177,7 +177,8 @@ class KernelRun:
         if self._new_in(verdict) is None:
             return
         if case.check != "oracle" and self._supported(replace(case, check="oracle")):
-            case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
+            with contextlib.suppress(OutOfTime):
+                case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
         self._keep_new(case, verdict)
 
     def _keep_new(self, case: Case, verdict: Verdict) -> list[Finding]:
@@ -198,13 +199,17 @@ class KernelRun:
         opened = self._campaign.open(self.kernel.name, finding)
         if opened is None:
             return None
-        with self.clock.paused():
-            if shrinks:
-                self._shrink(identity, opened)
-            closed = self._campaign.close(self.kernel.name, identity)
-            self._known |= {closed.identity, *(each.identity for each in closed.verdict.failures)}
-            if self._context.maps and shrinks:
-                self._campaign.pass_on(self._context.maps.write(closed, case, self._runner))
+        self._context.executor.limit(self._context.shrink_end)
+        try:
+            with self.clock.paused():
+                if shrinks:
+                    self._shrink(identity, opened)
+                closed = self._campaign.close(self.kernel.name, identity)
+                self._known |= {closed.identity, *(each.identity for each in closed.verdict.failures)}
+                if self._context.maps and shrinks:
+                    self._campaign.pass_on(self._context.maps.write(closed, case, self._runner))
+        finally:
+            self._context.executor.limit(self._context.end)
         return closed
 
     def _shrink(self, identity: Identity, opened: Finding) -> None:
@@ -215,11 +220,11 @@ class KernelRun:
             compiled = self._campaign.ready(self.kernel.name, set(keys.values()))
             ready = tuple(each for each in ready if keys[each] in compiled)
         shrinker = Shrinker(opened, self._runner, self._supported, ready)
-        self._context.executor.limit(None)
         try:
-            shrinker.shrink(self._context.shrink_seconds)
+            # What ends it leaves the simplest Case so far.
+            with contextlib.suppress(OutOfTime):
+                shrinker.shrink(self._context.shrink_seconds)
         finally:
-            self._context.executor.limit(self._context.end)
             self._campaign.update(self.kernel.name, identity, shrinker.finding)
 
     def _statistics(self) -> tuple[int, tuple[float, ...]]:

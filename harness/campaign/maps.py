@@ -7,6 +7,7 @@ from typing import Final
 
 from attnfuzz.harness.campaign.events import FailureMapped, Finding, Rate
 from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.errormap import write_maps
 from attnfuzz.strategies.case import Case
 
@@ -49,6 +50,8 @@ class MapWriter:
                 return None, "no error shows"
             path = Path("maps") / f"{case.id}.json"
             write_maps(self._folder / path, maps)
+        except OutOfTime:
+            return None, "the time of the run was over"
         except Exception as error:  # a run must not end for its maps
             return None, f"{type(error).__name__}: {error}"
         return str(path), ""

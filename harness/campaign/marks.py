@@ -58,7 +58,11 @@ class Marks:
             return None
         parts = [self._around, self._device, kernel, self._source(kernel), key]
         name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-        return cache.folder("compiled") / name[:2] / name
+        try:
+            return cache.folder("compiled") / name[:2] / name
+        except OSError:
+            # A home that cannot be written.
+            return None
 
     def _source(self, kernel: str) -> str:
         """Return what differs where a kernel was changed: files, sizes and times of the modules of its package."""

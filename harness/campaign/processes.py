@@ -51,8 +51,14 @@ class _Process:
         self.kernel: str | None = None
         self.rounds: set[tuple[str, int]] = set()
         self.open: set[tuple[str, Identity]] = set()
-        self.begun = self.waits = False
-        """Whether it has sent anything, and whether it has asked for a turn and has no answer yet."""
+        self.begun = self.tried = self.interrupted = False
+        """Whether it has sent anything, whether that was a trial, and whether it was interrupted since the time is over."""
+        self.waits = False
+        """Whether it has asked for a turn and has no answer yet."""
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):
+            self.process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
@@ -136,6 +142,10 @@ class WorkerProcesses:
                 self._give_turn(each, coordinator)
         self._start_more(coordinator)
         end = self._context.end
+        if not all(each.tried for each in self._living.values()) and not coordinator.unfinished():
+            self._end_unbegun()
+            if end is not None:
+                self._interrupt_untried()
         if end is not None and time.monotonic() > end + self._context.settings.grace + _LAST_WORDS:
             self._interrupt(coordinator)
 
@@ -173,6 +183,7 @@ class WorkerProcesses:
         if method in ("end_turn", "broke"):
             worker.kernel = None
             return getattr(coordinator, method)(worker.number, *arguments)
+        worker.tried |= method == "trial"
         value = getattr(coordinator, method)(*arguments)
         if isinstance(value, Round):
             worker.rounds.add((arguments[0], value.number))
@@ -220,14 +231,9 @@ class WorkerProcesses:
 
     def _interrupt(self, coordinator: Coordinator) -> None:
         """End the workers, and keep what they report until they have ended."""
-        for each in list(self._living.values()):
-            if not each.begun:
-                # It loads still: nothing to report, and a signal would end it with a traceback.
-                del self._living[each.connection]
-                each.end()
-                continue
-            with contextlib.suppress(OSError):
-                each.process.send_signal(signal.SIGINT)
+        self._end_unbegun()
+        for each in self._living.values():
+            each.interrupt()
         end = time.monotonic() + _LAST_WORDS
         while self._living and time.monotonic() < end:
             for connection in wait(list(self._living), _TICK):
@@ -243,6 +249,19 @@ class WorkerProcesses:
                     if name != "turn":
                         self._call(worker, coordinator, name, values)
         self.close()
+
+    def _end_unbegun(self) -> None:
+        """End the workers that load still: they have nothing to report, and an interrupt would print a traceback."""
+        for each in [each for each in self._living.values() if not each.begun]:
+            del self._living[each.connection]
+            each.end()
+
+    def _interrupt_untried(self) -> None:
+        """End the workers that wait for their first child process: no limit on trials ends that."""
+        for each in self._living.values():
+            if not (each.tried or each.interrupted):
+                each.interrupted = True
+                each.interrupt()
 
     def close(self) -> None:
         """End every worker that is left; their children end with them."""

@@ -70,6 +70,8 @@ class TrialRunner:
         self._finished, self._not_written = finished, not_written
         self.memo = Memo()
         self.in_flight: Case | None = None
+        self._failing: list[Case] = []
+        """Cases of `run_all` whose failures are not examined yet; they stay in the journal with what is in flight."""
         self.trials = 0
 
     def begin(
@@ -79,7 +81,7 @@ class TrialRunner:
 
         `patient`: deadlines of full length. `followed_by`: the Cases that run next, written together with it.
         """
-        if followed_by and left is None:
+        if followed_by and left is None and not self._failing:
             self._write(lambda journal: journal.launch_next([case, *followed_by]), case)
         else:
             self._launch(case, deaths=left.deaths if left else 0)
@@ -97,6 +99,8 @@ class TrialRunner:
         except OutOfTime:
             self._land()
             raise
+        if phase == "generate" and verdict.failures:
+            self._failing = [case]
         self._land()
         self.trials += 1
         self._finished(phase, case, verdict)
@@ -106,22 +110,38 @@ class TrialRunner:
         """Run Cases one after the other; yields each with its Verdict before the next one runs."""
         for number, case in enumerate(cases):
             self.begin(case, followed_by=cases[number + 1 :])
-            yield case, self.finish(phase)
+            verdict = self.finish(phase)
+            yield case, verdict
+            self._examined(case, verdict)
 
     def run_all(self, cases: Sequence[Case], phase: Phase) -> Iterator[tuple[Case, Verdict]]:
-        """Run Cases of one kernel as a batch; yields each with its Verdict once all have run."""
+        """Run Cases of one kernel as a batch; yields each with its Verdict once all have run.
+
+        Those that fail are left behind by a run that dies before it has asked for the Case that follows.
+        """
+        for case, verdict in zip(cases, self._batch(cases, phase), strict=True):
+            yield case, verdict
+            self._examined(case, verdict)
+
+    def _examined(self, case: Case, verdict: Verdict) -> None:
+        self._failing = [each for each in self._failing if each != case]
+        if verdict.failures:
+            self._land()
+
+    def _batch(self, cases: Sequence[Case], phase: Phase) -> list[Verdict]:
         self._launch(*cases)
         try:
             verdicts = self.executor.batch(cases)
         except OutOfTime:
             self._land()
             raise
+        self._failing = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.failures]
         self._land()
         for case, verdict in zip(cases, verdicts, strict=True):
             self.memo[case] = verdict
             self.trials += 1
             self._finished(phase, case, verdict)
-        yield from zip(cases, verdicts, strict=True)
+        return verdicts
 
     def run(
         self,
@@ -157,8 +177,10 @@ class TrialRunner:
         """Run a Case for maps of its errors until they show, at most as often as `rate` demands; or why there are none."""
         for _ in range(tries(rate)):
             self._launch(case)
-            maps = self.executor.mapped(case)
-            self._land()
+            try:
+                maps = self.executor.mapped(case)
+            finally:
+                self._land()
             if isinstance(maps, str) or maps.over:
                 break
         return maps
@@ -168,7 +190,7 @@ class TrialRunner:
         self.executor.fresh()
 
     def _launch(self, *cases: Case, deaths: int = 0) -> None:
-        self._write(lambda journal: journal.launch(*cases, deaths=deaths), cases[0])
+        self._write(lambda journal: journal.launch(*dict.fromkeys((*cases, *self._failing)), deaths=deaths), cases[0])
 
     def _write(self, note: Callable[[Journal], None], case: Case) -> None:
         if self._journal:
@@ -182,4 +204,4 @@ class TrialRunner:
     def _land(self) -> None:
         if self._journal:
             with contextlib.suppress(OSError):  # at worst a Case that passed is tried once more
-                self._journal.landed()
+                self._journal.landed(*self._failing)

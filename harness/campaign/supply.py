@@ -80,9 +80,9 @@ class Supply:
         ready = self._campaign.ready(self._kernel.name, set(self._keys.values()))
         return tuple(each for each in self._plan.variants if self._keys[each] in ready) or self._plan.variants
 
-    def wait(self) -> bool:
-        """Wait for the round that is being drawn; returns False where none is."""
-        drawn = self._drawer.take(wait=True)
+    def wait(self, until: float | None = None) -> bool:
+        """Wait for the round that is being drawn, at most `until` (time.monotonic); returns False where none has come."""
+        drawn = self._drawer.take(wait=True, until=until)
         if drawn is not None:
             self._add(drawn)
         return drawn is not None

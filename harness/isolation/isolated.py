@@ -173,9 +173,10 @@ class Isolated:
 
         Raises:
             BadArgument: a child cannot find the kernel.
+            OutOfTime: the time of `limit` was over first.
         """
         task = Task("attnfuzz.harness.isolation.tasks:map_case", self._task(case, {}).payload, self._full)
-        outcome = self._supervisor.run(task)
+        outcome = self._ended(self._supervisor.begin(task))
         if isinstance(outcome, Death):
             return death_failure(case.kernel, outcome).message
         if isinstance(outcome, Error):

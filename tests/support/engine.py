@@ -196,6 +196,8 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
+    # What is marked there as compiled is not compiled again.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = set(descendants(os.getpid()))
     yield tmp_path / "out"
     wait_for(lambda: not set(descendants(os.getpid())) - before, 15)

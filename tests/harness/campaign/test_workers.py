@@ -160,7 +160,8 @@ def test_kill_9_of_a_worker_that_shrinks_keeps_its_finding(tidy: Path) -> None:
     assert finding.identity == found[0].finding.identity
     assert finding.partly
     assert [str(each) for each in (tidy / "cases").iterdir()] == [finding.path]
-    assert [each.deaths for each in resumed(events)] == [1]
+    assert found[0].finding.case in [each.case for each in resumed(events)], "the first may have other failures"
+    assert {each.deaths for each in resumed(events)} == {1}
 
 
 def test_a_case_that_ends_two_workers_is_kept_and_not_tried_again(tidy: Path) -> None:

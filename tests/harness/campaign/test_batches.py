@@ -1,0 +1,127 @@
+"""Batches in child processes: each Case has the Verdict that it has alone, whatever one of them does to the child."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import Death, OutOfTime
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case, Recipe
+
+SIZE, FAULTY = 5, 2
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Isolated]:
+    isolated = Isolated("cpu", deadline=4.0, memory=3 << 30)
+    yield isolated
+    isolated.close()
+
+
+def cases_of(name: str, faulty: int | None = FAULTY) -> list[Case]:
+    """Cases of which one alone triggers the fault: three keys, or for a wrong shape three queries."""
+    kernel = registry.get(name)
+    plain = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+    wrong = replace(plain, seqlens_q=(3,), seqlens_k=(3,))
+    return [
+        Case(
+            kernel=name,
+            problem=wrong if number == faulty else plain,
+            config=kernel.configs(plain)[0],
+            recipe=Recipe(seed=number),
+        )
+        for number in range(SIZE)
+    ]
+
+
+def plain(verdicts: list[Verdict]) -> list[str]:
+    """Verdicts without what differs from run to run."""
+    failures = [tuple(replace(failure, detail="") for failure in each.failures) for each in verdicts]
+    return [repr(replace(each, seconds={}, failures=kept)) for each, kept in zip(verdicts, failures, strict=True)]
+
+
+ALONE = {
+    "raises": "exception",
+    "nan": "nonfinite",
+    "bounds": "guard",
+    "shape": "contract",
+    "abort": "crash",
+    "exit": "crash",
+    "pipes": "crash",
+    "pyloop": "hang",
+    "huge": "out-of-memory",
+    "memory": "out-of-memory",
+}
+
+
+@pytest.mark.parametrize("slug", [*(each for each in ALONE if each != "memory"), pytest.param("memory", marks=pytest.mark.slow)])
+def test_a_fault_in_the_middle_is_that_of_its_case(slug: str, executor: Isolated) -> None:
+    cases = cases_of(f"fault.{slug}")
+    executor.statistics.lost.clear()
+    verdicts = executor.batch(cases)
+    assert [each.status for each in verdicts] == ["fail" if at == FAULTY else "pass" for at in range(SIZE)]
+    assert verdicts[FAULTY].failures[0].kind == ALONE[slug]
+    died = ALONE[slug] in ("crash", "hang") or slug == "memory"
+    assert bool(executor.statistics.lost) == died or ALONE[slug] == "out-of-memory"
+    others = [at for at in range(SIZE) if at != FAULTY]
+    executor.fresh()
+    alone = {at: executor.trial(cases[at]) for at in others}
+    assert plain([verdicts[at] for at in others]) == plain([alone[at] for at in others])
+
+
+def test_a_memory_fault_of_an_interpreted_kernel_is_that_of_its_case(executor: Isolated) -> None:
+    name = "fault.memory.unwritten"
+    kernel = registry.get(name)
+    if reason := kernel.unavailable("cpu"):
+        pytest.skip(reason)
+    problem = Problem(seqlens_q=(3,), seqlens_k=(4,), dim_qk=64, dim_v=64)
+    config = min(kernel.configs(problem), key=lambda each: each.tile("tile_m") * each.tile("tile_n"))
+    cases = [Case(kernel=name, problem=problem, config=config, recipe=Recipe(seed=number)) for number in range(2)]
+    assert plain(executor.batch(cases)) == plain([executor.trial(each) for each in cases])
+
+
+def test_a_death_that_only_the_whole_batch_shows_is_kept(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the Cases before it left in the process: all pass alone, and the Case at work has the crash."""
+    cases = cases_of("fault.abort", None)
+    executor.describe()
+    begin, finish = executor._supervisor.begin, executor._supervisor.finish
+    batches: list[Any] = []
+
+    def watched(task: Any) -> Any:
+        if task.target.endswith(":trials"):
+            batches.append(begin(task))
+            return batches[-1]
+        return begin(task)
+
+    def ends(running: Any, until: float | None = None) -> Any:
+        outcome = finish(running, until)
+        return Death("exit", "kernel", 0.1, 0.0, -11, "", 0, 3) if running in batches else outcome
+
+    monkeypatch.setattr(executor._supervisor, "begin", watched)
+    monkeypatch.setattr(executor._supervisor, "finish", ends)
+    verdicts = executor.batch(cases)
+    assert [bool(each.failures) for each in verdicts] == [False, False, False, True, False]
+    [failure] = verdicts[3].failures
+    assert (failure.kind, failure.check, failure.message) == ("crash", "kernel", "SIGSEGV")
+
+
+def test_a_batch_ends_with_the_time_of_the_run(executor: Isolated) -> None:
+    cases = cases_of("fault.pyloop")
+    executor.trial(cases[0])
+    start = time.monotonic()
+    executor.limit(start + 1.0)
+    try:
+        with pytest.raises(OutOfTime):
+            executor.batch(cases)
+        assert time.monotonic() - start < 3.0
+    finally:
+        executor.limit(None)
+    assert executor.batch(cases[:FAULTY])[0].status == "pass", "the next batch has a child of its own"

@@ -1,0 +1,245 @@
+"""The compile service: breadth first over kernels, each key once, and marks of what earlier runs have compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.runs import FunctionExecutor
+
+from attnfuzz.harness.campaign import compiles as compiles_module
+from attnfuzz.harness.campaign.compiles import CompileService, Wanted
+from attnfuzz.harness.campaign.journal import left_behind
+from attnfuzz.harness.campaign.marks import Marks
+from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.strategies.case import Case, Recipe
+
+DESCRIBED = {"device": "cpu", "versions": {"torch": "2.9"}}
+REFUSED = Failure(kernel="a", kind="compile-error", check="build", message="refused")
+
+
+def case(kernel: str, number: int) -> Case:
+    return Case(kernel=kernel, problem=Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=8, dim_v=8), recipe=Recipe(seed=number))
+
+
+class Compilers(FunctionExecutor):
+    """Compilers whose result a function makes, one compile in each poll."""
+
+    def __init__(self, result: Callable[[Case], Compiled] = lambda each: Compiled(each, 0.5)) -> None:
+        super().__init__(lambda _: Verdict(status="pass"))
+        self.result = result
+        self.compilers: list[Compiler] = []
+
+    def compiler(self) -> Compiler:
+        self.compilers.append(SerialCompiler(self.result))
+        return self.compilers[-1]
+
+
+class Service(CompileService):
+    """A service that remembers what it reports."""
+
+    def __init__(self, executor: FunctionExecutor, width: int | None = 1, out: Path | None = None, marks: Marks | None = None):
+        self.done: list[tuple[str, str, bool]] = []
+        self.known: list[tuple[str, str]] = []
+        self.not_kept: list[OSError] = []
+        super().__init__(
+            executor,
+            width,
+            str(out) if out else None,
+            finished=self._add,
+            known=lambda kernel, key: self.known.append((kernel, key)),
+            not_written=lambda _, error: self.not_kept.append(error),
+            marks=marks or Marks("cpu", {}),
+        )
+
+    def _add(self, wanted: Wanted, done: Compiled) -> None:
+        self.done.append((wanted.kernel, wanted.key, done.failure is None and done.error is None))
+
+    def all(self) -> list[tuple[str, str]]:
+        """Compile until nothing is pending; returns the order."""
+        while self.pending():
+            self.poll(0.01)
+        return [each[:2] for each in self.done]
+
+
+def test_every_kernels_first_comes_before_any_kernels_second() -> None:
+    service = Service(Compilers())
+    for kernel in "abc":
+        service.want(kernel, {str(number): case(kernel, number) for number in range(3)})
+    # Later ones of a kernel wait behind its own, not behind those of the others.
+    service.want("d", {"0": case("d", 0)})
+    assert service.pending() == 10
+    assert service.pending("a") == 3
+    order = service.all()
+    assert order[:4] == [("a", "0"), ("b", "0"), ("c", "0"), ("d", "0")]
+    assert order[4:] == [(kernel, key) for key in "12" for kernel in "abc"]
+
+
+def test_a_key_is_compiled_once_and_its_state_is_known() -> None:
+    service = Service(Compilers(lambda each: Compiled(each, 0.1, REFUSED if each.recipe.seed else None)))
+    assert service.state("a", "x") is None
+    assert service.want("a", {"x": case("a", 0), "y": case("a", 1)}) == {"x": "waiting", "y": "waiting"}
+    assert service.want("a", {"x": case("a", 5)}) == {"x": "waiting"}
+    assert service.all() == [("a", "x"), ("a", "y")]
+    assert service.want("a", {"x": case("a", 0), "y": case("a", 1)}) == {"x": "ready", "y": "failed"}
+    assert service.want("b", {"x": case("b", 0)}) == {"x": "waiting"}, "a key is of one kernel"
+
+
+def test_a_kernel_that_is_tried_no_further_is_not_compiled() -> None:
+    service = Service(Compilers())
+    for kernel in "ab":
+        service.want(kernel, {str(number): case(kernel, number) for number in range(2)})
+    service.drop("a")
+    assert (service.pending("a"), service.pending("b")) == (0, 2)
+    assert service.all() == [("b", "0"), ("b", "1")]
+
+
+def test_a_kernel_that_no_child_can_load_is_an_error_of_its_own() -> None:
+    """The compiler refuses to start it: the others are compiled."""
+
+    class Refusing(SerialCompiler):
+        def start(self, case: Case) -> None:
+            if case.kernel == "a":
+                raise BadArgument("kernel='a': a child process cannot be given it")
+            super().start(case)
+
+    class Executor(Compilers):
+        def compiler(self) -> Compiler:
+            return Refusing(self.result)
+
+    service = Service(Executor())
+    service.want("a", {"0": case("a", 0)})
+    service.want("b", {"0": case("b", 0)})
+    service.all()
+    assert service.done == [("a", "0", False), ("b", "0", True)]
+
+
+def test_workers_take_cores_from_the_compiler_down_to_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiles_module.os, "sched_getaffinity", lambda _: set(range(8)))
+    service = Service(Compilers(), width=None)
+    widths = []
+    for workers in (0, 2, 4, 16):
+        service.workers = workers
+        widths.append(service.width)
+    assert widths == [8, 6, 4, 4]
+    assert service.room_for_workers() > 1000
+    service.want("a", {str(number): case("a", number) for number in range(9)})
+    assert service.room_for_workers() == 4
+    assert Service(Compilers(), width=3).width == 3
+
+
+# --- journals
+
+
+def test_a_compile_at_work_is_left_behind_by_a_run_that_dies(tmp_path: Path) -> None:
+    service = Service(Compilers(), width=2, out=tmp_path)
+    service.want("a", {str(number): case("a", number) for number in range(3)})
+    service.poll(0.0)
+    assert len(list((tmp_path / "inflight").iterdir())) == 2, "two are at work"
+    service.poll(0.01)
+    service.close(died=True)
+    assert sorted((each.case.recipe.seed, each.deaths) for each in left_behind(tmp_path)) == [(1, 0), (2, 0)]
+
+
+def test_ended_compiles_leave_nothing(tmp_path: Path) -> None:
+    service = Service(Compilers(), width=2, out=tmp_path)
+    service.want("a", {str(number): case("a", number) for number in range(3)})
+    service.poll(0.01)
+    service.close()
+    assert service.pending() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_journal_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    service = Service(Compilers(), out=tmp_path / "file")
+    service.want("a", {str(number): case("a", number) for number in range(3)})
+    assert len(service.all()) == 3
+    assert len(service.not_kept) == 1
+
+
+# --- marks
+
+KERNEL = "torch.reference_cpu"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_what_an_earlier_run_has_compiled_is_ready_at_once(cache: Path) -> None:
+    executor = Compilers(lambda each: Compiled(each, 0.1, REFUSED if each.recipe.seed == 1 else None))
+    wanted = {str(number): case(KERNEL, number) for number in range(3)}
+    first = Service(executor, marks=Marks("cpu", DESCRIBED))
+    first.want(KERNEL, wanted)
+    first.all()
+    again = Service(executor, marks=Marks("cpu", DESCRIBED))
+    assert again.want(KERNEL, wanted) == {"0": "ready", "1": "waiting", "2": "ready"}, "what was refused is tried again"
+    assert again.known == [(KERNEL, "0"), (KERNEL, "2")]
+    assert again.all() == [(KERNEL, "1")]
+
+
+def test_an_error_of_attnfuzz_is_not_marked(cache: Path) -> None:
+    service = Service(Compilers(lambda each: Compiled(each, 0.0, error=OSError())), marks=Marks("cpu", DESCRIBED))
+    service.want(KERNEL, {"0": case(KERNEL, 0)})
+    service.all()
+    assert not Marks("cpu", DESCRIBED).has(KERNEL, "0")
+
+
+@pytest.mark.parametrize("change", ["version", "device", "GPU", "key", "caches", "no versions"])
+def test_a_mark_of_something_else_is_not_taken(change: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Marks("cpu", DESCRIBED).add(KERNEL, "x")
+    assert Marks("cpu", DESCRIBED).has(KERNEL, "x")
+    described, device, key = dict(DESCRIBED), "cpu", "x"
+    if change == "version":
+        described["versions"] = {"torch": "2.10"}
+    elif change == "no versions":
+        described["versions"] = {}
+    elif change == "GPU":
+        described["device"] = "H200"
+    elif change == "device":
+        device = "cuda"
+    elif change == "key":
+        key = "y"
+    else:
+        monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    assert not Marks(device, described).has(KERNEL, key)  # type: ignore[arg-type]
+
+
+def test_a_mark_of_another_source_is_not_taken(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of a module of the user's: its file is edited, or one beside it."""
+    folder = tmp_path / "acme"
+    folder.mkdir()
+    (folder / "flash_of_a_test.py").write_text(
+        "from attnfuzz.kernels.faults.host import FaultyReference\n"
+        "class Flash(FaultyReference):\n    pass\n"
+        "KERNEL = Flash('test.flash', lambda *_: None)\n"
+    )
+    (folder / "device.py").write_text("TILE = 64\n")
+    monkeypatch.syspath_prepend(str(folder))
+    kernel = registry.register(__import__("flash_of_a_test").KERNEL)
+    try:
+        Marks("cpu", DESCRIBED).add(kernel.name, "x")
+        assert Marks("cpu", DESCRIBED).has(kernel.name, "x")
+        (folder / "device.py").write_text("TILE = 32\n")
+        os.utime(folder / "device.py", ns=(1, 1))
+        assert not Marks("cpu", DESCRIBED).has(kernel.name, "x")
+    finally:
+        registry.unregister(kernel.name)
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(cache: Path) -> None:
+    Marks("cpu", DESCRIBED).has(KERNEL, "x")
+    (cache / "attnfuzz" / "compiled").rmdir()
+    (cache / "attnfuzz" / "compiled").write_text("")
+    service = Service(Compilers(), marks=Marks("cpu", DESCRIBED))
+    service.want(KERNEL, {"0": case(KERNEL, 0)})
+    assert service.all() == [(KERNEL, "0")]

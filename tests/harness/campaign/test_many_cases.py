@@ -1,0 +1,99 @@
+"""Many Cases: stored ones do not delay the start of a run, and tried ones do not fill the memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from support.engine import campaign
+from support.runs import FunctionExecutor
+
+from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.context import CampaignContext, WorkerContext
+from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
+from attnfuzz.harness.campaign.corpus import Corpus
+from attnfuzz.harness.campaign.events import Event, Finding, KernelStarted, TrialFinished
+from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.plan import plan_of
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker import Worker
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case, Recipe
+
+KERNEL = registry.get("torch.reference_cpu")
+PASS = Verdict(status="pass")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ten_thousand_stored_cases_do_not_delay_the_start(workers: int, tmp_path: Path) -> None:
+    problem = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
+    case = Case(kernel=KERNEL.name, problem=problem, config=KERNEL.configs(problem)[0])
+    failure = Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong")
+    corpus, verdict = Corpus(tmp_path / "out"), Verdict(status="fail", failures=(failure,))
+
+    def seconds(out: Path) -> float:
+        start, first = time.monotonic(), list[float]()
+
+        def listen(event: Event) -> None:
+            if isinstance(event, TrialFinished) and not first:
+                first.append(time.monotonic() - start)
+
+        campaign([KERNEL.name], out, listen, budget=20.0, workers=workers)
+        return first[0]
+
+    without = seconds(tmp_path / "empty")
+    for number in range(10_000):
+        from msgspec.structs import replace
+
+        corpus.write(Finding(failure.identity, replace(case, recipe=Recipe(seed=number)), verdict, shrunk=True), seed=0)
+    delay = seconds(tmp_path / "out") - without
+    print(f"10,000 stored Cases delay the first trial by {delay:.2f} s with {workers} workers")
+    assert delay < 5.0
+
+
+def test_reading_stored_cases_is_quick_enough_for_many(tmp_path: Path) -> None:
+    """The start of a run reads all of them: 400 in a fifth of a second is 10,000 in five."""
+    problem = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
+    failure = Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong")
+    corpus, verdict = Corpus(tmp_path), Verdict(status="fail", failures=(failure,))
+    for number in range(400):
+        case = Case(kernel=KERNEL.name, problem=problem, config=KERNEL.configs(problem)[0], recipe=Recipe(seed=number))
+        corpus.write(Finding(failure.identity, case, verdict, shrunk=True), seed=0)
+    events: list[Event] = []
+    start, first = time.monotonic(), list[float]()
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, KernelStarted):
+            first.append(time.monotonic() - start)
+
+    settings = Settings(max_examples=1, out=str(tmp_path), plain=True)
+    run_campaign([KERNEL], settings, listen, FunctionExecutor(lambda _: PASS))
+    assert len([each for each in events if isinstance(each, TrialFinished) and each.phase == "replay"]) == 400
+    assert first[0] < 1.0, "a busy machine takes five times as long"
+
+
+def test_three_thousand_cases_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker and its campaign remember of Cases has an end, or grows by an id for each where their number has."""
+    monkeypatch.setattr("attnfuzz.harness.campaign.runner._REMEMBERED", 200)
+    settings = Settings(max_examples=3000, out=None, plain=True)
+    context = CampaignContext(settings)
+    executor = FunctionExecutor(lambda _: PASS)
+    state = KernelState(KERNEL, plan_of(KERNEL, settings), context)
+    coordinator = Coordinator(context, [state], executor)
+    worker = Worker(lambda _: (KERNEL, state.plan), WorkerContext(settings, executor), coordinator, LocalTurns(coordinator))
+    worker.work()
+    assert len(executor.cases) == len({each.id for each in executor.cases}) == 3000
+    run = worker._runs[KERNEL.name]
+    assert len(run._runner.memo) == 200
+    backlog, rounds = run._supply._backlog, state.rounds
+    assert (len(backlog), len(backlog._left), len(backlog._cases)) == (0, 0, 0)
+    assert (len(rounds._untried), len(rounds._round_of), len(rounds._undrawn), len(rounds._returned)) == (0, 0, 0, 0)
+    assert len(rounds._known) == 3000
+    assert (len(state.findings.closed), len(state.findings._open), len(state._earlier or ())) == (0, 0, 0)
+    assert (len(coordinator.compiles._active), len(coordinator.compiles._queue)) == (0, 0)

@@ -1,0 +1,163 @@
+"""Batches in the journal: what a run leaves behind that dies in one, and how the next run tries it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.runs import FunctionExecutor
+
+from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.corpus import read_case
+from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event, TrialFinished
+from attnfuzz.harness.campaign.journal import Journal, left_behind
+from attnfuzz.harness.campaign.runner import Memo, TrialRunner
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case, Recipe
+
+KERNEL = registry.get("torch.reference_cpu")
+PASS = Verdict(status="pass")
+WRONG = Verdict(
+    status="fail", failures=(Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong"),)
+)
+
+
+def case(number: int) -> Case:
+    problem = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
+    return Case(kernel=KERNEL.name, problem=problem, config=KERNEL.configs(problem)[0], recipe=Recipe(seed=number))
+
+
+def die(journal: Journal) -> None:
+    """As a process that is killed: its lock goes with it, its file stays."""
+    os.close(journal._file)
+
+
+def left_in(folder: Path) -> list[tuple[int, int]]:
+    """The Cases that are left behind, by number, and how many runs have died of each."""
+    return [(each.case.recipe.seed, each.deaths) for each in left_behind(folder)]
+
+
+# --- a run that dies in a batch
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_batch_in_flight_is_left_behind_whole(count: int, tmp_path: Path) -> None:
+    class Dies(FunctionExecutor):
+        def finish(self) -> Verdict:
+            raise SystemError
+
+        def batch(self, cases: object) -> list[Verdict]:
+            raise SystemError
+
+    journal = Journal(tmp_path)
+    with pytest.raises(SystemError):
+        list(TrialRunner(Dies(lambda _: PASS), journal).run_all([case(each) for each in range(count)], "generate"))
+    die(journal)
+    assert left_in(tmp_path) == [(number, 1) for number in range(count)]
+
+
+@pytest.mark.parametrize(("count", "failing"), [(1, {0}), (4, {1, 3}), (4, set())])
+def test_failing_cases_are_left_behind_until_they_are_examined(count: int, failing: set[int], tmp_path: Path) -> None:
+    """While the first is shrunk, the others are in no case file: a run that dies then must not lose them."""
+    executor = FunctionExecutor(lambda each: WRONG if each.recipe.seed in failing or each.recipe.seed > 9 else PASS)
+    journal = Journal(tmp_path)
+    runner, states = TrialRunner(executor, journal), list[set[int]]()
+    path = None
+    for each, verdict in runner.run_all([case(number) for number in range(count)], "generate"):
+        number = each.recipe.seed
+        path = path or next((tmp_path / "inflight").iterdir())
+        now = _cases_in(path, tmp_path)
+        assert now == {other for other in failing if other >= number}
+        if verdict.failures:
+            runner.begin(case(99))
+            assert _cases_in(path, tmp_path) == now | {99}, "a Case of shrinking is in flight with them"
+            runner.finish("shrink")
+            assert _cases_in(path, tmp_path) == now
+        states.append(now)
+    assert len(states) == count
+    journal.close()
+    assert not list(tmp_path.glob("inflight/*"))
+
+
+def _cases_in(path: Path, folder: Path) -> set[int]:
+    """What a run would leave behind that dies now."""
+    copy = folder / "copy" / "inflight" / "1-copy"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(path.read_bytes())
+    return {number for number, _ in left_in(folder / "copy")}
+
+
+# --- the next run
+
+
+def finished(folder: Path, executor: FunctionExecutor, most: int = 4) -> list[Event]:
+    events: list[Event] = []
+    run_campaign([KERNEL], Settings(max_examples=most, out=str(folder), plain=True), events.append, executor)
+    return events
+
+
+def test_all_cases_of_a_batch_come_first_each_once(tmp_path: Path) -> None:
+    """Its file stays until the last of them has begun: the run may die again meanwhile."""
+    journal = Journal(tmp_path)
+    journal.launch(case(1), case(2), case(3))
+    [path] = (tmp_path / "inflight").iterdir()
+    die(journal)
+    there: list[bool] = []
+
+    def verdict(_: Case) -> Verdict:
+        there.append(path.exists())
+        return PASS
+
+    events = finished(tmp_path, FunctionExecutor(verdict), most=5)
+    trials = [each for each in events if isinstance(each, TrialFinished)]
+    assert [(each.case.recipe.seed, each.phase) for each in trials[:3]] == [(1, "replay"), (2, "replay"), (3, "replay")]
+    assert [each.phase for each in trials[3:]] == ["generate", "generate"]
+    assert len({each.case for each in trials}) == 5
+    assert [each.deaths for each in events if isinstance(each, CaseResumed)] == [1, 1, 1]
+    assert there[:4] == [True, True, False, False]
+    assert not list(tmp_path.glob("inflight/*"))
+
+
+def test_a_run_that_dies_again_leaves_those_that_it_has_not_tried(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.launch(case(1), case(2), case(3))
+    die(journal)
+
+    def verdict(each: Case) -> Verdict:
+        if each.recipe.seed == 2:
+            raise SystemError
+        return PASS
+
+    with pytest.raises(SystemError):
+        finished(tmp_path, FunctionExecutor(verdict))
+    assert dict(left_in(tmp_path)) == {1: 1, 2: 1, 3: 1}, "an error of attnfuzz is no death"
+
+
+def test_a_case_of_a_batch_that_ended_two_runs_is_reported_and_the_others_are_tried(tmp_path: Path) -> None:
+    """The first run died in the batch, the second in its second Case, which runs alone then."""
+    for cases, deaths in (((case(1), case(2), case(3)), 0), ((case(2),), 1)):
+        journal = Journal(tmp_path)
+        journal.launch(*cases, deaths=deaths)
+        die(journal)
+    executor = FunctionExecutor(lambda _: PASS)
+    events = finished(tmp_path, executor)
+    [skipped] = [each for each in events if isinstance(each, CaseSkipped)]
+    assert skipped.reason == "2 runs died while this Case was in flight"
+    assert read_case(skipped.path).case == case(2)
+    assert [each.recipe.seed for each in executor.cases[:2]] == [1, 3]
+    assert case(2) not in executor.cases
+    assert not list(tmp_path.glob("inflight/*"))
+
+
+def test_verdicts_are_remembered_up_to_a_number() -> None:
+    memo = Memo()
+    for number in range(2500):
+        memo[case(number)] = PASS
+    assert len(memo) == 2000
+    assert case(2499) in memo
+    assert case(0) not in memo

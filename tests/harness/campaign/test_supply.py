@@ -1,0 +1,224 @@
+"""The supply of a worker: Cases in order, rounds that end, what the compiler refuses, draws from compiled variants."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from attnfuzz.harness.campaign import drawer as drawer_module
+from attnfuzz.harness.campaign.backlog import Backlog
+from attnfuzz.harness.campaign.compiles import KeyState
+from attnfuzz.harness.campaign.context import Batch
+from attnfuzz.harness.campaign.drawer import Drawer
+from attnfuzz.harness.campaign.plan import KernelPlan
+from attnfuzz.harness.campaign.rounds import Round, Rounds
+from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.campaign.supply import Supply
+from attnfuzz.kernels.faults.host import FaultyReference
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.cases import cases
+from attnfuzz.strategies.shapes import Variant, all_variants
+
+
+def case(number: int, length: int = 3) -> Case:
+    problem = Problem(seqlens_q=(length,), seqlens_k=(length,), dim_qk=16, dim_v=16, dtype="float32")
+    return Case(kernel="test.supply", problem=problem, recipe=Recipe(seed=number))
+
+
+def numbers(taken: Sequence[Case]) -> list[int]:
+    return [each.recipe.seed for each in taken]
+
+
+# --- backlog
+
+
+def test_the_oldest_case_that_can_run_comes_first_with_later_ones_of_its_key() -> None:
+    over: list[int] = []
+    backlog = Backlog(over.append)
+    backlog.add(0, [("a", case(0)), ("b", case(1)), ("a", case(2)), ("b", case(3))])
+    backlog.add(1, [("a", case(4)), ("c", case(5))])
+    weight = Batch().weight
+    assert backlog.take(2, 0.0, weight) == []
+    assert numbers(backlog.waiting.values()) == [0, 1, 5]  # type: ignore[arg-type]
+    backlog.mark(["b"])
+    assert (backlog.ready, len(backlog)) == (2, 6)
+    assert numbers(backlog.take(1, 0.0, weight)) == [1]
+    backlog.mark(["a"])
+    assert numbers(backlog.take(2, 0.0, weight)) == [0, 2], "of one key, oldest first"
+    assert numbers(backlog.take(2, 0.0, weight)) == [3]
+    assert over == [0], "round 0 is given out"
+    assert numbers(backlog.take(2, 0.0, weight)) == [4]
+    assert (over, len(backlog)) == ([0], 1)
+    assert backlog.drop(["c", "unknown"]) == 1
+    assert (over, len(backlog)) == ([0, 1], 0)
+
+
+def test_a_batch_has_room_and_always_one_case() -> None:
+    backlog = Backlog(lambda _: None)
+    backlog.add(0, [("a", case(number, length)) for number, length in enumerate((9, 2, 2, 2, 5))])
+    backlog.mark(["a"])
+
+    def weight(each: Case) -> float:
+        return float(each.problem.total_q)
+
+    assert [numbers(backlog.take(8, 6.0, weight)) for _ in range(4)] == [[0], [1, 2, 3], [4], []]
+
+
+def test_a_round_without_a_new_case_is_over_at_once() -> None:
+    over: list[int] = []
+    backlog = Backlog(over.append)
+    backlog.add(7, [])
+    assert over == [7]
+
+
+# --- drawer
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_round_is_the_same_in_a_thread(background: bool) -> None:
+    drawer = Drawer(lambda _: st.builds(case, st.integers(0, 10**6)), 3, background=background)
+    rounds = []
+    for number in (4, 4, 5):
+        drawer.request(Round(number, 20), ())
+        assert drawer.busy
+        drawn = drawer.take(wait=True)
+        assert drawn is not None
+        assert not drawer.busy
+        rounds.append(drawn.ids)
+        assert drawn.ids == [each.id for each in drawn.cases]
+    assert rounds[0] == rounds[1] != rounds[2]
+    assert [len(each) for each in rounds] == [20, 20, 20]
+    assert drawer.take(wait=True) is None
+
+
+def test_what_the_strategy_raises_is_raised_where_it_is_taken() -> None:
+    drawer = Drawer(lambda _: st.nothing().map(case), 3, background=True)
+    drawer.request(Round(0), ())
+    with pytest.raises(Exception, match="nothing"):
+        drawer.take(wait=True)
+    assert not drawer.busy
+
+
+def test_waiting_for_a_round_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(drawer_module, "drawn", lambda *_, **__: release.wait(20) and [])
+    drawer = Drawer(lambda _: st.nothing(), 3, background=True)
+    drawer.request(Round(0), ())
+    start = time.monotonic()
+    assert drawer.take(wait=False) is None
+    assert drawer.take(wait=True, until=start + 0.1) is None
+    assert 0.1 <= time.monotonic() - start < 5
+    assert drawer.busy
+    release.set()
+    assert drawer.take(wait=True) is not None
+
+
+# --- supply
+
+KERNEL = FaultyReference("test.supply", lambda *_: None, lambda: None)
+
+
+class Campaign:
+    """Gives rounds, and code for the keys of `compiled` only; those of `refused` it refuses."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.rounds = Rounds(most)
+        self.compiled, self.refused = set[str](), set[str]()
+        self.wanted: list[str] = []
+
+    def round(self, kernel: str) -> Round | None:
+        return self.rounds.take()
+
+    def drawn(self, kernel: str, number: int, ids: Sequence[str]) -> list[int]:
+        return self.rounds.drawn(number, ids)
+
+    def end_round(self, kernel: str, number: int) -> None:
+        self.rounds.finish(number)
+
+    def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
+        self.wanted += [each for each in cases if each not in self.wanted]
+        states: dict[str, KeyState] = dict.fromkeys(cases, "waiting")
+        return {
+            key: "ready" if key in self.compiled else "failed" if key in self.refused else state for key, state in states.items()
+        }
+
+    def ready(self, kernel: str, keys: Collection[str]) -> set[str]:
+        return self.compiled & set(keys)
+
+
+def supply_of(campaign: Campaign, *, growing: bool) -> tuple[Supply, dict[Any, str], list[tuple[Variant, ...]]]:
+    """A supply, the compile key of each mask, and the variants of each strategy that is made."""
+    variants, strategies = all_variants(KERNEL, "cpu"), list[tuple[Variant, ...]]()
+    plan = KernelPlan(variants, PROFILES["quick"].limits["cpu"], 1, compiled=True)
+
+    def strategy(some: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
+        strategies.append(some)
+        return cases(KERNEL, device="cpu", limits=plan.limits, variants=some)
+
+    keys = {each.causal: plan.key(KERNEL, each) for each in variants}
+    assert len(keys) == 2
+    supply = Supply(KERNEL, plan, strategy, campaign, background=False, growing=growing)  # type: ignore[arg-type]
+    return supply, keys, strategies
+
+
+@pytest.fixture(autouse=True)
+def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawer_module, "EXAMPLES", 30)
+
+
+def taken(supply: Supply, times: int) -> list[Case]:
+    return [each for _ in range(times) for each in supply.take(Batch())]
+
+
+def test_under_a_budget_cases_are_drawn_from_compiled_variants_and_later_ones_join() -> None:
+    campaign = Campaign()
+    supply, keys, strategies = supply_of(campaign, growing=True)
+    campaign.compiled = {keys[None]}
+    first = taken(supply, 60)
+    assert first
+    assert {each.problem.causal for each in first} == {None}
+    assert supply.waiting == 0
+    campaign.compiled |= {keys["top_left"]}
+    later = taken(supply, 200)
+    assert {each.problem.causal for each in later} == {None, "top_left"}
+    assert [{each.causal for each in some} for some in strategies] == [{None}, {None, "top_left"}]
+
+
+def test_with_a_limit_cases_are_drawn_from_all_variants_and_wait_for_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnfuzz.harness.campaign.supply._ASK_EVERY", 0.0)
+    campaign = Campaign(60)
+    supply, keys, _ = supply_of(campaign, growing=False)
+    campaign.compiled = {keys[None]}
+    first = taken(supply, 100)
+    assert {each.problem.causal for each in first} == {None}
+    assert set(campaign.wanted) == set(keys.values())
+    assert supply.waiting > 0
+    campaign.compiled |= {keys["top_left"]}
+    later = taken(supply, 100)
+    assert {each.problem.causal for each in later} == {"top_left"}
+    assert len({*first, *later}) == len(first) + len(later) == 60
+    assert (supply.waiting, supply.ready, campaign.rounds.over) == (0, 0, True)
+
+
+def test_cases_whose_code_is_refused_are_dropped_and_their_rounds_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnfuzz.harness.campaign.supply._ASK_EVERY", 0.0)
+    campaign = Campaign(60)
+    supply, keys, _ = supply_of(campaign, growing=False)
+    campaign.compiled, campaign.refused = {keys[None]}, {keys["top_left"]}
+    assert {each.problem.causal for each in taken(supply, 100)} == {None}
+    assert (supply.waiting, supply.ready, campaign.rounds.over) == (0, 0, True)
+    assert not campaign.rounds._untried
+
+
+def test_what_waits_does_not_grow_without_end() -> None:
+    """Nothing is compiled for long: rounds are drawn until some hundred Cases wait."""
+    campaign = Campaign()
+    supply, _, _ = supply_of(campaign, growing=False)
+    assert taken(supply, 100) == []
+    assert 400 <= supply.waiting <= 430
