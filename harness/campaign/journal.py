@@ -55,9 +55,15 @@ class LeftBehind:
 
 
 class Journal:
-    """This process's file in `folder`. Made when the first Case is launched, gone when it is closed."""
+    """This process's file in `folder`. Made when the first Case is launched, gone when it is closed.
 
-    def __init__(self, folder: Path | str) -> None:
+    Args:
+        folder: of the run.
+        durable: keep a Case even where this machine goes down with it.
+    """
+
+    def __init__(self, folder: Path | str, *, durable: bool = True) -> None:
+        self._durable = durable
         self._folder = Path(folder) / "inflight"
         self._path: Path | None = None
         self._file = -1
@@ -71,7 +77,8 @@ class Journal:
         first, *more = (each.canonical() for each in cases)
         self._entry = _Entry(self._number + 1, first, deaths, tuple(more))
         self._write(self._entry)
-        os.fdatasync(self._file)
+        if self._durable:
+            os.fdatasync(self._file)
 
     def landed(self) -> None:
         """The Case in flight has its verdict. Not synchronised: at worst a Case that passed is tried once more."""
@@ -97,6 +104,14 @@ class Journal:
                 with contextlib.suppress(OSError):  # a full disk: then it counts as a death
                     entry = self._entry
                     self._write(_Entry(self._number + 1, entry.case, entry.deaths, entry.more, died=False))
+            os.close(self._file)
+            self._file, self._entry = -1, None
+
+    def leave(self) -> None:
+        """Leave the Cases in flight for another worker or the next run, as the death of this process would."""
+        if self._entry is None:
+            self.discard()
+        else:
             os.close(self._file)
             self._file, self._entry = -1, None
 

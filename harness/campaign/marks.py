@@ -61,7 +61,7 @@ class Marks:
         return cache.folder("compiled") / name[:2] / name
 
     def _source(self, kernel: str) -> str:
-        """Return what tells a changed kernel from the one before: files, sizes and times of the modules of its package."""
+        """Return what differs where a kernel was changed: files, sizes and times of the modules of its package."""
         if kernel not in self._sources:
             module = sys.modules.get(type(registry.get(kernel)).__module__)
             file = getattr(module, "__file__", None)

@@ -10,19 +10,23 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.events import Event, Finding, Phase
+from attnfuzz.harness.campaign.far import far_context
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
+from attnfuzz.harness.isolation.isolated import share_of_memory
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.isolation.worker import bind_to
+from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.strategies.case import Case
@@ -35,12 +39,18 @@ _TOGETHER, _AT_LEAST_EVERY = 64, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The first message to a worker: settings, kernels as shipped, and the end of the campaign (time.monotonic)."""
+    """The first message to a worker: settings, kernels as shipped, and the end of the campaign (time.monotonic).
+
+    `far`: the campaign is on another node, and keeps the worker's journal and its maps; a turn ends so many seconds from its
+    begin, since each node has a clock of its own. `share`: workers that share the memory of the node.
+    """
 
     settings: Settings
     kernels: tuple[dict[str, Any], ...]
     backends: tuple[str, ...]
     end: float | None
+    far: bool = False
+    share: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +77,27 @@ class _RemoteCampaign:
         self._reports: list[tuple[str, tuple[Any, ...]]] = []
         self._sent = time.monotonic()
         self._over: frozenset[str] = frozenset()
+        self.far = False
 
     def turn(self) -> Turn | None:
         """Return the next turn."""
         turn: Turn | None = self._ask("turn")
+        if self.far and turn is not None and turn.until is not None:
+            return replace(turn, until=time.monotonic() + turn.until)
         return turn
+
+    def launch(self, cases: tuple[Case, ...], deaths: int) -> OSError | None:
+        """Have Cases in the campaign's journal before they run; returns why they cannot be."""
+        answer: OSError | None = self._ask("launch", cases, deaths)
+        return answer
+
+    def journal(self, method: Literal["landed", "abandon", "discard"]) -> None:
+        """Report what becomes of the Cases in the campaign's journal."""
+        self._report(method)
+
+    def store(self, path: Path, maps: ErrorMaps) -> None:
+        """Have error maps written at `path` in the campaign's folder."""
+        self._report("store", path, maps)
 
     def end_turn(self, kernel: str, end: TurnEnd) -> None:
         """Report how a turn ended."""
@@ -183,12 +209,17 @@ def main(arguments: list[str]) -> None:
 
 def _work(assignment: Assignment, campaign: _RemoteCampaign) -> None:
     settings = assignment.settings
+    if assignment.far:
+        settings = replace(settings, memory=settings.memory or share_of_memory(settings.device, assignment.share))
     # A spare takes a second of a GPU to make, and its memory; among many workers, one that waits for a new child costs little.
     executor = executor_of(assignment.backends, settings, spares=0 if settings.device == "cuda" else None)
     try:
         executor.prepare()
         kernels = [unpacked(each) for each in assignment.kernels]
         context = worker_context(settings, executor, assignment.end)
+        if assignment.far:
+            campaign.far = True
+            context = far_context(context, campaign, maps=settings.maps)
         plans = {each.name: (each, plan_of(each, settings)) for each in kernels}
         Worker(plans, context, campaign, campaign).work()
     finally:
