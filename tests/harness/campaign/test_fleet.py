@@ -63,10 +63,10 @@ def _only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fleet:
-    """A campaign on the cluster that does something to its workers at the n-th trial."""
+    """A campaign on the cluster that does something to its workers after some trials, with `count` of them at work."""
 
-    def __init__(self, act: Callable[[Fleet], None] = lambda _: None, after: int = 12) -> None:
-        self.act, self.after = act, after
+    def __init__(self, act: Callable[[Fleet], None] = lambda _: None, after: int = 12, count: int = 1) -> None:
+        self.act, self.after, self.count = act, after, count
         self.events: list[Event] = []
         self.trials = 0
         self.workers: Any = None
@@ -76,7 +76,8 @@ class Fleet:
         self.events.append(event)
         if isinstance(event, TrialFinished):
             self.trials += 1
-            if self.trials == self.after:
+            at_work = [each for each in self.placed() if each.kernel] if self.workers else []
+            if 0 < self.after <= self.trials and not self.pids and len(at_work) >= self.count:
                 for each in self.placed():
                     self.pids |= family(ray.get(each.actor.pids.remote())[1])
                 assert len(self.pids) > 1, "the worker and its children"
@@ -85,7 +86,7 @@ class Fleet:
     def placed(self) -> list[Any]:
         return [each for each in self.workers._living if each.begun]
 
-    def run(self, kernel: Any, **changed: Any) -> CampaignFinished:
+    def run(self, *kernels: Any, **changed: Any) -> CampaignFinished:
         from attnfuzz.harness.campaign.fleet.cluster import places_in
 
         places = places_in("cpu", "auto", None)
@@ -95,7 +96,10 @@ class Fleet:
             return self.workers
 
         given = {"max_examples": 60, "plain": True, "seed": 1, "out": "out", "workers": places.count}
-        finished = run_campaign([registry.register(kernel)], Settings(**{**given, **changed}), self, group=group)
+        finished = run_campaign(
+            [registry.register(each) for each in kernels], Settings(**{**given, **changed}), self, group=group
+        )
+        assert bool(self.pids) == (self.after > 0)
         assert gone(self.pids), "a process of a worker is left"
         return finished
 
@@ -136,11 +140,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def alone(kernel: Any) -> set[str]:
+def alone(*kernels: Any) -> set[str]:
     """The Cases that one process tries."""
     fleet = Fleet(after=-1)
     settings = Settings(max_examples=60, plain=True, seed=1, out=None, in_process=True)
-    run_campaign([registry.register(kernel)], settings, fleet)
+    run_campaign([registry.register(each) for each in kernels], settings, fleet)
     return fleet.tried()
 
 
@@ -176,11 +180,13 @@ def test_nothing_is_lost_with_a_node(cluster: Any, second: Any) -> None:
         killed.extend(fleet.placed())
         cluster.remove_node(second, allow_graceful=False)
 
-    fleet = Fleet(remove, after=30)
-    finished = fleet.run(Right("torch.right"))
+    kernels = Right("torch.right"), Right("torch.other")
+    fleet = Fleet(remove, count=2)
+    finished = fleet.run(*kernels)
     assert len(killed) == 2, "both nodes had a worker"
     assert not finished.findings
-    assert fleet.tried() | {each.case.id for each in fleet.of(CaseResumed)} == alone(Right("torch.right"))
+    assert len(fleet.of(CaseResumed)) == 1
+    assert fleet.tried() | {each.case.id for each in fleet.of(CaseResumed)} == alone(*kernels)
     assert not list(Path("out").rglob("inflight/*"))
 
 
