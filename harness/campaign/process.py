@@ -191,7 +191,8 @@ class _RemoteCampaign:
 def main(arguments: list[str]) -> None:
     """Work as a worker process until there is no turn left, or the campaign is gone."""
     bind_to(int(arguments[1]), bound=True)
-    # Ctrl-C reaches the campaign, which sends it on.
+    # Ctrl-C reaches the campaign, which sends it on; the processes of a cluster are started with that signal blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     connection = Connection(int(arguments[0]))
     campaign = _RemoteCampaign(connection)

@@ -226,11 +226,15 @@ def test_a_finding_survives_the_death_of_its_worker_while_it_is_shrunk(cluster: 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_found_and_ends_the_actors(cluster: Any) -> None:
     def interrupt(_: Fleet) -> None:
+        times.append(time.monotonic())
         raise KeyboardInterrupt
+
+    times: list[float] = []
 
     fleet = Fleet(interrupt)
     finished = fleet.run(Right("torch.right"), max_examples=5000)
     assert finished.interrupted
+    assert time.monotonic() - times[0] < 12, "the workers heard of it, and were not killed for their silence"
     assert 12 <= finished.summaries[0].cases < 5000
     assert not list(left_behind("out"))
 
