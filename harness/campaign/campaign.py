@@ -15,10 +15,11 @@ from attnfuzz.harness.campaign.events import (
     KernelSkipped,
     Listener,
 )
+from attnfuzz.harness.campaign.group import WorkerGroup, WorkersLost
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
-from attnfuzz.harness.campaign.processes import WorkerProcesses, WorkersLost
+from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
 from attnfuzz.harness.isolation.executors import Executor
@@ -30,7 +31,11 @@ __all__ = ["executor_for", "run_campaign"]
 
 
 def run_campaign(
-    kernels: Sequence[Kernel], settings: Settings, listener: Listener, executor: Executor | None = None
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    listener: Listener,
+    executor: Executor | None = None,
+    group: Callable[[Sequence[Kernel], CampaignContext], WorkerGroup] | None = None,
 ) -> CampaignFinished:
     """Try `kernels` in turns, each with an even share of the budget.
 
@@ -41,6 +46,7 @@ def run_campaign(
         settings: of the run.
         listener: called with every event.
         executor: where trials run, with one worker, in this process; None: one is made for this campaign, and closed after it.
+        group: makes the workers, of the settings' number, from what they try and the campaign's context; None: processes here.
 
     Raises:
         BadArgument: none of the kernels can run here, or a Case cannot.
@@ -54,7 +60,9 @@ def run_campaign(
     stored = corpus.of_all([each.name for each in runnable]) if corpus and settings.replay else {}
     left = list(left_behind(settings.out)) if settings.out and settings.replay else []
     context = CampaignContext(settings, listener, corpus, None if settings.seconds is None else start + settings.seconds)
-    processes = WorkerProcesses(runnable, context) if settings.workers > 1 and executor is None else None
+    if group is None and settings.workers > 1 and executor is None:
+        group = WorkerProcesses
+    processes = group(runnable, context) if group else None
     # With worker processes, this one has trials of its own only to describe the machine, and compiles.
     executing = executor or executor_of([each.backend for each in runnable], settings, spares=0 if processes else None)
     try:

@@ -66,9 +66,15 @@ class LeftBehind:
 
 
 class Journal:
-    """This process's file in `folder`. Made when the first Case is launched, gone when it is closed."""
+    """This process's file in `folder`. Made when the first Case is launched, gone when it is closed.
 
-    def __init__(self, folder: Path | str) -> None:
+    Args:
+        folder: of the run.
+        durable: keep a Case even where this machine goes down with it.
+    """
+
+    def __init__(self, folder: Path | str, *, durable: bool = True) -> None:
+        self._durable = durable
         self._folder = Path(folder) / "inflight"
         self._path: Path | None = None
         self._file = -1
@@ -96,7 +102,8 @@ class Journal:
         self._entry = _Entry(self._number + 1, first, deaths, tuple(more), _boot())
         self._slot = 1 - self._slot
         self._write(self._entry, self._slot)
-        os.fdatasync(self._file)
+        if self._durable:
+            os.fdatasync(self._file)
 
     def landed(self, *failing: Case) -> None:
         """The Cases in flight have their verdicts; those `failing` are left behind until this or `launch` is called again.
@@ -128,6 +135,14 @@ class Journal:
                     entry = self._entry
                     left = _Entry(self._number + 1, entry.case, entry.deaths, entry.more, _boot(), died=False)
                     self._write(left, _PASSING)
+            os.close(self._file)
+            self._file, self._entry = -1, None
+
+    def leave(self) -> None:
+        """Leave the Cases in flight for another worker or the next run, as the death of this process would."""
+        if self._entry is None:
+            self.discard()
+        else:
             os.close(self._file)
             self._file, self._entry = -1, None
 

@@ -8,7 +8,7 @@ from typing import Final
 from attnfuzz.harness.campaign.events import FailureMapped, Finding, Rate
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.isolation.outcomes import OutOfTime
-from attnfuzz.harness.judge.errormap import write_maps
+from attnfuzz.harness.judge.errormap import ErrorMaps, write_maps
 from attnfuzz.strategies.case import Case
 
 __all__ = ["MapWriter"]
@@ -40,6 +40,9 @@ class MapWriter:
         larger = None if first == finding.case else self._mapped(first, finding.rate, runner, wrong=True)[0]
         return FailureMapped(finding.identity, path, first=larger)
 
+    def _store(self, path: Path, maps: ErrorMaps) -> None:
+        write_maps(self._folder / path, maps)
+
     def _mapped(self, case: Case, rate: Rate | None, runner: TrialRunner, *, wrong: bool = False) -> tuple[str | None, str]:
         """The file of a Case's maps, in DIR, or why there is none. `wrong`: only if they show errors."""
         try:
@@ -49,7 +52,7 @@ class MapWriter:
             if wrong and not maps.over:
                 return None, "no error shows"
             path = Path("maps") / f"{case.id}.json"
-            write_maps(self._folder / path, maps)
+            self._store(path, maps)
         except OutOfTime:
             return None, "the time of the run was over"
         except Exception as error:  # a run must not end for its maps

@@ -10,19 +10,23 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.events import Event, Finding, Phase
+from attnfuzz.harness.campaign.far import far_context
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
+from attnfuzz.harness.isolation.isolated import share_of_memory
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.isolation.worker import bind_to
+from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import describe_exception
@@ -38,12 +42,18 @@ _TOGETHER, _AT_LEAST_EVERY = 64, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The first message to a worker: settings, kernels as shipped, and the end of the campaign (time.monotonic)."""
+    """The first message to a worker: settings, kernels as shipped, and the end of the campaign (time.monotonic).
+
+    `far`: the campaign is on another node, and keeps the worker's journal and its maps; a turn ends so many seconds from its
+    begin, since each node has a clock of its own. `share`: workers that share the memory of the node.
+    """
 
     settings: Settings
     kernels: dict[str, dict[str, Any]]
     backends: tuple[str, ...]
     end: float | None
+    far: bool = False
+    share: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +80,27 @@ class _RemoteCampaign:
         self._reports: list[tuple[str, tuple[Any, ...]]] = []
         self._sent = time.monotonic()
         self._over: frozenset[str] = frozenset()
+        self.far = False
 
     def turn(self) -> Turn | None:
         """Return the next turn."""
         turn: Turn | None = self._ask("turn")
+        if self.far and turn is not None and turn.until is not None:
+            return replace(turn, until=time.monotonic() + turn.until)
         return turn
+
+    def launch(self, cases: tuple[Case, ...], deaths: int) -> OSError | None:
+        """Have Cases in the campaign's journal before they run; returns why they cannot be."""
+        answer: OSError | None = self._ask("launch", cases, deaths)
+        return answer
+
+    def journal(self, method: Literal["landed", "abandon", "discard"], *cases: Case) -> None:
+        """Report what becomes of the Cases in the campaign's journal."""
+        self._report(method, *cases)
+
+    def store(self, path: Path, maps: ErrorMaps) -> None:
+        """Have error maps written at `path` in the campaign's folder."""
+        self._report("store", path, maps)
 
     def end_turn(self, kernel: str, end: TurnEnd) -> None:
         """Report how a turn ended."""
@@ -173,7 +199,8 @@ class _RemoteCampaign:
 def main(arguments: list[str]) -> None:
     """Work as a worker process until there is no turn left, or the campaign is gone."""
     bind_to(int(arguments[1]), bound=True)
-    # Ctrl-C reaches the campaign, which sends it on.
+    # Ctrl-C reaches the campaign, which sends it on; the processes of a cluster are started with that signal blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     connection = Connection(int(arguments[0]))
     campaign = _RemoteCampaign(connection)
@@ -206,11 +233,16 @@ def _kernel(name: str, assignment: Assignment) -> tuple[Kernel, KernelPlan]:
 
 def _work(assignment: Assignment, campaign: _RemoteCampaign) -> None:
     settings = assignment.settings
+    if assignment.far:
+        settings = replace(settings, memory=settings.memory or share_of_memory(settings.device, assignment.share))
     # A spare takes a second of a GPU to make, and its memory; among many workers, one that waits for a new child costs little.
     executor = executor_of(assignment.backends, settings, spares=0 if settings.device == "cuda" else None)
     try:
         executor.prepare()
         context = worker_context(settings, executor, assignment.end)
+        if assignment.far:
+            campaign.far = True
+            context = far_context(context, campaign, maps=settings.maps)
         Worker(lambda name: _kernel(name, assignment), context, campaign, campaign).work()
     finally:
         executor.close()

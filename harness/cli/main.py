@@ -14,6 +14,7 @@ import click
 
 from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
+from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
 from attnfuzz.harness.cli.merge import merge_command
@@ -117,6 +118,7 @@ for _command in (
     check_adapter_command,
     report_command,
     merge_command,
+    fleet_command,
     demo_command,
     selftest_group,
 ):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.recorder import Recorder
 
-__all__ = ["demo_command", "run_command"]
+__all__ = ["campaign", "demo_command", "known_failures", "run_command"]
 
 
 @click.command("run")
@@ -60,18 +60,22 @@ def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
     chosen = asked_for(kernels, more_kernels)
-    known = None if options["ledger"] is None else _known(options["ledger"], chosen)
+    known = None if options["ledger"] is None else known_failures(options["ledger"], chosen)
     file = None if options["table"] is None else writable(options["table"], "table")
-    click.get_current_context().exit(_campaign(chosen, settings, known, file, as_json=as_json))
+    click.get_current_context().exit(campaign(chosen, settings, known, file, as_json=as_json))
 
 
-def _known(path: str, kernels: list[Kernel]) -> Known:
+def known_failures(path: str, kernels: list[Kernel]) -> Known:
+    """Read the ledger at `path`."""
     from attnfuzz.harness.gate.known import read_known
 
     return read_known(Path(path), kernels, date.today())
 
 
-def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool) -> int:
+def campaign(
+    kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool, group: Any = None
+) -> int:
+    """Run a campaign and show it; returns the exit code. `group` makes its workers, as in `run_campaign`."""
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.gate.known import LedgerResult
     from attnfuzz.harness.report.figures import Figures
@@ -80,7 +84,7 @@ def _campaign(kernels: list[Kernel], settings: Any, known: Known | None, table: 
     terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
-        finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures))
+        finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures), group=group)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
         _show_ledger(terminal.console, known, result)
@@ -127,7 +131,7 @@ def _run_object(finished: CampaignFinished, figures: Figures, known: Known | Non
 def _command(device: Device) -> str:
     """The command line as it was given, less where results go."""
     context = click.get_current_context()
-    words = ["attnfuzz", "run", *context.params["kernels"]]
+    words = ["attnfuzz", context.command.name or "run", *context.params["kernels"]]
     for option in context.command.params:
         name, value = str(option.name), context.params[str(option.name)]
         left_out = name in ("kernels", "device", "out", "table", "as_json")

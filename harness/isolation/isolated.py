@@ -36,7 +36,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DEADLINE", "ExecutionError", "Isolated", "memory_cap"]
+__all__ = ["DEADLINE", "ExecutionError", "Isolated", "memory_cap", "share_of_memory"]
 
 DEADLINE = 60.0
 """Seconds that a stage of a Trial may take by default."""
@@ -53,6 +53,8 @@ _VARIABLES: dict[Device, dict[str, str]] = {
 }
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _GIB = 1 << 30
+_LEAST_MEMORY: dict[Device, int] = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
+"""Of a child of one worker among several: CUDA's libraries alone are 3 GiB, in memory that the children share."""
 _MOST_REASONS = 20
 
 
@@ -331,6 +333,11 @@ class Isolated:
             device=described["device"],
             versions=described["versions"],
         )
+
+
+def share_of_memory(device: Device, workers: int) -> int:
+    """Return the bytes that a child of one of this machine's `workers` may hold."""
+    return max(_LEAST_MEMORY[device], memory_cap() // workers)
 
 
 def memory_cap() -> int:

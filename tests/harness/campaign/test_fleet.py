@@ -1,0 +1,293 @@
+"""A fleet outlives its actors and nodes: nothing that was found is lost, Cases in flight come first, and no process stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.peers import Right, Skewed
+
+from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Event, FailureMapped, TrialFinished
+from attnfuzz.harness.campaign.fleet.workers import FleetWorkers
+from attnfuzz.harness.campaign.journal import left_behind
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.cli import main as cli
+from attnfuzz.kernels import registry
+
+try:
+    import ray
+    from ray.cluster_utils import Cluster
+except ImportError:
+    ray = None
+
+needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'attnfuzz[fleet]'")
+SECONDS = 30.0
+"""Until a process must have ended, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A node for the campaign without CPUs for workers, and one node of a CPU."""
+    config = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    nodes = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": 0, "_system_config": config})
+    nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture
+def second(cluster: Any) -> Iterator[Any]:
+    """Another node of a CPU."""
+    node = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield node
+    if node in cluster.list_all_nodes():
+        cluster.remove_node(node)
+
+
+@pytest.fixture(autouse=True)
+def _only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+class Fleet:
+    """A campaign on the cluster that does something to its workers after some trials, with `count` of them at work."""
+
+    def __init__(self, act: Callable[[Fleet], None] = lambda _: None, after: int = 12, count: int = 1) -> None:
+        self.act, self.after, self.count = act, after, count
+        self.events: list[Event] = []
+        self.trials = 0
+        self.workers: Any = None
+        self.pids: set[int] = set()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, TrialFinished):
+            self.trials += 1
+            at_work = [each for each in self.placed() if each.kernel] if self.workers else []
+            if 0 < self.after <= self.trials and not self.pids and len(at_work) >= self.count:
+                for each in self.placed():
+                    self.pids |= family(ray.get(each.actor.pids.remote())[1])
+                assert len(self.pids) > 1, "the worker and its children"
+                self.act(self)
+
+    def placed(self) -> list[Any]:
+        return [each for each in self.workers._living if each.begun]
+
+    def run(self, *kernels: Any, **changed: Any) -> CampaignFinished:
+        from attnfuzz.harness.campaign.fleet.cluster import places_in
+
+        places = places_in("cpu", "auto", None)
+
+        def group(*arguments: Any) -> FleetWorkers:
+            self.workers = FleetWorkers(*arguments, places=places)
+            return self.workers
+
+        given = {"max_examples": 60, "plain": True, "seed": 1, "out": "out", "workers": places.count}
+        finished = run_campaign(
+            [registry.register(each) for each in kernels], Settings(**{**given, **changed}), self, group=group
+        )
+        assert bool(self.pids) == (self.after > 0)
+        assert gone(self.pids), "a process of a worker is left"
+        return finished
+
+    def of(self, kind: type) -> list[Any]:
+        return [each for each in self.events if isinstance(each, kind)]
+
+    def tried(self) -> set[str]:
+        return {each.case.id for each in self.of(TrialFinished) if each.phase == "generate"}
+
+
+def family(pid: int) -> set[int]:
+    """A process and all that descend from it."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    members = {pid}
+    while more := {each for each, parent in parents.items() if parent in members} - members:
+        members |= more
+    return members
+
+
+def gone(pids: set[int]) -> bool:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if not any(alive(each) for each in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def alone(*kernels: Any) -> set[str]:
+    """The Cases that one process tries."""
+    fleet = Fleet(after=-1)
+    settings = Settings(max_examples=60, plain=True, seed=1, out=None, in_process=True)
+    run_campaign([registry.register(each) for each in kernels], settings, fleet)
+    return fleet.tried()
+
+
+def kill_actor(fleet: Fleet) -> None:
+    os.kill(ray.get(fleet.placed()[0].actor.pids.remote())[0], signal.SIGKILL)
+
+
+def kill_worker(fleet: Fleet) -> None:
+    os.kill(ray.get(fleet.placed()[0].actor.pids.remote())[1], signal.SIGKILL)
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_actor, kill_worker], ids=["actor", "worker"])
+def test_nothing_is_lost_with_a_process(cluster: Any, kill: Callable[[Fleet], None]) -> None:
+    fleet = Fleet(kill)
+    finished = fleet.run(Right("torch.right"))
+    assert not finished.findings
+    assert fleet.tried() | {each.case.id for each in fleet.of(CaseResumed)} == alone(Right("torch.right"))
+    (resumed,) = fleet.of(CaseResumed)
+    after = fleet.events[fleet.events.index(resumed) :]
+    first = next(each for each in after if isinstance(each, TrialFinished))
+    assert (first.case, first.phase) == (resumed.case, "replay"), "the Case in flight comes first"
+    assert not list(Path("out").rglob("inflight/*"))
+
+
+@needs_ray
+@pytest.mark.slow
+def test_nothing_is_lost_with_a_node(cluster: Any, second: Any) -> None:
+    killed = []
+
+    def remove(fleet: Fleet) -> None:
+        killed.extend(fleet.placed())
+        cluster.remove_node(second, allow_graceful=False)
+
+    kernels = Right("torch.right"), Right("torch.other")
+    fleet = Fleet(remove, count=2)
+    finished = fleet.run(*kernels)
+    assert len(killed) == 2, "both nodes had a worker"
+    assert not finished.findings
+    assert len(fleet.of(CaseResumed)) == 1
+    assert fleet.tried() | {each.case.id for each in fleet.of(CaseResumed)} == alone(*kernels)
+    assert not list(Path("out").rglob("inflight/*"))
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_finding_is_kept_and_shrunk_here_with_its_maps(cluster: Any) -> None:
+    fleet = Fleet()
+    finished = fleet.run(Skewed("torch.skewed"), max_failures=1)
+    (finding,) = finished.findings
+    assert finding.identity.output == "dk"
+    assert finding.minimal
+    assert Path(finding.path).is_file()
+    (mapped,) = fleet.of(FailureMapped)
+    assert (Path("out") / mapped.path).is_file()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_finding_survives_the_death_of_its_worker_while_it_is_shrunk(cluster: Any) -> None:
+    killed: list[Event] = []
+
+    class Shrinking(Fleet):
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, TrialFinished) and event.phase == "shrink" and not killed:
+                killed.append(event)
+                kill_actor(self)
+
+    finished = Shrinking(after=-1).run(Skewed("torch.skewed"), max_failures=1)
+    assert killed
+    (finding,) = finished.findings
+    assert finding.partly
+    assert Path(finding.path).is_file()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_found_and_ends_the_actors(cluster: Any) -> None:
+    def interrupt(_: Fleet) -> None:
+        times.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    times: list[float] = []
+
+    fleet = Fleet(interrupt)
+    finished = fleet.run(Right("torch.right"), max_examples=5000)
+    assert finished.interrupted
+    assert time.monotonic() - times[0] < 12, "the workers heard of it, and were not killed for their silence"
+    assert 12 <= finished.summaries[0].cases < 5000
+    assert not list(left_behind("out"))
+
+
+@needs_ray
+@pytest.mark.slow
+def test_the_next_run_begins_with_the_case_in_flight_of_a_campaign_that_was_killed(cluster: Any) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "attnfuzz.harness.cli",
+        "fleet",
+        "torch.reference_cpu",
+        "--device",
+        "cpu",
+        "--budget",
+        "300s",
+    ]
+    started = subprocess.Popen(
+        [*command, "--address", cluster.address, "--json"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    end = time.monotonic() + 2 * SECONDS
+    while not list(Path(".attnfuzz/inflight").glob("*-*")) and time.monotonic() < end:
+        assert started.poll() is None, started.stderr and started.stderr.read()
+        time.sleep(0.05)
+    started.kill()
+    started.wait()
+    left = list(left_behind(".attnfuzz"))
+    assert left
+    fleet = Fleet(after=-1)
+    settings = Settings(max_examples=5, plain=True, in_process=True)
+    run_campaign([registry.get("torch.reference_cpu")], settings, fleet)
+    first = next(each for each in fleet.events if isinstance(each, TrialFinished))
+    assert first.case in {each.case for each in left}
+
+
+@needs_ray
+@pytest.mark.slow
+def test_the_command_line(cluster: Any) -> None:
+    arguments = ["torch.reference_cpu", "--device", "cpu", "--max-examples", "20", "--plain"]
+    done = CliRunner().invoke(cli.main, ["fleet", *arguments])
+    assert done.exit_code == 0, done.output
+    assert "no failures in 20 cases" in done.output
+
+
+def test_without_ray_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(cli.main, ["fleet", "torch.reference_cpu", "--device", "cpu"])
+    assert done.exit_code == 2
+    assert done.stderr == "error: fleet: Ray is not installed here; install it by: pip install 'attnfuzz[fleet]'\n"
+
+
+def test_a_fleet_in_one_process_is_refused() -> None:
+    done = CliRunner().invoke(cli.main, ["fleet", "torch.reference_cpu", "--device", "cpu", "--in-process"])
+    assert done.exit_code == 2
+    assert "the workers of a fleet have processes of their own; use attnfuzz run" in done.stderr
