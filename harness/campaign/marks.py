@@ -65,7 +65,7 @@ class Marks:
             return None
 
     def _source(self, kernel: str) -> str:
-        """Return what differs between a changed kernel and the one before: files, sizes and times of the modules of its package."""
+        """Return what a changed kernel differs in: files, sizes and times of the modules of its package."""
         if kernel not in self._sources:
             module = sys.modules.get(type(registry.get(kernel)).__module__)
             file = getattr(module, "__file__", None)
