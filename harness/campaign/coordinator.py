@@ -83,7 +83,8 @@ class Coordinator:
         if not able:
             return "wait" if left else None
         state = min(able, key=lambda each: (len(each.workers), each.seconds))
-        return Turn(state.kernel.name, self._until(now, len(left)), state.begin_turn(worker))
+        earlier = state.begin_turn(worker)
+        return Turn(state.kernel.name, self._until(now, len(left)), earlier, only_earlier=state.left_earlier)
 
     def able(self) -> int:
         """Return how many workers could begin a turn now: one a kernel without a worker, any number where Cases have no end."""

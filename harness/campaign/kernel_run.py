@@ -132,7 +132,7 @@ class KernelRun:
                 while earlier and not self._spent():
                     self._try_earlier(earlier[0])
                     del earlier[0]
-                while not self._spent() and (self._try_next() or self._supply.wait(turn.until)):
+                while not turn.only_earlier and not self._spent() and (self._try_next() or self._supply.wait(turn.until)):
                     pass
             except OutOfTime:
                 pass

@@ -23,6 +23,9 @@ from attnfuzz.strategies.case import Case
 
 __all__ = ["KernelState"]
 
+_EARLIER = 64
+"""Cases of earlier runs of one turn: ten thousand would take a worker seconds to receive, while the others have none."""
+
 
 class KernelState:
     """Counts and findings of one kernel, and what is left to try.
@@ -82,7 +85,9 @@ class KernelState:
         if self._earlier is None:
             self._earlier = list(earlier_cases(self.kernel, self._context, self.findings, self._left_behind, self._stored))
             self.rounds.know(each.case.id for each in self._earlier)
-        earlier, self._earlier = tuple(self._earlier), []
+        # The Cases of one journal file stay together: it goes with the last of them.
+        count = max(_EARLIER, sum(each.left is not None for each in self._earlier))
+        earlier, self._earlier = tuple(self._earlier[:count]), self._earlier[count:]
         return earlier
 
     def variant_cases(self) -> dict[str, Case]:

@@ -19,11 +19,15 @@ __all__ = ["Campaign", "Turn", "TurnEnd", "Turns"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A worker's time on one kernel: until `until` (time.monotonic; None: until nothing is left), `earlier` Cases first."""
+    """A worker's time on one kernel: until `until` (time.monotonic; None: until nothing is left), `earlier` Cases first.
+
+    `only_earlier`: there are more of those, for this worker or another; nothing is drawn before.
+    """
 
     kernel: str
     until: float | None = None
     earlier: tuple[EarlierCase, ...] = ()
+    only_earlier: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,7 @@ def _summary(record: KernelRecord, findings: Sequence[Finding]) -> KernelSummary
         compiles=record.compiles,
         compile_seconds=record.compile_seconds,
         refused=record.refused,
+        unreached=record.unreached,
         replaced=record.replaced,
         outputs=outputs,
         findings=tuple(findings),

@@ -15,6 +15,7 @@ from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import Event, Finding, KernelStarted, TrialFinished
 from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker
@@ -76,6 +77,29 @@ def test_reading_stored_cases_is_quick_enough_for_many(tmp_path: Path) -> None:
     run_campaign([KERNEL], settings, listen, FunctionExecutor(lambda _: PASS))
     assert len([each for each in events if isinstance(each, TrialFinished) and each.phase == "replay"]) == 400
     assert first[0] < 1.0, "a busy machine takes five times as long"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_share_the_stored_cases_and_draw_none_before(workers: int, tmp_path: Path) -> None:
+    """150 stored Cases are three turns' worth."""
+    problem = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
+    failure = Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong")
+    corpus, verdict = Corpus(tmp_path), Verdict(status="fail", failures=(failure,))
+    for number in range(150):
+        case = Case(kernel=KERNEL.name, problem=problem, config=KERNEL.configs(problem)[0], recipe=Recipe(seed=number))
+        corpus.write(Finding(failure.identity, case, verdict, shrunk=True), seed=0)
+    settings = Settings(max_examples=160, out=None, plain=True)
+    context, executor = CampaignContext(settings), FunctionExecutor(lambda _: PASS)
+    state = KernelState(KERNEL, plan_of(KERNEL, settings), context, list(corpus.of(KERNEL.name)))
+    coordinator = Coordinator(context, [state], executor, workers)
+    turns = [coordinator.turn(number % workers) for number in range(workers)]
+    assert [isinstance(each, Turn) and each.only_earlier for each in turns] == [True] * workers
+    for number, turn in enumerate(turns):
+        assert isinstance(turn, Turn)
+        coordinator.end_turn(number, KERNEL.name, TurnEnd(1.0, not_tried=turn.earlier))
+    Worker(lambda _: (KERNEL, state.plan), WorkerContext(settings, executor), coordinator, LocalTurns(coordinator)).work()
+    assert {each.recipe.seed for each in executor.cases[:150]} == set(range(150))
+    assert len(executor.cases) == len(set(executor.cases)) == 160
 
 
 def test_three_thousand_cases_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

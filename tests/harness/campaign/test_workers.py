@@ -148,6 +148,7 @@ def test_kill_9_of_a_worker_costs_nothing(tidy: Path) -> None:
     assert (done.lost, done.findings) == (None, ())
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_worker_that_shrinks_keeps_its_finding(tidy: Path) -> None:
     def listen(event: Event) -> None:
         if isinstance(event, FailureFound):
@@ -164,6 +165,7 @@ def test_kill_9_of_a_worker_that_shrinks_keeps_its_finding(tidy: Path) -> None:
     assert {each.deaths for each in resumed(events)} == {1}
 
 
+@pytest.mark.slow
 def test_a_case_that_ends_two_workers_is_kept_and_not_tried_again(tidy: Path) -> None:
     """What no child can do, here the test does: it kills each worker that has begun to try Cases."""
     deaths: list[int] = []
@@ -186,6 +188,7 @@ def test_a_case_that_ends_two_workers_is_kept_and_not_tried_again(tidy: Path) ->
     assert done.lost is None
 
 
+@pytest.mark.slow
 def test_a_child_of_a_worker_that_is_killed_is_a_crash_of_its_case(tidy: Path) -> None:
     def children() -> list[int]:
         return [each for worker in workers_of(os.getpid()) for each in descendants(worker) if _tries(each)]
