@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from attnfuzz.kernels.problem import BadArgument, reject
 
 __all__ = ["Places", "joined", "places_in"]
 
+_SECONDS = 10.0
+"""In which a cluster answers, if it is there."""
 _STEPS = 10_000
 """Ray counts a GPU in that many parts."""
 
@@ -47,10 +50,11 @@ def joined(address: str) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        _check(address)
         with _own_signals():
             more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
             ray.init(address=address, log_to_driver=False, configure_logging=False, **more)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, OverflowError) as error:
         reason = f"no Ray cluster can be reached there ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         raise reject("address", address, reason, "start one by: ray start --head, or give --address local") from None
     try:
@@ -58,6 +62,13 @@ def joined(address: str) -> Iterator[None]:
     finally:
         with _own_signals():
             ray.shutdown()
+
+
+def _check(address: str) -> None:
+    """Raise OSError where nothing answers at HOST:PORT: Ray itself tries for more than a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()
 
 
 @contextlib.contextmanager

@@ -287,6 +287,16 @@ def test_without_ray_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch)
     assert done.stderr == "error: fleet: Ray is not installed here; install it by: pip install 'attnfuzz[fleet]'\n"
 
 
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense://x", "127.0.0.1:99999"])
+def test_an_address_without_a_cluster_ends_with_2(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    done = CliRunner().invoke(cli.main, ["fleet", "torch.reference_cpu", "--device", "cpu", "--address", address])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: address={address!r}: no Ray cluster can be reached there (")
+    assert done.stderr.endswith("); start one by: ray start --head, or give --address local\n")
+
+
 def test_a_fleet_in_one_process_is_refused() -> None:
     done = CliRunner().invoke(cli.main, ["fleet", "torch.reference_cpu", "--device", "cpu", "--in-process"])
     assert done.exit_code == 2
