@@ -23,13 +23,14 @@ class Backlog:
     """Keeps drawn Cases in order, and gives out those whose code is compiled.
 
     Args:
-        round_over: called with the number of each round whose Cases have all been given out or dropped.
+        round_over: called with the number of each round whose Cases have all been tried or dropped.
     """
 
     def __init__(self, round_over: Callable[[int], None]) -> None:
         self._round_over = round_over
         self._cases: dict[int, _Waiting] = {}
         self._ready: set[str] = set()
+        self._out: dict[Case, int] = {}
         self._left: dict[int, int] = {}
         self._number = 0
 
@@ -69,9 +70,13 @@ class Backlog:
             if len(places) == batch.most:
                 break
         taken = [self._cases.pop(place) for place in places]
-        for each in taken:
-            self._count(each.round, 1)
+        self._out |= {each.case: each.round for each in taken}
         return [each.case for each in taken]
+
+    def tried(self, case: Case) -> None:
+        """Note that a Case that was given out has been tried."""
+        if (number := self._out.pop(case, None)) is not None:
+            self._count(number, 1)
 
     @property
     def ready(self) -> int:

@@ -27,7 +27,9 @@ __all__ = ["Journal", "LeftBehind", "copy_left_behind", "left_behind"]
 
 _SLOT = 1 << 20
 _SLOTS, _PASSING = 3, 2
-"""Two slots for what is synchronised, by turns, and one for what is not."""
+"""Two slots for what is synchronised, alternately, and one for what is not."""
+_RESERVED = 1 << 14
+"""Bytes of a slot that are reserved on the disk: more than an entry usually has."""
 _HEAD = struct.Struct("32sQ")
 """SHA-256 of the content, and its length."""
 _created: set[Path] = set()
@@ -160,6 +162,9 @@ class Journal:
         self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.ftruncate(self._file, _SLOTS * _SLOT)
+        for slot in range(_SLOTS):
+            # On a disk that fills later, the Case in flight is written still.
+            os.posix_fallocate(self._file, slot * _SLOT, _RESERVED)
         # Seen by other runs only once it is locked: a file without a lock is one that was left behind.
         self._path = hidden.rename(self._folder / name)
         os.fsync(self._file)

@@ -100,14 +100,8 @@ class KernelRun:
         self.clock = TrialClock()
         self._known: set[Identity] = set()
         self._until: float | None = None
-        self._supply = Supply(
-            kernel,
-            plan,
-            self._strategy,
-            campaign,
-            background=not context.settings.in_process,
-            growing=context.end is not None,
-        )
+        background, growing = not context.settings.in_process, context.end is not None
+        self._supply = Supply(kernel, plan, self._strategy, campaign, background=background, growing=growing)
         self._runner = TrialRunner(
             context.executor,
             context.journal,
@@ -168,6 +162,7 @@ class KernelRun:
         run = self._runner.run_all if batch.together and len(waiting) > 1 else self._runner.run_each
         for case, verdict in run(waiting, "generate"):
             self._examine(case, verdict)
+            self._supply.tried(case)
             if not batch.together and self._spent():
                 break
         return bool(waiting)

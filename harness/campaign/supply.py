@@ -80,6 +80,10 @@ class Supply:
         ready = self._campaign.ready(self._kernel.name, set(self._keys.values()))
         return tuple(each for each in self._plan.variants if self._keys[each] in ready) or self._plan.variants
 
+    def tried(self, case: Case) -> None:
+        """Note that a Case that was given out has been tried."""
+        self._backlog.tried(case)
+
     def wait(self, until: float | None = None) -> bool:
         """Wait for the round that is being drawn, at most `until` (time.monotonic); returns False where none has come."""
         drawn = self._drawer.take(wait=True, until=until)

@@ -189,7 +189,7 @@ def assert_breadth_first(events: Sequence[Event], kernels: set[str]) -> None:
 @pytest.mark.usefixtures("short_turns")
 def test_trials_begin_before_the_last_variant_is_compiled() -> None:
     kernels = compiled_kernels(4)
-    done, events = run(kernels, Slow(0.5), budget=4.8)
+    done, events = run(kernels, Slow(0.5), budget=7.0)
     assert_breadth_first(events, {each.name for each in kernels})
     assert all(each.unreached == 0 for each in done.summaries)  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from attnfuzz.harness.campaign import drawer as drawer_module
 from attnfuzz.harness.campaign.backlog import Backlog
@@ -16,7 +17,7 @@ from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.context import Batch
 from attnfuzz.harness.campaign.drawer import Drawer
 from attnfuzz.harness.campaign.plan import KernelPlan
-from attnfuzz.harness.campaign.rounds import Round, Rounds
+from attnfuzz.harness.campaign.rounds import EXAMPLES, Round, Rounds
 from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.kernels.faults.host import FaultyReference
@@ -38,36 +39,37 @@ def numbers(taken: Sequence[Case]) -> list[int]:
 # --- backlog
 
 
-def test_the_oldest_case_that_can_run_comes_first_with_later_ones_of_its_key() -> None:
+def test_the_oldest_cases_that_can_run_come_first() -> None:
     over: list[int] = []
     backlog = Backlog(over.append)
     backlog.add(0, [("a", case(0)), ("b", case(1)), ("a", case(2)), ("b", case(3))])
     backlog.add(1, [("a", case(4)), ("c", case(5))])
-    weight = Batch().weight
-    assert backlog.take(2, 0.0, weight) == []
-    assert numbers(backlog.waiting.values()) == [0, 1, 5]  # type: ignore[arg-type]
+    assert backlog.take(Batch(most=2)) == []
+    assert numbers(list(backlog.waiting.values())) == [0, 1, 5]
     backlog.mark(["b"])
     assert (backlog.ready, len(backlog)) == (2, 6)
-    assert numbers(backlog.take(1, 0.0, weight)) == [1]
+    assert numbers(backlog.take(Batch())) == [1]
     backlog.mark(["a"])
-    assert numbers(backlog.take(2, 0.0, weight)) == [0, 2], "of one key, oldest first"
-    assert numbers(backlog.take(2, 0.0, weight)) == [3]
-    assert over == [0], "round 0 is given out"
-    assert numbers(backlog.take(2, 0.0, weight)) == [4]
-    assert (over, len(backlog)) == ([0], 1)
-    assert backlog.drop(["c", "unknown"]) == 1
+    assert numbers(backlog.take(Batch(most=2))) == [0, 2]
+    assert numbers(backlog.take(Batch(most=2))) == [3, 4]
+    assert over == [], "they are given out, and not tried yet: their worker may die"
+    for number in range(4):
+        backlog.tried(case(number))
+    assert over == [0]
+    backlog.drop(["c", "unknown"])
+    backlog.tried(case(4))
     assert (over, len(backlog)) == ([0, 1], 0)
 
 
-def test_a_batch_has_room_and_always_one_case() -> None:
+def test_a_batch_is_of_cases_that_are_judged_in_one_go() -> None:
+    """Of equal dtype and dims, whatever their compile keys: it has room, and always one Case."""
     backlog = Backlog(lambda _: None)
-    backlog.add(0, [("a", case(number, length)) for number, length in enumerate((9, 2, 2, 2, 5))])
-    backlog.mark(["a"])
-
-    def weight(each: Case) -> float:
-        return float(each.problem.total_q)
-
-    assert [numbers(backlog.take(8, 6.0, weight)) for _ in range(4)] == [[0], [1, 2, 3], [4], []]
+    backlog.add(0, [(str(number % 2), case(number, length)) for number, length in enumerate((9, 2, 2, 2, 5))])
+    wide = replace(case(9), problem=replace(case(9).problem, dim_qk=32))
+    backlog.add(1, [("0", wide), ("0", case(10, 6))])
+    backlog.mark(["0", "1"])
+    batch = Batch(True, 8, 6.0, lambda each: float(each.problem.total_q))
+    assert [numbers(backlog.take(batch)) for _ in range(6)] == [[0], [1, 2, 3], [4], [9], [10], []]
 
 
 def test_a_round_without_a_new_case_is_over_at_once() -> None:
@@ -173,7 +175,11 @@ def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken(supply: Supply, times: int) -> list[Case]:
-    return [each for _ in range(times) for each in supply.take(Batch())]
+    """What a worker takes and tries."""
+    cases = [each for _ in range(times) for each in supply.take(Batch())]
+    for each in cases:
+        supply.tried(each)
+    return cases
 
 
 def test_under_a_budget_cases_are_drawn_from_compiled_variants_and_later_ones_join() -> None:
@@ -217,8 +223,8 @@ def test_cases_whose_code_is_refused_are_dropped_and_their_rounds_end(monkeypatc
 
 
 def test_what_waits_does_not_grow_without_end() -> None:
-    """Nothing is compiled for long: rounds are drawn until some hundred Cases wait."""
+    """Nothing is compiled for long: rounds are drawn until 600 Cases wait."""
     campaign = Campaign()
     supply, _, _ = supply_of(campaign, growing=False)
     assert taken(supply, 100) == []
-    assert 400 <= supply.waiting <= 430
+    assert 600 <= supply.waiting < 600 + EXAMPLES

@@ -29,7 +29,7 @@ from support.engine import (
 )
 
 from attnfuzz.harness.audit.selftest import faults as selftest
-from attnfuzz.harness.campaign import processes
+from attnfuzz.harness.campaign import group
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import (
     CaseSkipped,
@@ -217,7 +217,7 @@ def _has_children(pid: int) -> bool:
 
 
 def test_workers_that_die_again_and_again_end_the_run(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_MOST_DEATHS", 1)
+    monkeypatch.setattr(group, "_MOST_DEATHS", 1)
     done, events = campaign([Deadly("test.deadly")], tidy, max_examples=6, workers=2)
     assert done.lost is not None
     assert done.lost.startswith("4 worker processes died, the last with SIGKILL; the next run begins with their Cases in flight")
