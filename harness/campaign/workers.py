@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
+from attnfuzz.harness.campaign.rounds import EXAMPLES
+from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.core.gpus import free_memory, gpus
 from attnfuzz.kernels.contract import Device
 
-__all__ = ["auto_workers"]
+__all__ = ["auto_workers", "useful_workers"]
 
 _PER_GPU = 16
 """Workers of one GPU beyond which more bring nothing (docs/performance.md)."""
@@ -28,3 +30,10 @@ def auto_workers(device: Device) -> int:
         each = _PER_GPU if free is None else min(_PER_GPU, free // _GPU_MIB)
         most = min(most, max(1, len(usable)) * max(1, each))
     return most
+
+
+def useful_workers(settings: Settings, kernels: int) -> int:
+    """Return how many of the settings' workers have something to do: a round of a kernel is one worker's."""
+    if settings.budget is not None or settings.max_examples is None:
+        return settings.workers
+    return min(settings.workers, kernels * -(-settings.max_examples // EXAMPLES))

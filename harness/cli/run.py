@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,10 @@ def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
     chosen = asked_for(kernels, more_kernels)
+    if options["workers"] == "auto":
+        from attnfuzz.harness.campaign.workers import useful_workers
+
+        settings = replace(settings, workers=useful_workers(settings, len(chosen)))
     known = None if options["ledger"] is None else known_failures(options["ledger"], chosen)
     file = None if options["table"] is None else writable(options["table"], "table")
     click.get_current_context().exit(campaign(chosen, settings, known, file, as_json=as_json))

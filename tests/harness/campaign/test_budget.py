@@ -200,16 +200,15 @@ def _cases(events: Sequence[Event], kernel: str) -> list[Case]:
 
 @pytest.mark.usefixtures("short_turns")
 def test_variants_without_code_are_not_tried_and_are_counted() -> None:
-    """Of four kernels, three have one variant of each mask compiled when the time is over, and one has none."""
+    """Of four kernels, the last has nothing compiled when the time is over, and the others one variant of two at most."""
     kernels = compiled_kernels(4)
-    done, events = run(kernels, Slow(1.0), budget=3.9)
+    done, events = run(kernels, Slow(1.5), budget=3.9)
     summaries = {each.kernel: each for each in done.summaries}  # type: ignore[attr-defined]
-    compiled = {name: {each.problem.causal for each in _cases(events, name)} for name in summaries}
-    assert [each.compiles for each in summaries.values()] == [1, 1, 1, 0]
-    assert [len(each) for each in compiled.values()] == [1, 1, 1, 0]
-    assert [each.unreached > 0 for each in summaries.values()] == [True] * 4
-    total = summaries["test.compiled3"].unreached
-    assert all(each.unreached < total for name, each in summaries.items() if name != "test.compiled3")
+    masks = {name: {each.problem.causal for each in _cases(events, name)} for name in summaries}
+    assert all(len(masks[name]) <= each.compiles <= 1 for name, each in summaries.items())
+    assert (summaries["test.compiled0"].compiles, len(masks["test.compiled0"])) == (1, 1)
+    assert (summaries["test.compiled3"].compiles, len(masks["test.compiled3"])) == (0, 0)
+    assert 0 < summaries["test.compiled0"].unreached < summaries["test.compiled3"].unreached
     assert done.seconds < 3.9 + LATE  # type: ignore[attr-defined]
 
 

@@ -305,7 +305,13 @@ def unpicklable(name: str) -> Any:
     return Local(name, 0.0)
 
 
-@pytest.mark.parametrize("make", [unpicklable, lambda name: NotHere(name, 0.0)], ids=["unpicklable", "not-importable"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(unpicklable, id="unpicklable", marks=pytest.mark.slow),
+        pytest.param(lambda name: NotHere(name, 0.0), id="not-importable"),
+    ],
+)
 def test_a_kernel_that_cannot_be_loaded_breaks_alike_with_and_without_workers(make: Any, tidy: Path) -> None:
     texts = []
     for workers in (1, 2):

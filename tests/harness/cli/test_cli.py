@@ -295,7 +295,7 @@ def test_a_fault_of_the_harness_is_said_to_be_one(monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.delenv("ATTNFUZZ_DEBUG", raising=False)
-    monkeypatch.setattr(run_commands, "_campaign", lambda *_, **__: broken())
+    monkeypatch.setattr(run_commands, "campaign", lambda *_, **__: broken())
     result = run()
     assert_refused(
         result,
