@@ -32,6 +32,19 @@ LATE = 2.0
 """Seconds that a run may take beyond its budget and the grace."""
 
 
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes only where this module sleeps, at once: a busy machine changes nothing."""
+    now = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_trial_that_never_ends_does_not_prolong_the_run(workers: int, tidy: Path) -> None:
     """The deadline is far away: at the end of the budget its Case is no finding, and is not left for the next run."""
@@ -41,6 +54,7 @@ def test_a_trial_that_never_ends_does_not_prolong_the_run(workers: int, tidy: Pa
     assert tried(events), "some passed before"
 
 
+@pytest.mark.slow
 def test_shrinking_after_the_end_is_bounded_by_the_grace(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial takes a second, so that shrinking would take a minute."""
     monkeypatch.setattr(Settings, "grace", property(lambda _: 3.0))
@@ -77,6 +91,7 @@ class Late(FunctionExecutor):
         return "nothing ran"
 
 
+@pytest.mark.usefixtures("instant")
 def test_a_trial_of_shrinking_that_takes_long_ends_with_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found shortly before the end; each trial of a smaller Case takes longer than the grace."""
     monkeypatch.setattr(Settings, "grace", property(lambda _: 0.5))
@@ -91,6 +106,7 @@ def test_a_trial_of_shrinking_that_takes_long_ends_with_the_grace(tmp_path: Path
     assert not list(tmp_path.glob("inflight/*"))
 
 
+@pytest.mark.usefixtures("instant")
 def test_a_failing_relation_is_kept_without_time_for_the_oracle_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Case is judged again against the oracle alone, which does not end before the run does."""
     monkeypatch.setattr(Settings, "grace", property(lambda _: 0.5))
@@ -140,14 +156,14 @@ class SlowCompiler:
 
 
 class Slow(FunctionExecutor):
-    """All trials pass in 5 ms; the compiler is slow."""
+    """All trials pass in 50 ms; the compiler is slow."""
 
     def __init__(self, compile_seconds: float) -> None:
         super().__init__(self._pass)
         self._compile_seconds = compile_seconds
 
     def _pass(self, _: Case) -> Verdict:
-        time.sleep(0.005)
+        time.sleep(0.05)
         return PASS
 
     def compiler(self) -> Compiler:
@@ -156,7 +172,7 @@ class Slow(FunctionExecutor):
 
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns and rounds of a tenth of a second: a machine that is busy draws a hundred Cases in a second."""
+    """Turns and rounds of a few Cases, so that a budget of seconds has many."""
     monkeypatch.setattr(coordinator, "_SHORTEST", 0.1)
     monkeypatch.setattr(drawer, "EXAMPLES", 5)
 
@@ -186,7 +202,7 @@ def assert_breadth_first(events: Sequence[Event], kernels: set[str]) -> None:
     assert before == kernels, "Trials of all kernels begin before the last variant is compiled"
 
 
-@pytest.mark.usefixtures("short_turns")
+@pytest.mark.usefixtures("short_turns", "instant")
 def test_trials_begin_before_the_last_variant_is_compiled() -> None:
     kernels = compiled_kernels(4)
     done, events = run(kernels, Slow(0.5), budget=7.0)
@@ -198,7 +214,7 @@ def _cases(events: Sequence[Event], kernel: str) -> list[Case]:
     return [each.case for each in events if isinstance(each, TrialFinished) and each.kernel == kernel]
 
 
-@pytest.mark.usefixtures("short_turns")
+@pytest.mark.usefixtures("short_turns", "instant")
 def test_variants_without_code_are_not_tried_and_are_counted() -> None:
     """Of four kernels, the last has nothing compiled when the time is over, and the others one variant of two at most."""
     kernels = compiled_kernels(4)
@@ -212,6 +228,7 @@ def test_variants_without_code_are_not_tried_and_are_counted() -> None:
     assert done.seconds < 3.9 + LATE  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("instant")
 def test_with_a_limit_on_cases_the_compiler_does_not_decide_which_are_tried() -> None:
     ids = []
     for seconds in (0.0, 0.2):
