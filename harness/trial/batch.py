@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +32,7 @@ from attnfuzz.harness.trial.trial import CHECKS, check_runnable, run_trial, sign
 from attnfuzz.harness.trial.writes import Suspicion, suspicion_of
 from attnfuzz.kernels.contract import Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
+from attnfuzz.oracles.relations.transfer import Move, moved
 from attnfuzz.strategies.case import RELATIONS, Case, Recipe
 
 __all__ = ["run_batch"]
@@ -114,43 +115,41 @@ class _Run:
     number: int
     bench: Bench
     suspicions: list[Suspicion]
-    steps: Steps | None = None
-    launched: Launched | None = None
-    """Its outputs, until they are judged."""
+    steps: Steps
+    request: Launched | Move | None = None
+    """What its check waits for."""
     verdict: Verdict | None = None
     guard: Failure | None = None
     """What the checks of its launches show."""
     alone: bool = False
     """Whether it is to be run alone."""
 
-    def begin(self) -> None:
-        """Run the check up to its request for a judgement, or to its end if it makes none."""
-        self.steps = CHECKS[self.bench.case.check](self.bench)
+    @property
+    def launched(self) -> Launched | None:
+        """The outputs that are to be judged, if it waits for that."""
+        return self.request if isinstance(self.request, Launched) else None
+
+    @property
+    def move(self) -> Move | None:
+        """The copies that it waits for."""
+        return self.request if isinstance(self.request, Move) else None
+
+    def resume(self, answer: Judged | list[torch.Tensor] | None = None) -> None:
+        """Run the check to its next request, or to its end; then let go of its tensors."""
         try:
-            self.launched = next(self.steps)
+            self.request = self.steps.send(answer)
         except StopIteration as end:
             self.verdict = end.value
+            self.drop()
         except WentWrong as error:
             self.verdict = Verdict(status="fail", failures=(error.failure,))
             self.alone = error.failure.kind == "out-of-memory"
-
-    def end(self, judged: Judged | None) -> None:
-        """Run the check to its end, and let go of its tensors. None: its outputs are judged here."""
-        assert self.steps is not None
-        assert self.launched is not None
-        try:
-            while True:
-                self.launched = self.steps.send(judged or self.bench.judged(self.launched))
-                judged = None
-        except StopIteration as end:
-            self.verdict = end.value
-        self.drop()
+            self.drop()
 
     def drop(self) -> None:
         """Let go of the tensors."""
-        if self.steps is not None:
-            self.steps.close()
-        self.steps = self.launched = None
+        self.steps.close()
+        self.request = None
 
 
 class _Batch:
@@ -178,16 +177,34 @@ class _Batch:
             if case.check in RELATIONS:
                 # Its launches are compared at once.
                 bench = _PreparedBench(case, kernel, self._device, own, numbers)
-            self._runs.append(_Run(number, bench, suspicions))
+            self._runs.append(_Run(number, bench, suspicions, CHECKS[case.check](bench)))
         for run in self._runs:
-            self._at(run.number)
-            try:
-                run.begin()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            self._resume(run)
+        self._move()
+
+    def _resume(self, run: _Run, answer: Judged | list[torch.Tensor] | None = None) -> None:
+        self._at(run.number)
+        try:
+            run.resume(answer)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            run.alone = True
+            run.drop()
+
+    def _move(self) -> None:
+        """Copy what checks ask to be moved, for all together, and resume them, as long as any asks."""
+        while moving := [(run, run.move) for run in self._runs if run.move is not None]:
+            for run in _sharing_memory(self._runs):
                 run.alone = True
                 run.drop()
+            moving = [(run, move) for run, move in moving if not run.alone]
+            if not moving:
+                continue
+            with self._shared(moving[0][1].stage, [run for run, _ in moving]):
+                copies = moved([move for _, move in moving])
+            for run, _ in moving:
+                self._resume(run, copies.pop(0))
 
     def read(self) -> None:
         """Wait for the device, and read the checks of all launches."""
@@ -220,9 +237,21 @@ class _Batch:
                     raise
         launched.clear()
         for place, run in enumerate(waiting):
-            self._at(run.number)
             judged, judgements[place] = judgements[place], None
-            run.end(judged)
+            self._end(run, judged)
+        self._move()
+        for run in self._runs:
+            while run.launched is not None:
+                self._end(run, None)
+                self._move()
+
+    def _end(self, run: _Run, judged: Judged | None) -> None:
+        """Resume a check with the judgement of its outputs; None: they are judged here."""
+        assert run.launched is not None
+        if judged is None:
+            self._at(run.number)
+            judged = run.bench.judged(run.launched)
+        self._resume(run, judged)
 
     def verdicts(self) -> list[Verdict]:
         """Return the Verdict of each Case, after the runs of those that must run alone."""
@@ -271,10 +300,12 @@ def _sharing_memory(runs: Sequence[_Run]) -> list[_Run]:
 
 
 def _addresses(run: _Run) -> set[int]:
-    """Return the addresses of the allocations of a run's outputs."""
-    if run.launched is None:
-        return set()
-    outputs = run.launched.outputs
-    tensors = [*(getattr(outputs, name) for name in OUTPUT_NAMES), *outputs.d_captured]
+    """Return the addresses of the allocations of a run's outputs that are not judged yet."""
+    tensors: list[Any] = []
+    if run.launched is not None:
+        outputs = run.launched.outputs
+        tensors = [*(getattr(outputs, name) for name in OUTPUT_NAMES), *outputs.d_captured]
+    elif run.move is not None and run.move.stage == "kernel":
+        tensors = [*run.move.tensors]
     plain = [each for each in tensors if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided]
     return {each.untyped_storage().data_ptr() for each in plain} - {0}

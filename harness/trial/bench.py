@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
+
+import torch
 
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import printable
@@ -22,12 +24,16 @@ from attnfuzz.harness.trial.launch import launch
 from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.relations.transfer import Move, moved
 from attnfuzz.strategies.case import Case, Recipe
 
 __all__ = ["Bench", "Steps", "WentWrong", "completed"]
 
-Steps: TypeAlias = Generator[Launched, Judged, Verdict]
-"""A check of a Case: it yields outputs that the oracle must judge, is resumed with the judgement, and returns the Verdict."""
+Steps: TypeAlias = Generator[Launched | Move, Any, Verdict]
+"""A check of a Case: it yields what may be done for many Cases at once, and returns the Verdict.
+
+Outputs that the oracle must judge: it is resumed with a Judged. A Move: it is resumed with the list of copies.
+"""
 
 
 class WentWrong(Exception):
@@ -103,16 +109,21 @@ class Bench:
 
 
 def completed(bench: Bench, steps: Steps) -> Verdict:
-    """Run a check to its end, with every judgement made when it is asked for.
+    """Run a check to its end, with everything done when it is asked for.
 
     Raises:
         WentWrong: the kernel failed before there was anything to judge.
         DeviceLost: the kernel broke the device for this process.
     """
+    answer: Judged | list[torch.Tensor] | None = None
     try:
-        launched = next(steps)
         while True:
-            launched = steps.send(bench.judged(launched))
+            request = steps.send(answer)
+            if isinstance(request, Move):
+                with bench.clock.stage(request.stage):
+                    (answer,) = moved([request])
+            else:
+                answer = bench.judged(request)
     except StopIteration as end:
         verdict: Verdict = end.value
         return verdict

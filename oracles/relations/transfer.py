@@ -1,21 +1,35 @@
-"""Tensors of a small Case between the device and the host, many by one copy.
+"""Tensors of small Cases between the device and the host, many by one copy.
 
-A device operation costs about as much as a thousand elements do on the host, and each copy waits for all work before it.
+A device operation costs about as much as a thousand elements do on the host, and each copy waits for all work before it: who
+needs tensors elsewhere asks for a Move, and whoever runs several Cases at once fulfils the Moves of all by one copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
 
-__all__ = ["elements", "inputs_on_host", "is_remote", "launches_on_device", "outputs_on_host"]
+__all__ = ["Move", "elements", "inputs_on_host", "is_remote", "launches_on_device", "moved", "outputs_on_host"]
 
 _INPUTS = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """A request for contiguous copies of tensors on another device.
+
+    `to`: the device; None: the host. `stage`: of the Trial that it belongs to.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    stage: str
+    to: torch.device | None = None
 
 
 def is_remote(inputs: Inputs) -> bool:
@@ -28,27 +42,33 @@ def elements(problems: Iterable[Problem]) -> int:
     return sum(2 * (each.total_q * each.heads + each.total_k * each.kv_heads) * (each.dim_qk + each.dim_v) for each in problems)
 
 
-def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return contiguous copies on the host, by one operation on the device and one copy that waits for it."""
-    # Wide elements first, so that each tensor is aligned within the bytes of all.
-    order = sorted(range(len(tensors)), key=lambda at: -tensors[at].element_size())
-    parts = _cut(_fetched(_bytes([tensors[at] for at in order])), [tensors[at] for at in order])
-    copies = dict(zip(order, parts, strict=True))
-    return [copies[at] for at in range(len(tensors))]
+def moved(moves: Sequence[Move]) -> list[list[torch.Tensor]]:
+    """Return the copies that each Move asks for, by one operation and one copy between each two devices."""
+    tensors = [(x, each.to) for each in moves for x in each.tensors]
+    copies: dict[int, torch.Tensor] = {}
+    for way in dict.fromkeys((x.device, to) for x, to in tensors):
+        # Wide elements first, so that each tensor is aligned within the bytes of all.
+        here = [at for at, (x, to) in enumerate(tensors) if (x.device, to) == way]
+        here.sort(key=lambda at: -tensors[at][0].element_size())
+        like = [tensors[at][0] for at in here]
+        flat = _bytes(like)
+        copies |= zip(here, _cut(_fetched(flat) if way[1] is None else _sent(flat, way[1]), like), strict=True)
+    rest = (copies[at] for at in range(len(tensors)))
+    return [list(itertools.islice(rest, len(each.tensors))) for each in moves]
 
 
-def inputs_on_host(inputs: Inputs) -> Inputs:
+def inputs_on_host(inputs: Inputs) -> Generator[Move, list[torch.Tensor], Inputs]:
     """Return the inputs of a relation's Case, which has no captured tensors, on the host."""
-    copies = _copied([getattr(inputs, name) for name in _INPUTS])
+    copies = yield Move([getattr(inputs, name) for name in _INPUTS], "inputs")
     return dataclasses.replace(inputs, **dict(zip(_INPUTS, copies, strict=True)))
 
 
 def outputs_on_host(
     launches: Sequence[tuple[Problem, Outputs]], others: Sequence[torch.Tensor] = ()
-) -> tuple[list[Outputs], list[torch.Tensor]]:
-    """Return the outputs that each Problem needs, and other tensors, on the host by one copy."""
+) -> Generator[Move, list[torch.Tensor], tuple[list[Outputs], list[torch.Tensor]]]:
+    """Return the outputs that each Problem needs, and other tensors, on the host."""
     places = [(number, name) for number, (problem, outputs) in enumerate(launches) for name in _wanted(problem, outputs)]
-    copies = _copied([*(getattr(launches[number][1], name) for number, name in places), *others])
+    copies = yield Move([*(getattr(launches[number][1], name) for number, name in places), *others], "kernel")
     by_place = dict(zip(places, copies, strict=False))
     own = [
         Outputs(**{str(name): by_place.get((number, name)) for name in OUTPUT_NAMES}, d_captured=())
@@ -57,18 +77,19 @@ def outputs_on_host(
     return own, copies[len(places) :]
 
 
-def launches_on_device(launches: Sequence[Inputs], copy: Inputs, original: Inputs) -> list[Inputs]:
-    """Return `launches`, made on the host of `copy`, on the device of `original`, by one copy; each tensor has its own memory.
+def launches_on_device(
+    launches: Sequence[Inputs], copy: Inputs, original: Inputs
+) -> Generator[Move, list[torch.Tensor], list[Inputs]]:
+    """Return `launches`, made on the host of `copy`, on the device of `original`; each tensor has its own memory.
 
     Tensors that a launch took over from `copy` are those of `original`.
     """
-    moved = {id(getattr(copy, name)): getattr(original, name) for name in _INPUTS}
-    own = {id(x): x for each in launches for name in _INPUTS if id(x := getattr(each, name)) not in moved}
+    device_of = {id(getattr(copy, name)): getattr(original, name) for name in _INPUTS}
+    own = {id(x): x for each in launches for name in _INPUTS if id(x := getattr(each, name)) not in device_of}
     if own:
-        order = sorted(own.values(), key=lambda x: -x.element_size())
-        parts = _cut(_sent(_bytes(order), original.q.device), order)
-        moved |= {id(x): part.clone() for x, part in zip(order, parts, strict=True)}
-    return [dataclasses.replace(each, **{name: moved[id(getattr(each, name))] for name in _INPUTS}) for each in launches]
+        parts = yield Move(list(own.values()), "inputs", original.q.device)
+        device_of |= {name: part.clone() for name, part in zip(own, parts, strict=True)}
+    return [dataclasses.replace(each, **{name: device_of[id(getattr(each, name))] for name in _INPUTS}) for each in launches]
 
 
 def _wanted(problem: Problem, outputs: Outputs) -> list[OutputName]:

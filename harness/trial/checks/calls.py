@@ -7,7 +7,8 @@ The Case's own Problem is always the last call, and is judged by the oracle. Bef
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.oracles.relations.transfer import Move
 from attnfuzz.strategies.case import CALLS, Check
 from attnfuzz.strategies.earlier_calls import earlier_problems
 
@@ -45,8 +47,8 @@ def after_other_calls(bench: Bench) -> Steps:
     verdict = judged.verdict
     with bench.clock.stage("judge"):
         failures = [_overstepped(bench, message) for message in overstepped()]
-        if first is not None and kept is not None:
-            failures += _compared(bench, verdict, first, kept, last, judged.truths)
+    if first is not None and kept is not None:
+        failures += yield from _compared(bench, verdict, first, kept, last, judged.truths)
     verdict = name_unwritten(bench, ready, inputs, last, verdict)
     return replace(verdict, status="fail", failures=(*failures, *verdict.failures)) if failures else verdict
 
@@ -66,12 +68,18 @@ def _overstepped(bench: Bench, message: str) -> Failure:
 
 def _compared(
     bench: Bench, verdict: Verdict, first: Outputs, kept: Outputs, last: Outputs, expected: dict[OutputName, Truth]
-) -> list[Failure]:
+) -> Generator[Move, list[torch.Tensor], list[Failure]]:
     """Return the differences of two equal calls, without outputs that break the contract."""
     refused = {each.output for each in verdict.failures if each.kind == "contract"}
     # A batch judged head by head has no whole Truth: only outputs declared deterministic are compared.
     judged = {name: expected.get(name) for name in bench.case.problem.needs.outputs if name not in refused}
-    return [*_differences(bench, kept, last, judged), *_reused(bench, first, last)]
+    with bench.clock.stage("judge"):
+        compared = list(_differences(bench, kept, last, judged))
+    counts = yield Move([each.count for each in compared if isinstance(each, _Difference)], "judge")
+    with bench.clock.stage("judge"):
+        rest = iter(counts)
+        failures = [each if isinstance(each, Failure) else each.failure(bench, int(next(rest))) for each in compared]
+        return [*(each for each in failures if each is not None), *_reused(bench, first, last)]
 
 
 def _earlier(bench: Bench, problem: Problem, bands: Bands) -> Outputs:
@@ -100,8 +108,10 @@ def _plain(value: object) -> bool:
     return not value.numel() or value.untyped_storage().nbytes() >= (1 + _extent(value)[1]) * value.element_size()
 
 
-def _differences(bench: Bench, first: Outputs, last: Outputs, expected: dict[OutputName, Truth | None]) -> Iterator[Failure]:
-    """Yield outputs of two equal calls that differ: at all if declared deterministic, else by more than an order of additions."""
+def _differences(
+    bench: Bench, first: Outputs, last: Outputs, expected: dict[OutputName, Truth | None]
+) -> Iterator[Failure | _Difference]:
+    """Compare the outputs of two equal calls: bit by bit if declared deterministic, else up to an order of additions."""
     for name, true in expected.items():
         before, after = getattr(first, name), getattr(last, name)
         exact = name in bench.kernel.capabilities.deterministic
@@ -110,32 +120,53 @@ def _differences(bench: Bench, first: Outputs, last: Outputs, expected: dict[Out
         if before.shape != after.shape or before.dtype != after.dtype:
             message = f"{OUTPUT_TITLES[name]}: {_form(before)} in the first of two equal calls, {_form(after)} in the last"
             yield _failure(bench, name, message)
-        elif (failure := _difference(bench, name, before, after, true, exact=exact)) is not None:
-            yield failure
+        else:
+            yield _difference(bench.case.problem, name, before, after, true, exact=exact)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Difference:
+    """Where an output of two equal calls differs, computed and not read yet."""
+
+    name: OutputName
+    was: torch.Tensor
+    now: torch.Tensor
+    same: torch.Tensor
+    limit: torch.Tensor
+    exact: bool
+
+    @property
+    def count(self) -> torch.Tensor:
+        """The number of elements that differ: int64, of one element."""
+        return (~self.same).sum()[None]
+
+    def failure(self, bench: Bench, count: int) -> Failure | None:
+        """Return the Failure of `count` elements that differ, at the worst one."""
+        if not count:
+            return None
+        name, was, now = self.name, self.was, self.now
+        # NaN on one side only counts as the largest difference.
+        size = torch.where(self.same, -1.0, (now - was).abs().nan_to_num(nan=torch.inf))
+        true = Truth(expected=was, allowed=self.limit)
+        place = place_of(bench.case.problem, name, int(size.flatten().argmax()), now, true)
+        rule = "declared deterministic" if self.exact else f"another order of additions explains {place.allowed:.3g}"
+        message = (
+            f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements differ between two equal calls ({rule}); worst at "
+            f"{where(name, place)}: {place.expected:.9g} in the first call, {place.got:.9g} in the last"
+        )
+        return replace(_failure(bench, name, message), place=place)
 
 
 def _difference(
-    bench: Bench, name: OutputName, before: torch.Tensor, after: torch.Tensor, true: Truth | None, *, exact: bool
-) -> Failure | None:
-    problem = bench.case.problem
+    problem: Problem, name: OutputName, before: torch.Tensor, after: torch.Tensor, true: Truth | None, *, exact: bool
+) -> _Difference:
     device = after.device if true is None else true.expected.device
     was, now = (heads_first(problem, name, each.to(device)) for each in (before, after))
     same = (was == now) & (was.signbit() == now.signbit()) | was.isnan() & now.isnan()
     limit = torch.zeros_like(was) if exact or true is None else true.reorder(was, now)
     if not exact:
         same |= (was == now) | ((now - was).abs() <= limit)
-    count = int((~same).sum())
-    if not count:
-        return None
-    # NaN on one side only counts as the largest difference.
-    size = torch.where(same, -1.0, (now - was).abs().nan_to_num(nan=torch.inf))
-    place = place_of(problem, name, int(size.flatten().argmax()), now, Truth(expected=was, allowed=limit))
-    rule = "declared deterministic" if exact else f"another order of additions explains {place.allowed:.3g}"
-    message = (
-        f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements differ between two equal calls ({rule}); worst at "
-        f"{where(name, place)}: {place.expected:.9g} in the first call, {place.got:.9g} in the last"
-    )
-    return replace(_failure(bench, name, message), place=place)
+    return _Difference(name, was, now, same, limit, exact)
 
 
 def _reused(bench: Bench, first: Outputs, last: Outputs) -> Iterator[Failure]:

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from attnfuzz.harness.judge.contract import why_unfit
 from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place
@@ -45,8 +47,8 @@ _ON_HOST = 1 << 18
 """Elements of all launches up to which values are compared on the host."""
 
 
-def against_itself(bench: Bench) -> Verdict:
-    """Run the launches of the Case's relation, and judge whether they agree.
+def against_itself(bench: Bench) -> Steps:
+    """Run the launches of the Case's relation, and judge whether they agree; nothing is judged by the oracle.
 
     On a device beside the host, a small Case is prepared and compared on the host: a value there costs less than an operation on
     the device, and two copies are all that waits.
@@ -57,32 +59,29 @@ def against_itself(bench: Bench) -> Verdict:
     case = bench.case
     if reason := why_not_case(bench.kernel, case, bench.device):
         raise reject("case", case.canonical(), reason, "give a Case that its check applies to")
+    can, seed = bench.kernel.capabilities, case.recipe.seed
+    problems = related_problems(case.check, case.problem, seed)
+    original = inputs = bench.inputs()
+    small = transfer.elements((case.problem, *problems)) <= _ON_HOST
+    on_host = small and transfer.is_remote(original)
+    if on_host:
+        inputs = yield from transfer.inputs_on_host(original)
     with bench.clock.stage("inputs"):
-        can, seed = bench.kernel.capabilities, case.recipe.seed
-        problems = related_problems(case.check, case.problem, seed)
-        original = inputs = bench.inputs()
-        small = transfer.elements((case.problem, *problems)) <= _ON_HOST
-        on_host = small and transfer.is_remote(original)
-        if on_host:
-            inputs = transfer.inputs_on_host(original)
         related = _RELATIONS[case.check](Setup(inputs, problems, seed, bench.device, can.deviations, can.deterministic))
-        each_inputs = transfer.launches_on_device(related.inputs, inputs, original) if on_host else related.inputs
+    each_inputs: Sequence[Inputs] = related.inputs
+    if on_host:
+        each_inputs = yield from transfer.launches_on_device(related.inputs, inputs, original)
     launches, stop = _launched(bench, each_inputs, together=small and not bench.waits)
+    if stop is not None or not on_host:
+        _read(bench, launches)
     if stop is not None:
-        _read(bench, launches, on_host=False)
         return stop
-    results = _read(bench, launches, on_host=on_host)
+    results = (yield from _outputs_on_host(launches)) if on_host else [each.outputs for each in launches]
     with bench.clock.stage("judge"):
         return _judged(bench, functools.partial(related.differences, results))
 
 
-def _steps(bench: Bench) -> Steps:
-    """Run the relation; nothing is judged by the oracle."""
-    yield from ()
-    return against_itself(bench)
-
-
-RELATION_CHECKS: dict[Check, Callable[[Bench], Steps]] = dict.fromkeys(_RELATIONS, _steps)
+RELATION_CHECKS: dict[Check, Callable[[Bench], Steps]] = dict.fromkeys(_RELATIONS, against_itself)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,10 +110,10 @@ def _launched(bench: Bench, inputs: Sequence[Inputs], *, together: bool) -> tupl
                 return launches, Verdict(status="pass", figures=figures)
             launches.append(launch)
             if not together:
-                _read(bench, [launch], on_host=False)
+                _read(bench, [launch])
                 launches[-1] = dataclasses.replace(launch, readings=(), failure=_nothing)
         except WentWrong:
-            _read(bench, launches, on_host=False)
+            _read(bench, launches)
             raise
         if failures := why_unfit(bench.case.kernel, each, launch.outputs):
             return launches, Verdict(status="fail", failures=failures)
@@ -164,28 +163,38 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
     return _Launch(inputs.problem, outcome, readings, failure)
 
 
-def _read(bench: Bench, launches: Sequence[_Launch], *, on_host: bool) -> list[Outputs]:
-    """Wait for the launches; return their outputs, on the host with `on_host`.
+def _read(bench: Bench, launches: Sequence[_Launch]) -> None:
+    """Wait for the launches.
 
     Raises:
         WentWrong: one wrote where it may not.
     """
     with bench.clock.stage("kernel"):
-        readings = [each for launch in launches for each in launch.readings]
-        outputs = [each.outputs for each in launches]
-        if on_host:
-            numbers = [each for reading in readings for each in reading.numbers]
-            outputs, values = transfer.outputs_on_host([(each.problem, each.outputs) for each in launches], numbers)
-            rest = iter(values)
-            for reading in readings:
-                parts = list(itertools.islice(rest, len(reading.numbers)))
-                reading.take([value for part in parts for value in part.tolist()])
-        else:
-            read_together(readings)
-        for launch in launches:
-            if (failure := launch.failure()) is not None:
-                raise WentWrong(failure)
+        read_together([each for launch in launches for each in launch.readings])
+        _check_writes(launches)
+
+
+def _outputs_on_host(launches: Sequence[_Launch]) -> Generator[transfer.Move, list[torch.Tensor], list[Outputs]]:
+    """Return the outputs of the launches on the host.
+
+    Raises:
+        WentWrong: a launch wrote where it may not.
+    """
+    readings = [each for launch in launches for each in launch.readings]
+    numbers = [each for reading in readings for each in reading.numbers]
+    outputs, values = yield from transfer.outputs_on_host([(each.problem, each.outputs) for each in launches], numbers)
+    rest = iter(values)
+    for reading in readings:
+        parts = list(itertools.islice(rest, len(reading.numbers)))
+        reading.take([value for part in parts for value in part.tolist()])
+    _check_writes(launches)
     return outputs
+
+
+def _check_writes(launches: Sequence[_Launch]) -> None:
+    for launch in launches:
+        if (failure := launch.failure()) is not None:
+            raise WentWrong(failure)
 
 
 def _judged(bench: Bench, differences: Callable[[], Iterable[Difference]]) -> Verdict:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Generator
+from typing import Any
 
 import torch
 
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.oracles.relations import transfer
-from attnfuzz.oracles.relations.transfer import inputs_on_host, launches_on_device, outputs_on_host
+from attnfuzz.oracles.relations.transfer import Move, moved
+
+
+def done(steps: Generator[Move, list[torch.Tensor], Any]) -> Any:
+    """Return the result of steps whose Moves are fulfilled one by one."""
+    answer = None
+    while True:
+        try:
+            move = steps.send(answer)
+        except StopIteration as end:
+            return end.value
+        (answer,) = moved([move])
+
 
 NAMES = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -26,7 +40,7 @@ def test_inputs_and_outputs_arrive_bit_by_bit() -> None:
         for seqlens in ((3, 0), (1,), (0,)):
             inputs = inputs_of(seqlens, dtype)
             inputs.q.view(-1)[:1] = torch.nan
-            copy = inputs_on_host(inputs)
+            copy = done(transfer.inputs_on_host(inputs))
             for name in NAMES:
                 before, after = getattr(inputs, name), getattr(copy, name)
                 assert (before.dtype, before.shape) == (after.dtype, after.shape)
@@ -40,7 +54,7 @@ def test_outputs_of_launches_arrive_with_other_numbers() -> None:
     first = Outputs(o=strided.half(), lse=torch.randn(1, 3), dq=torch.ones(1), dv=torch.randn(3, 1, 5).half())
     second = dataclasses.replace(first, o=first.o * 2, lse=None)
     numbers = [torch.arange(3), torch.arange(1)]
-    (one, two), values = outputs_on_host([(problem, first), (problem, second)], numbers)
+    (one, two), values = done(transfer.outputs_on_host([(problem, first), (problem, second)], numbers))
     assert torch.equal(one.o, first.o)
     assert torch.equal(two.o, second.o)
     assert torch.equal(two.dv, first.dv)
@@ -51,9 +65,9 @@ def test_outputs_of_launches_arrive_with_other_numbers() -> None:
 
 def test_launches_have_memory_of_their_own_or_that_of_the_case() -> None:
     original = inputs_of((3, 2), torch.bfloat16)
-    copy = inputs_on_host(original)
+    copy = done(transfer.inputs_on_host(original))
     changed = dataclasses.replace(copy, k=copy.k * 2, v=copy.v + 1)
-    whole, other = launches_on_device([copy, changed], copy, original)
+    whole, other = done(transfer.launches_on_device([copy, changed], copy, original))
     assert all(getattr(whole, name) is getattr(original, name) for name in NAMES)
     assert other.q is original.q
     assert torch.equal(other.k, original.k * 2)
@@ -65,9 +79,9 @@ def test_launches_have_memory_of_their_own_or_that_of_the_case() -> None:
 
 def test_launches_that_change_nothing_send_nothing(monkeypatch) -> None:
     original = inputs_of((3,), torch.float16)
-    copy = inputs_on_host(original)
+    copy = done(transfer.inputs_on_host(original))
     monkeypatch.setattr(transfer, "_sent", None)
-    (only,) = launches_on_device([copy], copy, original)
+    (only,) = done(transfer.launches_on_device([copy], copy, original))
     assert only.q is original.q
 
 
@@ -82,7 +96,7 @@ def test_elements_that_lie_apart_are_copied() -> None:
         dk=torch.ones(5, 1, 16, dtype=torch.float16),
         dv=torch.ones(5, 1, 16, dtype=torch.float16),
     )
-    [copied], [other] = outputs_on_host([(problem, outputs)], [wide[:, 3]])
+    [copied], [other] = done(transfer.outputs_on_host([(problem, outputs)], [wide[:, 3]]))
     assert torch.equal(copied.lse, wide[None, :, 0])
     assert torch.equal(copied.o, outputs.o)
     assert torch.equal(other, wide[:, 3])

@@ -77,6 +77,51 @@ def test_a_large_case_waits_for_each_launch_and_twice(
     assert sum(beside.waits.values()) <= launches + WAITS + OF_THE_BATCH
 
 
+def test_a_batch_waits_as_often_as_one_case(beside: Beside, known: Any) -> None:
+    """What the Cases ask for goes to the host by one copy, and comes back by one."""
+    known(Long())
+    checks = [each for each in RELATIONS if each != "huge_strides"]
+    cases = [case_of(check, seed) for seed in range(3) for check in checks]
+    with beside:
+        verdicts = run_batch(cases, "cpu")
+    assert {each.status for each in verdicts} == {"pass"}
+    assert sum(beside.waits.values()) == WAITS + OF_THE_BATCH
+
+
+def test_a_batch_has_the_verdicts_of_its_cases_alone(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle, calls and relations of a kernel that is wrong in some of them."""
+    known(Long(fault="LSE is that of the last chunk of keys", far=2))
+    checks: tuple[Check, ...] = ("oracle", "twice", *RELATIONS)
+    cases = [case_of(check, seed) for seed in range(2) for check in checks]
+    expected = [run_trial(each, "cpu") for each in cases]
+    assert {each.status for each in expected} == {"pass", "fail"}
+    with install(monkeypatch):
+        assert [plain(each) for each in run_batch(cases, "cpu")] == [plain(each) for each in expected]
+
+
+def test_outputs_in_the_memory_of_another_case_are_judged_alone(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel with one buffer for O overwrites that of an earlier Case before it is on the host."""
+
+    class Reusing(Long):
+        buffer = torch.empty(0)
+
+        def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+            o, lse = super().forward(inputs)
+            if self.number == 0:
+                Reusing.buffer = torch.empty(1 << 16, dtype=o.dtype)
+            self.number += 1
+            kept = Reusing.buffer[: o.numel()].view(o.shape).copy_(o)
+            return kept, lse
+
+        number = 0
+
+    known(Reusing())
+    cases = [case_of("scaled_values", seed) for seed in range(3)]
+    expected = [run_trial(each, "cpu") for each in cases]
+    with install(monkeypatch):
+        assert [plain(each) for each in run_batch(cases, "cpu")] == [plain(each) for each in expected]
+
+
 FAULTS: tuple[tuple[Check, str], ...] = (
     ("split_batch", "a sequence far along reads the rows of the first"),
     ("permuted_keys", "a band of far keys is dropped"),
