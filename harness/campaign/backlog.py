@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from attnfuzz.harness.campaign.context import Batch
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Backlog"]
+
+_PASSED_OVER = 8
+"""Batches for which the oldest Case may wait for one that more Cases can join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Backlog:
         self._ready: set[str] = set()
         self._out: dict[Case, int] = {}
         self._left: dict[int, int] = {}
-        self._number = 0
+        self._number = self._passed = 0
 
     def add(self, number: int, cases: Iterable[tuple[str, Case]]) -> None:
         """Add the Cases of a round, each with its compile key."""
@@ -55,14 +59,19 @@ class Backlog:
             self._count(self._cases.pop(place).round, 1)
 
     def take(self, batch: Batch) -> list[Case]:
-        """Return the oldest Case that can run, with later ones that are judged in one go with it, as many as `batch` allows."""
+        """Return Cases that can run, oldest first, as many as `batch` allows.
+
+        Those of a batch that runs together are judged in one go: of the kind of which most wait, or of the oldest Case's kind if
+        that has waited long.
+        """
+        ready = [place for place, each in self._cases.items() if each.key in self._ready]
+        if batch.together and ready:
+            kind = self._kind(ready)
+            ready = [place for place in ready if self._cases[place].alike == kind]
         places: list[int] = []
         room = batch.room
-        for place, each in self._cases.items():
-            unlike = batch.together and places and each.alike != self._cases[places[0]].alike
-            if each.key not in self._ready or unlike:
-                continue
-            weight = batch.weight(each.case)
+        for place in ready:
+            weight = batch.weight(self._cases[place].case)
             if places and weight > room:
                 continue
             room -= weight
@@ -72,6 +81,13 @@ class Backlog:
         taken = [self._cases.pop(place) for place in places]
         self._out |= {each.case: each.round for each in taken}
         return [each.case for each in taken]
+
+    def _kind(self, ready: Sequence[int]) -> object:
+        counts = Counter(self._cases[place].alike for place in ready)
+        oldest = self._cases[ready[0]].alike
+        most = max(counts, key=lambda kind: counts[kind])
+        self._passed = 0 if most == oldest or self._passed >= _PASSED_OVER else self._passed + 1
+        return most if self._passed else oldest
 
     def tried(self, case: Case) -> None:
         """Note that a Case that was given out has been tried."""

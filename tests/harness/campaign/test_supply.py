@@ -72,6 +72,21 @@ def test_a_batch_is_of_cases_that_are_judged_in_one_go() -> None:
     assert [numbers(backlog.take(batch)) for _ in range(6)] == [[0], [1, 2, 3], [4], [9], [10], []]
 
 
+def test_the_kind_of_which_most_wait_comes_first_but_not_for_ever() -> None:
+    backlog = Backlog(lambda _: None)
+    wide = replace(case(0), problem=replace(case(0).problem, dim_qk=32))
+    backlog.add(0, [("0", wide), *(("0", case(number)) for number in range(1, 40))])
+    backlog.mark(["0"])
+    batch, order = Batch(True, 2, 100.0), []
+    while taken := numbers(backlog.take(batch)):
+        order.append(taken)
+    assert order[:8] == [[number, number + 1] for number in range(1, 17, 2)]
+    assert order[8] == [0], "it has waited for eight batches"
+    assert sorted(number for taken in order for number in taken) == list(range(40))
+    backlog.add(1, [("0", wide), *(("0", case(number)) for number in range(1, 4))])
+    assert numbers(backlog.take(Batch(most=3))) == [0, 1, 2], "one after the other: in order"
+
+
 def test_a_round_without_a_new_case_is_over_at_once() -> None:
     over: list[int] = []
     backlog = Backlog(over.append)
