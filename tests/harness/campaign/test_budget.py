@@ -156,14 +156,14 @@ class SlowCompiler:
 
 
 class Slow(FunctionExecutor):
-    """All trials pass in 50 ms; the compiler is slow."""
+    """All trials pass in a tenth of a second; the compiler is slow."""
 
     def __init__(self, compile_seconds: float) -> None:
         super().__init__(self._pass)
         self._compile_seconds = compile_seconds
 
     def _pass(self, _: Case) -> Verdict:
-        time.sleep(0.05)
+        time.sleep(0.1)
         return PASS
 
     def compiler(self) -> Compiler:

@@ -216,6 +216,7 @@ def _has_children(pid: int) -> bool:
     return bool(descendants(pid))
 
 
+@pytest.mark.slow
 def test_workers_that_die_again_and_again_end_the_run(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_MOST_DEATHS", 1)
     done, events = campaign([Deadly("test.deadly")], tidy, max_examples=6, workers=2)
@@ -228,6 +229,7 @@ def test_workers_that_die_again_and_again_end_the_run(tidy: Path, monkeypatch: p
 # --- the end of the campaign
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_campaign_leaves_its_cases_and_nothing_else(tmp_path: Path) -> None:
     kernels = ["support.engine:SLEEPER", "support.engine:WRONG_SLEEPER"]
     run = started(tmp_path, *kernels, "--workers", "2", "--max-examples", "4000")
@@ -259,7 +261,7 @@ def test_kill_9_of_the_campaign_leaves_its_cases_and_nothing_else(tmp_path: Path
     assert {each.identity.kind for each in again.findings} == {"mismatch"}
 
 
-@pytest.mark.parametrize("kernel", ["SLEEPER", "WRONG_SLEEPER"])
+@pytest.mark.parametrize("kernel", [pytest.param("SLEEPER", marks=pytest.mark.slow), "WRONG_SLEEPER"])
 def test_ctrl_c_ends_all_workers_and_keeps_what_they_found(kernel: str, tmp_path: Path) -> None:
     run = started(tmp_path, f"support.engine:{kernel}", "--workers", "2", "--max-examples", "4000")
     out = tmp_path / "out"
@@ -305,10 +307,11 @@ def unpicklable(name: str) -> Any:
     return Local(name, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(unpicklable, id="unpicklable", marks=pytest.mark.slow),
+        pytest.param(unpicklable, id="unpicklable"),
         pytest.param(lambda name: NotHere(name, 0.0), id="not-importable"),
     ],
 )

@@ -180,7 +180,9 @@ def test_late_may_be_slow_and_is_tried_once_more_without_haste(executor: Isolate
     answers = answering(executor, monkeypatch, death("hang", "kernel"), reply)
     executor.begin(case_of("fault.abort", n_k=2))
     assert executor.finish().status == good.status == "pass"
-    assert (answers.limits, answers.fresh) == ([0.5, 5.0], 1), "hasty at first, the full time and a child of its own then"
+    hasty, full = answers.limits
+    assert 0.5 <= hasty < full == 5.0, "hasty at first, the full time then"
+    assert answers.fresh == 1, "in a child of its own"
     # A hang that is known needs no second look.
     answers = answering(executor, monkeypatch, death("hang", "kernel"), death("hang", "kernel", 5.0), death("hang", "kernel"))
     executor.begin(case_of("fault.abort", n_k=2))
