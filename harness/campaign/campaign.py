@@ -51,35 +51,27 @@ def run_campaign(
     Raises:
         BadArgument: none of the kernels can run here, or a Case cannot.
     """
-    start = time.monotonic()
-    runnable, skipped = _sorted_out(list({kernel.name: kernel for kernel in kernels}.values()), settings.device)
+    start, unique = time.monotonic(), list({kernel.name: kernel for kernel in kernels}.values())
     corpus = Corpus(settings.out) if settings.out else None
     if corpus:
         corpus.check()
-    # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
-    stored = corpus.of_all([each.name for each in runnable]) if corpus and settings.replay else {}
-    left = list(left_behind(settings.out)) if settings.out and settings.replay else []
     context = CampaignContext(settings, listener, corpus, None if settings.seconds is None else start + settings.seconds)
     if group is None and settings.workers > 1 and executor is None:
         group = WorkerProcesses
-    processes = group(runnable, context) if group else None
+    declared = [each for each in unique if settings.device in each.capabilities.devices]
+    # Workers and children load while kernels are asked whether they can run here, for which some import torch.
+    processes = group(declared, context) if group and declared else None
     # With worker processes, this one has trials of its own only to describe the machine, and compiles.
-    executing = executor or executor_of([each.backend for each in runnable], settings, spares=0 if processes else None)
+    executing = executor or executor_of([each.backend for each in declared], settings, spares=0 if processes else None)
     try:
+        executing.prepare()
+        runnable, skipped = _sorted_out(unique, settings.device)
+        # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
+        states = _states(runnable, context)
         names = tuple(kernel.name for kernel in runnable)
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
         for each in skipped:
             listener(each)
-        states = [
-            KernelState(
-                kernel,
-                plan_of(kernel, settings),
-                context,
-                stored.get(kernel.name, ()),
-                [each for each in left if each.case.kernel == kernel.name],
-            )
-            for kernel in runnable
-        ]
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
         return _run(coordinator, work, skipped, start)
@@ -88,6 +80,23 @@ def run_campaign(
             processes.close()
         if executing is not executor:
             executing.close()
+
+
+def _states(kernels: Sequence[Kernel], context: CampaignContext) -> list[KernelState]:
+    """Return the kernels' states, with what earlier runs have stored and left in flight."""
+    settings, corpus = context.settings, context.corpus
+    stored = corpus.of_all([each.name for each in kernels]) if corpus and settings.replay else {}
+    left = list(left_behind(settings.out)) if settings.out and settings.replay else []
+    return [
+        KernelState(
+            kernel,
+            plan_of(kernel, settings),
+            context,
+            stored.get(kernel.name, ()),
+            [each for each in left if each.case.kernel == kernel.name],
+        )
+        for kernel in kernels
+    ]
 
 
 def _worker(coordinator: Coordinator, executor: Executor) -> Worker:

@@ -126,7 +126,8 @@ class WorkerGroup:
             WorkersLost: too many workers have died.
         """
         for name, error in self._refused.items():
-            coordinator.broke(-1, name, error)
+            if name in coordinator.states:
+                coordinator.broke(-1, name, error)
         try:
             while self._living or coordinator.unfinished():
                 self._step(coordinator)

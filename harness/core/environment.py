@@ -12,6 +12,7 @@ from typing import Any
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.kernels.support import memory
+from attnfuzz.kernels.support.installed_torch import sees_cuda
 
 __all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_device", "synchronise", "versions"]
 
@@ -38,16 +39,15 @@ def resolve_device(name: str) -> Device:
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device.
+    """Whether torch sees a CUDA device; it is imported only where its files and the driver do not say.
 
     Raises:
         BadArgument: torch is not installed.
     """
     try:
-        import torch
+        return sees_cuda()
     except ImportError:
         raise BadArgument("torch: it is not installed; install it, for a CPU by `pip install 'attnfuzz[cpu]'`") from None
-    return bool(torch.cuda.is_available())
 
 
 @functools.cache

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["built_with", "has_op", "sees_cuda"]
+from attnfuzz.kernels.support.driver import driver
+
+__all__ = ["built_with", "gpu_capability", "has_op", "sees_cuda"]
 
 
 def built_with() -> tuple[str, str | None]:
@@ -23,16 +24,30 @@ def built_with() -> tuple[str, str | None]:
 
 
 def sees_cuda() -> bool:
-    """Return `torch.cuda.is_available()`.
+    """Return whether torch can use a CUDA device: `torch.cuda.is_available()` where torch is imported, else what the driver says.
 
     Raises:
         ImportError: torch is not installed.
     """
-    if _folder() is not None and not _can_see_cuda():
-        return False
+    if _folder() is not None and (said := _by_its_files()) is not None:
+        return said
     import torch
 
     return bool(torch.cuda.is_available())
+
+
+def gpu_capability() -> tuple[int, int]:
+    """Return the compute capability of the current GPU, such as (9, 0), without importing torch where the driver says.
+
+    Raises:
+        RuntimeError: torch sees no CUDA device.
+    """
+    if "torch" not in sys.modules and (cuda := driver()) is not None and cuda.gpus:
+        return cuda.gpus[0]
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return int(major), int(minor)
 
 
 def has_op(name: str) -> bool:
@@ -49,16 +64,16 @@ def has_op(name: str) -> bool:
     return hasattr(torch.ops.aten, name)
 
 
-def _can_see_cuda() -> bool:
-    """Return whether torch was built for a GPU and, if for CUDA, the driver's library is there, which CUDA's runtime loads."""
+def _by_its_files() -> bool | None:
+    """Return whether torch was built for CUDA of a version that the driver supports, and there is a GPU; None: it must be asked.
+
+    A driver supports all versions of CUDA with its own major number, and older ones (CUDA compatibility guide).
+    """
     version = _version()
     if version["cuda"] is None:
-        return version.get("hip") is not None
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+        return None if version.get("hip") is not None else False
+    cuda = driver()
+    return cuda is not None and bool(cuda.gpus) and cuda.version[0] >= int(str(version["cuda"]).partition(".")[0])
 
 
 def _version() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, beyond_grid
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.support.installed_torch import gpu_capability
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
 from attnfuzz.kernels.tilelang.tuned import NAMES, config_of, tuned
 
@@ -52,9 +53,7 @@ def not_hopper(device: Device) -> str | None:
     """Why these kernels are not made for this machine's GPU, or None."""
     if device != "cuda":
         return None
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = gpu_capability()
     needed = "sm_90, Hopper: they use its warpgroup products and its tensor memory accelerator"
     return None if major == 9 else f"this GPU is sm_{major}{minor}, and the kernel is made for {needed}"
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 
+from attnfuzz.kernels.support.installed_torch import gpu_capability, sees_cuda
 from attnfuzz.kernels.triton import runtime
 
 __all__ = ["assembler"]
 
 _ASK = """
 from triton.backends.nvidia.compiler import get_ptxas
-capability = {}
-if not capability:
-    import torch
-    major, minor = torch.cuda.get_device_capability()
-    capability = 10 * major + minor
-print(capability, get_ptxas(capability).version)
+print(get_ptxas({}).version)
 """
 _SECONDS = 120
 
@@ -36,16 +33,22 @@ def assembler(capability: int = 0) -> tuple[int, tuple[int, int]] | None:
     Returns:
         None where it is unknown, because Triton or a GPU is missing.
     """
-    return _query(capability, tuple(value for name, value in sorted(os.environ.items()) if name.startswith("TRITON_PTXAS")))
+    if not capability:
+        if importlib.util.find_spec("torch") is None or not sees_cuda():
+            return None
+        major, minor = gpu_capability()
+        capability = 10 * major + minor
+    version = _query(capability, tuple(value for name, value in sorted(os.environ.items()) if name.startswith("TRITON_PTXAS")))
+    return None if version is None else (capability, version)
 
 
 @functools.cache
-def _query(capability: int, _: tuple[str, ...]) -> tuple[int, tuple[int, int]] | None:
+def _query(capability: int, _: tuple[str, ...]) -> tuple[int, int] | None:
     environment = {name: value for name, value in os.environ.items() if name != runtime.VARIABLE}
     command = [sys.executable, "-P", "-c", _ASK.format(capability)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS, env=environment)
     except (OSError, subprocess.SubprocessError):
         return None
-    match = re.search(r"^(\d+) (\d+)\.(\d+)", done.stdout, re.MULTILINE)
-    return (int(match[1]), (int(match[2]), int(match[3]))) if match else None
+    match = re.search(r"^(\d+)\.(\d+)", done.stdout, re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.libcuda import library
 
 from attnfuzz.kernels.support.installed_torch import built_with, has_op, sees_cuda
 
@@ -17,20 +18,20 @@ OP = "_scaled_dot_product_flash_attention_for_cpu"
 TORCH = """
 from types import SimpleNamespace
 from . import version
-cuda = SimpleNamespace(is_available=lambda: True)
+cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (1, 2))
 ops = SimpleNamespace(aten=SimpleNamespace(asked=1))
 """
 
 
-def answers(folder: Path | None = None, driver: bool = True) -> dict[str, Any]:
+def answers(folder: Path | None = None, driver: Path | None = None) -> dict[str, Any]:
     """What a fresh process says of the torch in `folder`, or of the installed one, and whether it imported torch for that."""
     program = f"""
-import ctypes, json, sys
-def load(name):
-    if not {driver}: raise OSError(name)
-{"sys.path.insert(0, " + repr(str(folder)) + "); ctypes.CDLL = load" if folder else ""}
-from attnfuzz.kernels.support import installed_torch as it
+import json, sys
+{"sys.path.insert(0, " + repr(str(folder)) + ")" if folder else ""}
+from attnfuzz.kernels.support import driver, installed_torch as it
+driver._LIBRARY = {str(driver)!r} if {driver is not None} else driver._LIBRARY
 said = {{"built": it.built_with(), "header": it.has_op("declared"), "cuda": it.sees_cuda()}}
+said["gpu"] = it.gpu_capability() if said["cuda"] else None
 print(json.dumps(said | {{"imported": "torch" in sys.modules}}))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
@@ -38,28 +39,49 @@ print(json.dumps(said | {{"imported": "torch" in sys.modules}}))
     return result
 
 
-@pytest.mark.parametrize(
-    ("cuda", "hip", "driver", "imported"),
-    [(None, None, True, False), ("13.0", None, False, False), ("13.0", None, True, True), (None, "7.0", False, True)],
-    ids=["for the CPU", "without a driver", "for CUDA", "for ROCm"],
-)
-def test_torch_is_imported_only_where_its_files_do_not_say(
-    tmp_path: Path, cuda: str | None, hip: str | None, driver: bool, imported: bool
-) -> None:
-    headers = tmp_path / "torch" / "include" / "ATen" / "ops"
+def torch_in(folder: Path, cuda: str | None, hip: str | None = None) -> Path:
+    """Make a torch that was built with this CUDA or HIP."""
+    headers = folder / "torch" / "include" / "ATen" / "ops"
     headers.mkdir(parents=True)
     (headers / "declared.h").touch()
-    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
-    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '9.9+x'\ncuda, hip = {cuda!r}, {hip!r}\n")
-    said = answers(tmp_path, driver)
-    assert said == {"built": ["9.9+x", cuda], "header": True, "cuda": imported, "imported": imported}
+    (folder / "torch" / "__init__.py").write_text(TORCH)
+    (folder / "torch" / "version.py").write_text(f"__version__ = '9.9+x'\ncuda, hip = {cuda!r}, {hip!r}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "driver", "gpu", "imported"),
+    [
+        (None, None, {}, None, False),
+        ("13.0", None, None, None, False),
+        ("13.1", None, {}, [9, 0], False),
+        ("12.8", None, {"gpus": ((10, 3), (8, 0))}, [10, 3], False),
+        ("13.0", None, {"version": 12080}, None, False),
+        ("13.0", None, {"gpus": ()}, None, False),
+        ("13.0", None, {"error": 100}, None, False),
+        (None, "7.0", None, [1, 2], True),
+    ],
+    ids=["CPU", "no driver", "a newer minor version", "two GPUs", "an older driver", "no GPU", "a broken driver", "ROCm"],
+)
+def test_torch_is_imported_only_where_its_files_and_the_driver_do_not_say(
+    tmp_path: Path, cuda: str | None, hip: str | None, driver: Any, gpu: Any, imported: bool
+) -> None:
+    folder = torch_in(tmp_path, cuda, hip)
+    said = answers(folder, tmp_path / "none" if driver is None else library(tmp_path, **driver))
+    assert said == {"built": ["9.9+x", cuda], "header": True, "cuda": gpu is not None, "gpu": gpu, "imported": imported}
+
+
+def test_a_library_without_the_functions_is_no_driver(tmp_path: Path) -> None:
+    made = library(tmp_path)
+    made.write_bytes(made.read_bytes().replace(b"cuDeviceGetCount", b"cuDeviceGetCounx"))
+    assert not answers(torch_in(tmp_path, "13.0"), made)["cuda"]
 
 
 def test_a_torch_of_unknown_files_is_asked(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
         TORCH.replace("from . import version", "version = SimpleNamespace(__version__='1', cuda=None)")
     )
-    assert answers(tmp_path) == {"built": ["1", None], "header": False, "cuda": True, "imported": True}
+    assert answers(tmp_path) == {"built": ["1", None], "header": False, "cuda": True, "gpu": [1, 2], "imported": True}
 
 
 def test_it_says_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:

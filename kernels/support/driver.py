@@ -1,0 +1,54 @@
+"""What the CUDA driver says of this machine's GPUs: torch, whose import takes seconds, is not imported for that."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+__all__ = ["Driver", "driver"]
+
+_LIBRARY = "libcuda.so.1"
+_MAJOR, _MINOR = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR (CUDA Driver API, "Data types used by CUDA driver")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The driver: the version of CUDA that it supports, such as (13, 0), and the compute capability of each visible GPU."""
+
+    version: tuple[int, int]
+    gpus: tuple[tuple[int, int], ...]
+
+
+@functools.cache
+def driver() -> Driver | None:
+    """Return what the driver says, or None where there is none or it does not work.
+
+    It makes no CUDA context, but initialises the driver for this process, which a fork does not survive.
+    """
+    try:
+        cuda = ctypes.CDLL(_LIBRARY)
+        if cuda.cuInit(0):
+            return None
+        version = _number(cuda.cuDriverGetVersion)
+        devices = [_number(cuda.cuDeviceGet, index) for index in range(_number(cuda.cuDeviceGetCount))]
+        gpus = [
+            (_number(cuda.cuDeviceGetAttribute, _MAJOR, each), _number(cuda.cuDeviceGetAttribute, _MINOR, each))
+            for each in devices
+        ]
+    except (OSError, AttributeError):
+        return None
+    return Driver((version // 1000, version % 1000 // 10), tuple(gpus))
+
+
+def _number(function: ctypes._NamedFuncPointer, *arguments: int) -> int:
+    """Return the integer that a function of the driver writes to its first argument.
+
+    Raises:
+        OSError: it returns an error.
+    """
+    value = ctypes.c_int()
+    if error := function(ctypes.byref(value), *arguments):
+        raise OSError(f"{function.__name__}: CUDA error {error}")
+    return value.value

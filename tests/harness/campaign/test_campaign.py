@@ -1,0 +1,57 @@
+"""The order in which a campaign begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.faults.host import FaultyReference
+from attnfuzz.kernels.problem import BadArgument
+
+
+class Missing(FaultyReference):
+    """Takes its time to say that it cannot run here."""
+
+    def __init__(self, order: list[str], devices: tuple[Device, ...]) -> None:
+        super().__init__("test.missing", lambda *_: None)
+        self.order = order
+        self.capabilities = replace(self.capabilities, devices=devices)
+
+    def unavailable(self, device: Device) -> str | None:
+        self.order.append("asked")
+        return "something is missing"
+
+
+class Group:
+    """Workers that load from the moment they are made."""
+
+    def __init__(self, order: list[str], names: Sequence[str]) -> None:
+        self.order = order
+        order.append(f"workers for {', '.join(names)}")
+
+    def close(self) -> None:
+        self.order.append("closed")
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(("cpu", "cuda"), ["workers for test.missing", "asked", "closed"]), (("cuda",), [])],
+    ids=["asked", "declared for another device"],
+)
+def test_workers_load_while_kernels_are_asked_whether_they_can_run(devices: tuple[Device, ...], expected: list[str]) -> None:
+    """To ask takes seconds where that imports torch; what cannot run is skipped, and the workers end."""
+    order: list[str] = []
+
+    def group(kernels: Sequence[Kernel], _: CampaignContext) -> Any:
+        return Group(order, [each.name for each in kernels])
+
+    with pytest.raises(BadArgument, match="no kernel can run here"):
+        run_campaign([Missing(order, devices)], Settings(out=None, workers=2), lambda _: None, group=group)
+    assert order == expected
