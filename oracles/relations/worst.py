@@ -12,7 +12,7 @@ import torch
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.relations.difference import Difference
 
-__all__ = ["Ratio", "Worst", "limit", "ratios", "worst"]
+__all__ = ["Comparison", "Ratio", "Worst", "limit", "ratios", "worst"]
 
 _AT_ONCE = 1 << 17
 """Elements of differences that are compared by the same operations: a larger one is not copied for that."""
@@ -55,14 +55,30 @@ def limit(elements: int) -> float:
 
 
 def ratios(differences: Iterable[Difference]) -> list[Ratio]:
-    """Return the `ratio` of `worst` for each Difference, waiting for the device once.
+    """Return the `ratio` of `worst` for each Difference, waiting for the device once."""
+    comparison = Comparison(differences)
+    return comparison.ratios(comparison.numbers.tolist())
 
-    Of a Difference only numbers are kept once some of its size are read: those of long sequences take gigabytes.
+
+class Comparison:
+    """The ratios of Differences, computed on their device and not read yet.
+
+    Of a Difference only numbers are kept once some of its size are compared: those of long sequences take gigabytes.
     """
-    table = _Table()
-    for difference in differences:
-        table.add(difference)
-    return table.ratios()
+
+    def __init__(self, differences: Iterable[Difference]) -> None:
+        table = _Table()
+        for difference in differences:
+            table.add(difference)
+        self._rows, self._counts, self.numbers = table.computed()
+
+    numbers: torch.Tensor
+    """What is to be read: float64, of one dimension."""
+
+    def ratios(self, values: Iterable[float]) -> list[Ratio]:
+        """Return the `ratio` of `worst` for each Difference, given the values of `numbers`."""
+        rest = iter(values)
+        return [row.ratio(list(itertools.islice(rest, count))) for row, count in zip(self._rows, self._counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +119,12 @@ class _Table:
         self._waiting[len(self._rows) - 1] = difference
         self._elements += difference.got.numel()
 
-    def ratios(self) -> list[Ratio]:
-        """Read the numbers of all."""
+    def computed(self) -> tuple[list[_Row], list[int], torch.Tensor]:
+        """Return the rows, how many numbers each has, and the numbers."""
         self._compute()
         counts = [len(self._numbers.get(number, ())) for number in range(len(self._rows))]
         flat = [each for number in range(len(self._rows)) for each in self._numbers.get(number, ())]
-        values = iter(torch.stack(flat).tolist() if flat else ())
-        return [row.ratio(list(itertools.islice(values, count))) for row, count in zip(self._rows, counts, strict=True)]
+        return self._rows, counts, torch.stack(flat) if flat else torch.empty(0, dtype=torch.float64)
 
     def _compute(self) -> None:
         for infinite in (False, True):

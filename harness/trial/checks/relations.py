@@ -43,15 +43,15 @@ _RELATIONS: dict[Check, Callable[[Setup], Related]] = {
 
 
 _INPUTS = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
-_ON_HOST = 1 << 18
-"""Elements of all launches up to which values are compared on the host."""
+_ON_HOST, _TOGETHER = 1 << 16, 1 << 19
+"""Elements of all launches up to which values are compared on the host, and launches of a batch are not waited for."""
 
 
 def against_itself(bench: Bench) -> Steps:
     """Run the launches of the Case's relation, and judge whether they agree; nothing is judged by the oracle.
 
     On a device beside the host, a small Case is prepared and compared on the host: a value there costs less than an operation on
-    the device, and two copies are all that waits.
+    the device. Whatever waits for the device is a Move, so that the Cases of a batch wait together.
 
     Raises:
         BadArgument: the relation does not apply to the Case, or the kernel does not support a related launch.
@@ -62,8 +62,8 @@ def against_itself(bench: Bench) -> Steps:
     can, seed = bench.kernel.capabilities, case.recipe.seed
     problems = related_problems(case.check, case.problem, seed)
     original = inputs = bench.inputs()
-    small = transfer.elements((case.problem, *problems)) <= _ON_HOST
-    on_host = small and transfer.is_remote(original)
+    size = transfer.elements((case.problem, *problems))
+    on_host = size <= _ON_HOST and transfer.is_remote(original)
     if on_host:
         inputs = yield from transfer.inputs_on_host(original)
     with bench.clock.stage("inputs"):
@@ -71,14 +71,12 @@ def against_itself(bench: Bench) -> Steps:
     each_inputs: Sequence[Inputs] = related.inputs
     if on_host:
         each_inputs = yield from transfer.launches_on_device(related.inputs, inputs, original)
-    launches, stop = _launched(bench, each_inputs, together=small and not bench.waits)
-    if stop is not None or not on_host:
-        _read(bench, launches)
+    launches, stop = _launched(bench, each_inputs, together=size <= _TOGETHER and not bench.waits)
     if stop is not None:
+        _read(bench, launches)
         return stop
-    results = (yield from _outputs_on_host(launches)) if on_host else [each.outputs for each in launches]
-    with bench.clock.stage("judge"):
-        return _judged(bench, functools.partial(related.differences, results))
+    results = yield from (_outputs_on_host(launches) if on_host else _outputs(launches))
+    return (yield from _judged(bench, functools.partial(related.differences, results)))
 
 
 RELATION_CHECKS: dict[Check, Callable[[Bench], Steps]] = dict.fromkeys(_RELATIONS, against_itself)
@@ -180,15 +178,35 @@ def _outputs_on_host(launches: Sequence[_Launch]) -> Generator[transfer.Move, li
     Raises:
         WentWrong: a launch wrote where it may not.
     """
-    readings = [each for launch in launches for each in launch.readings]
-    numbers = [each for reading in readings for each in reading.numbers]
-    outputs, values = yield from transfer.outputs_on_host([(each.problem, each.outputs) for each in launches], numbers)
-    rest = iter(values)
-    for reading in readings:
-        parts = list(itertools.islice(rest, len(reading.numbers)))
-        reading.take([value for part in parts for value in part.tolist()])
+    pairs, numbers = [(each.problem, each.outputs) for each in launches], _numbers(launches)
+    outputs, values = yield from transfer.outputs_on_host(pairs, numbers)
+    _take(launches, values)
     _check_writes(launches)
     return outputs
+
+
+def _outputs(launches: Sequence[_Launch]) -> Generator[transfer.Move, list[torch.Tensor], list[Outputs]]:
+    """Return the outputs of the launches once it is known where they wrote.
+
+    Raises:
+        WentWrong: a launch wrote where it may not.
+    """
+    if numbers := _numbers(launches):
+        _take(launches, (yield transfer.Move(numbers, "kernel")))
+        _check_writes(launches)
+    return [each.outputs for each in launches]
+
+
+def _numbers(launches: Sequence[_Launch]) -> list[torch.Tensor]:
+    return [number for launch in launches for reading in launch.readings for number in reading.numbers]
+
+
+def _take(launches: Sequence[_Launch], values: Sequence[torch.Tensor]) -> None:
+    """Give the values of `_numbers` to the readings."""
+    rest = iter(values)
+    for reading in [each for launch in launches for each in launch.readings]:
+        parts = list(itertools.islice(rest, len(reading.numbers)))
+        reading.take([value for part in parts for value in part.tolist()])
 
 
 def _check_writes(launches: Sequence[_Launch]) -> None:
@@ -197,10 +215,20 @@ def _check_writes(launches: Sequence[_Launch]) -> None:
             raise WentWrong(failure)
 
 
-def _judged(bench: Bench, differences: Callable[[], Iterable[Difference]]) -> Verdict:
+def _judged(
+    bench: Bench, differences: Callable[[], Iterable[Difference]]
+) -> Generator[transfer.Move, list[torch.Tensor], Verdict]:
+    """Compare, and return the Verdict once the ratios are read."""
+    with bench.clock.stage("judge"):
+        comparison = worst.Comparison(differences())
+    (values,) = yield transfer.Move([comparison.numbers], "judge")
+    with bench.clock.stage("judge"):
+        return _verdict(bench, comparison.ratios(values.tolist()), differences)
+
+
+def _verdict(bench: Bench, ratios: Sequence[worst.Ratio], differences: Callable[[], Iterable[Difference]]) -> Verdict:
     """Return figures of every output, and a Failure for each that is over its limit."""
     figures: dict[OutputName, Figures] = {}
-    ratios = worst.ratios(differences())
     over = {number for number, ratio in enumerate(ratios) if not ratio.value <= 1}
     # Computed again where one is over: most often none is.
     places = {number: _placed(each) for number, each in enumerate(differences()) if number in over} if over else {}

@@ -77,9 +77,11 @@ def test_a_large_case_waits_for_each_launch_and_twice(
     assert sum(beside.waits.values()) <= launches + WAITS + OF_THE_BATCH
 
 
-def test_a_batch_waits_as_often_as_one_case(beside: Beside, known: Any) -> None:
-    """What the Cases ask for goes to the host by one copy, and comes back by one."""
+@pytest.mark.parametrize("on_host", [1 << 16, 0])
+def test_a_batch_waits_as_often_as_one_case(on_host: int, beside: Beside, known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the Cases ask for goes to the host by one copy, and comes back by one; so do numbers that the device compares."""
     known(Long())
+    monkeypatch.setattr(relations, "_ON_HOST", on_host)
     checks = [each for each in RELATIONS if each != "huge_strides"]
     cases = [case_of(check, seed) for seed in range(3) for check in checks]
     with beside:
