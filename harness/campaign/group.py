@@ -11,7 +11,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
-from attnfuzz.harness.campaign.journal import left_behind
+from attnfuzz.harness.campaign.journal import LeftBehind, left_behind
 from attnfuzz.harness.campaign.link import Turn
 from attnfuzz.harness.campaign.process import Answer, Message
 from attnfuzz.harness.campaign.rounds import Round
@@ -71,9 +71,8 @@ class GroupWorker:
         """Return how a worker that is gone has ended, such as "SIGKILL"; None: by itself."""
         raise NotImplementedError
 
-    @property
-    def journal_of(self) -> int:
-        """The process that holds its journal."""
+    def had_in_flight(self, left: LeftBehind) -> bool:
+        """Whether a Case that was left behind is from its journal."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -228,7 +227,7 @@ class WorkerGroup:
             self._deaths, self._last_end = self._deaths + 1, ending
             if self._context.settings.out:
                 left = left_behind(self._context.settings.out)
-                coordinator.resume([each for each in left if each.pid == worker.journal_of])
+                coordinator.resume([each for each in left if worker.had_in_flight(each)])
             if self._deaths <= _MOST_DEATHS * self._count:
                 self._numbers.append(worker.number)
 

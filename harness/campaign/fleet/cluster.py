@@ -13,6 +13,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.workers import auto_workers
 from attnfuzz.harness.core.gpus import gpus
+from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -51,7 +52,8 @@ def joined(address: str) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _check(address)
-        with _own_signals():
+        # A cluster of this machine takes seconds to start; Ctrl-C meanwhile would end this process with SIGSEGV.
+        with uninterrupted() if address == "local" else contextlib.nullcontext(), _own_signals():
             more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
             ray.init(address=address, log_to_driver=False, configure_logging=False, **more)
     except (ValueError, RuntimeError, OSError, OverflowError) as error:

@@ -7,7 +7,6 @@ actor or a node may go at any time; then its rounds are given out again, and its
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import sys
 import time
@@ -23,7 +22,7 @@ from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.fleet.actor import FleetActor
 from attnfuzz.harness.campaign.fleet.cluster import Places
 from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
-from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.process import Answer, Assignment, Message
 from attnfuzz.harness.judge.errormap import ErrorMaps, write_maps
@@ -99,9 +98,8 @@ class _FleetWorker(GroupWorker):
     def died(self) -> str | None:
         return None if self._code == 0 else "the death of its actor" if self._code is None else f"exit code {self._code}"
 
-    @property
-    def journal_of(self) -> int:
-        return os.getpid()
+    def had_in_flight(self, left: LeftBehind) -> bool:
+        return self.journal is not None and left.path == self.journal.path
 
     def end(self) -> None:
         import ray
@@ -230,8 +228,9 @@ class FleetWorkers(WorkerGroup):
         super()._interrupt(coordinator)
 
     def close(self) -> None:
-        """End every worker that is left; what they had in flight is left for the next run."""
+        """End every worker that is left; what they had in flight is left for the next run, which has not died of it."""
         for each in self._workers():
             each.end()
-            each.leave_behind()
+            if each.journal:
+                each.journal.abandon()
         self._living.clear()
