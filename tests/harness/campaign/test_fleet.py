@@ -19,9 +19,10 @@ from support.peers import Right, Skewed
 
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Event, FailureMapped, TrialFinished
+from attnfuzz.harness.campaign.fleet import workers as fleet
 from attnfuzz.harness.campaign.fleet.cluster import Places
 from attnfuzz.harness.campaign.fleet.workers import FleetWorkers, _FleetWorker
-from attnfuzz.harness.campaign.group import WorkerGroup
+from attnfuzz.harness.campaign.group import WorkerGroup, WorkersLost
 from attnfuzz.harness.campaign.journal import Journal, left_behind
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
@@ -363,3 +364,22 @@ def test_what_the_end_of_the_campaign_leaves_in_flight_has_ended_no_run(tmp_path
     workers.close()
     assert [(each.case, each.deaths) for each in left_behind("out")] == [(case, 0)]
     assert len(list(Path("out/inflight").iterdir())) == 1
+
+
+@needs_ray
+@pytest.mark.parametrize(("room", "begun"), [(False, False), (True, False), (False, True)])
+def test_a_cluster_without_nodes_ends_a_run_that_has_no_budget(room: bool, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "has_room", lambda _: room)
+    monkeypatch.setattr(fleet, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr(fleet, "_PATIENCE", 0.02)
+    workers = FleetWorkers([], SimpleNamespace(settings=Settings(out=None, workers=1)), Places(1, 1.0, 0.0, 1))
+    worker = Gone(0, Stub(), None)
+    worker.begun = begun
+    workers._living = [worker]
+    workers._end_without_nodes()
+    time.sleep(0.03)
+    if room or begun:
+        workers._end_without_nodes()
+        return
+    with pytest.raises(WorkersLost, match="the cluster has had no node for a worker for 0 s"):
+        workers._end_without_nodes()
