@@ -22,6 +22,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
+from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
@@ -76,10 +77,11 @@ def run_campaign(
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
         return _run(coordinator, work, skipped, start)
     finally:
-        if processes:
-            processes.close()
-        if executing is not executor:
-            executing.close()
+        with uninterrupted(drop=True):
+            if processes:
+                processes.close()
+            if executing is not executor:
+                executing.close()
 
 
 def _states(kernels: Sequence[Kernel], context: CampaignContext) -> list[KernelState]:
@@ -119,9 +121,12 @@ def _run(coordinator: Coordinator, work: Callable[[], None], skipped: Sequence[K
         if coordinator.errors and len(coordinator.states) == 1:
             raise coordinator.errors[0]
         died = False
-        return coordinator.finish(skipped, start, interrupted=interrupted, lost=lost)
+        # A second Ctrl-C must not cost the table of what was found, nor the files that are written last.
+        with uninterrupted(drop=True):
+            return coordinator.finish(skipped, start, interrupted=interrupted, lost=lost)
     finally:
-        coordinator.compiles.close(died=died)
+        with uninterrupted(drop=True):
+            coordinator.compiles.close(died=died)
 
 
 def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel], list[KernelSkipped]]:

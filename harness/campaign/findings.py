@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import CaseNotKept, FailureFound, Finding, Listener, Shrunk
+from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
@@ -54,9 +55,11 @@ class Findings:
 
         `seconds`: the most that shrinking it may take.
         """
-        finding = dataclasses.replace(finding, path=self.write(finding))
-        self._open[finding.identity] = finding
-        self._listener(FailureFound(finding, seconds))
+        # Ctrl-C is often pressed when the first failure is seen: it must not be lost then.
+        with uninterrupted():
+            finding = dataclasses.replace(finding, path=self.write(finding))
+            self._open[finding.identity] = finding
+            self._listener(FailureFound(finding, seconds))
         return finding
 
     def update(self, before: Identity, finding: Finding) -> None:
@@ -65,6 +68,10 @@ class Findings:
 
     def close(self, before: Identity) -> Finding:
         """Replace the case file of an open finding, first seen as `before`, by that of the minimal Case."""
+        with uninterrupted():
+            return self._close(before)
+
+    def _close(self, before: Identity) -> Finding:
         shrunk = self._open.pop(before)
         whole = shrunk if shrunk.shrunk else dataclasses.replace(shrunk, shrunk=True, partly=True)
         finding = self._labelled(whole)

@@ -11,10 +11,11 @@ from typing import Any
 
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
-from attnfuzz.harness.campaign.journal import left_behind
+from attnfuzz.harness.campaign.journal import LeftBehind, left_behind
 from attnfuzz.harness.campaign.link import Turn
 from attnfuzz.harness.campaign.process import Answer, Message
 from attnfuzz.harness.campaign.rounds import Round
+from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Kernel
@@ -70,9 +71,8 @@ class GroupWorker:
         """Return how a worker that is gone has ended, such as "SIGKILL"; None: by itself."""
         raise NotImplementedError
 
-    @property
-    def journal_of(self) -> int:
-        """The process that holds its journal."""
+    def had_in_flight(self, left: LeftBehind) -> bool:
+        """Whether a Case that was left behind is from its journal."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -137,12 +137,15 @@ class WorkerGroup:
 
     def _step(self, coordinator: Coordinator) -> None:
         coordinator.poll()
-        for worker in self._heard(_TICK):
-            self._receive(worker, coordinator)
-        for each in list(self._living):
-            if each.waits:
-                self._give_turn(each, coordinator)
-        self._start_more(coordinator)
+        workers = list(self._heard(_TICK))
+        # Ctrl-C in the middle of a message would lose the rest of it, such as a failure whose case file is being written.
+        with uninterrupted():
+            for worker in workers:
+                self._receive(worker, coordinator)
+            for each in list(self._living):
+                if each.waits:
+                    self._give_turn(each, coordinator)
+            self._start_more(coordinator)
         end = self._context.end
         if not all(each.tried for each in self._living) and not coordinator.unfinished():
             self._end_unheard()
@@ -158,8 +161,9 @@ class WorkerGroup:
             self._start(self._numbers.popleft())
             idle += 1
         if not self._living and not self._numbers and coordinator.unfinished():
+            processes = "process" if self._deaths == 1 else "processes"
             raise WorkersLost(
-                f"{self._deaths} worker processes died, the last with {self._last_end}; the next run begins with "
+                f"{self._deaths} worker {processes} died, the last with {self._last_end}; the next run begins with "
                 "their Cases in flight; --workers 1 tries the kernels without worker processes"
             )
 
@@ -224,7 +228,7 @@ class WorkerGroup:
             self._deaths, self._last_end = self._deaths + 1, ending
             if self._context.settings.out:
                 left = left_behind(self._context.settings.out)
-                coordinator.resume([each for each in left if each.pid == worker.journal_of])
+                coordinator.resume([each for each in left if worker.had_in_flight(each)])
             if self._deaths <= _MOST_DEATHS * self._count:
                 self._numbers.append(worker.number)
 
@@ -236,17 +240,22 @@ class WorkerGroup:
                 each.interrupt()
         end = time.monotonic() + _LAST_WORDS
         while self._living and time.monotonic() < end:
-            for worker in self._heard(_TICK):
-                try:
-                    message = worker.receive()
-                except (EOFError, OSError):
-                    self._living.remove(worker)
-                    worker.end()
-                    continue
-                for name, values in message.reports:
-                    if name != "turn":
-                        self._call(worker, coordinator, name, values)
+            for worker in list(self._heard(_TICK)):
+                with uninterrupted():
+                    self._receive_last(worker, coordinator)
         self.close()
+
+    def _receive_last(self, worker: GroupWorker, coordinator: Coordinator) -> None:
+        """Keep what a worker reports that is to end; it has no answer."""
+        try:
+            message = worker.receive()
+        except (EOFError, OSError):
+            self._living.remove(worker)
+            worker.end()
+            return
+        for name, values in message.reports:
+            if name != "turn":
+                self._call(worker, coordinator, name, values)
 
     def _end_unheard(self) -> None:
         """End the workers that load still: they have nothing to report, and an interrupt would print a traceback."""

@@ -84,6 +84,11 @@ class Journal:
         self._entry: _Entry | None = None
         self._group: frozenset[Case] = frozenset()
 
+    @property
+    def path(self) -> Path | None:
+        """Return the file, also once it is left behind; None before the first Case."""
+        return self._path
+
     def launch_next(self, cases: Sequence[Case]) -> None:
         """The first of `cases` is about to run, then the others: synchronised once for all, as long as nothing else runs.
 
@@ -131,12 +136,13 @@ class Journal:
 
     def abandon(self) -> None:
         """Leave the Case in flight for the next run, without counting a death."""
-        if self._file >= 0:
-            if self._entry is not None:
-                with contextlib.suppress(OSError):  # a full disk: then it counts as a death
-                    entry = self._entry
-                    left = _Entry(self._number + 1, entry.case, entry.deaths, entry.more, _boot(), died=False)
-                    self._write(left, _PASSING)
+        if self._entry is None:
+            self.discard()
+        elif self._file >= 0:
+            with contextlib.suppress(OSError):  # a full disk: then it counts as a death
+                entry = self._entry
+                left = _Entry(self._number + 1, entry.case, entry.deaths, entry.more, _boot(), died=False)
+                self._write(left, _PASSING)
             os.close(self._file)
             self._file, self._entry = -1, None
 

@@ -16,6 +16,7 @@ from typing import Any
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
+from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.process import Answer, Assignment, Message
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.isolation.isolated import share_of_memory
@@ -68,9 +69,8 @@ class _Process(GroupWorker):
             return None
         return "a closed connection" if status is None else _ending(status)
 
-    @property
-    def journal_of(self) -> int:
-        return self.process.pid
+    def had_in_flight(self, left: LeftBehind) -> bool:
+        return left.pid == self.process.pid
 
     def end(self) -> None:
         with contextlib.suppress(OSError):

@@ -56,7 +56,12 @@ class _Commands(click.Group):
             text = f"internal error: {type(error).__name__}: {error}".strip()
             remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
             code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in arguments)
-        sys.exit(_flushed(code if isinstance(code, int) else CLEAN))
+        code = _flushed(code if isinstance(code, int) else CLEAN)
+        if args is None:
+            # This process ends now: Ctrl-C while Python does that must not replace the code.
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, signal.SIG_IGN)
+        sys.exit(code)
 
 
 def _flushed(code: int) -> int:

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console, json_option
 from attnfuzz.harness.core.text import dumps
+from attnfuzz.kernels.problem import reject
 
 __all__ = ["merge_command"]
 
@@ -27,6 +28,8 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
     from attnfuzz.harness.report.folders import merge_folders
     from attnfuzz.harness.report.terminal import Terminal
 
+    if "" in (out, *folders):  # an unset variable of a shell, which Path takes for the current folder
+        raise reject("merge", "", "it is empty", "give folders")
     merged = merge_folders(Path(out), [Path(each) for each in folders])
     finished = merged.finished
     if as_json:

@@ -19,8 +19,11 @@ def selftest_group() -> None:
 @selftest_group.command("faults")
 @click.argument("kernels", nargs=-1, metavar="[FAULT]...")
 @device_option
+@click.option(
+    "--workers", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N", help="Processes that try the faults."
+)
 @json_option
-def selftest_faults_command(kernels: tuple[str, ...], device: str, as_json: bool) -> None:
+def selftest_faults_command(kernels: tuple[str, ...], device: str, workers: int, as_json: bool) -> None:
     """Kernels that crash, hang, eat memory or lie, one fault each (default: all): exit 0 only if every row is right."""
     import msgspec
 
@@ -29,7 +32,7 @@ def selftest_faults_command(kernels: tuple[str, ...], device: str, as_json: bool
 
     progress = FaultProgress(console(stderr=as_json))
     with progress:
-        done = faults(resolve_device(device), progress, kernels)
+        done = faults(resolve_device(device), progress, kernels, workers=workers)
     if as_json:
         click.echo(dumps({"right": done.right, "leaks_wrong": list(done.leaks.wrong), **msgspec.to_builtins(done)}))
     else:

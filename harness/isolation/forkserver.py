@@ -180,6 +180,9 @@ class Forkserver:
         except subprocess.TimeoutExpired:
             self._reaper.kill()
             self._reaper.wait()
+        if self._reaper.returncode:
+            # It was killed, perhaps by a kernel: what it was to do is done here.
+            reaper.clear(self.run, self._folder)
 
 
 class _Template:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MARK", "Process", "descends", "marked", "processes"]
+__all__ = ["MARK", "Process", "clear", "descends", "marked", "processes"]
 
 MARK = "ATTNFUZZ_RUN"
 """Environment variable that every process of a run inherits, in any session and with any parent."""
@@ -76,8 +76,9 @@ def _living(run: str) -> Iterator[Process]:
         yield Process(int(folder.name), int(fields[1]), int(fields[3]), memory, ours)
 
 
-def _clear(run: str, folder: str) -> None:
-    """Kill until none is left: a process may fork between listing and killing."""
+def clear(run: str, folder: str) -> None:
+    """Kill every process of `run` and remove `folder`."""
+    # Until none is left: a process may fork between listing and killing.
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         left = processes(run)
@@ -97,7 +98,7 @@ def _main(descriptor: int, run: str, folder: str) -> None:
         signal.signal(each, signal.SIG_IGN)
     # The parent sends one byte to end the run; the pipe is at its end when every holder of its other end is gone.
     os.read(descriptor, 1)
-    _clear(run, folder)
+    clear(run, folder)
 
 
 if __name__ == "__main__":

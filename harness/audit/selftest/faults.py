@@ -12,6 +12,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
+from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.executors import Executor
@@ -104,7 +105,7 @@ def fault_names(device: Device) -> tuple[str, ...]:
     return tuple(f"fault.{backend}.{slug}" for backend in on_device.BACKENDS for slug in slugs)
 
 
-def faults(device: Device, listener: Listener, only: Sequence[str] = (), restarts: int | None = None) -> Faults:
+def faults(device: Device, listener: Listener, only: Sequence[str] = (), restarts: int | None = None, workers: int = 1) -> Faults:
     """Run a campaign over every fault kernel and then correct ones, and then restart children many times.
 
     Args:
@@ -112,6 +113,7 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
         listener: gets the events of the campaigns.
         only: names of fault kernels; empty: all.
         restarts: how many; None: 200 on the CPU, 10 on CUDA, where each takes seconds.
+        workers: of the campaigns; more than one are processes.
 
     Raises:
         BadArgument: an unknown fault kernel, or no correct kernel runs here.
@@ -128,7 +130,15 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
             four_bugs = [name for name in chosen if name == "fault.four"]
             for names, most, most_failures in ((one_bug, _CASES, 1), (four_bugs, _FOUR_BUGS_CASES, None)):
                 settings = Settings(
-                    device=device, max_examples=most, max_failures=most_failures, out=folder, plain=True, maps=False
+                    device=device,
+                    max_examples=most,
+                    max_failures=most_failures,
+                    out=folder,
+                    plain=True,
+                    maps=False,
+                    deadline=_DEADLINE[device],
+                    memory=_MEMORY[device],
+                    workers=workers,
                 )
                 summaries += summaries_of(names, settings, listener, executor) if names else ()
         rows = tuple(_row(device, summary) for summary in summaries)
@@ -142,15 +152,18 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
 
 
 def summaries_of(names: Sequence[str], settings: Settings, listener: Listener, executor: Executor) -> tuple[KernelSummary, ...]:
-    """Run a campaign over the kernels of these names.
+    """Run a campaign over the kernels of these names; `executor` only compiles where the settings ask for several workers.
 
     Raises:
-        ExecutionError: a kernel could not be tried.
+        ExecutionError: a kernel could not be tried, or workers died.
         KeyboardInterrupt: the campaign was interrupted.
     """
-    finished = run_campaign([registry.get(name) for name in names], settings, listener, executor)
+    group = WorkerProcesses if settings.workers > 1 else None
+    finished = run_campaign([registry.get(name) for name in names], settings, listener, executor, group)
     if finished.interrupted:
         raise KeyboardInterrupt
+    if finished.lost:
+        raise ExecutionError(finished.lost)
     for broken in finished.broken:
         raise ExecutionError(f"{broken.kernel}: {broken.error}")
     return finished.summaries

@@ -13,10 +13,11 @@ from typing import Any
 
 from attnfuzz.harness.campaign.workers import auto_workers
 from attnfuzz.harness.core.gpus import gpus
+from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
 
-__all__ = ["Places", "joined", "places_in"]
+__all__ = ["Places", "has_room", "joined", "places_in"]
 
 _SECONDS = 10.0
 """In which a cluster answers, if it is there."""
@@ -51,7 +52,8 @@ def joined(address: str) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _check(address)
-        with _own_signals():
+        # A cluster of this machine takes seconds to start; Ctrl-C meanwhile would end this process with SIGSEGV.
+        with uninterrupted() if address == "local" else contextlib.nullcontext(), _own_signals():
             more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
             ray.init(address=address, log_to_driver=False, configure_logging=False, **more)
     except (ValueError, RuntimeError, OSError, OverflowError) as error:
@@ -98,10 +100,7 @@ def places_in(device: Device, address: str, per_gpu: int | None, most: int | Non
     Raises:
         BadArgument: there is no room for any.
     """
-    import ray
-
-    name = "GPU" if device == "cuda" else "CPU"
-    counts = [int(each["Resources"].get(name, 0)) for each in ray.nodes() if each["Alive"]]
+    counts, name = _counts(device), _resource(device)
     if not sum(counts):
         remedy = f"add a node with one, or give --device {'cpu' if device == 'cuda' else 'cuda'}"
         raise reject("address", address, f"the nodes of that cluster have no {name}", remedy)
@@ -113,3 +112,24 @@ def places_in(device: Device, address: str, per_gpu: int | None, most: int | Non
         gpus=_STEPS // of_each / _STEPS if device == "cuda" else 0.0,
         share=max(counts) * of_each,
     )
+
+
+def has_room(device: Device) -> bool:
+    """Whether a node of the cluster could hold a worker, now or once others have ended."""
+    import ray
+
+    try:
+        return sum(_counts(device)) > 0
+    except (ray.exceptions.RayError, RuntimeError):
+        return False
+
+
+def _counts(device: Device) -> list[int]:
+    """Return the CPUs, or on CUDA the GPUs, of each living node."""
+    import ray
+
+    return [int(each["Resources"].get(_resource(device), 0)) for each in ray.nodes() if each["Alive"]]
+
+
+def _resource(device: Device) -> str:
+    return "GPU" if device == "cuda" else "CPU"

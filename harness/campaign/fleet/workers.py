@@ -7,7 +7,6 @@ actor or a node may go at any time; then its rounds are given out again, and its
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import sys
 import time
@@ -21,9 +20,9 @@ from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.fleet.actor import FleetActor
-from attnfuzz.harness.campaign.fleet.cluster import Places
-from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
-from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.fleet.cluster import Places, has_room
+from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup, WorkersLost
+from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.process import Answer, Assignment, Message
 from attnfuzz.harness.judge.errormap import ErrorMaps, write_maps
@@ -34,6 +33,8 @@ __all__ = ["FleetWorkers"]
 
 _AT_ONCE = 4
 """Calls of an actor at once: one waits for the worker's next message, another may interrupt the worker."""
+_LOOK_EVERY, _PATIENCE = 5.0, 120.0
+"""Seconds between two looks at the nodes while no worker lives, and for which a cluster may have none: others may join it."""
 
 
 class _FleetWorker(GroupWorker):
@@ -99,9 +100,8 @@ class _FleetWorker(GroupWorker):
     def died(self) -> str | None:
         return None if self._code == 0 else "the death of its actor" if self._code is None else f"exit code {self._code}"
 
-    @property
-    def journal_of(self) -> int:
-        return os.getpid()
+    def had_in_flight(self, left: LeftBehind) -> bool:
+        return self.journal is not None and left.path == self.journal.path
 
     def end(self) -> None:
         import ray
@@ -125,6 +125,8 @@ class FleetWorkers(WorkerGroup):
         settings = context.settings
         super().__init__(context, settings.workers)
         self._places = places
+        self._looked = self._roomy = time.monotonic()
+        """When it was last asked whether the nodes could hold a worker, and when one last could."""
         self._actor = ray.remote(FleetActor).options(
             num_cpus=places.cpus, num_gpus=places.gpus, max_restarts=0, max_task_retries=0, max_concurrency=_AT_ONCE
         )
@@ -170,6 +172,22 @@ class FleetWorkers(WorkerGroup):
         if self._living and not any(each.begun for each in self._workers()) and self._over(coordinator):
             # They wait for room in the cluster, and nothing is left for them.
             self.close()
+        self._end_without_nodes()
+
+    def _end_without_nodes(self) -> None:
+        """Raise WorkersLost where no node could hold a worker for minutes: without a budget, nothing else would end the run."""
+        now = time.monotonic()
+        if any(each.begun for each in self._workers()):
+            self._roomy = now
+        elif now - self._looked > _LOOK_EVERY:
+            self._looked = now
+            if has_room(self._context.settings.device):
+                self._roomy = now
+            elif now - self._roomy > _PATIENCE:
+                raise WorkersLost(
+                    f"the cluster has had no node for a worker for {_PATIENCE:.0f} s; "
+                    "the next run begins with the Cases in flight; start nodes by: ray start --address HOST:PORT"
+                )
 
     def _over(self, coordinator: Coordinator) -> bool:
         late = self._context.end is not None and time.monotonic() >= self._context.end
@@ -230,8 +248,9 @@ class FleetWorkers(WorkerGroup):
         super()._interrupt(coordinator)
 
     def close(self) -> None:
-        """End every worker that is left; what they had in flight is left for the next run."""
+        """End every worker that is left; what they had in flight is left for the next run, which has not died of it."""
         for each in self._workers():
             each.end()
-            each.leave_behind()
+            if each.journal:
+                each.journal.abandon()
         self._living.clear()

@@ -9,19 +9,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 from support.peers import Right, Skewed
 
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Event, FailureMapped, TrialFinished
-from attnfuzz.harness.campaign.fleet.workers import FleetWorkers
-from attnfuzz.harness.campaign.journal import left_behind
+from attnfuzz.harness.campaign.fleet import workers as fleet
+from attnfuzz.harness.campaign.fleet.cluster import Places
+from attnfuzz.harness.campaign.fleet.workers import FleetWorkers, _FleetWorker
+from attnfuzz.harness.campaign.group import WorkerGroup, WorkersLost
+from attnfuzz.harness.campaign.journal import Journal, left_behind
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
 
 try:
     import ray
@@ -301,3 +308,78 @@ def test_a_fleet_in_one_process_is_refused() -> None:
     done = CliRunner().invoke(cli.main, ["fleet", "torch.reference_cpu", "--device", "cpu", "--in-process"])
     assert done.exit_code == 2
     assert "the workers of a fleet have processes of their own; use attnfuzz run" in done.stderr
+
+
+class Stub:
+    """An actor that is never asked anything that needs Ray."""
+
+    def __init__(self) -> None:
+        self.pids = self
+
+    def remote(self) -> None:
+        return None
+
+
+class Gone(_FleetWorker):
+    """A worker whose actor has died."""
+
+    def end(self) -> None:
+        pass
+
+
+def in_flight(number: int, *cases: Case) -> Gone:
+    worker = Gone(number, Stub(), Journal("out", durable=False))
+    worker.journal.launch(*cases)
+    return worker
+
+
+def some_cases(count: int) -> list[Case]:
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16, dtype="float32")
+    return [Case(kernel="torch.right", problem=replace(problem, seqlens_k=(1 + each,))) for each in range(count)]
+
+
+def test_each_death_leaves_the_cases_of_its_own_worker(tmp_path: Path) -> None:
+    """The journals of all actors are files of one process: the second death must not have the first's Cases tried again."""
+    resumed: list[list[Case]] = []
+    coordinator = SimpleNamespace(leave=lambda _: None, resume=lambda left: resumed.append([each.case for each in left]))
+    context = SimpleNamespace(settings=Settings(out="out", workers=2))
+    workers = WorkerGroup(context, 2)
+    first, second, third = some_cases(3)
+    workers._living = [in_flight(0, first, second), in_flight(1, third)]
+    for each in list(workers._living):
+        workers._gone(each, coordinator)
+    assert resumed == [[first, second], [third]]
+    assert {each.deaths for each in left_behind("out")} == {1}
+
+
+@needs_ray
+def test_what_the_end_of_the_campaign_leaves_in_flight_has_ended_no_run(tmp_path: Path) -> None:
+    """Two impatient Ctrl-C would have a Case counted as deadly, and never tried again."""
+    context = SimpleNamespace(settings=Settings(out="out", workers=3))
+    workers = FleetWorkers([], context, Places(3, 1.0, 0.0, 3))
+    (case,) = some_cases(1)
+    idle = in_flight(2, case)
+    idle.journal.landed()
+    workers._living = [in_flight(0, case), Gone(1, Stub(), None), idle]
+    workers.close()
+    assert [(each.case, each.deaths) for each in left_behind("out")] == [(case, 0)]
+    assert len(list(Path("out/inflight").iterdir())) == 1
+
+
+@needs_ray
+@pytest.mark.parametrize(("room", "begun"), [(False, False), (True, False), (False, True)])
+def test_a_cluster_without_nodes_ends_a_run_that_has_no_budget(room: bool, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "has_room", lambda _: room)
+    monkeypatch.setattr(fleet, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr(fleet, "_PATIENCE", 0.02)
+    workers = FleetWorkers([], SimpleNamespace(settings=Settings(out=None, workers=1)), Places(1, 1.0, 0.0, 1))
+    worker = Gone(0, Stub(), None)
+    worker.begun = begun
+    workers._living = [worker]
+    workers._end_without_nodes()
+    time.sleep(0.03)
+    if room or begun:
+        workers._end_without_nodes()
+        return
+    with pytest.raises(WorkersLost, match="the cluster has had no node for a worker for 0 s"):
+        workers._end_without_nodes()

@@ -29,9 +29,11 @@ from support.engine import (
 )
 
 from attnfuzz.harness.audit.selftest import faults as selftest
-from attnfuzz.harness.campaign import group
+from attnfuzz.harness.campaign import corpus, group
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import (
+    CampaignFinished,
+    CampaignStarted,
     CaseSkipped,
     Event,
     FailureFound,
@@ -41,6 +43,7 @@ from attnfuzz.harness.campaign.events import (
     TrialFinished,
 )
 from attnfuzz.harness.campaign.journal import left_behind
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["tidy"]
@@ -98,11 +101,38 @@ ALL = [each.removeprefix("fault.") for each in selftest.fault_names("cpu")]
 
 @pytest.mark.parametrize("slugs", [pytest.param(QUICK, id="quick"), pytest.param(ALL, id="all", marks=pytest.mark.slow)])
 def test_the_planted_faults_are_found_and_shrunk_by_workers(slugs: list[str], tidy: Path) -> None:
-    slugs = [each for each in slugs if each != "four"]
-    done, _ = campaign([f"fault.{each}" for each in slugs], tidy, max_examples=90, max_failures=1, workers=2, plain=False)
+    names = [f"fault.{each}" for each in slugs if each != "four"]
+    # Half of a machine's memory is not full within the deadline.
+    done, _ = campaign(names, tidy, max_examples=90, max_failures=1, workers=2, plain=False, memory=1 << 30)
     wrong = {row.title: row.wrong for each in done.summaries if (row := selftest._row("cpu", each)).wrong}
     assert not wrong
-    assert len(done.summaries) == len(slugs)
+    assert len(done.summaries) == len(names)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["fault.abort"], id="abort"),
+        pytest.param(selftest.fault_names("cpu"), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_the_selftest_is_as_right_with_workers(names: list[str], tidy: Path) -> None:
+    events: list[Event] = []
+    done = selftest.faults("cpu", events.append, names, restarts=5, workers=2)
+    assert not {row.title: row.wrong for row in done.rows if row.wrong}
+    assert done.right
+    assert [row.kernel for row in done.rows if row.kernel.startswith("fault.")] == list(names)
+    assert {each.settings["workers"] for each in events if isinstance(each, CampaignStarted)} == {2}
+
+
+def test_a_selftest_whose_workers_die_is_not_right(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(events: Event) -> None:
+        for each in workers_of(os.getpid()):
+            os.kill(each, signal.SIGKILL)
+
+    monkeypatch.setattr(group, "_MOST_DEATHS", 0)
+    with pytest.raises(ExecutionError, match="2 worker processes died, the last with SIGKILL"):
+        selftest.faults("cpu", die, ["fault.abort"], restarts=0, workers=2)
 
 
 # --- what ends a worker
@@ -295,6 +325,28 @@ def test_ctrl_c_while_the_workers_start_says_nothing_else(tmp_path: Path) -> Non
     assert "Traceback" not in text
     wait_for(lambda: not alive(theirs), 15)
     assert not list((tmp_path / "tmp").glob("attnfuzz-*"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_while_a_finding_is_written_does_not_lose_it(workers: int, tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And neither does one at the very end, when the table is printed."""
+    write = corpus.write_whole
+
+    def interrupted(path: Path, content: str | bytes) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write(path, content)
+
+    def listen(event: Event) -> None:
+        if isinstance(event, CampaignFinished):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(corpus, "write_whole", interrupted)
+    done, events = campaign(["fault.numbers"], tidy, listen, max_examples=300, workers=workers)
+    assert done.interrupted
+    [finding] = done.findings
+    assert [str(each) for each in (tidy / "cases").iterdir()] == [finding.path]
+    assert [each.finding.identity for each in events if isinstance(each, FailureFound)] == [finding.identity]
+    assert events[-1] == done
 
 
 # --- kernels that another process cannot load

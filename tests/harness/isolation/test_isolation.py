@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -412,6 +413,17 @@ def test_kill_9_during_a_compile_leaves_its_case_too(tmp_path: Path) -> None:
     wait_until_gone(runs)
     [left] = left_behind(tmp_path / "out")
     assert (left.case.kernel, left.case.problem.causal, left.deaths) == ("fault.chang", "top_left", 1)
+
+
+def test_a_run_whose_reaper_was_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    executor = Isolated("cpu")
+    executor.trial(case_of("fault.stray"))
+    executor._forkserver._reaper.kill()
+    assert left_of(tmp_path)
+    executor.close()
+    assert not left_of(tmp_path)
+    assert not list(reaper.marked(executor.run))
 
 
 def test_an_ended_compile_leaves_nothing(tmp_path: Path) -> None:

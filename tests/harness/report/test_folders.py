@@ -169,7 +169,7 @@ def test_a_failure_without_a_case_still_counts() -> None:
 REMEDY = "give folders that `attnfuzz run --out DIR` wrote to"
 
 
-@pytest.mark.parametrize("what", ["absent", "file", "empty", "broken run", "broken case", "same", "none"])
+@pytest.mark.parametrize("what", ["absent", "file", "empty", "broken run", "broken case", "same", "none", "no name"])
 def test_bad_input_ends_with_2_and_changes_nothing(what: str) -> None:
     kept("a", tokens=3, minimal=True)
     merged("all", "a", code=1)
@@ -187,6 +187,7 @@ def test_bad_input_ends_with_2_and_changes_nothing(what: str) -> None:
         "broken run": (["b", "broken-runs"], "error: run='broken-runs/runs/x.json': it is broken"),
         "broken case": (["b", "broken-cases"], "error: case='broken-cases/cases/x.json': not JSON"),
         "same": (["b", "./all"], "error: merge='all': it is OUT as well"),
+        "no name": (["b", ""], "error: merge='': it is empty; give folders"),
         "none": ([], "Missing argument 'DIR...'"),
     }[what]
     done = attnfuzz("merge", "all", *given)
