@@ -178,14 +178,14 @@ def test_a_step_within_a_step_is_not_in_both(watch: Watch) -> None:
         def ask(self, seconds: float, *, error: bool = False) -> float:
             watch.sleep(seconds)
             if error:
-                raise OSError
+                raise OSError("planted")
             return seconds
 
     slow = counted(Slow(), account, "campaign")
     with account.step("draw"):
         watch.sleep(1.0)
         assert slow.ask(2.0) == 2.0
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="planted"):
             slow.ask(4.0, error=True)
         watch.sleep(8.0)
     watch.sleep(16.0)
