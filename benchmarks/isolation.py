@@ -46,7 +46,7 @@ def rate(kernel: Kernel, variants: tuple[Variant, ...], executor: Executor, devi
         run = KernelState(kernel, plan, context)
         coordinator = Coordinator(context, [run], executor)
         worker = Worker(
-            {kernel.name: (kernel, plan)}, WorkerContext(settings, executor, journal), coordinator, LocalTurns(coordinator)
+            lambda _: (kernel, plan), WorkerContext(settings, executor, journal), coordinator, LocalTurns(coordinator)
         )
         start = time.perf_counter()
         worker.work()

@@ -5,10 +5,10 @@
     python benchmarks/throughput.py --soak 10m [--device cpu|cuda] [--kernel NAME ...] [--workers auto] [--json FILE]
     python benchmarks/throughput.py --read FILE [--markdown] [--plot FOLDER]
 
-engine: `attnfuzz run --json` as a user calls it; stages: the same work with every step timed; rivals: a parametrised suite and a
-Hypothesis test of the same kernels beside it, alternately; growth: Cases a second against the size of Cases, workers, budget
-and stored Cases. --soak runs one campaign and ends with 1 where memory or rate drift, or a process stays behind.
---read prints the tables of an earlier --json. The parts are in benchmarks/throughput/.
+engine: `attnfuzz run --json` as a user calls it; stages: where its time goes, by step of a worker and by stage of its child;
+rivals: a parametrised suite and a Hypothesis test of the same kernels beside it, alternately; growth: Cases a second against the
+size of Cases, workers, budget and stored Cases. --soak runs one campaign and ends with 1 where memory or rate drift, or a process
+stays behind. --read prints the tables of an earlier --json. The parts are in benchmarks/throughput/.
 """
 
 from __future__ import annotations

@@ -17,13 +17,11 @@ import torch
 from support.benchmarks import FOLDER, loaded
 
 from attnfuzz.harness.campaign.corpus import Corpus
-from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.core.environment import has_cuda
-from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Inputs
-from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import Case
+from attnfuzz.kernels.problem import BadArgument
 
 KERNEL = "torch.reference_cpu"
 
@@ -122,43 +120,60 @@ def test_a_gpu_is_sampled_while_the_block_runs(monkeypatch: pytest.MonkeyPatch, 
         assert (nothing.busy(0.0, time.monotonic()), nothing.peak) == (None, None)
 
 
-def test_both_accounts_of_a_case_add_up_to_the_wall_time() -> None:
+def times(**worker: float) -> dict[str, Any]:
+    """The `times` of 40 Cases in `attnfuzz run --json`."""
+    child = {"compile": 0.5, "inputs": 1.0, "kernel": 2.0, "oracle": 3.0, "judge": 0.5}
+    steps = dict.fromkeys(("campaign", "draw", "journal", "start", "trial", "shrink", "other"), 0.0)
+    return {"worker": {**steps, **worker}, "child": child, "cases": 40, "batches": 5, "children": 3}
+
+
+def finished(times: dict[str, Any], cases: int = 40) -> Any:
+    """A run of one kernel, of 16 s, whose first Verdict came after 6 s."""
+    kernel = {"kernel": "k", "cases": cases, "shrink_cases": 0, "compile_seconds": 2.5, "times": times}
+    return part("commands").Finished({"kernels": [kernel], "failures": []}, first=6.0, wall=16.0)
+
+
+def test_each_account_adds_up_to_the_time_of_the_turns() -> None:
+    rows = part("stages").accounts(finished(times(campaign=4.0, trial=10.0, shrink=4.0, other=2.0)), 2)
+    for side in ("worker", "child"):
+        assert sum(row["share"] for row in rows if row["side"] == side) == pytest.approx(100)
+    steps = {(row["side"], row["step"]): row for row in rows}
+    # Of 20 s of two workers, their children are sent Cases for 10, and are at their stages for 7.
+    assert steps["worker", "trial"]["ms"] == pytest.approx(250)
+    assert steps["child", "oracle"]["ms"] == pytest.approx(75)
+    assert steps["child", "pipe"]["ms"] == pytest.approx(75)
+    assert steps["child", "shrink"]["ms"] == steps["worker", "shrink"]["ms"] == pytest.approx(100)
+    assert steps["child", "idle, or none"]["ms"] == pytest.approx(150)
+    total = steps["both", "all"]
+    assert (total["ms"], total["batch"], total["rate"], total["turns"]) == pytest.approx((500, 8.0, 4.0, 62.5))
+
+
+def test_there_is_a_table_for_each_number_of_workers() -> None:
     stages = part("stages")
-    ledger = stages.Ledger({"journal": 0.2, "send": 0.1, "wait": 1.2, "other calls": 0.0}, begun=10.0)
-    own = {"inputs": 0.1, "kernel": 0.4, "oracle": 0.3}
-    ledger.flights += [stages.Flight(10.0, 10.3, 11.0, own), stages.Flight(11.0, 11.5, 12.0, own)]
-    rows = {row["step"]: row for row in stages.accounts(ledger, {"kernel": {"forward": 1.0, "backward": 3.0}})}
-    for side in ("parent", "child"):
-        assert sum(row["share"] for step, row in rows.items() if row["side"] == side and ":" not in step) == pytest.approx(100)
-    # Two Cases in 2 s, 1.5 s of them in the parent's calls.
-    assert rows["draw, tally"]["ms"] == pytest.approx(250)
-    assert rows["pipe"]["ms"] == pytest.approx(200)
-    assert rows["kernel: forward"]["ms"] == pytest.approx(100)
-    assert rows["wall"]["ms"] == pytest.approx(1000)
+    rows = [
+        {"kernel": "k", "workers": workers, "caches": "warm", **row}
+        for workers, seconds in (("1", 8.0), ("2", 9.0), ("1", 10.0))
+        for row in stages.accounts(finished(times(trial=seconds)), int(workers))
+    ]
+    sheets = stages.sheets(rows)
+    assert [each.title for each in sheets] == [f"stages: k, {workers} workers, caches warm" for workers in "12"]
+    trial = [next(row["ms"] for row in each.rows if row["step"] == "trial") for each in sheets]
+    assert trial == pytest.approx([225, 225])
+    assert sheets[0].notes[0] == (
+        "40 Cases, 8.0 a batch, 4.0 a second from the first on; the first Verdict came after 6.0 s, the end after 16.0 s. "
+        "Turns are 56 % of the workers' time since the start of the command; 3 children started."
+    )
 
 
-def test_the_first_case_is_not_in_the_accounts() -> None:
-    stages = part("stages")
+def test_a_run_without_a_turn_is_not_measured() -> None:
+    with pytest.raises(part("campaigns").NotMeasured, match="no turn with a Case came to its end"):
+        part("stages").accounts(finished({**times(), "cases": 0, "batches": 0}), 1)
 
-    class Executor:
-        def begin(self, case: Case, *, patient: bool = False) -> None:
-            pass
 
-        def finish(self) -> Verdict:
-            return Verdict(status="pass", seconds={"kernel": 0.1})
-
-        def fresh(self) -> int:
-            return 7
-
-    ledger = stages.Ledger()
-    executor = stages.TimedExecutor(Executor(), ledger)
-    case = Case(kernel="k", problem=Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8))
-    for _ in range(3):
-        executor.begin(case)
-        executor.finish()
-    assert executor.fresh() == 7
-    assert len(ledger.flights) == 2
-    assert all(ledger.seconds[step] > 0 for step in ("send", "wait", "other calls"))
+def test_rates_of_the_engine_are_with_and_without_its_start() -> None:
+    row = part("engine").row_of(("k",), "2", "warm", finished(times()))
+    assert (row["cold"], row["warm"]) == (2.5, 4.0)
+    assert (row["kernel"], row["cases"], row["compile_seconds"]) == ("k", 40, 2.5)
 
 
 def samples(count: int = 30, rate: float = 10.0, last_rate: float = 10.0, leak: int = 0) -> list[Any]:
@@ -226,6 +241,11 @@ def test_a_logged_run_takes_the_options_of_run(monkeypatch: pytest.MonkeyPatch, 
     before = PROFILES["quick"].limits["cpu"]
     logged_run.limit(settings, {"length": 7})
     assert PROFILES["quick"].limits["cpu"] == dataclasses.replace(before, length=7)
+
+
+def test_limits_that_no_drawing_process_would_see_are_refused() -> None:
+    with pytest.raises(BadArgument, match="workers=2: limits are those of the process that draws"):
+        part("logged_run").limit(Settings(workers=2), {"length": 7})
 
 
 def test_a_point_has_the_median_and_the_span_of_its_rounds() -> None:
@@ -321,8 +341,9 @@ def test_every_part_measures_a_kernel(tmp_path: Path) -> None:
     measured = json.loads(file.read_text())
     assert measured["engine"][0]["cases"] > 0
     assert measured["engine"][0]["warm"] > measured["engine"][0]["cold"] > 0
-    assert {row["side"] for row in measured["stages"]} == {"parent", "child", "both"}
-    assert {"kernel: forward", "oracle: reference"} <= {row["step"] for row in measured["stages"]}
+    assert {row["side"] for row in measured["stages"]} == {"worker", "child", "both"}
+    trial = {row["step"]: row["ms"] for row in measured["stages"] if row["side"] == "child"}
+    assert all(trial[stage] > 0 for stage in ("inputs", "kernel", "oracle", "judge", "pipe"))
     assert [row["judged"] > 0 for row in measured["rivals"]] == [True] * 3
 
 

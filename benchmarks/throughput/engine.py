@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from throughput.campaigns import NotMeasured
-from throughput.gpu import Gpu
+from throughput.commands import Finished, run_command
 from throughput.plan import Plan
-from throughput.processes import Session
 from throughput.tables import Column, Sheet, medians
 
-__all__ = ["measure", "sheets"]
-
-_COMMAND = Path(__file__).with_name("first_case.py")
-_PATIENCE = 1800.0
-"""Seconds beyond the budget, for compiles and shrinking, after which a run counts as hanging."""
+__all__ = ["measure", "row_of", "sheets"]
 
 
 def measure(plan: Plan) -> list[dict[str, Any]]:
@@ -38,48 +28,26 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
 
 def _run(plan: Plan, kernels: tuple[str, ...], workers: str, seed: int) -> list[dict[str, Any]]:
     """Run the command once; the seed of each round is another one."""
-    with plan.folder() as (folder, caches):
-        options = plan.options(workers, budget=f"{plan.seconds}s", seed=str(seed), device=plan.device, out=str(folder / "out"))
-        words = [word for name, text in options.items() for word in (f"--{name}", text)]
-        command = [sys.executable, "-P", str(_COMMAND), str(folder / "first"), "run", *kernels, "--json", *words]
-        with Gpu(plan.device == "cuda") as gpu, Session(command, folder, caches) as session:
-            session.wait(plan.seconds + _PATIENCE)
-            end = session.ended or time.monotonic()
-        first = _first_case(folder / "first")
-        row = row_of(kernels, workers, plan.caches, session, first, end)
-        return [row | {"busy": None if first is None else gpu.busy(first, end), "peak": gpu.peak}]
+    return [row_of(kernels, workers, plan.caches, run_command(plan, kernels, workers, seed))]
 
 
-def _first_case(note: Path) -> float | None:
-    """Return when the first Case was judged; None if none was."""
-    return float(note.read_text(encoding="ascii")) if note.exists() else None
-
-
-def row_of(
-    kernels: tuple[str, ...], workers: str, caches: str, session: Session, first: float | None, end: float
-) -> dict[str, Any]:
-    """Return the figures of one run: `cold` counts from the start of the process, `warm` from its first Case.
-
-    Raises:
-        NotMeasured: it printed no result.
-    """
-    try:
-        result = json.loads(session.text("stdout"))
-    except json.JSONDecodeError:
-        raise NotMeasured(f"attnfuzz run {' '.join(kernels)}: no result: {session.text('stderr')[-2000:]}") from None
-    cases = sum(each["cases"] for each in result["kernels"])
+def row_of(kernels: tuple[str, ...], workers: str, caches: str, run: Finished) -> dict[str, Any]:
+    """Return the figures of one run: `cold` counts from the start of the process, `warm` from its first Case."""
+    cases = run.total("cases")
     return {
         "kernel": kernels[0] if len(kernels) == 1 else f"all {len(kernels)}",
         "workers": workers,
         "caches": caches,
         "cases": cases,
-        "shrink_cases": sum(each["shrink_cases"] for each in result["kernels"]),
-        "failures": len(result["failures"]),
-        "wall": end - session.started,
-        "first": None if first is None else first - session.started,
-        "compile_seconds": sum(each["compile_seconds"] for each in result["kernels"]),
-        "cold": cases / (end - session.started),
-        "warm": None if first is None else cases / (end - first),
+        "shrink_cases": run.total("shrink_cases"),
+        "failures": len(run.result["failures"]),
+        "wall": run.wall,
+        "first": run.first,
+        "compile_seconds": run.total("compile_seconds"),
+        "cold": cases / run.wall,
+        "warm": None if run.first is None else cases / (run.wall - run.first),
+        "busy": run.busy,
+        "peak": run.peak,
     }
 
 

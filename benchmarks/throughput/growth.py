@@ -5,6 +5,7 @@ Each curve is of the first kernel. A point's x is what its Cases really had, on 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,10 @@ def _heads(plan: Plan, seed: int) -> list[dict[str, Any]]:
 
 
 def _limited(plan: Plan, seed: int, **limits: int) -> tuple[Stamps, Trials]:
-    """One campaign in one worker with limits of its own; plain, since relations have limits of their own on a GPU."""
+    """One campaign with limits of its own; plain, since relations have limits of their own on a GPU.
+
+    Its one worker is the process whose limits are changed (logged_run.py): other workers would draw by the profile's.
+    """
     profile = PROFILES["quick"].limits[plan.device]
     smaller = {"tiles": max(profile.tiles, limits.get("heads", 0))}
     with plan.folder() as (folder, caches):
@@ -95,8 +99,9 @@ def _trials_for(seconds: float, session: Session, cases: Callable[[], list[dict[
 
 
 def _workers(plan: Plan, seed: int) -> list[dict[str, Any]]:
-    """Nothing is measured beyond one worker where `attnfuzz run` has no --workers."""
-    counts = WORKERS if plan.workers_here == plan.workers else ("1",)
+    """More workers than cores are not measured, nor more than one where `attnfuzz run` has no --workers."""
+    cores = len(os.sched_getaffinity(0))
+    counts = [each for each in WORKERS if each == "auto" or int(each) <= cores] if plan.workers_here == plan.workers else ["1"]
     rows = []
     for workers in counts:
         with plan.folder() as (folder, caches):
@@ -128,7 +133,8 @@ def _corpus(plan: Plan, seed: int) -> list[dict[str, Any]]:
     for count in STORED:
         with plan.folder() as (folder, caches):
             store_cases(kernel, plan.device, folder / "out", count)
-            options = plan.options("1", budget=f"{plan.seconds}s", seed=str(seed))
+            # It is ended after its first trial, which a short budget might not reach.
+            options = plan.options("1", budget=f"{_PATIENCE}s", seed=str(seed))
             with campaign(plan.kernels[:1], plan.device, folder, options, environment=caches) as (session, log):
                 ended = run_for(session, _PATIENCE, lambda log=log: bool(log.update().cases))  # type: ignore[misc]
                 stamps = log.update().stamps(session.started, ended)

@@ -1,7 +1,7 @@
 """A campaign that logs when each Case was judged: `python -P logged_run.py REQUEST`, started as a process of its own.
 
 REQUEST is JSON: kernels, device, options (of `attnfuzz run`, by name), limits (fields of `Limits` that replace the profile's, or
-null), log (a file). Each line of the log is an object: {"trial": time, ...}, {"compile": time, ...}, at the end
+null; with --workers 1), log (a file). Each line of the log is an object: {"trial": time, ...}, {"compile": time, ...}, at the end
 {"campaign": object of `attnfuzz run --json`}. Times are those of `time.monotonic`, which all processes of a machine share.
 """
 
@@ -23,6 +23,7 @@ from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.report.machine import campaign_object
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import reject
 
 
 class Log:
@@ -57,7 +58,13 @@ def settings_of(options: dict[str, str], device: Device) -> Settings:
 
 
 def limit(settings: Settings, limits: dict[str, int]) -> None:
-    """Replace limits of the profile; only what draws in this process sees it."""
+    """Replace limits of the profile, in this process.
+
+    Raises:
+        BadArgument: other processes draw, which would not see them.
+    """
+    if settings.workers > 1:
+        raise reject("workers", settings.workers, "limits are those of the process that draws", "give 1, which is this process")
     own = PROFILES[settings.profile]
     changed = {settings.device: dataclasses.replace(own.limits[settings.device], **limits)}
     PROFILES[settings.profile] = dataclasses.replace(own, limits={**own.limits, **changed})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.coverage import Phase, Tally, Worst
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -197,6 +198,8 @@ class KernelSummary:
     """Variants that were not compiled when the time was over; no Case of them was tried."""
     recoveries: tuple[float, ...] = ()
     """Seconds from each death of a child to the next verdict."""
+    times: Times | None = None
+    """Where the time of its turns went; None where it is not known."""
 
     @property
     def rate(self) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.context import WorkerContext
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
@@ -93,10 +94,11 @@ class KernelRun:
         plan: variants and limits of its Cases.
         context: what all kernels of the worker share.
         campaign: what it reports to.
+        account: of the worker's time.
     """
 
-    def __init__(self, kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign) -> None:
-        self.kernel, self.plan, self._context, self._campaign = kernel, plan, context, campaign
+    def __init__(self, kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign, account: Account) -> None:
+        self.kernel, self.plan, self._context, self._campaign, self._account = kernel, plan, context, campaign, account
         self.clock = TrialClock()
         self._known: set[Identity] = set()
         self._until: float | None = None
@@ -107,6 +109,7 @@ class KernelRun:
             context.journal,
             lambda *trial: campaign.trial(kernel.name, *trial),
             lambda case, error: campaign.not_kept(kernel.name, case, error),
+            account,
         )
         self._statistics_before = self._statistics()
 
@@ -126,7 +129,7 @@ class KernelRun:
                 while earlier and not self._spent():
                     self._try_earlier(earlier[0])
                     del earlier[0]
-                while not turn.only_earlier and not self._spent() and (self._try_next() or self._supply.wait(turn.until)):
+                while not turn.only_earlier and not self._spent() and (self._try_next() or self._wait(turn.until)):
                     pass
             except OutOfTime:
                 pass
@@ -143,6 +146,7 @@ class KernelRun:
             replaced=now[0] - replaced,
             recoveries=now[1][len(recoveries) :],
             not_tried=tuple(earlier),
+            times=self._account.take(),
         )
 
     def _try_earlier(self, earlier: EarlierCase) -> None:
@@ -158,7 +162,9 @@ class KernelRun:
     def _try_next(self) -> bool:
         """Try what can run, a batch at most; returns False where there is nothing."""
         batch = self._context.batch
-        waiting = self._supply.take(batch)
+        # In one process a round is drawn as it is asked for.
+        with self._account.step("draw" if self._context.settings.in_process else "other"):
+            waiting = self._supply.take(batch)
         run = self._runner.run_all if batch.together and len(waiting) > 1 else self._runner.run_each
         for case, verdict in run(waiting, "generate"):
             self._examine(case, verdict)
@@ -166,6 +172,11 @@ class KernelRun:
             if not batch.together and self._spent():
                 break
         return bool(waiting)
+
+    def _wait(self, until: float | None) -> bool:
+        """Wait for the round that is being drawn; returns False where none has come."""
+        with self._account.step("draw"):
+            return self._supply.wait(until)
 
     def _examine(self, case: Case, verdict: Verdict) -> None:
         """Keep each failure of a drawn Case that is new."""
@@ -196,7 +207,7 @@ class KernelRun:
             return None
         self._context.executor.limit(self._context.shrink_end)
         try:
-            with self.clock.paused():
+            with self.clock.paused(), self._account.step("shrink"):
                 if shrinks:
                     self._shrink(identity, opened)
                 closed = self._campaign.close(self.kernel.name, identity)

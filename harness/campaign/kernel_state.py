@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.compiles import Wanted
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile
@@ -60,6 +61,7 @@ class KernelState:
         """Compiles that had ended at the end of a worker's turn."""
         self._earlier: list[EarlierCase] | None = None
         self.seconds = 0.0
+        self.times = Times()
         self.compiles, self.compile_seconds = 0, 0.0
         self.started = self.ended = self.broken = False
         self._replaced, self._recoveries = 0, list[float]()
@@ -175,6 +177,7 @@ class KernelState:
         self.leave(worker)
         self.ready[worker], self.waiting[worker], self.waiting_at[worker] = end.ready, end.waiting, self.compiles
         self.seconds += end.seconds
+        self.times += end.times
         self._replaced += end.replaced
         self._recoveries += end.recoveries
         self._earlier = [*end.not_tried, *(self._earlier or ())]
@@ -210,4 +213,5 @@ class KernelState:
             outputs=dict(self.tally.outputs),
             findings=tuple(self.findings.closed.values()),
             features=dict(self.tally.features),
+            times=self.times,
         )

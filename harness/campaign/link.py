@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Event, Finding, Phase
@@ -42,6 +43,8 @@ class TurnEnd:
     """Seconds from the death of a child to the next verdict."""
     not_tried: tuple[EarlierCase, ...] = ()
     """Earlier Cases that the turn had no time for."""
+    times: Times = field(default_factory=Times)
+    """Where the worker's time went since its last turn ended."""
 
 
 class Turns(Protocol):

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.events import Phase, Rate
 from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.isolation.executors import Executor
@@ -57,6 +58,7 @@ class TrialRunner:
         journal: of the run; None: Cases are not written before their trials.
         finished: called after each trial with its phase, Case and Verdict.
         not_written: called once if the journal cannot be written; the run goes on without one.
+        account: of the time that trials and the journal take.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class TrialRunner:
         journal: Journal | None = None,
         finished: Callable[[Phase, Case, Verdict], None] = lambda *_: None,
         not_written: Callable[[Case, OSError], None] = lambda *_: None,
+        account: Account | None = None,
     ) -> None:
         self.executor, self._journal = executor, journal
         self._finished, self._not_written = finished, not_written
+        self._account = account or Account(executor.statistics)
         self.memo = Memo()
         self.in_flight: Case | None = None
         self._failing: list[Case] = []
@@ -87,7 +91,8 @@ class TrialRunner:
             self._launch(case, deaths=left.deaths if left else 0)
         if left and self._journal and left.last:
             left.path.unlink(missing_ok=True)
-        self.executor.begin(case, patient=patient)
+        with self._account.trial():
+            self.executor.begin(case, patient=patient)
         self.in_flight = case
 
     def finish(self, phase: Phase) -> Verdict:
@@ -95,7 +100,8 @@ class TrialRunner:
         assert self.in_flight is not None
         case, self.in_flight = self.in_flight, None
         try:
-            verdict = self.memo[case] = self.executor.finish()
+            with self._account.trial():
+                verdict = self.memo[case] = self.executor.finish()
         except OutOfTime:
             self._land()
             raise
@@ -103,6 +109,7 @@ class TrialRunner:
             self._failing = [case]
         self._land()
         self.trials += 1
+        self._account.judged([verdict])
         self._finished(phase, case, verdict)
         return verdict
 
@@ -131,10 +138,12 @@ class TrialRunner:
     def _batch(self, cases: Sequence[Case], phase: Phase) -> list[Verdict]:
         self._launch(*cases)
         try:
-            verdicts = self.executor.batch(cases)
+            with self._account.trial():
+                verdicts = self.executor.batch(cases)
         except OutOfTime:
             self._land()
             raise
+        self._account.judged(verdicts)
         self._failing = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.failures]
         self._land()
         for case, verdict in zip(cases, verdicts, strict=True):
@@ -178,7 +187,8 @@ class TrialRunner:
         for _ in range(tries(rate)):
             self._launch(case)
             try:
-                maps = self.executor.mapped(case)
+                with self._account.trial():
+                    maps = self.executor.mapped(case)
             finally:
                 self._land()
             if isinstance(maps, str) or maps.over:
@@ -187,7 +197,8 @@ class TrialRunner:
 
     def fresh(self) -> None:
         """Start a new process for the next trial: what earlier trials left behind must not show in it."""
-        self.executor.fresh()
+        with self._account.step("start"):
+            self.executor.fresh()
 
     def _launch(self, *cases: Case, deaths: int = 0) -> None:
         self._write(lambda journal: journal.launch(*dict.fromkeys((*cases, *self._failing)), deaths=deaths), cases[0])
@@ -195,7 +206,8 @@ class TrialRunner:
     def _write(self, note: Callable[[Journal], None], case: Case) -> None:
         if self._journal:
             try:
-                note(self._journal)
+                with self._account.step("journal"):
+                    note(self._journal)
             except OSError as error:
                 self._not_written(case, error)
                 self._journal.discard()
@@ -203,5 +215,5 @@ class TrialRunner:
 
     def _land(self) -> None:
         if self._journal:
-            with contextlib.suppress(OSError):  # at worst a Case that passed is tried once more
+            with self._account.step("journal"), contextlib.suppress(OSError):  # at worst a Case that passed is tried once more
                 self._journal.landed(*self._failing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from attnfuzz.harness.campaign.account import Account, counted
 from attnfuzz.harness.campaign.context import WorkerContext, batch_for
 from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.kernel_run import KernelRun
@@ -66,7 +67,9 @@ class Worker:
     def __init__(
         self, kernel: Callable[[str], tuple[Kernel, KernelPlan]], context: WorkerContext, campaign: Campaign, turns: Turns
     ) -> None:
-        self._kernel, self._context, self._campaign, self._turns = kernel, context, campaign, turns
+        self._kernel, self._context, self._account = kernel, context, Account(context.executor.statistics)
+        self._campaign = counted(campaign, self._account, "campaign")
+        self._turns = counted(turns, self._account, "campaign")
         self._runs: dict[str, KernelRun] = {}
         self._last: str | None = None
 
@@ -94,13 +97,16 @@ class Worker:
     def _take(self, turn: Turn) -> None:
         if turn.kernel != self._last:
             # What one kernel leaves behind in a process must not be the next one's.
-            self._context.executor.fresh()
+            with self._account.step("start"):
+                self._context.executor.fresh()
             self._last = turn.kernel
         try:
             if turn.kernel not in self._runs:
-                self._runs[turn.kernel] = KernelRun(*self._kernel(turn.kernel), self._context, self._campaign)
+                self._runs[turn.kernel] = KernelRun(*self._kernel(turn.kernel), self._context, self._campaign, self._account)
             end = self._runs[turn.kernel].turn(turn)
         except (BadArgument, ExecutionError, ChildError) as error:
+            # The next kernel's times must not have this one's.
+            self._account.take()
             self._turns.broke(turn.kernel, error)
             if self._context.journal:
                 # The next run begins with its Case.

@@ -27,9 +27,12 @@ _SWEEP_EVERY = 50
 
 @dataclass(slots=True)
 class Statistics:
-    """Tasks done, children replaced, and seconds from each death to the next reply."""
+    """Tasks done, children started and replaced, and seconds from each death to the next reply."""
 
     tasks: int = 0
+    children: int = 0
+    start_seconds: float = 0.0
+    """Seconds in which a task waited for a new child."""
     replaced: int = 0
     recoveries: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -221,9 +224,13 @@ class Supervisor:
                 self._discard(child)
         if self._idle:
             return self._idle.pop(0)
-        child = self._ready_child()
-        while len(self._ready) < self._spares:
-            self._ready.append(self._started())
+        start = time.perf_counter()
+        try:
+            child = self._ready_child()
+            while len(self._ready) < self._spares:
+                self._ready.append(self._started())
+        finally:
+            self.statistics.start_seconds += time.perf_counter() - start
         return child
 
     def _late_death(self, child: Child) -> Death:
@@ -246,6 +253,7 @@ class Supervisor:
     def _started(self) -> Child:
         child, warm = self._forkserver.start(), self._hint or self._warm
         self._living.add(child)
+        self.statistics.children += 1
         if warm is not None:
             self._warming[child] = next(self._numbers)
             child.send({"task": self._warming[child], "target": warm.target, "payload": warm.payload})

@@ -66,4 +66,5 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "features": row.features,
         "processes_replaced": row.replaced,
         "seconds_to_recover": list(row.recoveries),
+        "times": msgspec.to_builtins(row.times),
     }

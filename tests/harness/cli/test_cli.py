@@ -470,10 +470,15 @@ def test_json_of_the_whole_way() -> None:
         "unreached",
         "reruns",
         "seconds_to_recover",
+        "times",
         "wrong",
     }
     assert (row["kernel"], row["cases"], row["failures"]) == ("acme.flash", 25, 1)
     assert set(row["outputs"]) == {"o", "lse", "dq", "dk", "dv"}
+    assert set(row["times"]) == {"worker", "child", "cases", "batches", "children"}
+    assert set(row["times"]["worker"]) == {"campaign", "draw", "journal", "start", "trial", "shrink", "other"}
+    assert set(row["times"]["child"]) == {"compile", "inputs", "kernel", "oracle", "judge"}
+    assert row["times"]["cases"] > 0 < row["times"]["worker"]["shrink"]
     [failure] = found["failures"]
     assert set(failure) == {
         "identity",
