@@ -115,7 +115,8 @@ class Account:
             return
         self._cases, self._batches = self._cases + len(verdicts), self._batches + 1
         for verdict in verdicts:
-            self._child = _sum(self._child, verdict.seconds)
+            for stage, seconds in verdict.seconds.items():
+                self._child[stage] = self._child.get(stage, 0.0) + seconds
 
     def _enter(self, step: Step) -> Step:
         """Begin a step; returns the one that it ends."""
