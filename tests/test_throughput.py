@@ -235,7 +235,7 @@ def test_stored_cases_are_ones_that_a_campaign_reads(tmp_path: Path) -> None:
 
 def test_a_logged_run_takes_the_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     logged_run = part("logged_run")
-    settings = logged_run.settings_of({"budget": "2s", "seed": "3", "plain": "1", "out": str(tmp_path)}, "cpu")
+    settings = logged_run.settings_of({"budget": "2s", "seed": "3", "plain": "1", "workers": "1", "out": str(tmp_path)}, "cpu")
     assert (settings.budget, settings.seed, settings.plain, settings.out) == (2.0, 3, True, str(tmp_path))
     monkeypatch.setitem(PROFILES, "quick", PROFILES["quick"])
     before = PROFILES["quick"].limits["cpu"]
