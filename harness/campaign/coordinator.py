@@ -35,8 +35,8 @@ __all__ = ["Coordinator", "LocalTurns"]
 
 _SHORTEST = 1.0
 _LONGEST: dict[Device, float] = {"cpu": 10.0, "cuda": 25.0}
-"""Seconds of a turn under a budget. On CUDA a new process for another kernel takes seconds."""
-_PARTS = 4
+"""Seconds of a turn under a budget. The new process of another kernel loads its code again, and on CUDA takes seconds."""
+_PARTS = 2
 """Turns in which a kernel has its share."""
 _WAIT = 0.05
 
@@ -56,6 +56,8 @@ class Coordinator:
         self.states = {each.kernel.name: each for each in states}
         self.broken: list[KernelBroke] = []
         self.errors: list[Exception] = []
+        self._begun: float | None = None
+        """When the first turn began."""
         settings = context.settings
         marks = Marks(settings.device, {} if settings.in_process else executor.describe())
         self.compiles = CompileService(
@@ -115,7 +117,9 @@ class Coordinator:
         """Return when a turn ends: a kernel has its share of the workers' time in several turns, so that all have some early."""
         if self.context.end is None:
             return None
-        share = (self.context.end - now) * self._workers / kernels
+        # Of the whole time: shares of what is left would become shorter and shorter.
+        self._begun = now if self._begun is None else self._begun
+        share = (self.context.end - self._begun) * self._workers / kernels
         return min(self.context.end, now + min(_LONGEST[self.context.settings.device], max(_SHORTEST, share / _PARTS)))
 
     def _late(self) -> bool:

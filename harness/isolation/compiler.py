@@ -31,6 +31,7 @@ class BackgroundCompiler:
         self._numbers = itertools.count()
         self._cases: dict[int, Case] = {}
         self._active: dict[int, Running] = {}
+        self._kernels: set[str] = set()
 
     def start(self, case: Case) -> None:
         """Begin to compile the kernel of a Case.
@@ -44,11 +45,14 @@ class BackgroundCompiler:
             "problem": msgspec.to_builtins(case.problem),
             "config": dict(case.config),
             "device": self._device,
+            # Trials of the kernel can begin with its first variant: the others must not take their cores.
+            "later": case.kernel in self._kernels,
         }
         number = next(self._numbers)
         task = Task("attnfuzz.harness.isolation.tasks:compile_variant", payload, self._deadlines)
         self._active[number] = self._supervisor.begin(task)
         self._cases[number] = case
+        self._kernels.add(case.kernel)
 
     def poll(self, seconds: float) -> list[Compiled]:
         """Return what has been compiled since, after waiting for it for at most `seconds`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -17,6 +18,8 @@ from attnfuzz.strategies.case import case_from_json
 
 __all__ = ["compile_variant", "kernel_of", "map_case", "preloads", "trial", "trials", "warm"]
 
+_NICE = 5
+"""Priority of compiles that Trials need not wait for: a third of the processor time of a Trial, where both want a core."""
 _Done = tuple[Any, bool]
 _Enter = Callable[..., None]
 
@@ -116,8 +119,14 @@ def trials(payload: dict[str, Any], enter: _Enter) -> _Done:
 
 
 def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
-    """Compile one variant into the backend's cache. `payload`: kernel (as shipped), problem, config, device."""
+    """Compile one variant into the backend's cache. `payload`: kernel (as shipped), problem, config, device, later.
+
+    `later`: it is not the kernel's first, and yields to Trials; so do the compiles that follow in this process.
+    """
     from attnfuzz.harness.trial.build import compile_here
+
+    if payload["later"] and os.getpriority(os.PRIO_PROCESS, 0) < _NICE:
+        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
     kernel = kernel_of(payload)
     problem = msgspec.convert(payload["problem"], Problem)
