@@ -7,6 +7,7 @@ the choices behind a Case, and ends in smaller ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.isolation.outcomes import OutOfTime
@@ -70,6 +72,11 @@ class TrialClock:
             self._counted, self._since, self._runs = self.seconds, time.monotonic(), before
 
 
+def _strategy(kernel: Kernel, plan: KernelPlan, settings: Settings, variants: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
+    strategy = cases if settings.plain else trial_cases
+    return strategy(kernel, device=settings.device, limits=plan.limits, variants=variants)
+
+
 def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, campaign: Campaign, longest: int) -> tuple[Case, Verdict]:
     """The same Case compared with the oracle alone, if that fails too: a bug that one call shows is one finding."""
     # Relations are drawn at lengths that no oracle could follow.
@@ -99,11 +106,11 @@ class KernelRun:
 
     def __init__(self, kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign, account: Account) -> None:
         self.kernel, self.plan, self._context, self._campaign, self._account = kernel, plan, context, campaign, account
-        self.clock = TrialClock()
+        self.clock, self._until = TrialClock(), context.end
         self._known: set[Identity] = set()
-        self._until: float | None = None
         background, growing = not context.settings.in_process, context.end is not None
-        self._supply = Supply(kernel, plan, self._strategy, campaign, background=background, growing=growing)
+        strategy = functools.partial(_strategy, kernel, plan, context.settings)
+        self._supply = Supply(kernel, plan, strategy, campaign, background=background, growing=growing)
         self._runner = TrialRunner(
             context.executor,
             context.journal,
@@ -112,11 +119,6 @@ class KernelRun:
             account,
         )
         self._statistics_before = self._statistics()
-
-    def _strategy(self, variants: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
-        settings = self._context.settings
-        strategy = cases if settings.plain else trial_cases
-        return strategy(self.kernel, device=settings.device, limits=self.plan.limits, variants=variants)
 
     def turn(self, turn: Turn) -> TurnEnd:
         """Try Cases until the turn's time is over or nothing can be tried; DeviceLost ends it, once it is kept."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
+from support.engine import Compiling
 from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign import compiles as compiles_module
@@ -14,6 +16,7 @@ from attnfuzz.harness.campaign.compiles import CompileService, Wanted
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.marks import Marks
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
+from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
@@ -132,6 +135,31 @@ def test_workers_take_cores_from_the_compiler(monkeypatch: pytest.MonkeyPatch) -
     service.want("a", {str(number): case("a", number) for number in range(9)})
     assert (service.width, service.room_for_workers()) == (4, 4), "a kernel without a compiled variant: half"
     assert Service(Compilers(), width=3).width == 3
+
+
+def test_later_variants_yield_to_trials(tmp_path: Path) -> None:
+    """In real child processes: a kernel's first compile has the priority of this process, the others a lower one."""
+    kernels = [registry.register(Compiling(f"test.compiling{number}", 0.0, tmp_path)) for number in range(2)]
+    executor = Isolated("cpu", backends=["torch"])
+    try:
+        compiler = executor.compiler()
+        for causal in (None, "top_left", "bottom_right"):
+            for kernel in kernels:
+                problem = replace(case(kernel.name, 0).problem, causal=causal)
+                compiler.start(replace(case(kernel.name, 0), problem=problem, config=kernel.configs(problem)[0]))
+            done: list[Compiled] = []
+            while len(done) < 2:
+                done += compiler.poll(30.0)
+            assert [each.failure for each in done] == [None, None]
+        compiler.close()
+    finally:
+        executor.close()
+        for kernel in kernels:
+            registry.unregister(kernel.name)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for kernel in kernels:
+        priorities = [int((tmp_path / f"{kernel.name}.{causal}").read_text()) for causal in (None, "top_left", "bottom_right")]
+        assert priorities == [own, max(own, 5), max(own, 5)]
 
 
 # --- journals

@@ -24,6 +24,7 @@ from attnfuzz.harness.gate.parts.speed import speed
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.side import BrokenSideError
 from attnfuzz.harness.gate.tasks import error_figures
+from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.truth import Truth
 from attnfuzz.harness.judge.verdict import Verdict
@@ -334,7 +335,7 @@ def test_another_failure_does_not_end_a_rates_runs(stored: dict[str, Any], runs:
     ]
 
     class Executor:
-        calls = 0
+        statistics, calls = Statistics(), 0
 
         def begin(self, case: Case, *, patient: bool) -> None:
             self.calls += 1

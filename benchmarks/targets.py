@@ -1,0 +1,225 @@
+"""Whether this machine reaches what the engine is to reach: one row a target, measured and wanted.
+
+    python benchmarks/targets.py [--device cpu|cuda] [--only PART ...] [--json FILE] [--list]
+
+Ends with 1 where a target is missed or could not be measured, and with 2 for wrong use. The parts of a GPU node take 25 minutes,
+those of a CPU 6, a soak more. The compilers' caches are empty at first, and are kept from one part to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).parent))
+
+from throughput import rivals, soak
+from throughput.campaigns import NotMeasured
+from throughput.commands import Finished, run_command
+from throughput.plan import KERNELS, Plan
+from throughput.processes import cold_caches
+
+from attnfuzz.harness.core.environment import resolve_device
+from attnfuzz.harness.core.gpus import gpus
+from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import BadArgument
+
+ROOT = Path(__file__).parent.parent
+INTERPRETED, COMPILED = "triton.varlen", "tilelang.gqa.split"
+"""Kernels of the CPU: Triton's interpreter, and TileLang's C target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One target: what was measured, and the least or the most that is wanted."""
+
+    part: str
+    what: str
+    measured: float | None
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether it was measured and is within its limit."""
+        if self.measured is None:
+            return False
+        return (self.least is None or self.measured >= self.least) and (self.most is None or self.measured <= self.most)
+
+    @property
+    def wanted(self) -> str:
+        """The limit in words."""
+        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+
+
+def campaign(device: Device, seconds: float, kernels: Sequence[str] = (), workers: str = "auto") -> Finished:
+    """Run `attnfuzz run` on kernels (default: all that can run here), with the caches of this process."""
+    return run_command(Plan(device, tuple(kernels), seconds=seconds), tuple(kernels), workers, seed=0)
+
+
+def rate(run: Finished) -> float | None:
+    """Return Cases a second from the first Verdict on."""
+    return None if run.first is None else run.total("cases") / (run.wall - run.first)
+
+
+def cold_node(device: Device) -> Iterable[Row]:
+    """All kernels, empty caches, 120 s."""
+    run = campaign(device, 120.0)
+    yield Row("cold", "seconds until the end", run.wall, most=135)
+    yield Row("cold", "kernels without a Case", sum(not each["cases"] for each in run.result["kernels"]), most=0)
+    yield Row("cold", "Cases", run.total("cases"), least=20_000)
+    yield Row("cold", "GPU busy %", run.busy, least=80)
+
+
+def warm_node(device: Device) -> Iterable[Row]:
+    """All kernels once more, 120 s."""
+    yield Row("warm", "Cases", campaign(device, 120.0).total("cases"), least=60_000)
+
+
+def varlen(device: Device) -> Iterable[Row]:
+    """The kernels of ragged batches alone, 60 s."""
+    run = campaign(device, 60.0, KERNELS[device])
+    yield Row("varlen", "Cases a second from the first Verdict on", rate(run), least=1500)
+    yield Row("varlen", "GPU busy %", run.busy, least=80)
+
+
+def peers(device: Device) -> Iterable[Row]:
+    """A parametrised suite beside the engine, 40 s each."""
+    rows = rivals.measure(Plan(device, (KERNELS[device][0],), ("auto",), 40.0, 1, False, say))
+    judged = {row["who"]: row["warm"] for row in rows}
+    ours, theirs = judged.get(rivals.OURS), judged.get("parametrised suite")
+    yield Row("peers", "times the rate of the parametrised suite", ours / theirs if ours and theirs else None, least=50)
+
+
+def suite(_: Device) -> Iterable[Row]:
+    """The tests of this repository, with as many processes as cores and with half of them."""
+    for processes in (str(len(os.sched_getaffinity(0))), str(max(1, len(os.sched_getaffinity(0)) // 2))):
+        start = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", processes]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - start
+        failed = re.search(r"(\d+) (?:failed|error)", done.stdout)
+        say("\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR")) or " passed" in line))
+        yield Row("suite", f"failed, {processes} processes", float(failed[1]) if failed else float(done.returncode), most=0)
+        yield Row("suite", f"seconds, {processes} processes", seconds, most=300)
+
+
+def two_gpus(device: Device) -> Iterable[Row]:
+    """One GPU, then two, 40 s each."""
+    usable, one, two = gpus(), None, None
+    if len(usable) > 1:
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = usable[0]
+        one = rate(campaign(device, 40.0, KERNELS[device]))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(usable[:2])
+        two = rate(campaign(device, 40.0, KERNELS[device]))
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
+    yield Row("two", "times the rate of one GPU", two / one if one and two else None, least=1.8)
+
+
+def soaked(device: Device, seconds: float) -> Iterable[Row]:
+    """One long campaign: memory and rate of its first and its last third."""
+    result = soak.measure(Plan(device, KERNELS[device][:1], ("auto",), seconds, 1, False, say))
+    for name, limit in (("coordinator", soak.MEMORY), ("memory", soak.MEMORY), ("rate", soak.RATE)):
+        yield Row("soak", f"drift of {name}, %", 100 * abs(result["figures"][name]["drift"]), most=100 * limit)
+    yield Row("soak", "processes left behind", result["orphans"], most=0)
+
+
+def cold_cpu(device: Device) -> Iterable[Row]:
+    """All kernels, empty caches, as `tox -e fuzz` does."""
+    run = campaign(device, 140.0)
+    yield Row("cold", "seconds until the end", run.wall, most=150)
+    yield Row("cold", "seconds until the first Verdict", run.first, most=60)
+    yield Row("cold", "Cases", run.total("cases"), least=1500)
+
+
+def rates_cpu(device: Device) -> Iterable[Row]:
+    """Two workers on kernels of each backend, 45 s each, and one worker beside them."""
+    one, two = ([campaign(device, 45.0, (INTERPRETED,), workers) for _ in range(2)] for workers in ("1", "2"))
+    yield Row("rates", f"Cases a second, {INTERPRETED}, 2 workers", rate(two[0]), least=4)
+    alone, both = (max(rate(each) or 0.0 for each in runs) for runs in (one, two))
+    yield Row("rates", "times the rate of one worker", both / alone if alone else None, least=1.7)
+    yield Row("rates", f"Cases a second, {COMPILED}, 2 workers", rate(campaign(device, 45.0, (COMPILED,), "2")), least=12)
+
+
+Part = Callable[[Device], Iterable[Row]]
+PARTS: dict[Device, dict[str, Part]] = {
+    "cuda": {
+        "cold": cold_node, "warm": warm_node, "varlen": varlen, "peers": peers, "suite": suite, "two": two_gpus,
+        "soak": lambda device: soaked(device, 600.0),
+    },
+    "cpu": {"cold": cold_cpu, "rates": rates_cpu, "soak": lambda device: soaked(device, 3600.0)},
+}  # fmt: skip
+
+
+def say(text: str) -> None:
+    """Show progress."""
+    click.echo(text, err=True)
+
+
+def measured(device: Device, names: Sequence[str]) -> Iterable[Row]:
+    """Yield the rows of some parts; one that cannot be measured is a row without a figure."""
+    for name in names:
+        say(f"{name} ...")
+        try:
+            yield from PARTS[device][name](device)
+        except NotMeasured as error:
+            say(f"{name}: not measured: {error}")
+            yield Row(name, "not measured", None, least=0)
+
+
+@click.command()
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda")
+@click.option("--only", multiple=True, metavar="PART", help="Only these parts; the default is all but soak.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--list", "lists", is_flag=True, help="Print the parts.")
+def main(device: str, only: tuple[str, ...], json_file: Path | None, lists: bool) -> None:
+    """Measure, and print a table of what is reached."""
+    where = resolve_device(device)
+    if lists:
+        click.echo(
+            "\n".join(f"{name}: {(each.__doc__ or 'one long campaign').splitlines()[0]}" for name, each in PARTS[where].items())
+        )
+        return
+    if wrong := [each for each in only if each not in PARTS[where]]:
+        raise click.BadParameter(f"{wrong[0]!r}: on {where} there are {', '.join(PARTS[where])}", param_hint="--only")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="targets-", ignore_cleanup_errors=True) as folder:
+        os.environ.update(cold_caches(Path(folder)))
+        for row in measured(where, only or [name for name in PARTS[where] if name != "soak"]):
+            rows.append(row)
+            say(f"{row.part}: {row.what}: {row.measured} ({row.wanted})")
+            if json_file is not None:
+                json_file.write_text(json.dumps([{**asdict(each), "reached": each.reached} for each in rows]), encoding="utf-8")
+    show(rows)
+    sys.exit(0 if all(each.reached for each in rows) else 1)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
+    table = Table("part", "target", "measured", "wanted", "reached")
+    for each in rows:
+        figure = "not measured" if each.measured is None else f"{each.measured:,.4g}"
+        table.add_row(each.part, each.what, figure, each.wanted, "yes" if each.reached else "[red]no[/]")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    try:
+        main(standalone_mode=False)
+    except (BadArgument, click.ClickException) as error:
+        click.echo(f"error: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
+        sys.exit(2)

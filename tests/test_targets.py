@@ -1,0 +1,63 @@
+"""benchmarks/targets.py: what counts as reached, and its table, file and exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.benchmarks import FOLDER, loaded
+
+
+@pytest.fixture(scope="module")
+def targets() -> Iterable[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield loaded("targets")
+
+
+def run(targets: ModuleType, monkeypatch: pytest.MonkeyPatch, part: Any, *arguments: str) -> Result:
+    """Run the command with one part in place of its own."""
+    monkeypatch.setitem(targets.PARTS, "cpu", {"part": part})
+    for name in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "kept")
+    return CliRunner().invoke(targets.main, ["--device", "cpu", *arguments])
+
+
+def test_a_target_is_reached_within_its_limit(targets: ModuleType) -> None:
+    row = targets.Row
+    assert [row("p", "w", each, least=3).reached for each in (2.9, 3.0, 4.0, None)] == [False, True, True, False]
+    assert [row("p", "w", each, most=3).reached for each in (2.9, 3.0, 4.0, None)] == [True, True, False, False]
+    assert (row("p", "w", 1.0, least=1.7).wanted, row("p", "w", 1.0, most=135).wanted) == ("at least 1.7", "at most 135")
+
+
+@pytest.mark.parametrize(("figure", "code"), [(1500.0, 0), (1499.0, 1)])
+def test_the_exit_code_says_whether_all_are_reached(
+    figure: float, code: int, targets: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.json"
+    part = lambda _: [targets.Row("part", "Cases", figure, least=1500)]  # noqa: E731
+    result = run(targets, monkeypatch, part, "--json", str(file))
+    assert result.exit_code == code
+    [row] = json.loads(file.read_text())
+    assert (row["measured"], row["reached"]) == (figure, code == 0)
+    assert "1,5" in result.output if code == 0 else "no" in result.output
+
+
+def test_what_cannot_be_measured_is_not_reached(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(_: object) -> Iterable[Any]:
+        raise targets.NotMeasured("nothing was judged")
+
+    result = run(targets, monkeypatch, part)
+    assert (result.exit_code, "not measured: nothing was judged" in result.output) == (1, True)
+
+
+def test_an_unknown_part_is_refused_with_those_there_are(targets: ModuleType) -> None:
+    result = CliRunner().invoke(targets.main, ["--device", "cpu", "--only", "nothing"])
+    assert result.exit_code == 2
+    assert "'nothing': on cpu there are cold, rates, soak" in result.output
+    assert "cold: All kernels, empty caches" in CliRunner().invoke(targets.main, ["--device", "cpu", "--list"]).output
