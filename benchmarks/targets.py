@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from throughput import rivals, soak
 from throughput.campaigns import NotMeasured
+from throughput.cli import spread
 from throughput.commands import Finished, run_command
 from throughput.plan import KERNELS, Plan
 from throughput.processes import cold_caches
@@ -219,7 +220,7 @@ def show(rows: Sequence[Row]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(standalone_mode=False)
+        main(spread(sys.argv[1:]), standalone_mode=False)
     except (BadArgument, click.ClickException) as error:
         click.echo(f"error: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
         sys.exit(2)
