@@ -198,7 +198,7 @@ class Coordinator:
 
     def close(self, kernel: str, before: Identity) -> Finding:
         """Close an open finding."""
-        return self.states[kernel].findings.close(before)
+        return self.states[kernel].close(before)
 
     def ignore(self, kernel: str, identities: set[Identity]) -> None:
         """Count failures as known."""

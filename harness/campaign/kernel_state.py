@@ -17,7 +17,7 @@ from attnfuzz.harness.campaign.link import TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.rounds import Rounds
 from attnfuzz.harness.isolation.executors import Compiled
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
@@ -164,6 +164,17 @@ class KernelState:
         self.tally.add(phase, case, verdict)
         if phase == "generate" and self._context.settings.max_examples is not None:
             self.rounds.tried(case.id)
+
+    def close(self, before: Identity) -> Finding:
+        """Close an open finding; it replaces case files of its failure that earlier runs could not shrink to their end.
+
+        Their own Cases may not be tried before: a Case that was in flight comes first, and then shows nothing new.
+        """
+        finding = self.findings.close(before)
+        for each in self._stored:
+            if each.finding.identity is not None:
+                EarlierCase(each.case, stored=each).remove_if_replaced([finding])
+        return finding
 
     def resume(self, left: LeftBehind) -> None:
         """Try a Case first that was in flight when a worker died."""

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.runs import FunctionExecutor, run_kernel
 
 from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.campaign.events import Event, Finding, TrialFinished
 from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.runner import TrialRunner, tries
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
@@ -63,6 +66,24 @@ def test_the_runs_of_a_replay_are_not_cases_of_shrinking(tmp_path: Path) -> None
     assert (announced["replay"], announced["rerun"], announced["shrink"]) == (1, 4, 0)
     summary = run.summary()
     assert (summary.cases, summary.reruns, summary.shrink_cases) == (1, 4, 0)
+
+
+@pytest.mark.parametrize(("minimal", "other", "stays"), [(False, False, False), (True, False, True), (False, True, True)])
+def test_a_finding_replaces_the_partly_shrunk_file_of_its_failure(
+    minimal: bool, other: bool, stays: bool, tmp_path: Path
+) -> None:
+    """A run that dies while it shrinks leaves a file, and a Case in flight, which the next run tries first."""
+    corpus = Corpus(tmp_path)
+    failure = RELATION if other else WRONG
+    path = corpus.write(Finding(failure.identity, CASE, failing(failure), shrunk=True, partly=not minimal), seed=0)
+    settings = Settings(out=str(tmp_path))
+    context = CampaignContext(settings, corpus=corpus)
+    state = KernelState(KERNEL, plan_of(KERNEL, settings), context, [read_case(path)])
+    in_flight = msgspec.structs.replace(CASE, problem=msgspec.structs.replace(PROBLEM, seqlens_q=(2,)))
+    state.findings.open(Finding(WRONG.identity, in_flight, failing(WRONG)))
+    closed = state.close(WRONG.identity)
+    assert Path(str(closed.path)).exists()
+    assert Path(path).exists() == stays
 
 
 def test_a_relation_that_is_judged_again_is_not_a_case_of_shrinking() -> None:
