@@ -12,7 +12,7 @@ from attnfuzz.kernels.contract import Device
 __all__ = ["auto_workers", "useful_workers"]
 
 _PER_GPU = 16
-"""Workers of one GPU beyond which more bring nothing (docs/performance.md)."""
+"""Most workers of one GPU; neither fewer nor more have been measured beside them."""
 _GPU_MIB = 5 << 10
 """MiB of a worker on its GPU: the contexts of its child and of the next, and the tensors of a batch."""
 _HOST_BYTES = 3 << 29

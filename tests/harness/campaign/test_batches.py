@@ -15,6 +15,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Death, OutOfTime
+from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import Problem
@@ -54,6 +55,10 @@ def plain(verdicts: list[Verdict]) -> list[str]:
     return [repr(replace(each, seconds={}, failures=kept)) for each, kept in zip(verdicts, failures, strict=True)]
 
 
+def identities(verdict: Verdict) -> tuple[str, list[Identity]]:
+    return verdict.status, [each.identity for each in verdict.failures]
+
+
 ALONE = {
     "raises": "exception",
     "nan": "nonfinite",
@@ -83,9 +88,8 @@ def test_a_fault_in_the_middle_is_that_of_its_case(slug: str, executor: Isolated
     assert plain([verdicts[at] for at in others]) == plain([alone[at] for at in others])
 
 
-_DIFFER = pytest.mark.xfail(
-    reason="1 to 5 of 600: a figure of dQ or dK of tied values depends on the frames of the oracle", strict=False
-)
+_DIFFER = {"triton.varlen", "tilelang.varlen"}
+"""Of 600 Cases, 1 to 5 have another figure of dQ or dK: the oracle compares tied scores exactly, whose last bit depends on its frames."""
 
 
 @pytest.mark.slow
@@ -93,8 +97,8 @@ _DIFFER = pytest.mark.xfail(
     ("name", "count"),
     [
         ("torch.reference_cpu", 800),
-        pytest.param("triton.varlen", 600, marks=_DIFFER),
-        pytest.param("tilelang.varlen", 600, marks=_DIFFER),
+        ("triton.varlen", 600),
+        ("tilelang.varlen", 600),
     ],
 )
 def test_drawn_cases_of_every_check_have_the_verdicts_that_they_have_alone(name: str, count: int) -> None:
@@ -116,9 +120,13 @@ def test_drawn_cases_of_every_check_have_the_verdicts_that_they_have_alone(name:
         while batch := backlog.take(Batch(True, 32, 1e9, lambda _: 1.0)):
             together = isolated.batch(batch)
             alone = [isolated.trial(each) for each in batch]
+            assert [identities(each) for each in together] == [identities(each) for each in alone]
             differing += [case for case, a, b in zip(batch, plain(together), plain(alone), strict=True) if a != b]
-        assert not differing
         assert not isolated.statistics.lost
+        assert len(differing) <= 0.01 * len(cases)
+        if differing and name in _DIFFER:
+            pytest.xfail(f"{len(differing)} of {len(cases)} Cases have another figure: see _DIFFER")
+        assert not differing
     finally:
         isolated.close()
 
