@@ -89,8 +89,8 @@ def test_a_fault_in_the_middle_is_that_of_its_case(slug: str, executor: Isolated
 
 
 _DIFFER = {"triton.varlen", "tilelang.varlen"}
-"""Of 600 Cases, 1 to 5 have another figure of dQ or dK: the oracle compares tied scores exactly, and their last bit depends on the
-frames that it computes them in."""
+"""Of 600 Cases, 1 to 5 have another figure of dQ or dK: the oracle compares tied scores exactly, and their last bit depends on
+the frames that it computes them in."""
 
 
 @pytest.mark.slow
