@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attnfuzz.harness.campaign.context import Batch
@@ -18,7 +18,7 @@ _PASSED_OVER = 8
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     round: int
-    key: str
+    compiles: Mapping[str, Case]
     alike: object
     case: Case
 
@@ -38,13 +38,13 @@ class Backlog:
         self._left: dict[int, int] = {}
         self._number = self._passed = 0
 
-    def add(self, number: int, cases: Iterable[tuple[str, Case]]) -> None:
-        """Add the Cases of a round, each with its compile key."""
+    def add(self, number: int, cases: Iterable[tuple[Mapping[str, Case], Case]]) -> None:
+        """Add the Cases of a round, each with the compile keys of all its launches and a Case to compile for each."""
         before = self._number
-        for key, case in cases:
+        for compiles, case in cases:
             self._number += 1
             p = case.problem
-            self._cases[self._number] = _Waiting(number, key, (p.dtype, p.dim_qk, p.dim_v, p.needs.outputs), case)
+            self._cases[self._number] = _Waiting(number, compiles, (p.dtype, p.dim_qk, p.dim_v, p.needs.outputs), case)
         self._left[number] = self._number - before
         self._count(number, 0)
 
@@ -55,7 +55,7 @@ class Backlog:
     def drop(self, keys: Iterable[str]) -> None:
         """Forget the Cases of keys that the compiler refused."""
         refused = set(keys)
-        for place in [place for place, each in self._cases.items() if each.key in refused]:
+        for place in [place for place, each in self._cases.items() if not refused.isdisjoint(each.compiles)]:
             self._count(self._cases.pop(place).round, 1)
 
     def take(self, batch: Batch) -> list[Case]:
@@ -64,7 +64,7 @@ class Backlog:
         Those of a batch that runs together are judged in one go: of the kind of which most wait, or of the oldest Case's kind if
         that has waited long.
         """
-        ready = [place for place, each in self._cases.items() if each.key in self._ready]
+        ready = [place for place, each in self._cases.items() if self._ready.issuperset(each.compiles)]
         if batch.together and ready:
             kind = self._kind(ready)
             ready = [place for place in ready if self._cases[place].alike == kind]
@@ -97,15 +97,16 @@ class Backlog:
     @property
     def ready(self) -> int:
         """The number of Cases that can run."""
-        return sum(each.key in self._ready for each in self._cases.values())
+        return sum(self._ready.issuperset(each.compiles) for each in self._cases.values())
 
     @property
     def waiting(self) -> dict[str, Case]:
-        """The compile keys that are not ready, each with the first Case of it."""
+        """The compile keys that are not ready, each with the first Case to compile for it."""
         waiting: dict[str, Case] = {}
         for each in self._cases.values():
-            if each.key not in self._ready:
-                waiting.setdefault(each.key, each.case)
+            for key, case in each.compiles.items():
+                if key not in self._ready:
+                    waiting.setdefault(key, case)
         return waiting
 
     def __len__(self) -> int:

@@ -65,6 +65,7 @@ class CompileService:
         self._compiler: Compiler | None = None
         self._states: dict[tuple[str, str], KeyState] = {}
         self._queued: dict[str, int] = {}
+        """Compiles of each kernel that were queued, or are known: the first of them is what the kernel waits for."""
         self._queue: list[tuple[int, int, Wanted]] = []
         self._order = itertools.count()
         self._active: dict[Case, Wanted] = {}
@@ -72,15 +73,18 @@ class CompileService:
 
     def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
         """Queue the compile keys of `cases` that are not known yet; returns the state of each."""
-        for key, case in cases.items():
-            if (kernel, key) not in self._states and self._marks.has(kernel, key):
-                self._states[kernel, key] = "ready"
-                self._known(kernel, key)
-            elif (kernel, key) not in self._states:
+        new = [key for key in cases if (kernel, key) not in self._states]
+        known = [key for key in new if self._marks.has(kernel, key)]
+        for key in known:
+            self._states[kernel, key] = "ready"
+            self._known(kernel, key)
+        self._queued[kernel] = self._queued.get(kernel, 0) + len(known)
+        for key in new:
+            if (kernel, key) not in self._states:
                 self._states[kernel, key] = "waiting"
-                rank = self._queued.get(kernel, 0)
+                rank = self._queued[kernel]
                 self._queued[kernel] = rank + 1
-                heapq.heappush(self._queue, (rank, next(self._order), Wanted(kernel, key, case, rank == 0)))
+                heapq.heappush(self._queue, (rank, next(self._order), Wanted(kernel, key, cases[key], rank == 0)))
         return {key: self._states[kernel, key] for key in cases}
 
     def state(self, kernel: str, key: str) -> KeyState | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hypothesis import strategies as st
 
@@ -12,7 +12,8 @@ from attnfuzz.harness.campaign.context import Batch
 from attnfuzz.harness.campaign.drawer import Drawer, Drawn
 from attnfuzz.harness.campaign.link import Campaign
 from attnfuzz.harness.campaign.plan import KernelPlan
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.harness.trial.supports import problems_of
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.shapes import Variant
 
@@ -34,6 +35,7 @@ class Supply:
         plan: what they are drawn from.
         strategy: makes the strategy of Cases of some variants.
         campaign: gives out rounds, and has code compiled.
+        device: where they run.
         background: draw while Cases run.
         growing: draw from the variants that are compiled when a round begins; else from all.
     """
@@ -44,11 +46,13 @@ class Supply:
         plan: KernelPlan,
         strategy: Callable[[tuple[Variant, ...]], st.SearchStrategy[Case]],
         campaign: Campaign,
+        device: Device,
         *,
         background: bool,
         growing: bool,
     ) -> None:
-        self._kernel, self._plan, self._campaign, self._growing = kernel, plan, campaign, growing and plan.compiled
+        self._kernel, self._plan, self._campaign, self._device = kernel, plan, campaign, device
+        self._growing = growing and plan.compiled
         self._keys = {each: plan.key(kernel, each) for each in plan.variants} if self._growing else {}
         self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
         self._drawer = Drawer(strategy, plan.seed, background=background)
@@ -92,14 +96,24 @@ class Supply:
         return drawn is not None
 
     def _add(self, drawn: Drawn) -> None:
-        number, key_of = drawn.round.number, self._kernel.compile_key
+        number = drawn.round.number
         new = [drawn.cases[index] for index in self._campaign.drawn(self._kernel.name, number, drawn.ids)]
-        self._backlog.add(number, [(key_of(each.problem, each.config) if self._plan.compiled else _ALL, each) for each in new])
+        self._backlog.add(number, [(self._compiles(each), each) for each in new])
         if self._plan.compiled:
             self._asked = 0.0
             self._ask_for_compiles()
         else:
             self._backlog.mark([_ALL])
+
+    def _compiles(self, case: Case) -> Mapping[str, Case]:
+        """Return the compile keys of all launches of a Case, each with a Case to compile."""
+        if not self._plan.compiled:
+            return {_ALL: case}
+        compiles: dict[str, Case] = {}
+        for each in problems_of(self._kernel, case, self._device):
+            one = case if each == case.problem else Case(kernel=case.kernel, problem=each, config=case.config)
+            compiles.setdefault(self._kernel.compile_key(each, case.config), one)
+        return compiles
 
     def _ask_for_compiles(self) -> None:
         now = time.monotonic()

@@ -18,8 +18,8 @@ from attnfuzz.strategies.case import case_from_json
 
 __all__ = ["compile_variant", "kernel_of", "map_case", "preloads", "trial", "trials", "warm"]
 
-_NICE = 5
-"""Priority of compiles that Trials need not wait for: a third of the processor time of a Trial, where both want a core."""
+_NICE = 10
+"""Priority of compiles that Trials need not wait for: a ninth of the processor time of a Trial, where both want a core."""
 _Done = tuple[Any, bool]
 _Enter = Callable[..., None]
 

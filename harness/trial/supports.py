@@ -1,4 +1,4 @@
-"""Whether a Case can run: its kernel supports the Problem, and its check applies to both."""
+"""Whether a Case can run, and what is launched then: its kernel supports the Problem, and its check applies to both."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Check
-from attnfuzz.strategies.earlier_calls import why_not_call
-from attnfuzz.strategies.relation_problems import why_not_relation
+from attnfuzz.strategies.earlier_calls import earlier_problems, why_not_call
+from attnfuzz.strategies.relation_problems import related_problems, why_not_relation
 
-__all__ = ["compile_key_of", "why_not_case"]
+__all__ = ["compile_key_of", "problems_of", "why_not_case"]
 
 _WHY_NOT: dict[Check, Callable[[Kernel, Case, Device], str | None]] = {
     **dict.fromkeys(CALLS, why_not_call),
@@ -29,3 +29,13 @@ def why_not_case(kernel: Kernel, case: Case, device: Device) -> str | None:
     if reason := kernel.supports(case.problem, case.config, device):
         return reason
     return _WHY_NOT[case.check](kernel, case, device) if case.check in _WHY_NOT else None
+
+
+def problems_of(kernel: Kernel, case: Case, device: Device) -> tuple[Problem, ...]:
+    """Return the Problems of all launches of a Case that can be run, its own first."""
+    others: tuple[Problem, ...] = ()
+    if case.check in CALLS:
+        others = earlier_problems(kernel, case, device)
+    elif case.check in RELATIONS:
+        others = related_problems(case.check, case.problem, case.recipe.seed)
+    return tuple(dict.fromkeys((case.problem, *others)))

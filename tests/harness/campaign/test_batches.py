@@ -113,7 +113,7 @@ def test_drawn_cases_of_every_check_have_the_verdicts_that_they_have_alone(name:
     cases = drawn(strategy, seed=5, examples=2 * count, quota=count)
     assert len(cases) >= 0.9 * count
     backlog = Backlog(lambda _: None)
-    backlog.add(0, [("", each) for each in cases])
+    backlog.add(0, [({"": each}, each) for each in cases])
     backlog.mark([""])
     isolated = Isolated("cpu", backends=[kernel.backend])
     differing = []

@@ -137,6 +137,22 @@ def test_workers_take_cores_from_the_compiler(monkeypatch: pytest.MonkeyPatch) -
     assert Service(Compilers(), width=3).width == 3
 
 
+def test_a_kernel_with_code_of_an_earlier_run_waits_for_no_first_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do workers wait for it, or kernels that have nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    executor = Compilers()
+    earlier = Service(executor, marks=Marks("cpu", DESCRIBED))
+    earlier.want(KERNEL, {"1": case(KERNEL, 1)})
+    earlier.all()
+    service = Service(executor, marks=Marks("cpu", DESCRIBED))
+    states = service.want(KERNEL, {"0": case(KERNEL, 0), "1": case(KERNEL, 1)})
+    assert states == {"0": "waiting", "1": "ready"}
+    assert service.room_for_workers() > 1000
+    other = "triton.varlen"
+    service.want(other, {"0": case(other, 0)})
+    assert service.all() == [(other, "0"), (KERNEL, "0")]
+
+
 def test_later_variants_yield_to_trials(tmp_path: Path) -> None:
     """In real child processes: a kernel's first compile has the priority of this process, the others a lower one."""
     kernels = [registry.register(Compiling(f"test.compiling{number}", 0.0, tmp_path)) for number in range(2)]
@@ -159,7 +175,7 @@ def test_later_variants_yield_to_trials(tmp_path: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     for kernel in kernels:
         priorities = [int((tmp_path / f"{kernel.name}.{causal}").read_text()) for causal in (None, "top_left", "bottom_right")]
-        assert priorities == [own, max(own, 5), max(own, 5)]
+        assert priorities == [own, max(own, 10), max(own, 10)]
 
 
 # --- journals

@@ -22,7 +22,7 @@ from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.kernels.faults.host import FaultyReference
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.case import Case, Check, Recipe
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.shapes import Variant, all_variants
 
@@ -36,14 +36,19 @@ def numbers(taken: Sequence[Case]) -> list[int]:
     return [each.recipe.seed for each in taken]
 
 
+def needing(one: Case, *keys: str) -> tuple[dict[str, Case], Case]:
+    """A Case with the compile keys of its launches."""
+    return dict.fromkeys(keys, one), one
+
+
 # --- backlog
 
 
 def test_the_oldest_cases_that_can_run_come_first() -> None:
     over: list[int] = []
     backlog = Backlog(over.append)
-    backlog.add(0, [("a", case(0)), ("b", case(1)), ("a", case(2)), ("b", case(3))])
-    backlog.add(1, [("a", case(4)), ("c", case(5))])
+    backlog.add(0, [needing(case(number), key) for number, key in enumerate("abab")])
+    backlog.add(1, [needing(case(4), "a"), needing(case(5), "c")])
     assert backlog.take(Batch(most=2)) == []
     assert numbers(list(backlog.waiting.values())) == [0, 1, 5]
     backlog.mark(["b"])
@@ -61,12 +66,27 @@ def test_the_oldest_cases_that_can_run_come_first() -> None:
     assert (over, len(backlog)) == ([0, 1], 0)
 
 
+def test_a_case_waits_for_the_code_of_all_its_launches() -> None:
+    over: list[int] = []
+    backlog = Backlog(over.append)
+    backlog.add(0, [needing(case(0), "a", "b"), needing(case(1), "a", "c"), needing(case(2), "a")])
+    assert list(backlog.waiting) == ["a", "b", "c"]
+    backlog.mark(["a"])
+    assert (backlog.ready, numbers(backlog.take(Batch(most=9)))) == (1, [2])
+    backlog.mark(["b"])
+    assert numbers(backlog.take(Batch(most=9))) == [0]
+    backlog.tried(case(0))
+    backlog.tried(case(2))
+    backlog.drop(["c"])
+    assert (over, len(backlog)) == ([0], 0)
+
+
 def test_a_batch_is_of_cases_that_are_judged_in_one_go() -> None:
     """Of equal dtype and dims, whatever their compile keys: it has room, and always one Case."""
     backlog = Backlog(lambda _: None)
-    backlog.add(0, [(str(number % 2), case(number, length)) for number, length in enumerate((9, 2, 2, 2, 5))])
+    backlog.add(0, [needing(case(number, length), str(number % 2)) for number, length in enumerate((9, 2, 2, 2, 5))])
     wide = replace(case(9), problem=replace(case(9).problem, dim_qk=32))
-    backlog.add(1, [("0", wide), ("0", case(10, 6))])
+    backlog.add(1, [needing(wide, "0"), needing(case(10, 6), "0")])
     backlog.mark(["0", "1"])
     batch = Batch(True, 8, 6.0, lambda each: float(each.problem.total_q))
     assert [numbers(backlog.take(batch)) for _ in range(6)] == [[0], [1, 2, 3], [4], [9], [10], []]
@@ -75,7 +95,7 @@ def test_a_batch_is_of_cases_that_are_judged_in_one_go() -> None:
 def test_the_kind_of_which_most_wait_comes_first_but_not_for_ever() -> None:
     backlog = Backlog(lambda _: None)
     wide = replace(case(0), problem=replace(case(0).problem, dim_qk=32))
-    backlog.add(0, [("0", wide), *(("0", case(number)) for number in range(1, 40))])
+    backlog.add(0, [needing(wide, "0"), *(needing(case(number), "0") for number in range(1, 40))])
     backlog.mark(["0"])
     batch, order = Batch(True, 2, 100.0), []
     while taken := numbers(backlog.take(batch)):
@@ -83,7 +103,7 @@ def test_the_kind_of_which_most_wait_comes_first_but_not_for_ever() -> None:
     assert order[:8] == [[number, number + 1] for number in range(1, 17, 2)]
     assert order[8] == [0], "it has waited for eight batches"
     assert sorted(number for taken in order for number in taken) == list(range(40))
-    backlog.add(1, [("0", wide), *(("0", case(number)) for number in range(1, 4))])
+    backlog.add(1, [needing(wide, "0"), *(needing(case(number), "0") for number in range(1, 4))])
     assert numbers(backlog.take(Batch(most=3))) == [0, 1, 2], "one after the other: in order"
 
 
@@ -180,7 +200,7 @@ def supply_of(campaign: Campaign, *, growing: bool) -> tuple[Supply, dict[Any, s
 
     keys = {each.causal: plan.key(KERNEL, each) for each in variants}
     assert len(keys) == 2
-    supply = Supply(KERNEL, plan, strategy, campaign, background=False, growing=growing)  # type: ignore[arg-type]
+    supply = Supply(KERNEL, plan, strategy, campaign, "cpu", background=False, growing=growing)  # type: ignore[arg-type]
     return supply, keys, strategies
 
 
@@ -235,6 +255,22 @@ def test_cases_whose_code_is_refused_are_dropped_and_their_rounds_end(monkeypatc
     assert {each.problem.causal for each in taken(supply, 100)} == {None}
     assert (supply.waiting, supply.ready, campaign.rounds.over) == (0, 0, True)
     assert not campaign.rounds._untried
+
+
+@pytest.mark.parametrize(("check", "masks"), [("other_mask", {"top_left"}), ("twice", {None}), ("split_batch", {None})])
+def test_the_code_of_related_launches_is_asked_for_too(check: Check, masks: set[object]) -> None:
+    """A compile in the middle of a Trial would let its worker wait."""
+    campaign = Campaign()
+    _, keys, _ = supply_of(campaign, growing=False)
+    plan = KernelPlan(all_variants(KERNEL, "cpu"), PROFILES["quick"].limits["cpu"], 1, compiled=True)
+    one = replace(case(1), kernel=KERNEL.name, config=KERNEL.configs(case(1).problem)[0], check=check)
+
+    def strategy(_: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
+        return st.just(one)
+
+    supply = Supply(KERNEL, plan, strategy, campaign, "cpu", background=False, growing=False)  # type: ignore[arg-type]
+    assert taken(supply, 3) == []
+    assert set(campaign.wanted) == {keys[mask] for mask in {None} | masks}
 
 
 def test_what_waits_does_not_grow_without_end() -> None:

@@ -166,7 +166,7 @@ def test_kill_9_of_a_worker_costs_nothing(tidy: Path) -> None:
 
     alone, events = campaign([Sleeper("test.sleeper", 0.0)], None, max_examples=12)
     done, theirs = campaign([SLEEPER], tidy, after(4, lambda: kill_later(0.2, workers)), max_examples=12, workers=2)
-    assert len(killed) == 1
+    assert killed, "both workers run where there are cores for them; one tries the only round"
     [first] = resumed(theirs)
     assert first.deaths == 1
     at = theirs.index(first)
