@@ -59,9 +59,10 @@ def _scores(case: Case) -> float:
 
 _BATCHES: dict[Device, Batch] = {
     "cpu": Batch(most=16),
-    "cuda": Batch(True, 32, float(1 << 26), _scores),
+    "cuda": Batch(True, 96, float(1 << 26), _scores),
 }
-"""On a GPU the launches of one judgement cost more than the Cases; scores of a batch take 0.5 GiB each time they are held."""
+"""On a GPU the launches of one judgement cost more than the Cases: alone on an H200, batches of 96 gave 1.26 times the rate of 32.
+Scores of a batch take 0.5 GiB each time they are held."""
 
 
 def batch_for(settings: Settings) -> Batch:

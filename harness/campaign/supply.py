@@ -19,7 +19,7 @@ from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Supply"]
 
-_FEW, _BATCHES, _MANY = 20, 8, 600
+_FEW, _BATCHES, _MANY = 20, 4, 600
 """A round is drawn where fewer Cases can run than that, or than in so many batches, unless there are many that wait."""
 _ASK_EVERY = 0.2
 """Seconds between questions whether code is compiled now."""

@@ -72,11 +72,12 @@ def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - eve
     """
     device = payload["device"]
     environment.prepare(device)
-    importlib.import_module("attnfuzz.harness.trial.trial").rehearse(device)
+    when_free = importlib.import_module("attnfuzz.harness.trial.gpu_memory").when_free
+    when_free(lambda: importlib.import_module("attnfuzz.harness.trial.trial").rehearse(device), device)
     if "case" in payload:
         case = case_from_json(payload["case"])
         build = importlib.import_module("attnfuzz.harness.trial.build")
-        build.build_kernel(kernel_of(payload), case.problem, case.config, device)
+        when_free(lambda: build.build_kernel(kernel_of(payload), case.problem, case.config, device), device)
     return environment.describe(device), False
 
 
@@ -84,14 +85,16 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
     """Run one Trial. `payload`: kernel (as shipped), case (canonical JSON), device, memory_check. The result is a Verdict."""
     from attnfuzz.harness.judge.verdict import Verdict
     from attnfuzz.harness.trial.errors import DeviceLost
-    from attnfuzz.harness.trial.trial import is_out_of_memory, run_trial
+    from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, trim, when_free
+    from attnfuzz.harness.trial.trial import run_trial
     from attnfuzz.kernels.support import memory
 
     kernel_of(payload)
     memory.check(payload["memory_check"])
     case, device = case_from_json(payload["case"]), payload["device"]
     try:
-        verdict = run_trial(case, device, enter)
+        verdict = when_free(lambda: run_trial(case, device, enter), device)
+        trim(device)
     except Exception as error:
         if is_out_of_memory(error):
             raise MemoryError(describe_exception(error)) from error
@@ -109,12 +112,14 @@ def trials(payload: dict[str, Any], enter: _Enter) -> _Done:
     What breaks the device or fills the memory ends the whole batch: its Cases have to run one by one then.
     """
     from attnfuzz.harness.trial.batch import run_batch
+    from attnfuzz.harness.trial.gpu_memory import trim
     from attnfuzz.kernels.support import memory
 
     kernel_of(payload)
     memory.check(payload["memory_check"])
     cases = [case_from_json(each) for each in payload["cases"]]
     verdicts = run_batch(cases, payload["device"], enter, lambda number: enter("inputs", number))
+    trim(payload["device"])
     return [msgspec.to_builtins(each) for each in verdicts], False
 
 

@@ -24,8 +24,9 @@ from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.errors import BatchLost, DeviceLost, describe_exception
+from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, when_free
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
-from attnfuzz.harness.trial.launch import is_out_of_memory, start
+from attnfuzz.harness.trial.launch import start
 from attnfuzz.harness.trial.noise import Numbers
 from attnfuzz.harness.trial.poison import Bands, read_together
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable, run_trial, signed
@@ -266,7 +267,7 @@ class _Batch:
 
     def _alone(self, run: _Run) -> Verdict:
         """Run the Case alone; a write that only a launch after others made is still its Failure."""
-        verdict = run_trial(run.bench.case, self._device, self._enter)
+        verdict = when_free(lambda: run_trial(run.bench.case, self._device, self._enter), self._device)
         for stage, seconds in verdict.seconds.items():
             _add(run.bench.clock, stage, seconds)
         if verdict.status == "pass" and run.guard is not None:

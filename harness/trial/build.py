@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.trial.errors import describe_exception, may_catch
+from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, when_free
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -26,6 +27,7 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
     Raises:
         BuildError: the compiler failed, or the kernel's build raised anything else.
         BadArgument: the kernel does not support it.
+        MemoryError: other processes hold the memory of the GPU, so that the code cannot be loaded.
     """
     compile_key = compile_key_of(kernel, problem, config, device)
     if compile_key is None or device not in kernel.capabilities.compiles_on:
@@ -42,12 +44,23 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
 def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
     try:
         return kernel.build(problem, config, device)
-    except (BuildError, BadArgument):
+    except BadArgument:
+        raise
+    except BuildError as error:
+        if error.__cause__ is not None:
+            _blame_others(error.__cause__, device)
         raise
     except BaseException as error:  # a compiler's Python side may raise anything: that is a finding
         if not may_catch(error):
             raise
+        _blame_others(error, device)
         raise BuildError(describe_exception(error)) from error
+
+
+def _blame_others(error: BaseException, device: Device) -> None:
+    """Raise a MemoryError if other processes hold the GPU's memory."""
+    if is_out_of_memory(error) and not is_own_need(error, device):
+        raise MemoryError(f"other processes hold the GPU's memory: {describe_exception(error)}") from error
 
 
 def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Device) -> tuple[float, str | None]:
@@ -55,7 +68,7 @@ def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Devic
     start = time.perf_counter()
     environment.prepare(device)
     try:
-        build_kernel(kernel, problem, config, device)
+        when_free(lambda: build_kernel(kernel, problem, config, device), device)
     except BuildError as error:
         return time.perf_counter() - start, str(error)
     return time.perf_counter() - start, None

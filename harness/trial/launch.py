@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure, Kind
+from attnfuzz.harness.trial import gpu_memory
 from attnfuzz.harness.trial.errors import DeviceLost, describe_exception, format_traceback, may_catch
+from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
 from attnfuzz.harness.trial.writes import Writes
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
@@ -20,7 +22,7 @@ from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.support.memory import MemoryFault, Watch, watching
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Started", "copied", "is_out_of_memory", "launch", "split", "start", "start_in_place"]
+__all__ = ["Started", "copied", "launch", "split", "start", "start_in_place"]
 
 _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("illegal-access", "an illegal memory access", ("illegal memory access", "ILLEGAL_ADDRESS")),
@@ -92,6 +94,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     d_q = d_k = d_v = None
     d_captured: CapturedGradients = ()
     watch = Watch()
+    gpu_memory.start_counting(device)
     try:
         with torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
             o, lse = ready.forward(inputs)
@@ -105,6 +108,8 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     except BaseException as error:  # a kernel may raise anything: that is a finding
         if not may_catch(error):
             raise
+        if is_out_of_memory(error) and not gpu_memory.is_own_need(error, device):
+            raise MemoryError(f"other processes hold the GPU's memory: {describe_exception(error)}") from error
         failure = _misused(case.kernel, watch.fault) if watch.fault else _raised(case.kernel, step, error)
         if not environment.alive(device):
             raise DeviceLost(case, _device_error(failure)) from error
@@ -129,14 +134,6 @@ def _raised(kernel: str, step: str, error: BaseException) -> Failure:
     if is_out_of_memory(error):
         return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)
     return Failure(kernel=kernel, kind="exception", check=step, message=message, detail=detail)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python, torch's CPU allocator or the device's."""
-    refusals = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(each in describe_exception(error) for each in refusals)
-    )
 
 
 def _device_error(failure: Failure) -> Failure:

@@ -17,7 +17,7 @@ from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.inputs import materialise
-from attnfuzz.harness.trial.launch import copied, is_out_of_memory
+from attnfuzz.harness.trial.launch import copied
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels import registry
@@ -25,7 +25,7 @@ from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
 from attnfuzz.kernels.problem import BadArgument, Problem, reject
 from attnfuzz.strategies.case import Case, Check, Recipe
 
-__all__ = ["CHECKS", "check_runnable", "is_out_of_memory", "rehearse", "run_trial", "signed"]
+__all__ = ["CHECKS", "check_runnable", "rehearse", "run_trial", "signed"]
 
 
 def against_oracle(bench: Bench) -> Steps:

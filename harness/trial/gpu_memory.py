@@ -1,0 +1,85 @@
+"""Memory of a GPU that many processes share: each gives back what it does not need, and its lack is not blamed on a kernel.
+
+Torch keeps what it has freed for the next allocation of its own process. One large Case leaves gigabytes behind in that way, and
+sixteen workers then have no memory for small ones.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from attnfuzz.harness.trial.errors import describe_exception
+from attnfuzz.kernels.contract import Device
+
+__all__ = ["is_own_need", "is_out_of_memory", "start_counting", "trim", "when_free"]
+
+_KEPT = 32
+"""A process keeps at most that part of the GPU's memory between two tasks: less than its share among sixteen workers."""
+_SHARE = 16
+"""A kernel that needs more than that part of the GPU's memory is refused on its own account."""
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_PATIENCE, _PAUSE = 20.0, 0.5
+_REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
+
+_T = TypeVar("_T")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python, torch's CPU allocator or the device's."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(each in describe_exception(error) for each in _REFUSALS)
+    )
+
+
+def trim(device: Device) -> None:
+    """Give back what torch keeps for later, if it is much."""
+    if device == "cuda" and torch.cuda.is_initialized():
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if unused > _total() // _KEPT:
+            torch.cuda.empty_cache()
+
+
+def start_counting(device: Device) -> None:
+    """Count the most memory that is allocated from now on, for `is_own_need`."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def is_own_need(error: BaseException, device: Device) -> bool:
+    """Whether memory was refused for what this process needs since `start_counting`, and not for what others hold."""
+    if device != "cuda":
+        return True
+    return torch.cuda.max_memory_allocated() + _requested(describe_exception(error)) > _total() // _SHARE
+
+
+def when_free(action: Callable[[], _T], device: Device, patience: float = _PATIENCE) -> _T:
+    """Return what `action` returns; where the GPU's memory is taken, try again for `patience` seconds.
+
+    Raises:
+        Exception: what `action` raised at last.
+    """
+    end = time.monotonic() + patience
+    while True:
+        start_counting(device)
+        try:
+            return action()
+        except (RuntimeError, MemoryError) as error:
+            if device != "cuda" or not is_out_of_memory(error) or is_own_need(error, device) or time.monotonic() >= end:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _requested(message: str) -> float:
+    """Return the bytes that torch says were refused; 0 where the driver refused something else, such as room for code."""
+    said = re.search(r"Tried to allocate (?:more than )?([\d.]+)\s*(\w+)?", message)
+    # A unit beyond those is more than any GPU has.
+    return float(said[1]) * _UNITS.get(said[2] or "bytes", float("inf")) if said else 0.0
+
+
+def _total() -> int:
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

@@ -1,0 +1,178 @@
+"""Memory of a GPU that others hold is not what a kernel needs: with figures in place of torch's, and on a GPU with torch's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from attnfuzz.harness.trial import gpu_memory
+from attnfuzz.harness.trial.build import build_kernel, compile_here
+from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, trim, when_free
+from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import BuildError
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
+
+GIB = 1 << 30
+REFUSED = "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 160.00 GiB of which 23.06 MiB is free."
+
+
+@dataclass
+class Gpu:
+    """160 GiB, of which this process has allocated `peak` at most, and keeps `kept`."""
+
+    peak: int = 0
+    kept: int = 0
+    emptied: int = 0
+    waits: list[float] = field(default_factory=list)
+
+    def empty(self) -> None:
+        self.emptied += 1
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    own = Gpu()
+    monkeypatch.setattr(gpu_memory, "_total", lambda: 160 * GIB)
+    monkeypatch.setattr(gpu_memory.time, "sleep", own.waits.append)
+    for name, value in {
+        "is_initialized": lambda: True,
+        "max_memory_allocated": lambda: own.peak,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: 0,
+        "memory_reserved": lambda: own.kept,
+        "empty_cache": own.empty,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("message", "peak", "own"),
+    [
+        (REFUSED.format("20.00 MiB"), 1 * GIB, False),
+        (REFUSED.format("20.00 MiB"), 10 * GIB, True),
+        (REFUSED.format("12.00 GiB"), 0, True),
+        (REFUSED.format("9.99 GiB"), 0, False),
+        ("CUDA out of memory. Tried to allocate more than 1EB memory.", 0, True),
+        (REFUSED.format("512 bytes"), 0, False),
+        ("CUDA error: out of memory", 1 * GIB, False),
+    ],
+)
+def test_a_kernel_is_refused_on_its_own_account_beyond_a_share_of_the_gpu(message: str, peak: int, own: bool, gpu: Gpu) -> None:
+    gpu.peak = peak
+    error = torch.OutOfMemoryError(message)
+    assert is_out_of_memory(error)
+    assert is_own_need(error, "cuda") is own
+    assert is_own_need(error, "cpu"), "a child of the CPU has a limit of its own"
+
+
+def test_what_torch_keeps_is_given_back_if_it_is_much(gpu: Gpu) -> None:
+    for kept, emptied in ((4 * GIB, 0), (6 * GIB, 1)):
+        gpu.kept = kept
+        trim("cpu")
+        trim("cuda")
+        assert gpu.emptied == emptied
+
+
+def test_what_was_refused_for_the_memory_of_others_is_tried_again(gpu: Gpu) -> None:
+    answers = [torch.OutOfMemoryError(REFUSED.format("20.00 MiB")), RuntimeError("CUDA error: out of memory"), 7]
+
+    def action() -> object:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    assert when_free(action, "cuda") == 7
+    assert len(gpu.waits) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("another error"), torch.OutOfMemoryError(REFUSED.format("99.00 GiB"))])
+def test_other_errors_and_own_needs_are_raised_at_once(error: Exception, gpu: Gpu) -> None:
+    def action() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        when_free(action, "cuda")
+    assert not gpu.waits
+
+
+def test_patience_ends(gpu: Gpu) -> None:
+    def action() -> None:
+        raise torch.OutOfMemoryError(REFUSED.format("20.00 MiB"))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        when_free(action, "cuda", patience=0.0)
+
+
+class Refused:
+    """torch.reference_cpu whose launch, or whose build, finds no memory."""
+
+    def __init__(self, step: str, message: str) -> None:
+        kernel = registry.get("torch.reference_cpu")
+        self.__dict__.update({name: getattr(kernel, name) for name in dir(kernel) if not hasattr(Refused, name)})
+        self.step, self.message, self.name = step, message, "test.refused"
+
+    def refuse(self, step: str) -> None:
+        if step == self.step:
+            raise torch.OutOfMemoryError(self.message)
+
+    def build(self, *_: object) -> Refused:
+        try:
+            self.refuse("build")
+        except torch.OutOfMemoryError as error:
+            raise BuildError(str(error)) from error
+        return self
+
+    def forward(self, *_: object) -> None:
+        self.refuse("forward")
+
+
+@pytest.mark.parametrize(("size", "own"), [("20.00 MiB", False), ("99.00 GiB", True)])
+def test_neither_a_build_nor_a_launch_is_a_failure_where_others_hold_the_memory(
+    size: str, own: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch is of a Case of the CPU: only what counts the memory takes it for one of a GPU."""
+    as_cuda = gpu_memory.is_own_need
+    for module in ("build", "launch.gpu_memory"):
+        monkeypatch.setattr(f"attnfuzz.harness.trial.{module}.is_own_need", lambda error, _: as_cuda(error, "cuda"))
+    problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+    for step in ("build", "forward"):
+        kernel = Refused(step, REFUSED.format(size))
+        registry.register(kernel)  # type: ignore[arg-type]
+        try:
+            case = Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0])  # type: ignore[attr-defined]
+            if own:
+                [failure] = run_trial(case, "cpu").failures
+                assert failure.kind == ("compile-error" if step == "build" else "out-of-memory")
+            else:
+                with pytest.raises(MemoryError, match="other processes hold"):
+                    run_trial(case, "cpu")
+            if step == "build":
+                with pytest.raises(BuildError if own else MemoryError):
+                    build_kernel(kernel, problem, case.config, "cpu")  # type: ignore[arg-type]
+                if own:
+                    assert compile_here(kernel, problem, case.config, "cpu")[1]  # type: ignore[arg-type]
+        finally:
+            registry.unregister(kernel.name)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_back_what_a_process_keeps() -> None:
+    torch.cuda.synchronize()
+    trim("cuda")
+    total = gpu_memory._total()
+    before = torch.cuda.mem_get_info()[0]
+    large = torch.empty(total // 16, dtype=torch.uint8, device="cuda")
+    del large
+    assert torch.cuda.mem_get_info()[0] < before - total // 20
+    trim("cuda")
+    assert torch.cuda.mem_get_info()[0] > before - total // 64
+    gpu_memory.start_counting("cuda")
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    assert is_own_need(refused.value, "cuda")
+    assert not is_own_need(torch.OutOfMemoryError(REFUSED.format("20.00 MiB")), "cuda")
