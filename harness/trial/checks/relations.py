@@ -14,6 +14,7 @@ import torch
 from attnfuzz.harness.judge.contract import why_unfit
 from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
+from attnfuzz.harness.trial import sparse
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.launch import copied, is_out_of_memory, start, start_in_place
 from attnfuzz.harness.trial.poison import Bands, Reading, read_together
@@ -138,7 +139,7 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
     try:
         with bench.clock.stage("inputs"):
             copies = copied(inputs, bands)
-            wide = strides.stretch(copies)
+            wide = strides.stretch(copies, sparse.empty_strided)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
