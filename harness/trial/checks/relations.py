@@ -152,6 +152,8 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
         (name,) = (name for name in _INPUTS if getattr(wide, name) is not getattr(copies, name))
         # Between its rows are gigabytes that nobody reads.
         same = Reading([(getattr(wide, name) != getattr(inputs, name)).any().long()[None]], [0])
+        # On CUDA its memory is given back here, after a wait for the device that belongs to this stage.
+        del wide
 
     def failure() -> Failure | None:
         if (elsewhere := writes.failure()) is not None or same.as_expected():

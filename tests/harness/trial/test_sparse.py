@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +35,27 @@ from attnfuzz.strategies.relation_problems import related_problems
 
 MIB = 1 << 20
 GRANULE = 2 * MIB
+WRAPPING = """
+from attnfuzz.harness.trial.errors import DeviceLost
+from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.faults.planted import Edit, planted_copy
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.triton.varlen import TritonVarlen
+from attnfuzz.strategies.case import Case
+
+of = Problem(seqlens_q=(3, 2), seqlens_k=(4, 3), heads=2, kv_heads=2, dim_qk=64, dim_v=64)
+edit = Edit("(begin + rows).to(tl.int64) * steps[0]", "((begin + rows) * steps[0].to(tl.int32)).to(tl.int64)")
+for edits in ([], [edit]):
+    code = lambda: planted_copy("attnfuzz.kernels.triton.varlen_device", edits)
+    kernel = registry.register(TritonVarlen(name=f"test.planted{len(edits)}", device_code=code))
+    try:
+        case = Case(kernel=kernel.name, problem=of, config=kernel.configs(of)[0], check="huge_strides")
+        print(run_trial(case, "cuda").status, flush=True)
+    except DeviceLost as lost:
+        print(lost.failure.kind, flush=True)
+"""
+"""triton.varlen, and a copy whose row offsets are of 32 bits."""
 FAR_APART = [(number << 31, (number << 31) + 256) for number in range(4)]
 """Four rows of 256 bytes."""
 CPU = torch.device("cpu")
@@ -328,10 +351,12 @@ def test_on_the_gpu_a_stretched_tensor_takes_little_memory(dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["triton.varlen", "tilelang.varlen"])
+@pytest.mark.parametrize("name", ["triton.varlen", "triton.flex", "tilelang.gqa.atomic"])
 def test_on_the_gpu_a_batch_passes_and_gives_its_memory_back(name: str) -> None:
     kernel = registry.get(name)
     of = replace(TINY, dim_qk=64, dim_v=64)
+    if "ragged" not in kernel.capabilities.packings:
+        of = replace(of, packing="dense", seqlens_q=(5, 5), seqlens_k=(5, 5))
     cases = [
         Case(kernel=name, problem=of, config=kernel.configs(of)[0], check="huge_strides", recipe=Recipe(seed=seed))
         for seed in range(2)
@@ -342,3 +367,10 @@ def test_on_the_gpu_a_batch_passes_and_gives_its_memory_back(name: str) -> None:
     assert [each.status for each in verdicts] == ["pass", "pass"]
     assert all(not figures.unjudged for each in verdicts for figures in each.figures.values())
     assert abs(free() - before) < 256 * MIB
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_an_offset_of_32_bits_is_found() -> None:
+    done = subprocess.run([sys.executable, "-P", "-"], input=WRAPPING, capture_output=True, text=True, check=False)
+    # Where another tensor lies at the wrong address, results are wrong; elsewhere nothing does.
+    assert done.stdout.split() in (["pass", "illegal-access"], ["pass", "fail"]), done.stderr
