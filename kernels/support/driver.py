@@ -6,7 +6,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 
-__all__ = ["Driver", "driver"]
+__all__ = ["Driver", "driver", "library"]
 
 _LIBRARY = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76
@@ -21,6 +21,15 @@ class Driver:
     gpus: tuple[tuple[int, int], ...]
 
 
+def library() -> ctypes.CDLL:
+    """Return the driver's functions, without initialising it.
+
+    Raises:
+        OSError: there is no driver.
+    """
+    return ctypes.CDLL(_LIBRARY)
+
+
 @functools.cache
 def driver() -> Driver | None:
     """Return what the driver says, or None where there is none or it does not work.
@@ -28,7 +37,7 @@ def driver() -> Driver | None:
     It makes no CUDA context, but initialises the driver for this process, which a fork does not survive.
     """
     try:
-        cuda = ctypes.CDLL(_LIBRARY)
+        cuda = library()
         if cuda.cuInit(0):
             return None
         version = _number(cuda.cuDriverGetVersion)

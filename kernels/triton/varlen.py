@@ -188,7 +188,7 @@ class BuiltVarlen:
         }
 
     def calls(self) -> tuple[Call, ...]:
-        """The launches, for tensors aligned to 16 bytes as torch's are, or for any alignment where inputs are strided."""
+        """Launches for tensors aligned to 16 bytes as torch's are; any alignment and strides where inputs are strided."""
         import torch
 
         x, f32, i32 = getattr(torch, self._dtype), torch.float32, torch.int32

@@ -16,6 +16,8 @@ maximum is taken, so that a negative scale is right and the largest p is exactly
 lse = -inf and no gradient.
 """
 
+import types
+
 try:
     import triton
     import triton.language as tl
@@ -418,8 +420,14 @@ def backward(
             )  # fmt: skip
 
 
-# Strided inputs may have any alignment: one compile for all.
-_INPUTS = ["q", "k", "v", "do"]
-forward_strided = triton.jit(do_not_specialize=_FORWARD_SCALARS, do_not_specialize_on_alignment=_INPUTS)(forward.fn)
-preprocess_strided = triton.jit(do_not_specialize=_PREPROCESS_SCALARS, do_not_specialize_on_alignment=_INPUTS)(preprocess.fn)
-backward_strided = triton.jit(do_not_specialize=_BACKWARD_SCALARS, do_not_specialize_on_alignment=_INPUTS)(backward.fn)
+def _strided(function, scalars, steps):
+    """Return the function for strided inputs, with one compile for every alignment and for steps below and beyond 2^31."""
+    # A copy: Triton reads the types of parameters, which would be int32 or int64 by their values, from its annotations.
+    copy = types.FunctionType(function.fn.__code__, function.fn.__globals__)
+    copy.__annotations__ = {**function.fn.__annotations__, **dict.fromkeys(steps, "int64")}
+    return triton.jit(do_not_specialize=scalars, do_not_specialize_on_alignment=["q", "k", "v", "do"])(copy)
+
+
+forward_strided = _strided(forward, _FORWARD_SCALARS, _KEY_STEPS)
+preprocess_strided = _strided(preprocess, _PREPROCESS_SCALARS, _GRADIENT_STEPS)
+backward_strided = _strided(backward, _BACKWARD_SCALARS, [*_KEY_STEPS, *_GRADIENT_STEPS])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -15,6 +16,9 @@ from attnfuzz.oracles.relations.sizes import Noise
 from attnfuzz.oracles.relations.tensors import output
 
 __all__ = ["huge_strides", "stretch"]
+
+_Allocate: TypeAlias = Callable[..., torch.Tensor]
+"""Returns an unfilled tensor of (shape, strides, dtype=, device=), as torch.empty_strided does."""
 
 TENSORS = (("q", "layout_q"), ("k", "layout_k"), ("v", "layout_v"), ("d_o", "layout_do"))
 
@@ -46,29 +50,27 @@ def huge_strides(setup: Setup) -> Related:
     return Related((setup.inputs, *others), differences)
 
 
-def stretch(inputs: Inputs) -> Inputs:
-    """Copy contiguous `inputs` into the pitches of its Problem's layouts. Memory between rows is never touched.
+def stretch(inputs: Inputs, allocate: _Allocate = torch.empty_strided) -> Inputs:
+    """Copy contiguous `inputs` into the pitches of its Problem's layouts, in tensors of `allocate`.
+
+    Memory between rows is never touched: on the CPU, and on CUDA with an `allocate` that maps the rows only, it takes none.
+    A kernel that reads there on CUDA makes an illegal memory access then.
 
     Raises:
-        RuntimeError: there is not enough memory.
+        RuntimeError, MemoryError: there is not enough memory.
     """
     problem = inputs.problem
     tensors = {}
     for name, layout in TENSORS:
         pitch = getattr(problem, layout).pitch
         if pitch:
-            tensors[name] = _stretch(getattr(inputs, name), pitch)
+            tensors[name] = _stretch(getattr(inputs, name), pitch, allocate)
     return dataclasses.replace(inputs, **tensors)
 
 
-def _stretch(x: torch.Tensor, pitch: int) -> torch.Tensor:
+def _stretch(x: torch.Tensor, pitch: int, allocate: _Allocate) -> torch.Tensor:
     *outer, heads, dim = x.shape
     row = heads * dim + pitch
-    rows = 1
-    for size in outer:
-        rows *= size
     strides = [row] if len(outer) == 1 else [outer[1] * row, row]
-    memory = torch.empty((rows - 1) * row + heads * dim, dtype=x.dtype, device=x.device)
-    view = memory.as_strided(x.shape, (*strides, dim, 1))
-    view.copy_(x)
-    return view
+    wide = allocate(x.shape, (*strides, dim, 1), dtype=x.dtype, device=x.device)
+    return wide.copy_(x)

@@ -14,6 +14,7 @@ import torch
 from attnfuzz.harness.judge.contract import why_unfit
 from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
+from attnfuzz.harness.trial import sparse
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.launch import copied, start, start_in_place
@@ -139,7 +140,7 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
     try:
         with bench.clock.stage("inputs"):
             copies = copied(inputs, bands)
-            wide = strides.stretch(copies)
+            wide = strides.stretch(copies, sparse.empty_strided)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -152,6 +153,8 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
         (name,) = (name for name in _INPUTS if getattr(wide, name) is not getattr(copies, name))
         # Between its rows are gigabytes that nobody reads.
         same = Reading([(getattr(wide, name) != getattr(inputs, name)).any().long()[None]], [0])
+        # On CUDA its memory is given back here, after a wait for the device that belongs to this stage.
+        del wide
 
     def failure() -> Failure | None:
         if (elsewhere := writes.failure()) is not None or same.as_expected():
