@@ -183,4 +183,4 @@ def leaves_within(data: SequenceData, heads: torch.Tensor, rows: range, keys: ra
     device = data.q.device
     i = torch.arange(rows.start, rows.stop, device=device)[None, :, None]
     j = torch.arange(keys.start, keys.stop, device=device)[None, None, :]
-    return leaves_of(torch.tensor(data.index, device=device), heads, i, j, data.q.shape[1], data.k.shape[1])
+    return leaves_of(torch.tensor(data.index).to(device, non_blocking=True), heads, i, j, data.q.shape[1], data.k.shape[1])

@@ -105,7 +105,7 @@ def _block(
     j = torch.arange(keys.start, keys.stop, device=device)[None, :]
     visible = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
     modifiers, tensors = differentiable(problem, data)
-    leaves = leaves_within(data, torch.tensor(head, device=device), rows, keys)
+    leaves = leaves_within(data, torch.tensor(head).to(device, non_blocking=True), rows, keys)
     if (unmasked := modifiers.unmasked(leaves)) is not None:
         visible = visible & unmasked[0] if unmasked.ndim == 3 else visible & unmasked
     q_1, k_1, v_1 = (x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[columns], v[columns]))

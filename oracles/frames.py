@@ -190,18 +190,17 @@ class Placed:
         keys = [within(key_range(problem, i, seeing), frame.keys) for i, seeing in zip(frame.sequences, rows, strict=True)]
         heads = len(frame.kv_heads)
         at_rows, at_keys = _places(rows, frame.rows, heads * problem.groups, most), _places(keys, frame.keys, heads, most)
-        at = torch.tensor(at_rows + at_keys, device=self.tokens.q.device)
+        at = torch.tensor(at_rows + at_keys, dtype=torch.int64).to(self.tokens.q.device, non_blocking=True)
         return at[: len(at_rows)], at[len(at_rows) :]
 
     def leaves(self) -> Leaves:
         """Return batch, head, query, key and lengths of each score, for modifiers: integers that broadcast over the frame."""
         frame, groups, device = self.frame, self.tokens.problem.groups, self.tokens.q.device
-        of_z = torch.tensor([(b, kv) for b in frame.sequences for kv in frame.kv_heads], device=device)
+        of_z = torch.tensor([(b, kv) for b in frame.sequences for kv in frame.kv_heads]).to(device, non_blocking=True)
         rows, keys = torch.arange(frame.rows.start, frame.rows.stop), torch.arange(frame.keys.start, frame.keys.stop)
         member = torch.arange(groups).repeat_interleave(len(rows))
-        lengths = torch.tensor(
-            [(self.tokens.problem.seqlens_q[b], self.tokens.problem.seqlens_k[b]) for b in frame.sequences], device=device
-        ).repeat_interleave(len(frame.kv_heads), 0)
+        pairs = [(self.tokens.problem.seqlens_q[b], self.tokens.problem.seqlens_k[b]) for b in frame.sequences]
+        lengths = torch.tensor(pairs).to(device, non_blocking=True).repeat_interleave(len(frame.kv_heads), 0)
         return leaves_of(
             of_z[:, 0, None, None],
             of_z[:, 1, None, None] * groups + member.to(device)[:, None],
@@ -239,7 +238,7 @@ class _Side:
             return
         # One copy to the device; the indices of real tokens are computed on the host, so that nothing waits for the device.
         real = [n * len(along) + t for n, count in enumerate(counts) for t in range(count)]
-        sent = torch.tensor([*starts, *counts, *real], device=device)
+        sent = torch.tensor([*starts, *counts, *real], dtype=torch.int64).to(device, non_blocking=True)
         begins, self.lengths, self._real = sent.split([len(starts), len(counts), len(real)])
         step = torch.arange(len(along), device=device)[None, :]
         self._inside = step < self.lengths[:, None]

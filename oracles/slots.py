@@ -250,5 +250,8 @@ def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
 
 
 def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return int64 tensors of the host on the device, by one copy."""
-    return list(torch.cat(list(parts)).to(device).split([len(each) for each in parts]))
+    """Return int64 tensors of the host on the device, by one copy.
+
+    It is not waited for, nor what the device does before it: the driver takes its own copy of memory that is not pinned.
+    """
+    return list(torch.cat(list(parts)).to(device, non_blocking=True).split([len(each) for each in parts]))

@@ -82,7 +82,7 @@ class Numbers:
     def integers(self, values: tuple[int, ...]) -> torch.Tensor:
         """Return `values` as an int64 tensor."""
         sent = self._lists.get(values)
-        return torch.tensor(values, dtype=torch.int64, device=self.device) if sent is None else sent
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True) if sent is None else sent
 
     def _of(self, kind: _Kind, seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         count, ready = math.prod(shape), self._ready.get((kind, seed, name))
@@ -190,7 +190,7 @@ def _words(segments: list[tuple[Request, int]], device: str) -> torch.Tensor:
         for base, part in zip(bases, x.split(counts), strict=True):
             part += base
     else:
-        both = torch.tensor([bases, counts], dtype=torch.int64, device=device)
+        both = torch.tensor([bases, counts], dtype=torch.int64).to(device, non_blocking=True)
         x += both[0].repeat_interleave(both[1], output_size=starts[-1])
     return _mixed(x)
 
@@ -216,5 +216,5 @@ def _sent(lists: list[tuple[int, ...]], device: str) -> dict[tuple[int, ...], to
     """Copy all lists to the device at once."""
     if not lists:
         return {}
-    flat = torch.tensor([value for each in lists for value in each], dtype=torch.int64, device=device)
+    flat = torch.tensor([value for each in lists for value in each], dtype=torch.int64).to(device, non_blocking=True)
     return dict(zip(lists, flat.split([len(each) for each in lists]), strict=True))

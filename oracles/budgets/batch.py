@@ -132,4 +132,4 @@ class _Totals:
             torch.tensor(steps_of_rows(p), dtype=torch.float64).repeat_interleave(torch.tensor(p.seqlens_k)).repeat(p.kv_heads)
             for p in self._slots.problems
         ]
-        return torch.cat(parts)[:, None].to(self._keys.device)
+        return torch.cat(parts)[:, None].to(self._keys.device, non_blocking=True)

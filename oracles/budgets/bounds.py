@@ -229,4 +229,4 @@ def _row_steps(problem: Problem, device: torch.device) -> Steps:
     if len(set(steps)) == 1:
         return float(steps[0])
     each = torch.tensor(steps, dtype=torch.float64).repeat_interleave(torch.tensor(problem.seqlens_k))
-    return each[:, None].to(device)
+    return each[:, None].to(device, non_blocking=True)

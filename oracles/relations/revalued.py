@@ -72,7 +72,7 @@ def shifted_scores(setup: Setup) -> Related:
 def _factors(problem: Problem, part: SequenceData, common: float) -> torch.Tensor:
     """Return b_i of each head and row, float64 `(heads, seqlen_q)`."""
     heads, rows = part.q.shape[:2]
-    wanted = torch.tensor(_SHIFTS, dtype=torch.float64, device=part.q.device) / common
+    wanted = torch.tensor(_SHIFTS, dtype=torch.float64).to(part.q.device, non_blocking=True) / common
     place = torch.arange(heads, device=part.q.device)[:, None] + torch.arange(rows, device=part.q.device)
     factor = wanted[place % len(_SHIFTS)] / problem.scale if problem.scale else torch.zeros_like(place, dtype=torch.float64)
     return factor.clamp(-_LARGEST_FACTOR / common, _LARGEST_FACTOR / common).to(torch.bfloat16).double()

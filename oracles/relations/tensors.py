@@ -21,7 +21,7 @@ def packed(problem: Problem, parts: Sequence[SequenceData]) -> Inputs:
     device = parts[0].q.device
 
     def cumulated(lengths: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
     return Inputs(
         problem=problem,
