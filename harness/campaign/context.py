@@ -61,7 +61,7 @@ _BATCHES: dict[Device, Batch] = {
     "cpu": Batch(most=16),
     "cuda": Batch(True, 96, float(1 << 26), _scores),
 }
-"""On a GPU the launches of one judgement cost more than the Cases: alone on an H200, batches of 96 gave 1.26 times the rate of 32.
+"""On a GPU the launches of one judgement cost more than the Cases: on an H200, batches of 96 gave 1.26 times the rate of 32.
 Scores of a batch take 0.5 GiB each time they are held."""
 
 

@@ -16,7 +16,7 @@ import torch
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels.contract import Device
 
-__all__ = ["is_own_need", "is_out_of_memory", "start_counting", "trim", "when_free"]
+__all__ = ["is_out_of_memory", "is_own_need", "start_counting", "trim", "when_free"]
 
 _KEPT = 32
 """A process keeps at most that part of the GPU's memory between two tasks: less than its share among sixteen workers."""
@@ -54,7 +54,7 @@ def is_own_need(error: BaseException, device: Device) -> bool:
     """Whether memory was refused for what this process needs since `start_counting`, and not for what others hold."""
     if device != "cuda":
         return True
-    return torch.cuda.max_memory_allocated() + _requested(describe_exception(error)) > _total() // _SHARE
+    return int(torch.cuda.max_memory_allocated()) + _requested(describe_exception(error)) > _total() // _SHARE
 
 
 def when_free(action: Callable[[], _T], device: Device, patience: float = _PATIENCE) -> _T:
