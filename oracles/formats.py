@@ -8,7 +8,7 @@ import torch
 
 from attnfuzz.kernels.problem import Dtype
 
-__all__ = ["EPS", "TF32", "TINY", "Format", "half_ulp", "rounded"]
+__all__ = ["EPS", "TF32", "TINY", "Format", "half_ulp", "on_grid", "rounded"]
 
 EPS = 2.0**-24
 """Unit roundoff of float32, in which kernels accumulate."""
@@ -53,6 +53,22 @@ def half_ulp(x: torch.Tensor, form: Format) -> torch.Tensor:
     # Numbers below the smallest normal have its spacing.
     power = x.abs().clamp_(min=2.0**form.min_exponent).view(torch.int64).bitwise_and_(_EXPONENT)
     return power.view(torch.float64).mul_(form.u)
+
+
+_TO_GRID = 1.5 * 2.0**36
+"""Times a power of two: float64's spacing around it is 2**-16 of that power."""
+_LARGEST = 1e150
+
+
+def on_grid(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Round x in place to a multiple of 2**-16 of `error`, a bound on the error of x in float32 (its power of two); return x.
+
+    float64's own error has the same bound times 2**-29, and depends on the order of additions: on the width of a frame. Values
+    that are 0, a power of two or halfway between two half-precision numbers in exact arithmetic are exactly that on the grid, so
+    that no comparison turns on their last bits. Where `error` is 0, x is not changed.
+    """
+    power = error.clamp(max=_LARGEST).view(torch.int64).bitwise_and_(_EXPONENT).view(torch.float64).mul_(_TO_GRID)
+    return x.add_(power).sub_(power)
 
 
 def rounded(x: torch.Tensor, form: Format) -> torch.Tensor:

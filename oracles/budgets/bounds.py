@@ -29,7 +29,7 @@ from attnfuzz.oracles.budgets.doubts import Doubts
 from attnfuzz.oracles.budgets.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
-from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.formats import EPS, Format, half_ulp, on_grid
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 
 __all__ = ["PARTS", "SUMS", "Budget", "Budgets", "budgets", "of_sums", "parts_of_rows", "steps_of_rows"]
@@ -201,7 +201,7 @@ def of_sums(x: Sums, steps: Steps, dtype: Dtype, *, lean: bool = False, partials
     noise = x.sigma2 if x.noise is None else x.noise
     if partials:
         # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
-        noise = noise + half_ulp(x.result, form).square_().div_(6)
+        noise = noise + half_ulp(on_grid(x.result.clone(), EPS * x.result.abs()), form).square_().div_(6)
     return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
 
 
