@@ -8,7 +8,7 @@ import torch
 
 from attnfuzz.kernels.problem import Dtype
 
-__all__ = ["EPS", "TF32", "TINY", "Format", "half_ulp", "on_grid", "rounded"]
+__all__ = ["EPS", "LAST_BITS", "TF32", "TINY", "Format", "half_ulp", "half_ulp_of_sum", "on_grid", "rounded"]
 
 EPS = 2.0**-24
 """Unit roundoff of float32, in which kernels accumulate."""
@@ -16,6 +16,8 @@ TINY = 2.0**-126
 """The smallest normal float32: hardware may flush operands, products and sums below it to zero."""
 TF32 = 2.01 * 2.0**-10
 """Relative error of a product of two operands truncated to tf32's 10 mantissa bits."""
+LAST_BITS = 2.0**-30
+"""Relative difference within which two float64 sums count as equal: beyond their errors, and far below float32's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ def half_ulp(x: torch.Tensor, form: Format) -> torch.Tensor:
     # Numbers below the smallest normal have its spacing.
     power = x.abs().clamp_(min=2.0**form.min_exponent).view(torch.int64).bitwise_and_(_EXPONENT)
     return power.view(torch.float64).mul_(form.u)
+
+
+def half_ulp_of_sum(x: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return `half_ulp` of a float64 sum, that of the power of two above where only the last bits are missing to it."""
+    return half_ulp(x * (1 + LAST_BITS), form)
 
 
 _TO_GRID = 1.5 * 2.0**36

@@ -30,15 +30,13 @@ from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats, generic
-from attnfuzz.oracles.formats import Format, half_ulp, on_grid
+from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp, on_grid
 
 __all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
 _R_LIMIT, _R_SINGLE, _Z_LIMIT = 3.0, 10.0, 6.0
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
-_SUMMED = 2.0**-30
-"""Beyond the relative error of sums in float64: equal rows have exactly a count of 16, or g of 1.25, but for that."""
 SUMS = 8
 """Numbers of an output behind its statistics."""
 
@@ -90,8 +88,9 @@ def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correla
     nu = expected * expected / max(squares, _NOTHING)
     if name == "dk":
         nu = min(nu, repeats.carrying)
-    most = Repeats.LIMIT * (1 - _SUMMED)
-    if g >= most or nu < _FEWEST_ROWS * (1 - _SUMMED) or (name == "dv" and repeats.of_d_o >= most):
+    # Sixteen equal rows have a nu of 16, and equal weights a g of 1.25, but for the last bits.
+    most = Repeats.LIMIT * (1 - LAST_BITS)
+    if g >= most or nu < _FEWEST_ROWS * (1 - LAST_BITS) or (name == "dv" and repeats.of_d_o >= most):
         return None
     # Values that repeat g times in the mean have g times the noise.
     limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5

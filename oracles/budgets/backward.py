@@ -25,7 +25,7 @@ from attnfuzz.oracles.budgets.forward import (
     steps_of,
 )
 from attnfuzz.oracles.budgets.roundings import VARIANCE, direction, near, neighbours
-from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp, on_grid
+from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.oracles.frames import Steps
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
@@ -323,7 +323,7 @@ def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     u, eta = t.form.u, t.form.eta
     rest, flushed = 1 - t.p, t.rounding.flushed(t.p, x.pe, eta)
     top = rest < u
-    units = half_ulp(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
+    units = half_ulp_of_sum(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
     coherent = torch.where(top, rest.clamp(max=u / 2), flushed)
     return t.rounding.worst(t.p, eta) * x.gap, units * x.gap * x.gap, coherent * x.gap
 
@@ -518,7 +518,7 @@ def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale
         sums.b.masked_fill_((shares >= 0.999 * t.form.largest * t.part).any(1), torch.inf)
         return
     # By their true units: over a whole output the mean square of 0.18 u^2 x^2 is off by more than the statistics allow.
-    random = half_ulp(on_grid(shares, EPS * shares), t.form).square_().mul_(1 / 3).sum(1)
+    random = half_ulp_of_sum(shares, t.form).square_().mul_(1 / 3).sum(1)
     sums.hard.add_(worst)
     sums.sigma2.add_(random)
     # A share may overflow where their sum does not.

@@ -29,7 +29,7 @@ from attnfuzz.oracles.budgets.doubts import Doubts
 from attnfuzz.oracles.budgets.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
-from attnfuzz.oracles.formats import EPS, Format, half_ulp, on_grid
+from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 
 __all__ = ["PARTS", "SUMS", "Budget", "Budgets", "budgets", "of_sums", "parts_of_rows", "steps_of_rows"]
@@ -201,7 +201,7 @@ def of_sums(x: Sums, steps: Steps, dtype: Dtype, *, lean: bool = False, partials
     noise = x.sigma2 if x.noise is None else x.noise
     if partials:
         # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
-        noise = noise + half_ulp(on_grid(x.result.clone(), EPS * x.result.abs()), form).square_().div_(6)
+        noise = noise + half_ulp_of_sum(x.result, form).square_().div_(6)
     return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
 
 
@@ -215,7 +215,8 @@ def parts_of_rows(f: Forward, g: Gradients) -> tuple[list[torch.Tensor], list[to
 
 def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
     random = spread_of(sigma2, tau2)
-    return random.masked_fill_(random >= hard, 0.0)
+    # Twelve equal errors have 6 sigma = H, but for the last bits.
+    return random.masked_fill_(random >= hard * (1 - LAST_BITS), 0.0)
 
 
 def steps_of_rows(problem: Problem) -> list[int]:

@@ -341,7 +341,7 @@ def difference(mean_square: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
 
     The root of such an error, 2**-52 of the mean square, would be 2**-26 of the mean: near an error of float32.
     """
-    return on_grid(mean_square - square, mean_square * (EPS / 64)).clamp_(min=0)
+    return on_grid(mean_square - square, mean_square * (EPS / 16)).clamp_(min=0)
 
 
 def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: Steps) -> torch.Tensor:
