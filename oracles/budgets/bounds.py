@@ -10,6 +10,9 @@ Delta), sigma their root mean square, tau the part of it that adds up because va
 that is declared. Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal, eps = 2**-24.
 
 Without `ties`, tau is left out: that budget is never larger, and far cheaper, so it is tried first.
+
+The last bits of a float64 sum depend on the frame it is computed in. What is compared or rounded exactly (s - m, O, dP - D) is
+put on a grid first (`on_grid`), and limits that equal values meet exactly leave room for `LAST_BITS`.
 """
 
 from __future__ import annotations
