@@ -8,7 +8,7 @@ import torch
 
 from attnfuzz.kernels.problem import Dtype
 
-__all__ = ["EPS", "TF32", "TINY", "Format", "half_ulp", "rounded"]
+__all__ = ["EPS", "LAST_BITS", "TF32", "TINY", "Format", "half_ulp", "half_ulp_of_sum", "on_grid", "rounded"]
 
 EPS = 2.0**-24
 """Unit roundoff of float32, in which kernels accumulate."""
@@ -16,6 +16,8 @@ TINY = 2.0**-126
 """The smallest normal float32: hardware may flush operands, products and sums below it to zero."""
 TF32 = 2.01 * 2.0**-10
 """Relative error of a product of two operands truncated to tf32's 10 mantissa bits."""
+LAST_BITS = 2.0**-30
+"""Relative difference within which two float64 sums count as equal: beyond their errors, and far below float32's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,27 @@ def half_ulp(x: torch.Tensor, form: Format) -> torch.Tensor:
     # Numbers below the smallest normal have its spacing.
     power = x.abs().clamp_(min=2.0**form.min_exponent).view(torch.int64).bitwise_and_(_EXPONENT)
     return power.view(torch.float64).mul_(form.u)
+
+
+def half_ulp_of_sum(x: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return `half_ulp` of a float64 sum, that of the power of two above where only the last bits are missing to it."""
+    return half_ulp(x * (1 + LAST_BITS), form)
+
+
+_TO_GRID = 1.5 * 2.0**36
+"""Times a power of two: float64's spacing around it is 2**-16 of that power."""
+_LARGEST = 1e150
+
+
+def on_grid(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Round x in place to a multiple of 2**-16 of `error`, a bound on the error of x in float32 (its power of two); return x.
+
+    float64's own error has the same bound times 2**-29, and depends on the order of additions: on the width of a frame. Values
+    that are 0, a power of two or halfway between two half-precision numbers in exact arithmetic are exactly that on the grid, so
+    that no comparison turns on their last bits. Where `error` is 0, x is not changed.
+    """
+    power = error.clamp(max=_LARGEST).view(torch.int64).bitwise_and_(_EXPONENT).view(torch.float64).mul_(_TO_GRID)
+    return x.add_(power).sub_(power)
 
 
 def rounded(x: torch.Tensor, form: Format) -> torch.Tensor:

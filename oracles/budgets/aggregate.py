@@ -30,7 +30,7 @@ from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats, generic
-from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp, on_grid
 
 __all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
@@ -88,7 +88,9 @@ def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correla
     nu = expected * expected / max(squares, _NOTHING)
     if name == "dk":
         nu = min(nu, repeats.carrying)
-    if g >= Repeats.LIMIT or nu < _FEWEST_ROWS or (name == "dv" and repeats.of_d_o >= Repeats.LIMIT):
+    # Sixteen equal rows have a nu of 16, and equal weights a g of 1.25, but for the last bits.
+    most = Repeats.LIMIT * (1 - LAST_BITS)
+    if g >= most or nu < _FEWEST_ROWS * (1 - LAST_BITS) or (name == "dv" and repeats.of_d_o >= most):
         return None
     # Values that repeat g times in the mean have g times the noise.
     limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5
@@ -114,6 +116,7 @@ def sums_of_rows(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form:
     b, flush, noise, allowed, reorder = (
         joined([getattr(each[2], x) for each in outputs]) for x in ("b", "flush", "noise", "allowed", "reorder")
     )
+    expected = on_grid(expected, b)
     h = half_ulp(expected, form)
     unit, h2 = 2 * h, h * h
     res = torch.round(expected / unit).mul_(unit).sub_(expected)

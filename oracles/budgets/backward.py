@@ -17,6 +17,7 @@ from attnfuzz.oracles.budgets.forward import (
     Scores,
     accumulated,
     at_least_one,
+    difference,
     least,
     lost,
     repeated_sum,
@@ -24,7 +25,7 @@ from attnfuzz.oracles.budgets.forward import (
     steps_of,
 )
 from attnfuzz.oracles.budgets.roundings import VARIANCE, direction, near, neighbours
-from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
+from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.oracles.frames import Steps
 
 __all__ = ["Delta", "Gradients", "Sums", "backward", "delta_error"]
@@ -129,11 +130,11 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
         tau2 = (do_e2 * (neighbours(f.o, t.form.u / 16) - 1)).sum(-1, keepdim=True) + (p.repeated * dp2).sum(
             -1, keepdim=True
         ) / l2
-    d = (t.d_o * f.o).sum(-1, keepdim=True)
+    d = (t.d_o * f.pv).sum(-1, keepdim=True)
     dp_size = d_p.abs()
     moved = d_size @ t.v_size.mT if t.rounding.tf32 else dp_size
     hard = (d_size * r).sum(-1, keepdim=True) + (p.worst * moved).sum(-1, keepdim=True) / t.l
-    variance = ((t.p * dp2).sum(-1, keepdim=True) - d * d).clamp_(min=0)
+    variance = difference((t.p * dp2).sum(-1, keepdim=True), d * d)
     b = (variance * f.e_f2).sqrt_() + (d_size * f.reorder.add(o_size, alpha=EPS * (6 + t.v.shape[-1] / 16))).sum(-1, keepdim=True)
     flush = (p.flushed * dp_size).sum(-1, keepdim=True) / t.l
     b += flush
@@ -193,7 +194,7 @@ def backward(
     lost_keys = t.lost_keys
     _dv(t, dv, e, pe, moved, lost_keys, deviations, ties=ties)
     del e
-    gap = d_p - delta.d
+    gap = on_grid(d_p - delta.d, delta.b)
     d_s = t.p * gap
     gap.abs_()
     steps = max(1.0, t.v.shape[-1] / 16)
@@ -322,7 +323,7 @@ def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     u, eta = t.form.u, t.form.eta
     rest, flushed = 1 - t.p, t.rounding.flushed(t.p, x.pe, eta)
     top = rest < u
-    units = half_ulp(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
+    units = half_ulp_of_sum(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
     coherent = torch.where(top, rest.clamp(max=u / 2), flushed)
     return t.rounding.worst(t.p, eta) * x.gap, units * x.gap * x.gap, coherent * x.gap
 
@@ -332,18 +333,18 @@ def _elsewhere(n: torch.Tensor, t: Scores) -> torch.Tensor:
     return (n / t.part - 1).masked_fill_(n == 1, 0.0)
 
 
-def _known_of_ds(t: Scores, f: Forward, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _known_of_ds(t: Scores, f: Forward, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
     """Return |sum of dS's roundings @ k| and |their sum^T @ q| times |scale|, each the largest over what a kernel may do.
 
     A kernel may take D from the exact O or from the rounded one, and round dS before or after scaling.
     """
     unit = 2 * half_ulp(f.o, t.form)
-    of_rounded = d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
+    of_rounded = delta.d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
     scale = abs(t.only_scale)
     largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
-    for delta in (d, of_rounded):
-        exact = t.p * (d_p - delta)
+    for d in (delta.d, of_rounded):
+        exact = on_grid(d_p - d, delta.b).mul_(t.p)
         if t.changed is not None:
             exact *= t.changed.slope
         for factor in {1.0, scale} - {0.0}:
@@ -395,7 +396,7 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
             tau2 += delta.tau2 * pk2
-        known_q, known_k = _known_of_ds(t, f, delta.d)
+        known_q, known_k = _known_of_ds(t, f, delta)
         tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
     over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
@@ -517,7 +518,7 @@ def _add_partials(t: Scores, sums: Sums, x: torch.Tensor, y: torch.Tensor, scale
         sums.b.masked_fill_((shares >= 0.999 * t.form.largest * t.part).any(1), torch.inf)
         return
     # By their true units: over a whole output the mean square of 0.18 u^2 x^2 is off by more than the statistics allow.
-    random = half_ulp(shares, t.form).square_().mul_(1 / 3).sum(1)
+    random = half_ulp_of_sum(shares, t.form).square_().mul_(1 / 3).sum(1)
     sums.hard.add_(worst)
     sums.sigma2.add_(random)
     # A share may overflow where their sum does not.

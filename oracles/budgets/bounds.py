@@ -10,6 +10,9 @@ Delta), sigma their root mean square, tau the part of it that adds up because va
 that is declared. Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal, eps = 2**-24.
 
 Without `ties`, tau is left out: that budget is never larger, and far cheaper, so it is tried first.
+
+The last bits of a float64 sum depend on the frame it is computed in. What is compared or rounded exactly (s - m, O, dP - D) is
+put on a grid first (`on_grid`), and limits that equal values meet exactly leave room for `LAST_BITS`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from attnfuzz.oracles.budgets.doubts import Doubts
 from attnfuzz.oracles.budgets.forward import Forward, Scores, accumulated, forward, scores, spread_of
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
-from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 
 __all__ = ["PARTS", "SUMS", "Budget", "Budgets", "budgets", "of_sums", "parts_of_rows", "steps_of_rows"]
@@ -201,7 +204,7 @@ def of_sums(x: Sums, steps: Steps, dtype: Dtype, *, lean: bool = False, partials
     noise = x.sigma2 if x.noise is None else x.noise
     if partials:
         # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
-        noise = noise + half_ulp(x.result, form).square_().div_(6)
+        noise = noise + half_ulp_of_sum(x.result, form).square_().div_(6)
     return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
 
 
@@ -215,7 +218,8 @@ def parts_of_rows(f: Forward, g: Gradients) -> tuple[list[torch.Tensor], list[to
 
 def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
     random = spread_of(sigma2, tau2)
-    return random.masked_fill_(random >= hard, 0.0)
+    # Twelve equal errors have 6 sigma = H, but for the last bits.
+    return random.masked_fill_(random >= hard * (1 - LAST_BITS), 0.0)
 
 
 def steps_of_rows(problem: Problem) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.budgets.doubts import Doubt
 from attnfuzz.oracles.budgets.roundings import Rounding, neighbours
-from attnfuzz.oracles.formats import EPS, TF32, TINY, Format
+from attnfuzz.oracles.formats import EPS, TF32, TINY, Format, on_grid
 from attnfuzz.oracles.frames import Loaded, Placement, Steps
 from attnfuzz.oracles.modifiers import Changed
 
@@ -25,6 +25,7 @@ __all__ = [
     "Scores",
     "accumulated",
     "at_least_one",
+    "difference",
     "forward",
     "least",
     "lost",
@@ -125,8 +126,10 @@ class Forward:
     """O and its budget M = min(H, 6 sigma + 4 tau) + B."""
 
     o: torch.Tensor
+    """P @ v on a grid."""
+    pv: torch.Tensor
     pk: torch.Tensor
-    """P @ k."""
+    """P @ v and P @ k."""
     sigma2: torch.Tensor
     tau2: torch.Tensor | None
     hard: torch.Tensor
@@ -209,7 +212,8 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     unseen = ~visible
     q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
     rounding = Rounding(form, placed.dtype != "float32", placed.dtype == "float32" and device in deviations.tf32_on)
-    s = (q * scale) @ k.mT
+    # Scaled afterwards: sums of products of half-precision numbers are mostly exact, in any order.
+    s = (q @ k.mT).mul_(scale)
     k_sum = k_size.sum(1, keepdim=True)
     sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
     k_size.mul_(abs(scale))
@@ -232,9 +236,13 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     dead = m == -torch.inf
     m.masked_fill_(dead, 0.0)
     m_size = m.abs()
+    below = on_grid(hidden - m, delta)
     delta.add_(m_size * (4 * EPS) + 4 * TINY)
-    e = torch.exp(hidden - m)
+    top = below == 0
+    e = below.exp_()
     total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
+    # So fine that P adds up to 1 within what `difference` leaves out.
+    total = on_grid(total, EPS / 256 * total)
     lse = m + torch.log(total)
     doubt = None if doubtful is None else Doubt.of(s, m, visible, doubtful)
     if doubt is not None:
@@ -244,7 +252,6 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
     keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
     m_lse = (lse.abs() + m_size).mul_(4 * EPS).add_(shift).add_(8 * EPS * (1 + keys))
-    top = hidden == m
     if deviations.lazy_rescale or rounding.tf32:
         top.zero_()
     else:
@@ -303,7 +310,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     c_f = t.rounding.worst(t.e, eta).masked_fill_(t.top, 0.0)
     h_f = torch.where(t.top, 8 * EPS * (1 + t.m.abs()), t.rounding.flushed(t.e, None, eta))
     v_size, v2 = t.v_size, t.v2
-    o, size, mean2, pk = (t.p @ t.values).split([*[t.v.shape[-1]] * 3, t.k.shape[-1]], -1)
+    pv, size, mean2, pk = (t.p @ t.values).split([*[t.v.shape[-1]] * 3, t.k.shape[-1]], -1)
     hard, sigma2 = (c_f @ v_size).div_(t.l), (v_f @ v2).div_(l2)
     flush, noise = (h_f @ v_size).div_(t.l), None
     if not lean:
@@ -312,8 +319,9 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     if ties and t.rounding.half:
         t_f = (neighbours(t.e, t.form.u / 16, eta / 8) - 1).mul_(v_f)
         tau2 = (t_f @ v2).div_(l2)
-    variance = (mean2 - o * o).clamp_(min=0).mul_(e_f2).sqrt_()
-    reorder = accumulated(steps_of(t.n_k), o, size, t.form)
+    variance = difference(mean2, pv * pv).mul_(e_f2).sqrt_()
+    reorder = accumulated(steps_of(t.n_k), pv, size, t.form)
+    o = on_grid(pv.clone(), reorder)
     b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush)
     b += lost(v_size.sum(1, keepdim=True), 1.0, t.terms_k)
     if ties and not t.rounding.half:
@@ -323,9 +331,17 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
     m_o.masked_fill_(t.lost_rows, torch.inf)
     result = Forward(
-        o=o, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
+        o=o, pv=pv, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
     )
     return result, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
+
+
+def difference(mean_square: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    """Return the variance as the mean square less the square of the mean: 0 where it is float64's error alone.
+
+    The root of such an error, 2**-52 of the mean square, would be 2**-26 of the mean: near an error of float32.
+    """
+    return on_grid(mean_square - square, mean_square * (EPS / 16)).clamp_(min=0)
 
 
 def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: Steps) -> torch.Tensor:

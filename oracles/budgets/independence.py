@@ -23,7 +23,7 @@ import torch
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.backward import Delta
 from attnfuzz.oracles.budgets.forward import Forward, Scores
-from attnfuzz.oracles.formats import half_ulp
+from attnfuzz.oracles.formats import half_ulp, on_grid
 from attnfuzz.oracles.frames import Placed
 
 __all__ = ["Independence"]
@@ -58,7 +58,7 @@ class Independence:
     def add(self, t: Scores, f: Forward, delta: Delta, placed: Placed) -> None:
         """Add one frame."""
         weight = t.p if t.changed is None else t.p * t.changed.slope
-        d_s = weight * (t.d_o @ t.v.mT - delta.d)
+        d_s = weight * on_grid(t.d_o @ t.v.mT - delta.d, delta.b)
         var_p, var_s = (half_ulp(x, t.form).square_().div_(3).masked_fill_(x == 0, 0.0) for x in (t.p, d_s))
         k, q, of_d = t.k * t.scale, t.q * t.scale, weight * weight * delta.sigma2
         rows, keys = placed.sampled(_SAMPLED)
@@ -107,7 +107,7 @@ def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterato
     moved = (t.d_o * _rounding(t, f.o)).sum(-1, keepdim=True)
     d_p, scale = t.d_o @ t.v.mT, abs(t.only_scale)
     for d in (delta.d, delta.d + moved):
-        exact = weight * (d_p - d)
+        exact = weight * on_grid(d_p - d, delta.b)
         for factor in (1.0, scale or 1.0):
             yield _rounding(t, exact * factor).div_(factor)
 

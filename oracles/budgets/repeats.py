@@ -11,7 +11,7 @@ import torch
 from attnfuzz.oracles.budgets.backward import Gradients
 from attnfuzz.oracles.budgets.forward import Forward, Scores
 from attnfuzz.oracles.budgets.roundings import direction, near, neighbours
-from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp
 from attnfuzz.oracles.frames import Placed
 
 __all__ = ["SAMPLED", "Generic", "Repeats", "anywhere", "generic", "repeated", "sums_of_rows"]
@@ -133,7 +133,7 @@ def _doubtful_leads(t: Scores) -> torch.Tensor:
     Below 1 the rounding steps of P are half those above, so that roundings around 1 have a mean, and so has O. Measured on a
     GPU: with one-hot scores of some 8,000, scaled by a separately rounded multiplication, z was 1.2 x its limit.
     """
-    return ((t.p > 0.5) & (t.delta >= 4 * t.form.u)).any(-1).sum(-1)
+    return ((t.p > 0.5 * (1 + LAST_BITS)) & (t.delta >= 4 * t.form.u)).any(-1).sum(-1)
 
 
 def _rounding2(form: Format, x: torch.Tensor) -> torch.Tensor:

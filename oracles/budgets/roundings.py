@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnfuzz.oracles.formats import TF32, Format, half_ulp
+from attnfuzz.oracles.formats import TF32, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import Steps
 
 __all__ = ["VARIANCE", "Rounding", "direction", "near", "neighbours"]
@@ -43,7 +43,7 @@ class Rounding:
         """Return h^2 / 3 of x >= 0 by its true unit, where its `variance` is not 0."""
         if not self.half:
             return variance
-        return half_ulp(x, self.form).square_().mul_(1 / 3).masked_fill_(variance == 0, 0.0)
+        return half_ulp_of_sum(x, self.form).square_().mul_(1 / 3).masked_fill_(variance == 0, 0.0)
 
     def worst(self, x: torch.Tensor, eta: Steps) -> torch.Tensor:
         """Return the largest error of x >= 0: max(u x, min(x, eta)), or tf32's truncation."""

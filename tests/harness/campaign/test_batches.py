@@ -88,11 +88,6 @@ def test_a_fault_in_the_middle_is_that_of_its_case(slug: str, executor: Isolated
     assert plain([verdicts[at] for at in others]) == plain([alone[at] for at in others])
 
 
-_DIFFER = {"triton.varlen", "tilelang.varlen"}
-"""Of 600 Cases, 1 to 5 have another figure of dQ or dK: the oracle compares tied scores exactly, and their last bit depends on
-the frames that it computes them in."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
@@ -124,9 +119,6 @@ def test_drawn_cases_of_every_check_have_the_verdicts_that_they_have_alone(name:
             assert [identities(each) for each in together] == [identities(each) for each in alone]
             differing += [case for case, a, b in zip(batch, plain(together), plain(alone), strict=True) if a != b]
         assert not isolated.statistics.lost
-        assert len(differing) <= 0.01 * len(cases)
-        if differing and name in _DIFFER:
-            pytest.xfail(f"{len(differing)} of {len(cases)} Cases have another figure: see _DIFFER")
         assert not differing
     finally:
         isolated.close()
