@@ -38,6 +38,8 @@ On a CPU, Cases of up to 12 tokens a sequence take a third of their time alone, 
 """
 _CLEAR, _CLEAR_RATIO = 0.99, 0.999
 """Largest statistic, and largest error over its budget, of a Case that passes clearly."""
+_OVER = 1.001
+"""Smallest error over its budget of a Case that is clearly beyond it: as in `judge`, equal values are counted then."""
 _COUNTS = 5
 
 
@@ -72,8 +74,13 @@ def judge_batch(launched: Sequence[Launched], deviations: Deviations, device: st
     """
     results: list[Judged | None] = [None] * len(launched)
     for numbers in _together(launched, deviations):
-        for number, judged in zip(numbers, _judged([launched[number] for number in numbers], deviations, device), strict=True):
-            results[number] = judged
+        judged, beyond = _judged([launched[number] for number in numbers], deviations, device)
+        for number, each in zip(numbers, judged, strict=True):
+            results[number] = each
+        if again := [numbers[at] for at in beyond]:
+            judged, _ = _judged([launched[number] for number in again], deviations, device, ties=True)
+            for number, each in zip(again, judged, strict=True):
+                results[number] = each
     return results
 
 
@@ -112,13 +119,19 @@ def _fits(problem: Problem, where: torch.device) -> bool:
     return within and not blockwise.is_large(problem) and where.type in _CHUNK
 
 
-def _judged(launched: Sequence[Launched], deviations: Deviations, device: str) -> list[Judged | None]:
-    """Judge Cases of equal dtype, dims and outputs."""
+def _judged(
+    launched: Sequence[Launched], deviations: Deviations, device: str, *, ties: bool = False
+) -> tuple[list[Judged | None], list[int]]:
+    """Judge Cases of equal dtype, dims and outputs; `ties`: equal values count.
+
+    Returns also the numbers of Cases that are clearly beyond their budgets without ties, and have to be judged with them.
+    """
     problems = [each.inputs.problem for each in launched]
     p, where = problems[0], launched[0].inputs.q.device
     form = Format.of(p.dtype)
     searched = [at for at, each in enumerate(problems) if _is_searched(each)]
-    batch = truth_of_batches([each.inputs for each in launched], deviations, device, _CHUNK[where.type], searched)
+    every = [each.inputs for each in launched]
+    batch = truth_of_batches(every, deviations, device, _CHUNK[where.type], searched, ties=ties)
     names = list(p.needs.outputs)
     with torch.inference_mode():
         truths = _truths(batch, names, deviations, form)
@@ -133,6 +146,7 @@ def _judged(launched: Sequence[Launched], deviations: Deviations, device: str) -
         of_counts, of_sums, of_repeats = (numbers[sum(sizes[:at]) :][:size] for at, size in enumerate(sizes))
         generic = batch.repeats.generic(of_repeats)
         results: list[Judged | None] = []
+        beyond: list[int] = []
         for at, each in enumerate(launched):
             rows = {name: _part(of_counts, len(launched), place, at, _COUNTS) for place, name in enumerate(names)}
             statistics: dict[OutputName, list[float]] = {
@@ -140,10 +154,12 @@ def _judged(launched: Sequence[Launched], deviations: Deviations, device: str) -
             }
             own = _of_case(batch, truths, at)
             figures = _figures(own, rows)
+            if figures is None and not ties and p.dtype != "float32" and _clearly_beyond(rows):
+                beyond.append(at)
             if figures is not None:
                 figures = _with_statistics(each.inputs.problem, figures, own, statistics, generic.get(at))
             results.append(Judged(Verdict(status="pass", figures=figures), own) if figures else None)
-        return results
+        return results, beyond
 
 
 def _is_searched(problem: Problem) -> bool:
@@ -252,6 +268,12 @@ def _figures(truths: dict[OutputName, Truth], counts: dict[OutputName, list[floa
         values = (over, nonfinite, judged, worst, sigmas)
         figures[name] = figures_of(elements, values) if elements else Figures(elements=0)
     return figures
+
+
+def _clearly_beyond(counts: dict[OutputName, list[float]]) -> bool:
+    """Whether some element is clearly beyond its budget, and all are finite."""
+    finite = not any(nonfinite for _, nonfinite, *_ in counts.values())
+    return finite and any(over and worst > _OVER for over, _, _, worst, _ in counts.values())
 
 
 def _with_statistics(

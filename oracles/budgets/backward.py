@@ -237,11 +237,6 @@ def _unit_of_ds(t: Scores) -> Steps:
     return t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
 
 
-def _single(x: Steps) -> float:
-    assert isinstance(x, float)
-    return x
-
-
 @dataclass(slots=True, eq=False)
 class _Ds:
     d_s: torch.Tensor
@@ -340,14 +335,16 @@ def _known_of_ds(t: Scores, f: Forward, delta: Delta) -> tuple[torch.Tensor, tor
     """
     unit = 2 * half_ulp(f.o, t.form)
     of_rounded = delta.d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
-    scale = abs(t.only_scale)
+    scale = abs(t.scale)
+    # Where the scale is 0, nothing is rounded after it.
+    of_scale = scale.masked_fill(scale == 0, 1.0) if isinstance(scale, torch.Tensor) else scale or 1.0
     largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
     for d in (delta.d, of_rounded):
         exact = on_grid(d_p - d, delta.b).mul_(t.p)
         if t.changed is not None:
             exact *= t.changed.slope
-        for factor in {1.0, scale} - {0.0}:
+        for factor in (1.0, of_scale):
             steps = 2 * half_ulp(exact * factor, t.form) / factor
             error = torch.round(exact / steps).mul_(steps).sub_(exact)
             largest_q = torch.maximum(largest_q, (error @ t.k).abs_().mul_(scale))
@@ -391,7 +388,7 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
         b.baddbmm_(repeated_sum(x.d_s), k_size)
         dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=abs(t.only_scale) / t.part)
     if ties and t.rounding.half:
-        tau2 = (neighbours(x.d_s, u / 16, _single(x.eta) / 8) - 1).mul_(r.own) @ k2
+        tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
         if r.of_p is not None:
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
@@ -476,7 +473,7 @@ def _dk(
             sums.flush.baddbmm_(x.moved.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
-        n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, _single(x.eta) / 8).mT
+        n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
         sums.tau2.baddbmm_(_elsewhere(n, t).mul_(r.own).mT, q2)
         if r.of_p is not None:
             n = neighbours(t.p.mT.contiguous(), t.form.u / 16).mT

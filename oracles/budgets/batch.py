@@ -30,7 +30,7 @@ class BatchTruth:
 
 
 def truth_of_batches(
-    batches: Sequence[Inputs], deviations: Deviations, device: str, chunk: int, generic: Sequence[int]
+    batches: Sequence[Inputs], deviations: Deviations, device: str, chunk: int, generic: Sequence[int], *, ties: bool = False
 ) -> BatchTruth:
     """Compute them for batches of equal dims and dtype, without modifiers, in frames of at most `chunk` scores.
 
@@ -40,42 +40,42 @@ def truth_of_batches(
         device: "cpu" or "cuda", for deviations declared for one of them.
         chunk: scores of a frame; a slot with more has one of its own.
         generic: numbers of the batches whose values are searched for repeats.
+        ties: whether to count equal values (tau), in half precision.
     """
     where = batches[0].q.device
     with torch.inference_mode(mode=False), torch.no_grad():
         partials = deviations.half_partials and batches[0].problem.groups > 1
         slots = Slots([each.problem for each in batches], chunk, where, even=partials)
         x = flat(slots, batches)
-        totals = _Totals(slots, BatchRepeats(slots, generic, where), where)
+        totals = _Totals(slots, BatchRepeats(slots, generic, where), where, ties=ties)
         for number, frame in enumerate(slots.frames):
             loaded = frame.take(x)
             with torch.enable_grad():
                 of = reference_of_heads(loaded.q, loaded.k, loaded.v, loaded.d_o, loaded.d_lse, frame.visible(), frame.scale)
             with torch.inference_mode():
-                t = scores(frame, loaded, deviations, device)
-                f, of_p = forward(t, ties=False)
+                t = scores(frame, loaded, deviations, device, ties=ties)
+                f, of_p = forward(t, ties=ties)
                 delta = delta_error(t, f, of_p)
                 del of_p
                 dk, dv = totals.sums(frame)
-                g = backward(t, f, delta, Sums.within(dk, SUMS), Sums.within(dv, _SUMS_DV), deviations, ties=False)
+                g = backward(t, f, delta, totals.of_dk(dk), totals.of_dv(dv), deviations, ties=ties)
                 totals.add(number, frame, of, t, f, g, dk, dv)
                 del loaded, of, t, f, delta, g, dk, dv
         with torch.inference_mode():
             return totals.finished(partials=partials)
 
 
-_SUMS_DV = (*SUMS, "noise")
-
-
 class _Totals:
     """Collects the results of all frames: one tensor for rows, one for keys."""
 
-    def __init__(self, slots: Slots, repeats: BatchRepeats, device: torch.device) -> None:
+    def __init__(self, slots: Slots, repeats: BatchRepeats, device: torch.device, *, ties: bool) -> None:
         self._slots, self._repeats = slots, repeats
+        self._of_dk = (*SUMS, *(("tau2",) if ties else ()))
+        self._of_dv = (*self._of_dk, "noise")
         p = slots.problems[0]
         self._qk, self._v = p.dim_qk, p.dim_v
         of_row = 2 + (1 + PARTS) * (self._qk + self._v)
-        of_key = (1 + len(SUMS)) * self._qk + (1 + len(_SUMS_DV)) * self._v
+        of_key = (1 + len(self._of_dk)) * self._qk + (1 + len(self._of_dv)) * self._v
         self._rows = torch.zeros((slots.row_starts[-1] + 1, of_row), dtype=torch.float64, device=device)
         # LSE of rows of sequences without keys.
         self._rows[:, 0] = -torch.inf
@@ -84,9 +84,17 @@ class _Totals:
     def sums(self, frame: SlotFrame) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros for the sums of dK and of dV."""
         z, _, keys = frame.shape
-        sizes = (len(SUMS) * self._qk, len(_SUMS_DV) * self._v)
+        sizes = (len(self._of_dk) * self._qk, len(self._of_dv) * self._v)
         dk, dv = (torch.zeros((z, keys, n), dtype=torch.float64, device=self._keys.device) for n in sizes)
         return dk, dv
+
+    def of_dk(self, whole: torch.Tensor) -> Sums:
+        """Return the sums of dK within a tensor of all."""
+        return Sums.within(whole, self._of_dk)
+
+    def of_dv(self, whole: torch.Tensor) -> Sums:
+        """Return the sums of dV within a tensor of all."""
+        return Sums.within(whole, self._of_dv)
 
     def add(
         self,
@@ -111,7 +119,7 @@ class _Totals:
         """Return the results of all batches."""
         qk, v, dtype = self._qk, self._v, self._slots.problems[0].dtype
         lse, m_lse, o, dq, of_o, of_dq = self._rows[:-1].split([1, 1, v, qk, PARTS * v, PARTS * qk], -1)
-        dk, dv, of_dk, of_dv = self._keys[:-1].split([qk, v, len(SUMS) * qk, len(_SUMS_DV) * v], -1)
+        dk, dv, of_dk, of_dv = self._keys[:-1].split([qk, v, len(self._of_dk) * qk, len(self._of_dv) * v], -1)
         steps = self._steps()
         return BatchTruth(
             self._slots,
@@ -120,8 +128,8 @@ class _Totals:
                 "o": Budget(*of_o.chunk(PARTS, -1)),
                 "lse": Budget(m_lse),
                 "dq": Budget(*of_dq.chunk(PARTS, -1)),
-                "dk": of_sums(Sums.within(of_dk, SUMS), steps, dtype, partials=partials),
-                "dv": of_sums(Sums.within(of_dv, _SUMS_DV), steps, dtype, partials=partials),
+                "dk": of_sums(self.of_dk(of_dk), steps, dtype, partials=partials),
+                "dv": of_sums(self.of_dv(of_dv), steps, dtype, partials=partials),
             },
             self._repeats,
         )

@@ -270,7 +270,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     )  # fmt: skip
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
-        m_lse += (p * (neighbours(e, EPS * s.shape[-1] / 2) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
+        m_lse += (p * (neighbours(e, EPS / 2 * placed.n_k) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
     if deviations.l_from_rounded_p:
         result.l_error = _rounded_sum(result)
         m_lse += result.l_error

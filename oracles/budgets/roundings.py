@@ -59,13 +59,13 @@ class Rounding:
         return size.clamp(max=eta).masked_fill_(x > 4 * eta, 0.0)
 
 
-def neighbours(x: torch.Tensor, window: float, least: float = 0.0) -> torch.Tensor:
+def neighbours(x: torch.Tensor, window: Steps, least: Steps = 0.0) -> torch.Tensor:
     """Count the entries of the last dimension within `window * |x|` of each x, itself included; float64, at least 1.
 
     Values that repeat are rounded alike, so that their errors add up and do not average out. `least`: a lower bound on the
     distance, for values whose units do not shrink with them.
     """
-    return near(x, (window * x.abs()).clamp_(min=least) if least else window * x.abs())
+    return near(x, (window * x.abs()).clamp_(min=least))
 
 
 def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:

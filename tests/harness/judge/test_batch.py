@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Layout, Needs, Problem
+from attnfuzz.oracles.budgets.batch import BatchTruth
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
@@ -115,6 +117,36 @@ def test_every_pattern_has_the_verdict_that_it_has_alone(dtype: str) -> None:
     for pattern, own, one in zip([p for p in PATTERNS for _ in range(2)], verdicts, judged, strict=True):
         assert one is None or one.verdict == own, pattern
     assert sum(each is not None for each in judged) >= 0.8 * len(every)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("deviations", [PLAIN, Deviations(half_partials=True), Deviations(ds_from_rounded_p=True)])
+def test_equal_values_are_counted_for_the_cases_that_need_it(
+    dtype: str, deviations: Deviations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries that repeat take dK and dV beyond the budget without ties: the batch counts them for those Cases only."""
+    counted: list[int] = []
+    original = batching.truth_of_batches
+
+    def truths(batches: Sequence[Inputs], *others: Any, ties: bool) -> BatchTruth:
+        counted.extend([len(batches)] if ties else [])
+        return original(batches, *others, ties=ties)
+
+    monkeypatch.setattr(batching, "truth_of_batches", truths)
+    lengths = [((320, 0, 60), (300, 7, 60)), ((250,), (280,)), ((128, 128), (190, 190))]
+    every = [
+        launched(
+            Problem(seqlens_q=q, seqlens_k=k, heads=4, kv_heads=2, dim_qk=32, dim_v=32, dtype=dtype),
+            Recipe(pattern=pattern, seed=seed, v_scale=4.0, do_scale=2.0),
+        )
+        for seed, (q, k) in enumerate(lengths)
+        for pattern in ("ties_q", "normal")
+    ]
+    verdicts = [alone(each, deviations) for each in every]
+    judged = judge_batch(every, deviations, "cpu")
+    assert [each and each.verdict for each in judged] == verdicts
+    assert sum(counted) <= len(every) // 2
+    assert counted or deviations != PLAIN, "what a kernel declares makes budgets wider"
 
 
 MIXED = [
@@ -273,7 +305,9 @@ def test_many_elements_are_judged_in_several_batches(monkeypatch: pytest.MonkeyP
     calls = []
     counted = batching.truth_of_batches
     monkeypatch.setattr(
-        batching, "truth_of_batches", lambda batches, *rest: calls.append(len(batches)) or counted(batches, *rest)
+        batching,
+        "truth_of_batches",
+        lambda batches, *rest, **named: calls.append(len(batches)) or counted(batches, *rest, **named),
     )
     monkeypatch.setitem(batching._ELEMENTS, "cpu", 40_000)
     parts = judge_batch(every, PLAIN, "cpu")
