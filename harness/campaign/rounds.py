@@ -22,7 +22,7 @@ _MOST_EMPTY = 3
 """Rounds without a new Case after which all Cases count as tried."""
 _SPARE = 8
 """Cases that a round draws beyond twice those that are lacking."""
-_REMEMBERED = 1 << 14
+_REMEMBERED = 1 << 12
 """Cases that are remembered where their number has no limit; of later ones, some may be tried twice."""
 
 

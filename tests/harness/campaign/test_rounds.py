@@ -154,5 +154,5 @@ def test_what_is_remembered_is_bounded(most: int | None) -> None:
         rounds.finish(round_.number)
     assert not rounds._untried
     assert not rounds._round_of
-    assert len(rounds._known) <= (4000 if most else (1 << 14) + EXAMPLES)
+    assert len(rounds._known) <= (4000 if most else (1 << 12) + EXAMPLES)
     assert len(rounds._together) <= 16
