@@ -28,7 +28,7 @@ __all__ = ["Journal", "LeftBehind", "copy_left_behind", "left_behind"]
 _SLOT = 1 << 20
 _SLOTS, _PASSING = 3, 2
 """Two slots for what is synchronised, alternately, and one for what is not."""
-_RESERVED = 1 << 16
+_RESERVED = 1 << 15
 """Bytes of a slot that are reserved on the disk: more than an entry usually has."""
 _HEAD = struct.Struct("32sQ")
 """SHA-256 of the content, and its length."""

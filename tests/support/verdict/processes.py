@@ -47,12 +47,12 @@ def finished(function: Callable[[Task], Result], tasks: Sequence[Task], jobs: in
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Processes that start in the block ignore Ctrl-C: the parent answers it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Processes that start in the block get no Ctrl-C: the parent answers it, after the block if it comes within."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare() -> None:
