@@ -61,8 +61,8 @@ _BATCHES: dict[Device, Batch] = {
     "cpu": Batch(most=16),
     "cuda": Batch(True, 96, float(1 << 26), _scores),
 }
-"""On a GPU the launches of one judgement cost more than the Cases: on an H200, batches of 96 gave 1.26 times the rate of 32.
-Scores of a batch take 0.5 GiB each time they are held."""
+"""On a GPU the launches of one judgement cost more than the Cases; scores of a batch take 0.5 GiB each time they are held.
+Numbers of Cases other than 96 have not been measured beside it."""
 
 
 def batch_for(settings: Settings) -> Batch:
