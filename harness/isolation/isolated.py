@@ -31,6 +31,7 @@ from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Figures, Verdict
+from attnfuzz.harness.trial.errors import MEMORY_TAKEN
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
@@ -323,6 +324,8 @@ class Isolated:
             # The oracle needs more time or memory than there is: the kernel is not judged.
             late = isinstance(outcome, Death) and outcome.why == "hang"
             unjudged = "the oracle takes too long" if late else "the oracle needs too much memory"
+            if isinstance(outcome, Error) and MEMORY_TAKEN in outcome.message:
+                unjudged = MEMORY_TAKEN
             figures = {name: Figures(elements=0, unjudged=unjudged) for name in case.problem.needs.outputs}
         else:
             raise error

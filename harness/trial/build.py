@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.trial.errors import describe_exception, may_catch
+from attnfuzz.harness.trial.errors import MEMORY_TAKEN, describe_exception, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, when_free
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
@@ -60,7 +60,7 @@ def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> 
 def _blame_others(error: BaseException, device: Device) -> None:
     """Raise a MemoryError if other processes hold the GPU's memory."""
     if is_out_of_memory(error) and not is_own_need(error, device):
-        raise MemoryError(f"other processes hold the GPU's memory: {describe_exception(error)}") from error
+        raise MemoryError(f"{MEMORY_TAKEN}: {describe_exception(error)}") from error
 
 
 def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Device) -> tuple[float, str | None]:

@@ -8,8 +8,10 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.strategies.case import Case
 
-__all__ = ["BatchLost", "DeviceLost", "describe_exception", "format_traceback", "mark_as_child", "may_catch"]
+__all__ = ["MEMORY_TAKEN", "BatchLost", "DeviceLost", "describe_exception", "format_traceback", "mark_as_child", "may_catch"]
 
+MEMORY_TAKEN = "other processes hold the GPU's memory"
+"""Says why memory was refused: a Case that needs little of it is not judged then."""
 _LONGEST = 2000
 _child = False
 

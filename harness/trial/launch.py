@@ -13,7 +13,7 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.judge.failure import Failure, Kind
 from attnfuzz.harness.trial import gpu_memory
-from attnfuzz.harness.trial.errors import DeviceLost, describe_exception, format_traceback, may_catch
+from attnfuzz.harness.trial.errors import MEMORY_TAKEN, DeviceLost, describe_exception, format_traceback, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
 from attnfuzz.harness.trial.writes import Writes
@@ -109,7 +109,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
         if not may_catch(error):
             raise
         if is_out_of_memory(error) and not gpu_memory.is_own_need(error, device):
-            raise MemoryError(f"other processes hold the GPU's memory: {describe_exception(error)}") from error
+            raise MemoryError(f"{MEMORY_TAKEN}: {describe_exception(error)}") from error
         failure = _misused(case.kernel, watch.fault) if watch.fault else _raised(case.kernel, step, error)
         if not environment.alive(device):
             raise DeviceLost(case, _device_error(failure)) from error

@@ -32,6 +32,7 @@ from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, reproduce
 from attnfuzz.harness.trial.build import build_kernel
+from attnfuzz.harness.trial.errors import MEMORY_TAKEN
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import BadArgument, Problem
@@ -199,6 +200,7 @@ def test_late_may_be_slow_and_is_tried_once_more_without_haste(executor: Isolate
         (death("hang", "oracle", 5.0), "the oracle takes too long"),
         (death("memory", "judge"), "the oracle needs too much memory"),
         (Error("OutOfMemoryError", "CUDA out of memory", ""), "the oracle needs too much memory"),
+        (Error("MemoryError", f"MemoryError: {MEMORY_TAKEN}: CUDA out of memory", ""), MEMORY_TAKEN),
     ],
 )
 def test_what_the_harness_cannot_judge_blames_no_kernel(
