@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.problem import Dtype
+from attnfuzz.oracles.fused import fused
 
 __all__ = ["EPS", "LAST_BITS", "TF32", "TINY", "Format", "half_ulp", "half_ulp_of_sum", "on_grid", "rounded"]
 
@@ -50,6 +51,7 @@ _EXPONENT = 0x7FF0000000000000
 """Exponent bits of a float64: masking a positive normal number with them gives the power of two at or below it."""
 
 
+@fused
 def half_ulp(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Return half a unit in the last place of `form` at |x|, at least half the smallest subnormal; float64."""
     # Numbers below the smallest normal have its spacing.
@@ -57,6 +59,7 @@ def half_ulp(x: torch.Tensor, form: Format) -> torch.Tensor:
     return power.view(torch.float64).mul_(form.u)
 
 
+@fused
 def half_ulp_of_sum(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Return `half_ulp` of a float64 sum, that of the power of two above where only the last bits are missing to it."""
     return half_ulp(x * (1 + LAST_BITS), form)
@@ -67,17 +70,19 @@ _TO_GRID = 1.5 * 2.0**36
 _LARGEST = 1e150
 
 
+@fused
 def on_grid(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """Round x in place to a multiple of 2**-16 of `error`, a bound on the error of x in float32 (its power of two); return x.
+    """Round x to a multiple of 2**-16 of `error`, a bound on the error of x in float32 (its power of two).
 
     float64's own error has the same bound times 2**-29, and depends on the order of additions: on the width of a frame. Values
     that are 0, a power of two or halfway between two half-precision numbers in exact arithmetic are exactly that on the grid, so
     that no comparison turns on their last bits. Where `error` is 0, x is not changed.
     """
     power = error.clamp(max=_LARGEST).view(torch.int64).bitwise_and_(_EXPONENT).view(torch.float64).mul_(_TO_GRID)
-    return x.add_(power).sub_(power)
+    return (x + power).sub_(power)
 
 
+@fused
 def rounded(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Round float64 to `form` once, to nearest even, overflow to infinity; the result stays float64."""
     unit = 2 * half_ulp(x, form)

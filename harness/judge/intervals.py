@@ -12,6 +12,7 @@ from attnfuzz.harness.judge.verdict import IN_DOUBT, Figures, four_digits
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
+from attnfuzz.oracles.fused import fused
 
 __all__ = ["Measurement", "Side", "compared", "figures_of", "measure", "place_of_lse"]
 
@@ -135,31 +136,55 @@ def compared(sides: list[Side], form: Format, exact: slice) -> tuple[torch.Tenso
     got = torch.cat([each.got for each in sides]).to(torch.float64)
     truth = torch.cat([each.true.expected.flatten() for each in sides])
     allowed = torch.cat([each.true.allowed.flatten() for each in sides])
+    random, b = _limits(sides, truth)
+    if exact.stop - exact.start in (0, len(got)):
+        return _compared(got, truth, allowed, random, b, None, form, exact.stop == exact.start)
+    lse = torch.zeros(got.shape, dtype=torch.bool, device=got.device)
+    lse[exact] = True
+    return _compared(got, truth, allowed, random, b, lse, form, True)
+
+
+@fused
+def _compared(
+    got: torch.Tensor,
+    truth: torch.Tensor,
+    allowed: torch.Tensor,
+    random: torch.Tensor,
+    b: torch.Tensor,
+    lse: torch.Tensor | None,
+    form: Format,
+    rounds: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return `compared` of each element; not rounded are those of `lse`, and all unless `rounds`."""
     # -inf has no budget and must be met exactly.
     endless = torch.isinf(truth)
     centre = truth.masked_fill(endless, 0.0)
     judged, finite = allowed != torch.inf, torch.isfinite(got)
-    ends = torch.stack([centre - allowed, centre + allowed])
-    low, high = rounded(ends, form)
-    cell = half_ulp(got.nan_to_num(nan=0.0, posinf=form.largest, neginf=-form.largest), form)
-    low[exact], high[exact] = ends[0, exact], ends[1, exact]
-    cell[exact] = 0.0
-    excess = (got - centre).abs_().sub_(cell).clamp_(min=0.0)
-    inside = torch.where(endless, got == truth, (low <= got) & (got <= high)) | ~judged
+    low, high, cell = centre - allowed, centre + allowed, torch.zeros_like(got)
+    if rounds:
+        ends = (rounded(low, form), rounded(high, form))
+        own = half_ulp(got.nan_to_num(nan=0.0, posinf=form.largest, neginf=-form.largest), form)
+        if lse is None:
+            (low, high), cell = ends, own
+        else:
+            low, high = torch.where(lse, low, ends[0]), torch.where(lse, high, ends[1])
+            cell = torch.where(lse, 0.0, own)
+    excess = (got - centre).abs().sub_(cell).clamp_(min=0.0)
+    inside = (endless & (got == truth)) | (~endless & (low <= got) & (got <= high)) | ~judged
     # The interval decides; the ratio only measures, and its own rounding may put it on the wrong side of 1.
     ratio = (excess / allowed).nan_to_num_(nan=0.0, posinf=torch.inf)
     ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=1.0 + 1e-6))
-    ratio = torch.where(inside | finite & ~endless, ratio, torch.inf).masked_fill_(inside & (endless | ~finite), 0.0)
+    ratio = torch.where(inside | (finite & ~endless), ratio, torch.inf).masked_fill(inside & (endless | ~finite), 0.0)
     broken = (torch.isnan(got) & judged) | (~finite & ~inside)
     # At the edge of two binades a value may round correctly and be inside, while its distance is in units of the finer one.
-    multiples = _multiples(excess, sides)
-    multiples = torch.where(inside, multiples.clamp(max=6.0), multiples).masked_fill_(~judged, 0.0)
+    multiples = (excess - b).clamp_(min=0.0).mul_(6).div_(random).masked_fill(random == 0, 0.0).nan_to_num_(nan=0.0)
+    multiples = torch.where(inside, multiples.clamp(max=6.0), multiples).masked_fill(~judged, 0.0)
     return ~inside, broken, ratio, judged, multiples
 
 
-def _multiples(excess: torch.Tensor, sides: list[Side]) -> torch.Tensor:
-    """Return each error beyond B in multiples of its root mean square, where that is the limit; else 0."""
-    zero = torch.zeros_like(excess)
+def _limits(sides: list[Side], truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what errors beyond B are measured by, their limit by random roundings, else 0, and B."""
+    zero = torch.zeros_like(truth)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for each in sides:
         budget = each.true.budget
@@ -168,5 +193,4 @@ def _multiples(excess: torch.Tensor, sides: list[Side]) -> torch.Tensor:
         else:
             parts.append((budget.random.flatten(), budget.b.flatten()))
     random, b = (torch.cat(each) for each in zip(*parts, strict=True))
-    multiples = (excess - b).clamp_(min=0.0).mul_(6).div_(random)
-    return multiples.masked_fill_(random == 0, 0.0).nan_to_num_(nan=0.0)
+    return random, b

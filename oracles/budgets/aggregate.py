@@ -31,6 +31,7 @@ from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats, generic
 from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp, on_grid
+from attnfuzz.oracles.fused import fused
 
 __all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
@@ -107,15 +108,32 @@ def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format
 
 def sums_of_rows(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> list[torch.Tensor]:
     """Return for each output and each of its rows w err^2, w Ex, y^2, B's share of t, and t, t^2 of both t: `(SUMS, rows)`."""
-    sizes, dims = [each[0].numel() for each in outputs], [each[0].shape[-1] for each in outputs]
+    return [_of_rows(got, expected, budget, form) for got, expected, budget in outputs]
 
-    def joined(parts: list[torch.Tensor | None]) -> torch.Tensor:
-        return torch.cat([x.flatten() for x in parts if x is not None])
 
-    got, expected = joined([each[0] for each in outputs]), joined([each[1] for each in outputs])
-    b, flush, noise, allowed, reorder = (
-        joined([getattr(each[2], x) for each in outputs]) for x in ("b", "flush", "noise", "allowed", "reorder")
-    )
+def _of_rows(got: torch.Tensor, expected: torch.Tensor, budget: Budget, form: Format) -> torch.Tensor:
+    b, flush, noise, reorder = budget.b, budget.flush, budget.noise, budget.reorder
+    assert b is not None
+    assert flush is not None
+    assert noise is not None
+    assert reorder is not None
+    columns = torch.stack(_terms(got, expected, b, flush, noise, budget.allowed, reorder, form)).flatten(1, -2).sum(-1)
+    noise_, y, slope, t, other = columns
+    return torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other])
+
+
+@fused
+def _terms(
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    b: torch.Tensor,
+    flush: torch.Tensor,
+    noise: torch.Tensor,
+    allowed: torch.Tensor,
+    reorder: torch.Tensor,
+    form: Format,
+) -> tuple[torch.Tensor, ...]:
+    """Return of each element w err^2, w Ex, B's share of t, t, and t without the last rounding where it is known."""
     expected = on_grid(expected, b)
     h = half_ulp(expected, form)
     unit, h2 = 2 * h, h * h
@@ -123,23 +141,17 @@ def sums_of_rows(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form:
     rest = (b - flush).clamp_(min=0.0)
     s = noise + flush * flush + (rest / 8).square_()
     stays = (s / h2).mul_(-4).exp_()
-    h2.div_(3)
+    h2 = h2 / 3
     likely = res.square().mul_(stays).add_(s).add_((1 - stays).mul_(h2))
     counted = torch.isfinite(got) & (expected != 0) & (allowed < torch.inf)
     w = torch.where(counted, 1 / (s + h2), 0.0)
     error = torch.where(counted, got - expected, 0.0)
     weighted = w * error
-    columns = torch.stack(
-        [
-            weighted * error,
-            (w * likely).nan_to_num_(nan=0.0),
-            (rest / 4).add_(flush).add_(reorder, alpha=1 / 3).mul_(w).mul_(expected.abs()),
-            weighted * expected,
-            torch.addcmul(error, stays, res, value=-1).mul_(w).mul_(expected),
-        ]
-    ).nan_to_num_(nan=0.0)
-    totals = []
-    for part, dim in zip(columns.split(sizes, 1), dims, strict=True):
-        noise_, y, slope, t, other = part.unflatten(1, (-1, dim)).sum(-1)
-        totals.append(torch.stack([noise_, y, y * y, slope, t, t * t, other, other * other]))
-    return totals
+    columns = (
+        weighted * error,
+        (w * likely).nan_to_num_(nan=0.0),
+        (rest / 4).add_(flush).add_(reorder, alpha=1 / 3).mul_(w).mul_(expected.abs()),
+        weighted * expected,
+        torch.addcmul(error, stays, res, value=-1).mul_(w).mul_(expected),
+    )
+    return tuple(each.nan_to_num_(nan=0.0) for each in columns)

@@ -9,21 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.contract import Deviations
+from attnfuzz.oracles.budgets import backward_formulas as formulas
 from attnfuzz.oracles.budgets.captured import CapturedSums
-from attnfuzz.oracles.budgets.forward import (
-    TIES,
-    Forward,
-    OfP,
-    Scores,
-    accumulated,
-    at_least_one,
-    difference,
-    least,
-    lost,
-    repeated_sum,
-    spread_of,
-    steps_of,
-)
+from attnfuzz.oracles.budgets.forward import Forward, OfP, Scores, at_least_one, repeated_sum
+from attnfuzz.oracles.budgets.forward_formulas import TIES, limited, lost
 from attnfuzz.oracles.budgets.roundings import VARIANCE, direction, near, neighbours
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.oracles.frames import Steps
@@ -79,9 +68,13 @@ class Sums:
 
 @dataclass(slots=True, eq=False)
 class Gradients:
-    """dQ's budget; where dS may overflow, `m_dq` and dK's `b` are infinite. The last four only if not lean."""
+    """dQ's budget; where dS may overflow, `m_dq` and dK's `b` are infinite. The last four only if not lean.
+
+    `random`: 6 sigma + 4 tau where that is the limit, else 0.
+    """
 
     m_dq: torch.Tensor
+    random: torch.Tensor
     sigma2: torch.Tensor
     tau2: torch.Tensor | None
     hard: torch.Tensor
@@ -108,44 +101,20 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
           + lost(dO, O)
     """
     d_p = t.d_o @ t.v.mT
-    h = half_ulp(f.o, t.form)
-    unit = 2 * h
-    error = torch.round(f.o / unit).mul_(unit).sub_(f.o)
-    o_size = f.o.abs()
-    error.masked_fill_(o_size > t.form.largest, 0.0)
-    res2, h2 = error * error, h * h
-    r = torch.minimum(h, error.abs() + f.m_o)
-    s = torch.addcmul(f.sigma2, f.b, f.b)
-    if f.tau2 is not None:
-        s += f.tau2
-    certain = torch.exp(s.mul_(-4).div_(h2))
-    e2 = torch.minimum(torch.lerp(h2.div_(3), res2, certain), r * r)
-    det = (t.d_o * error).mul_(certain.sqrt()).sum(-1, keepdim=True)
-    d_size, dp2 = t.d_size, d_p * d_p
-    do_e2 = t.d2 * e2
-    l2 = t.l * t.l
-    sigma2 = torch.maximum(do_e2.sum(-1, keepdim=True), det * det) + (p.variance * dp2).sum(-1, keepdim=True) / l2
+    of_o = formulas.of_o(f.o, f.m_o, f.sigma2, f.tau2, f.b, t.d_o, f.pv, f.reorder, t.form, t.v.shape[-1])
+    by_o, det, hard_o, arithmetic, d, sizes = (x.sum(-1, keepdim=True) for x in of_o)
+    moved = t.d_size @ t.v_size.mT if t.rounding.tf32 else None
+    of_p = formulas.of_d_p(d_p, t.p, p.variance, p.worst, p.flushed, moved)
+    by_p, hard_p, mean2, flush = (x.sum(-1, keepdim=True) for x in of_p)
+    sigma2, hard = formulas.random_of_d(by_o, det, by_p, hard_o, hard_p)
     tau2 = None
     if p.repeated is not None:
-        tau2 = (do_e2 * (neighbours(f.o, t.form.u / 16) - 1)).sum(-1, keepdim=True) + (p.repeated * dp2).sum(
-            -1, keepdim=True
-        ) / l2
-    d = (t.d_o * f.pv).sum(-1, keepdim=True)
-    dp_size = d_p.abs()
-    moved = d_size @ t.v_size.mT if t.rounding.tf32 else dp_size
-    hard = (d_size * r).sum(-1, keepdim=True) + (p.worst * moved).sum(-1, keepdim=True) / t.l
-    variance = difference((t.p * dp2).sum(-1, keepdim=True), d * d)
-    b = (variance * f.e_f2).sqrt_() + (d_size * f.reorder.add(o_size, alpha=EPS * (6 + t.v.shape[-1] / 16))).sum(-1, keepdim=True)
-    flush = (p.flushed * dp_size).sum(-1, keepdim=True) / t.l
-    b += flush
-    b += lost(d_size.sum(-1, keepdim=True), o_size.sum(-1, keepdim=True), t.v.shape[-1])
+        tau2 = (of_o[0] * (neighbours(f.o, t.form.u / 16) - 1)).sum(-1, keepdim=True)
+        tau2 += (p.repeated * d_p * d_p).sum(-1, keepdim=True)
+    lesser, b = formulas.delta_bound(d, mean2, f.e_f2, arithmetic, flush, sizes, t.d_lse, t.dead, t.v.shape[-1])
     if t.l_error is not None:
-        b += t.l_error * d.abs()
-    if t.d_lse is not None:
-        d, b = d - t.d_lse, b + 2 * EPS * t.d_lse.abs()
-    for each in (hard, sigma2, b, flush):
-        each.masked_fill_(t.dead, 0.0)
-    return Delta(d_p=d_p, d=d, hard=hard, sigma2=sigma2, tau2=tau2, b=b, flush=flush)
+        b = b + t.l_error * d.abs()
+    return Delta(d_p=d_p, d=lesser, hard=hard, sigma2=sigma2, tau2=tau2, b=b, flush=flush)
 
 
 def backward(
@@ -160,7 +129,7 @@ def backward(
     lean: bool = False,
     captured: CapturedSums | None = None,
 ) -> Gradients:
-    """Compute the budget of dQ (overwrites dP), and add to the sums of dK and dV; `lean` leaves out parts for statistics.
+    """Compute the budget of dQ, and add to the sums of dK and dV; `lean` leaves out parts for statistics.
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
     dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) v_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|
@@ -183,72 +152,67 @@ def backward(
     Where mask_mod is in doubt, P e grows by how far P may move (doubts.py), and B_D by the effect on D (`Delta.move`). Neither
     averages out: for the statistics they count as flushed.
     """
-    d_p = delta.d_p
-    e = torch.add(t.delta, t.s_size, alpha=4 * EPS).add_(t.lse.abs() * (4 * EPS) + t.m_lse).clamp_(max=80.0)
-    e = torch.expm1(e).masked_fill_(t.unseen if t.doubt is None else t.unseen & t.doubt.hidden, 0.0)
-    pe = t.p * e
-    moved = None
-    if t.doubt is not None:
-        moved = t.doubt.moved(t.p, e, t.rounding.worst(t.doubt.high, t.form.eta))
-        pe += moved
     lost_keys = t.lost_keys
-    _dv(t, dv, e, pe, moved, lost_keys, deviations, ties=ties)
-    del e
-    gap = on_grid(d_p - delta.d, delta.b)
-    d_s = t.p * gap
-    gap.abs_()
+    pe, moved = _dv(t, dv, lost_keys, deviations, ties=ties)
     steps = max(1.0, t.v.shape[-1] / 16)
+    of_c = 4 * EPS * math.sqrt(steps) + (TF32 if t.rounding.tf32 else 0.0)
     c_size = t.d_size @ t.v_size.mT
-    inner = d_p.abs_().mul_(4 * EPS * steps).add_(c_size, alpha=4 * EPS * math.sqrt(steps) + (TF32 if t.rounding.tf32 else 0.0))
-    inner.add_(gap, alpha=4 * EPS).add_(lost(t.d_size.sum(-1, keepdim=True), 0.0, t.v.shape[-1]))
-    inner.add_(t.v_size.sum(-1)[:, None, :], alpha=TINY)
-    if moved is not None:
+    of_row, of_key = lost(t.d_size.sum(-1, keepdim=True), 0.0, t.v.shape[-1]), t.v_size.sum(-1)[:, None, :] * TINY
+    wants_gap = moved is not None or t.changed is not None or deviations.ds_from_rounded_p
+    d_s, e_s, *gaps = formulas.of_ds(
+        delta.d_p, delta.d, delta.b, t.p, pe, c_size, of_row, of_key, 4 * EPS * steps, of_c, wants_gap
+    )
+    delta.d_p = delta.d
+    gap = gaps[0] if gaps else None
+    if moved is not None and gap is not None:
         delta.move(moved, gap, c_size)
         moved = moved * (gap + delta.flush)
-    del c_size
-    grown, weight = t.p + pe, t.p
-    flushed = (gap + 1).mul_(TINY).masked_fill_(t.unseen, 0.0)
-    e_s = inner.mul_(grown).addcmul_(pe, gap).add_(flushed)
-    del flushed
-    around = delta.b + (torch.minimum(delta.hard, spread_of(delta.sigma2, delta.tau2)) if t.rounding.half else delta.hard)
-    slack = torch.addcmul(e_s, grown, around)
-    eta = _unit_of_ds(t)
-    pk = f.pk
+    del c_size, gaps
+    around = formulas.around_d(delta.b, delta.hard, delta.sigma2, delta.tau2, t.rounding.half)
+    x = _Ds(
+        d_s=d_s, e_s=e_s, pe=pe, around=around, gap=gap, lost_keys=lost_keys, eta=_unit_of_ds(t), weight=t.p, pk=f.pk, moved=moved
+    )
     if t.changed is not None:
-        if captured is not None:
-            captured.add(t.changed, d_s, slack, None if t.doubt is None else t.doubt.endless & t.doubt.reach)
-        # dS of the score before score_mod: times its derivative there, which has an error too
-        slope, off = t.changed.slope, t.changed.slope_error
-        size, steep = slope.abs(), slope.abs() + off
-        e_s = (e_s * steep).addcmul_(d_s.abs(), off + 2 * EPS * size)
-        slack = (slack * steep).addcmul_(d_s.abs(), off + 2 * EPS * size)
-        pe, grown = (pe * steep).addcmul_(t.p, off), grown * steep
-        moved = None if moved is None else moved * steep
-        d_s, gap, weight = d_s * slope, gap * size, t.p * size
-        pk = (t.p * slope) @ t.k
-    x = _Ds(d_s, slack, pe, grown, e_s, gap, lost_keys, eta, weight, pk, moved)
+        _through_score_mod(t, x, captured)
     return _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
+
+
+def _through_score_mod(t: Scores, x: _Ds, captured: CapturedSums | None) -> None:
+    """Make dS that of the score before score_mod: times its derivative there, which has an error too."""
+    assert t.changed is not None
+    assert x.gap is not None
+    grown = t.p + x.pe
+    slack = torch.addcmul(x.e_s, grown, x.around)
+    if captured is not None:
+        captured.add(t.changed, x.d_s, slack, None if t.doubt is None else t.doubt.endless & t.doubt.reach)
+    slope, off = t.changed.slope, t.changed.slope_error
+    size, steep = slope.abs(), slope.abs() + off
+    x.e_s = (x.e_s * steep).addcmul_(x.d_s.abs(), off + 2 * EPS * size)
+    x.slack = (slack * steep).addcmul_(x.d_s.abs(), off + 2 * EPS * size)
+    x.pe, x.grown = (x.pe * steep).addcmul_(t.p, off), grown * steep
+    x.moved = None if x.moved is None else x.moved * steep
+    x.d_s, x.gap, x.weight = x.d_s * slope, x.gap * size, t.p * size
+    x.pk = (t.p * slope) @ t.k
 
 
 def _unit_of_ds(t: Scores) -> Steps:
     """Return half a subnormal unit of dS where a kernel scales it before its rounding, at least that of the dtype."""
     if isinstance(t.scale, torch.Tensor):
-        return t.scale.abs().reciprocal().masked_fill(t.scale == 0, 1.0).clamp_(min=1.0).mul_(t.form.eta)
+        return formulas.unit_of_ds(t.scale, t.form.eta)
     return t.form.eta * max(1.0, 1 / abs(t.scale) if t.scale else 1.0)
 
 
 @dataclass(slots=True, eq=False)
 class _Ds:
     d_s: torch.Tensor
-    slack: torch.Tensor
-    """p: the error of dS before it is rounded."""
-    pe: torch.Tensor
-    grown: torch.Tensor
-    """P e and P (1 + e)."""
     e_s: torch.Tensor
-    """E: the part of the error from the arithmetic of this entry alone."""
-    gap: torch.Tensor
-    """|dP - D|."""
+    """E: the part of its error from the arithmetic of this entry alone."""
+    pe: torch.Tensor
+    """P e."""
+    around: torch.Tensor
+    """(Z, rows, 1): the error of D."""
+    gap: torch.Tensor | None
+    """|dP - D|, where it is needed."""
     lost_keys: torch.Tensor
     """(Z, keys, 1): whether some row that may see the key has unbounded errors."""
     eta: Steps
@@ -259,44 +223,36 @@ class _Ds:
     """Factor of an error of D in dQ, (Z, rows, dim_qk): P @ k, P times that derivative."""
     moved: torch.Tensor | None
     """The part of the error of dS from a mask_mod in doubt."""
+    slack: torch.Tensor | None = None
+    """p: the error of dS before it is rounded; None: E + P (1 + e) `around`."""
+    grown: torch.Tensor | None = None
+    """P (1 + e) with score_mod; None: P + P e."""
 
 
 def _dv(
-    t: Scores,
-    sums: Sums,
-    e: torch.Tensor,
-    pe: torch.Tensor,
-    moved: torch.Tensor | None,
-    lost_keys: torch.Tensor,
-    deviations: Deviations,
-    *,
-    ties: bool,
-) -> None:
-    u, eta = t.form.u, t.form.eta
-    rest = 1 - t.p
-    one = (rest < u / 8).logical_and_(e < u / 8)
-    if t.rounding.tf32:
-        one.zero_()
-    if t.doubt is not None:
-        one &= ~t.doubt.rows
-    exact = rest if t.rounding.half else torch.zeros_like(rest)
-    v_b = t.rounding.variance(t.p, eta, one)
-    c_b = torch.where(one, exact, t.rounding.worst(t.p, eta))
-    h_b = torch.where(one, exact, t.rounding.flushed(t.p, pe, eta))
+    t: Scores, sums: Sums, lost_keys: torch.Tensor, deviations: Deviations, *, ties: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Add to the sums of dV; return P e, and the part of it from a mask_mod in doubt."""
+    u, eta, noise = t.form.u, t.form.eta, sums.noise is not None
+    moved = None
+    if t.doubt is None:
+        pe, bound, h_b, v_b, c_b, *exact_units = formulas.of_dv(t.p, t.delta, t.s, t.lse, t.m_lse, t.rounding, noise)
+    else:
+        e = formulas.recomputed(t.delta, t.s, t.lse, t.m_lse).masked_fill_(~t.visible & t.doubt.hidden, 0.0)
+        moved = t.doubt.moved(t.p, e, t.rounding.worst(t.doubt.high, eta))
+        pe = t.p * e + moved
+        bound, h_b, v_b, c_b, *exact_units = formulas.of_dv_in_doubt(t.p, e, pe, t.doubt.rows, t.rounding, noise)
     d_size, d2 = t.d_size, t.d2
     sums.result.baddbmm_(t.p.mT, t.d_o)
     sums.size.baddbmm_(t.p.mT, d_size)
-    flush = h_b.mT @ d_size
-    sums.b.baddbmm_(pe.mT, d_size).add_(flush)
-    sums.b.addcmul_(t.touched, lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.terms_q)).masked_fill_(lost_keys, torch.inf)
+    sums.b.baddbmm_(bound.mT, d_size).addcmul_(t.touched, lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.terms_q))
+    sums.b.masked_fill_(lost_keys, torch.inf)
     sums.sigma2.baddbmm_(v_b.mT, d2)
-    sums.hard.baddbmm_(torch.addcmul(c_b, c_b, e).mT, d_size)
+    sums.hard.baddbmm_(c_b.mT, d_size)
     if sums.flush is not None:
-        sums.flush.add_(flush)
-        if moved is not None:
-            sums.flush.baddbmm_(moved.mT, d_size)
+        sums.flush.baddbmm_((h_b if moved is None else h_b + moved).mT, d_size)
     if sums.noise is not None:
-        sums.noise.baddbmm_(t.rounding.true_variance(t.p, v_b).mT, d2)
+        sums.noise.baddbmm_(exact_units[0].mT, d2)
     if ties and t.rounding.half:
         assert sums.tau2 is not None
         n = neighbours(t.p.mT.contiguous(), u / 16, eta / 8).mT
@@ -308,6 +264,7 @@ def _dv(
         sums.b.baddbmm_(repeated_sum(t.p.mT.contiguous()), d_size, alpha=1 / t.part)
     if deviations.half_partials:
         _add_partials(t, sums, t.p, t.d_o, 1.0)
+    return pe, moved
 
 
 def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -316,6 +273,7 @@ def _rounded_p(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     The coherent part is from P that may be flushed, and from P next to 1, which becomes 1.
     """
     u, eta = t.form.u, t.form.eta
+    assert x.gap is not None
     rest, flushed = 1 - t.p, t.rounding.flushed(t.p, x.pe, eta)
     top = rest < u
     units = half_ulp_of_sum(t.p, t.form).square_().mul_(1 / 3).masked_fill_(top | (flushed > 0), 0.0)
@@ -371,43 +329,40 @@ def _known_roundings(t: Scores, random: torch.Tensor, sigma2: torch.Tensor) -> t
 
 def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: Deviations, *, ties: bool, lean: bool) -> Gradients:
     scale, u = abs(t.scale), t.form.u
-    r = _roundings_of_ds(t, x, deviations)
-    k_size, k2, pk = t.k_size, t.k2, x.pk.abs() * scale
-    pk2 = pk * pk
-    dq, reach = (x.d_s @ t.k).mul_(t.scale), r.size @ k_size
-    sigma2 = torch.baddbmm(delta.sigma2 * pk2, r.random, k2)
-    hard = torch.baddbmm(delta.hard * pk, r.worst, k_size)
-    b = torch.baddbmm(delta.b * pk, torch.addcmul(r.systematic, x.pe, delta.b), k_size)
-    n_k = t.n_k
-    halves = (n_k / 32).ceil() if isinstance(n_k, torch.Tensor) else math.ceil(n_k / 32)
-    reorder = accumulated(steps_of(n_k) + halves, dq, reach, t.form)
-    b += reorder
-    b += lost(t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k).mul_(1 + scale)
+    r = _roundings_of_ds(t, x, delta, deviations, own=ties and t.rounding.half)
+    k_size, k2 = t.k_size, t.k2
+    p2 = x.weight * x.weight
+    dq, b, flush = formulas.dq_sums(x.d_s @ t.k, x.pk, r.of_dq @ k_size, r.flushed @ k_size, delta.b, delta.flush, t.scale)
+    sigma2, hard = formulas.spread_of_d(r.random @ k2, r.worst @ k_size, x.pk, delta.sigma2, delta.hard, t.scale)
+    reorder, b = formulas.dq_bound(
+        dq, b, r.size @ k_size, t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k, t.n_k, t.scale, t.form
+    )
     tau2 = row_ties = known_k = None
     if ties and not t.rounding.half:
         b.baddbmm_(repeated_sum(x.d_s), k_size)
         dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=abs(t.only_scale) / t.part)
     if ties and t.rounding.half:
+        assert r.own is not None
         tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
         if r.of_p is not None:
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
-            tau2 += delta.tau2 * pk2
+            tau2 += delta.tau2 * (x.pk * scale).square_()
         known_q, known_k = _known_of_ds(t, f, delta)
         tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
     over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
-    m_dq = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
-    m_dq.masked_fill_(over.any(-1, keepdim=True).logical_or_(t.lost_rows), torch.inf)
-    dk.b.addcmul_(t.touched, lost(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.terms_q).mul_(1 + scale))
+    endless = over.any(-1, keepdim=True).logical_or_(t.lost_rows)
+    b, m_dq, random = limited(hard, sigma2, tau2, b, None, t.dead, endless, t.rounding.half)
+    dk.b.add_(formulas.key_loss(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.terms_q, t.touched, 1 + scale))
     dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
-    of_d = _dk(t, delta, x, r, dk, row_ties, known_k, deviations)
-    gradients = Gradients(m_dq=m_dq, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
+    of_d = _dk(t, delta, x, r, p2, dk, row_ties, known_k, deviations)
+    gradients = Gradients(m_dq=m_dq, random=random, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
     if not lean:
-        p2, q2 = (x.weight * x.weight).sum(-1, keepdim=True), (t.q * t.q).sum(-1, keepdim=True)
         # A flushed P moves D, and with it its whole row: a coherent error too.
-        gradients.flush = torch.addcmul(r.flushed @ k_size, delta.flush, pk)
-        gradients.d_s, gradients.carried = x.d_s, (delta.sigma2 * p2 * q2)[..., 0]
+        gradients.flush = flush
+        gradients.d_s = x.d_s
+        gradients.carried = (delta.sigma2 * p2.sum(-1, keepdim=True) * (t.q * t.q).sum(-1, keepdim=True))[..., 0]
         gradients.of_d, gradients.sigma2_dk = of_d.sum((1, 2)), dk.sigma2.sum((1, 2))
     return gradients
 
@@ -418,33 +373,44 @@ class _Roundings:
 
     size: torch.Tensor
     """|dS| plus its error before it is rounded."""
-    own: torch.Tensor
-    """The mean square of its own rounding."""
     random: torch.Tensor
-    """`own` plus the mean squares of the roundings of its inputs."""
-    of_p: torch.Tensor | None
-    """The part of `random` from P's rounding, where dS is taken from rounded P."""
+    """The mean square of its own rounding, plus the mean squares of the roundings of its inputs."""
     worst: torch.Tensor
     flushed: torch.Tensor
-    systematic: torch.Tensor
-    """Errors that do not average out: the arithmetic of this entry, and flushed values."""
+    of_dq: torch.Tensor
+    of_dk: torch.Tensor
+    """Errors that do not average out: the arithmetic of this entry, flushed values, and the part of D's error."""
+    flushed_dk: torch.Tensor
+    """Flushed values, here and in D."""
+    own: torch.Tensor | None = None
+    """The mean square of its own rounding, if it was asked for."""
+    of_p: torch.Tensor | None = None
+    """The part of `random` from P's rounding, where dS is taken from rounded P."""
 
 
-def _roundings_of_ds(t: Scores, x: _Ds, deviations: Deviations) -> _Roundings:
-    d_size, slack, of_p = x.d_s.abs(), x.slack, None
+def _roundings_of_ds(t: Scores, x: _Ds, delta: Delta, deviations: Deviations, *, own: bool) -> _Roundings:
+    if not deviations.ds_from_rounded_p and x.slack is None:
+        return _Roundings(*formulas.parts_of_ds(x.d_s, x.e_s, t.p, x.pe, x.around, delta.b, delta.flush, x.eta, t.rounding, own))
+    grown = t.p + x.pe if x.grown is None else x.grown
+    slack = torch.addcmul(x.e_s, grown, x.around) if x.slack is None else x.slack
+    if not deviations.ds_from_rounded_p:
+        return _Roundings(
+            *formulas.parts_of_own_ds(
+                x.d_s, slack, x.e_s, x.pe, grown, x.weight, delta.b, delta.flush, x.eta, t.rounding, own
+            )
+        )  # fmt: skip
+    d_size = x.d_s.abs()
     size = d_size + slack
-    own = random = t.rounding.variance(d_size, x.eta)
-    if t.rounding.half:
-        random = torch.addcmul(own, slack, slack, value=VARIANCE * t.form.u**2)
-    if deviations.ds_from_rounded_p:
-        worst_p, of_p, systematic_p = _rounded_p(t, x)
-        random, slack = random + of_p, slack + worst_p
-        flushed = t.rounding.flushed(d_size, slack, x.eta) + systematic_p
-        worst = t.rounding.worst(d_size + slack, x.eta) + worst_p
-    else:
-        flushed, worst = t.rounding.flushed(d_size, slack, x.eta), t.rounding.worst(size, x.eta)
+    alone = t.rounding.variance(d_size, x.eta)
+    random = torch.addcmul(alone, slack, slack, value=VARIANCE * t.form.u**2) if t.rounding.half else alone
+    worst_p, of_p, systematic_p = _rounded_p(t, x)
+    slack = slack + worst_p
+    flushed = t.rounding.flushed(d_size, slack, x.eta) + systematic_p
+    systematic = x.e_s + flushed
     return _Roundings(
-        size=size, own=own, random=random, of_p=of_p, worst=worst, flushed=flushed, systematic=x.e_s + flushed
+        size=size, random=random + of_p, worst=t.rounding.worst(d_size + slack, x.eta) + worst_p, flushed=flushed,
+        of_dq=torch.addcmul(systematic, x.pe, delta.b), of_dk=torch.addcmul(systematic, grown, delta.b),
+        flushed_dk=torch.addcmul(flushed, x.weight, delta.flush), own=alone, of_p=of_p,
     )  # fmt: skip
 
 
@@ -453,26 +419,27 @@ def _dk(
     delta: Delta,
     x: _Ds,
     r: _Roundings,
+    p2: torch.Tensor,
     sums: Sums,
     row_ties: torch.Tensor | None,
     known: torch.Tensor | None,
     deviations: Deviations,
 ) -> torch.Tensor:
     """Add to the sums of dK, except overflow and flushing below tiny; return the part of sigma^2 from D's errors."""
-    scale, p2 = abs(t.scale), x.weight * x.weight
-    q_size, q2 = t.q_size * scale, (t.q * scale).square_()
-    sums.result.baddbmm_(x.d_s.mT, t.q * t.scale)
+    q, q_size, q2, sigma2_q, hard_q = formulas.of_q(t.q, t.scale, delta.sigma2, delta.hard)
+    sums.result.baddbmm_(x.d_s.mT, q)
     sums.size.baddbmm_(r.size.mT, q_size)
-    of_d = p2.mT @ (delta.sigma2 * q2)
+    of_d = p2.mT @ sigma2_q
     sums.sigma2.baddbmm_(r.random.mT, q2).add_(of_d)
-    sums.hard.baddbmm_(r.worst.mT, q_size).baddbmm_(x.weight.mT, delta.hard * q_size)
-    sums.b.baddbmm_(torch.addcmul(r.systematic, x.grown, delta.b).mT, q_size)
+    sums.hard.baddbmm_(r.worst.mT, q_size).baddbmm_(x.weight.mT, hard_q)
+    sums.b.baddbmm_(r.of_dk.mT, q_size)
     if sums.flush is not None:
-        sums.flush.baddbmm_(torch.addcmul(r.flushed, x.weight, delta.flush).mT, q_size)
+        sums.flush.baddbmm_(r.flushed_dk.mT, q_size)
         if x.moved is not None:
             sums.flush.baddbmm_(x.moved.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
+        assert r.own is not None
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
         sums.tau2.baddbmm_(_elsewhere(n, t).mul_(r.own).mT, q2)
         if r.of_p is not None:
@@ -483,7 +450,7 @@ def _dk(
         if known is not None and t.whole:
             sums.tau2.copy_(torch.maximum(sums.tau2, _beyond(known, sums.sigma2)))
     if deviations.half_partials:
-        _add_partials(t, sums, x.d_s, t.q, scale)
+        _add_partials(t, sums, x.d_s, t.q, abs(t.scale))
     return of_d
 
 

@@ -29,10 +29,11 @@ from attnfuzz.kernels.problem import Dtype, OutputName, Problem
 from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
 from attnfuzz.oracles.budgets.captured import CapturedSums
 from attnfuzz.oracles.budgets.doubts import Doubts
-from attnfuzz.oracles.budgets.forward import Forward, Scores, accumulated, forward, scores, spread_of
+from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
+from attnfuzz.oracles.budgets.forward_formulas import sum_budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
-from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp_of_sum
+from attnfuzz.oracles.formats import Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 
 __all__ = ["PARTS", "SUMS", "Budget", "Budgets", "budgets", "of_sums", "parts_of_rows", "steps_of_rows"]
@@ -196,30 +197,22 @@ class _Totals:
 def of_sums(x: Sums, steps: Steps, dtype: Dtype, *, lean: bool = False, partials: bool = False) -> Budget:
     """Return the budget of dK or dV from sums over all rows, of `steps` matrix steps (`steps_of_rows`)."""
     form, half = Format.of(dtype), dtype != "float32"
-    reorder = accumulated(steps, x.result, x.size, form)
-    b = x.b.add_(reorder)
-    allowed = (torch.minimum(x.hard, spread_of(x.sigma2, x.tau2)) if half else x.hard) + b
+    reorder, b, allowed, random = sum_budget(x.result, x.size, x.hard, x.sigma2, x.tau2, x.b, steps, form, half)
     if lean:
         return Budget(allowed)
     noise = x.sigma2 if x.noise is None else x.noise
     if partials:
         # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
         noise = noise + half_ulp_of_sum(x.result, form).square_().div_(6)
-    return Budget(allowed, _limiting(x.hard, x.sigma2, x.tau2), b, x.flush, noise, reorder)
+    return Budget(allowed, random, b, x.flush, noise, reorder)
 
 
 def parts_of_rows(f: Forward, g: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors of O's and of dQ's `Budget` on a frame."""
     assert f.noise is not None
     assert g.flush is not None
-    o = [f.m_o, _limiting(f.hard, f.sigma2, f.tau2), f.b, f.flush, f.noise, f.reorder]
-    return o, [g.m_dq, _limiting(g.hard, g.sigma2, g.tau2), g.b, g.flush, g.sigma2, g.reorder]
-
-
-def _limiting(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
-    random = spread_of(sigma2, tau2)
-    # Twelve equal errors have 6 sigma = H, but for the last bits.
-    return random.masked_fill_(random >= hard * (1 - LAST_BITS), 0.0)
+    o = [f.m_o, f.random, f.b, f.flush, f.noise, f.reorder]
+    return o, [g.m_dq, g.random, g.b, g.flush, g.sigma2, g.reorder]
 
 
 def steps_of_rows(problem: Problem) -> list[int]:

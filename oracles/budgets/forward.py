@@ -11,33 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.contract import Deviations
+from attnfuzz.oracles.budgets import forward_formulas as formulas
 from attnfuzz.oracles.budgets.doubts import Doubt
+from attnfuzz.oracles.budgets.forward_formulas import LAMBDA, TIES
 from attnfuzz.oracles.budgets.roundings import Rounding, neighbours
-from attnfuzz.oracles.formats import EPS, TF32, TINY, Format, on_grid
+from attnfuzz.oracles.formats import EPS, TF32, Format
 from attnfuzz.oracles.frames import Loaded, Placement, Steps
 from attnfuzz.oracles.modifiers import Changed
 
-__all__ = [
-    "LAMBDA",
-    "TIES",
-    "Forward",
-    "OfP",
-    "Scores",
-    "accumulated",
-    "at_least_one",
-    "difference",
-    "forward",
-    "least",
-    "lost",
-    "repeated_sum",
-    "scores",
-    "spread_of",
-    "steps_of",
-]
-
-LAMBDA, TIES = 6.0, 4.0
-"""Limits on an error, as multiples of the root mean square of independent roundings and of repeated ones."""
-_HUGE = 1e60
+__all__ = ["Forward", "OfP", "Scores", "at_least_one", "forward", "repeated_sum", "scores"]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,13 +45,13 @@ class Scores:
     """Squares of scale k, v, dO."""
     values: torch.Tensor
     """v, |v|, v^2 and k side by side, for one product with P."""
-    unseen: torch.Tensor
+    visible: torch.Tensor
     dead: torch.Tensor
     """(Z, rows, 1): whether the row sees no key."""
-    s_size: torch.Tensor
-    """|s|."""
-    top: torch.Tensor
-    """Scores that are their row's maximum, where P is exactly 1."""
+    s: torch.Tensor
+    """Scores, -inf where they are not visible; where mask_mod is in doubt, all of them."""
+    exact: bool
+    """Whether a row's maximum gives P = 1 before it is normalised (`top`)."""
     m: torch.Tensor
     e: torch.Tensor
     """exp(s - m): P before it is normalised."""
@@ -109,6 +91,18 @@ class Scores:
         return self.scale
 
     @property
+    def unsure(self) -> torch.Tensor | None:
+        """(1 or Z, rows, 1): rows in which a score in doubt may be the maximum; None: no row."""
+        return None if self.doubt is None else self.doubt.rows
+
+    @property
+    def top(self) -> torch.Tensor:
+        """Scores that are their row's maximum, where P is exactly 1."""
+        if not self.exact:
+            return torch.zeros_like(self.e, dtype=torch.bool)
+        return formulas.leading(self.e, self.delta, self.form.u, self.unsure)
+
+    @property
     def whole(self) -> bool:
         """Whether all rows of the sequences are in this frame."""
         return self.part == 1.0
@@ -117,7 +111,7 @@ class Scores:
     def lost_keys(self) -> torch.Tensor:
         """(Z, keys, 1): whether some row that sees or may see the key has unbounded errors."""
         if self.doubt is None:
-            return (self.lost_rows & ~self.unseen).any(1)[..., None]
+            return (self.lost_rows & self.visible).any(1)[..., None]
         return ((self.lost_rows | self.doubt.endless) & self.doubt.reach).any(1)[..., None]
 
 
@@ -141,28 +135,20 @@ class Forward:
     noise: torch.Tensor | None
     """sigma^2 by P's true units."""
     m_o: torch.Tensor
+    random: torch.Tensor
+    """6 sigma + 4 tau where that is the limit, else 0."""
     e_f2: torch.Tensor
     """sum_j P e_f^2: the mean square of P's relative error due to the score's."""
 
 
 @dataclass(slots=True, eq=False)
 class OfP:
-    """The roundings of exp(s - m), each `(Z, rows, keys)`: mean square, that times (n - 1), worst case, flushed."""
+    """The roundings of exp(s - m), over l, each `(Z, rows, keys)`: mean square, that times (n - 1), worst case, flushed."""
 
     variance: torch.Tensor
     repeated: torch.Tensor | None
     worst: torch.Tensor
     flushed: torch.Tensor
-
-
-def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Format) -> torch.Tensor:
-    """Return the error of fp32 accumulation over n = `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X).
-
-    X is the sum of the terms' sizes. float32 products are added one by one: sqrt(16 n) roundings in place of sqrt(n).
-    """
-    steps_ = steps * 16 if form.u == EPS else steps
-    root = steps_.sqrt() if isinstance(steps_, torch.Tensor) else math.sqrt(steps_)
-    return result.abs().mul_(4 * EPS * steps).add_(size * (6 * EPS * root))
 
 
 def repeated_sum(x: torch.Tensor) -> torch.Tensor:
@@ -178,95 +164,49 @@ def at_least_one(x: Steps) -> Steps:
     return x.clamp(min=1.0) if isinstance(x, torch.Tensor) else max(1.0, x)
 
 
-def steps_of(n: Steps) -> Steps:
-    """Return the matrix steps of 16 over `n` terms, and two more."""
-    return (n / 16).ceil() + 2 if isinstance(n, torch.Tensor) else math.ceil(n / 16) + 2
-
-
-def spread_of(sigma2: torch.Tensor, tau2: torch.Tensor | None) -> torch.Tensor:
-    """Return 6 sigma + 4 tau."""
-    spread = sigma2.sqrt().mul_(LAMBDA)
-    return spread if tau2 is None else spread.add_(tau2.sqrt(), alpha=TIES)
-
-
 def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *, ties: bool = False) -> Scores:
     """Compute scores, probabilities and the budget of LSE.
 
     delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
     With a score_mod f, delta = error of f(s) (tree_errors.py) where s is off by that without m, + eps (4 |f(s)| + 4 |m|) + 4 tiny
-    Lambda = log sum P e^delta;  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
+    Lambda = log(1 + sum P (e^delta - 1));  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
     In a row with scores that mask_mod may or may not hide, all scores that may be seen have one delta (doubts.py).
     """
     q, d_o, dim_qk = x.q, x.d_o, x.q.shape[-1]
     values = torch.cat([x.v, x.v.abs(), x.v * x.v, x.k], -1)
     v, v_size, v2, k = values.split([*[x.v.shape[-1]] * 3, dim_qk], -1)
-    visible, scale, form = placed.visible(), placed.scale, Format.of(placed.dtype)
-    modifiers = placed.modifiers
-    leaves = placed.leaves() if modifiers.score is not None or modifiers.mask is not None else {}
-    doubtful = None
-    if leaves and (unmasked := modifiers.unmasked(leaves)) is not None:
-        if (doubtful := modifiers.doubtful(leaves)) is not None:
-            doubtful = visible & doubtful
-        visible = visible & unmasked
-    unseen = ~visible
+    form = Format.of(placed.dtype)
     q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
-    rounding = Rounding(form, placed.dtype != "float32", placed.dtype == "float32" and device in deviations.tf32_on)
-    # Scaled afterwards: sums of products of half-precision numbers are mostly exact, in any order.
-    s = (q @ k.mT).mul_(scale)
+    tf32 = placed.dtype == "float32" and device in deviations.tf32_on
+    rounding = Rounding(form, placed.dtype != "float32", tf32)
     k_sum = k_size.sum(1, keepdim=True)
     sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
-    k_size.mul_(abs(scale))
-    size = q_size @ k_size.mT
-    steps, k2 = max(1.0, dim_qk / 16), k_size * k_size
-    s_size = s.abs()
-    delta = (s_size * (4 * EPS * steps)).add_(size, alpha=4 * EPS * math.sqrt(steps))
-    if rounding.tf32:
-        delta += TF32 * size
+    k_size.mul_(abs(placed.scale))
+    k2 = k_size * k_size
+    prescaled = None
     if sum_k is not None:
-        random = 2.12 * form.u * torch.sqrt((q * q) @ k2.mT)
-        delta += torch.minimum(form.u * size, random + form.u * s_size) + 0.7 * form.eta * sum_k
-    changed = None
-    if modifiers.score is not None:
-        changed = modifiers.with_error(s, delta, leaves)
-        s, s_size = changed.after, changed.after.abs()
-        delta = changed.after_error + 4 * EPS * s_size
-    hidden = s.masked_fill(unseen, -torch.inf)
-    m = hidden.amax(-1, keepdim=True)
-    dead = m == -torch.inf
-    m.masked_fill_(dead, 0.0)
-    m_size = m.abs()
-    below = on_grid(hidden - m, delta)
-    delta.add_(m_size * (4 * EPS) + 4 * TINY)
-    top = below == 0
-    e = below.exp_()
-    total = e.sum(-1, keepdim=True).masked_fill_(dead, 1.0)
-    # So fine that P adds up to 1 within what `difference` leaves out.
-    total = on_grid(total, EPS / 256 * total)
-    lse = m + torch.log(total)
-    doubt = None if doubtful is None else Doubt.of(s, m, visible, doubtful)
-    if doubt is not None:
-        delta = doubt.widest(delta, s_size)
-    delta.masked_fill_(unseen if doubt is None else ~doubt.reach, 0.0)
-    # Lambda is computed from logarithms: for huge scores e^delta itself would overflow.
-    shift = (torch.logsumexp(hidden + delta, -1, keepdim=True) - lse).clamp_(min=0.0)
+        prescaled = (2.12 * form.u * torch.sqrt((q * q) @ k2.mT), 0.7 * form.eta * sum_k)
+    # Scaled afterwards: sums of products of half-precision numbers are mostly exact, in any order.
+    seen = _seen(placed, q @ k.mT, q_size @ k_size.mT, rounding, prescaled, dim_qk)
+    largest = seen.hidden.amax(-1, keepdim=True)
+    e, delta = formulas.exponentials(seen.hidden, largest, seen.delta, seen.doubtful is None)
+    l, lse, m = formulas.row_sums(e.sum(-1, keepdim=True), largest)  # noqa: E741
+    doubt = None
+    if seen.doubtful is not None:
+        doubt = Doubt.of(seen.s, m, seen.visible, seen.doubtful)
+        delta = doubt.widest(delta, seen.s.abs()).masked_fill_(~doubt.reach, 0.0)
+    p, raised = formulas.probabilities(e, l, delta)
     keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
-    m_lse = (lse.abs() + m_size).mul_(4 * EPS).add_(shift).add_(8 * EPS * (1 + keys))
-    if deviations.lazy_rescale or rounding.tf32:
-        top.zero_()
-    else:
-        top &= delta < form.u / 8
-    if doubt is not None:
-        top &= ~doubt.rows
-    p = e / total
+    widest = delta.amax(-1, keepdim=True)
+    shift, m_lse = formulas.lse_budget(lse, largest, raised.sum(-1, keepdim=True), widest, keys)
     result = Scores(
-        rounding=rounding, form=form, scale=scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
-        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, unseen=unseen, dead=dead, s_size=s_size,
-        top=top, m=m, e=e, l=total, p=p, lse=lse, delta=delta, lost_rows=delta.amax(-1, keepdim=True) > 1.0, m_lse=m_lse,
-        shift=shift, l_error=None, n_k=placed.n_k,
+        rounding=rounding, form=form, scale=placed.scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
+        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, visible=seen.visible, dead=largest == -torch.inf,
+        s=seen.hidden if doubt is None else seen.s, exact=not (deviations.lazy_rescale or tf32), m=m, e=e, l=l, p=p, lse=lse,
+        delta=delta, lost_rows=widest > 1.0, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
-        touched=1.0 - unseen.expand(s.shape).all(1)[..., None].to(torch.float64), changed=changed,
-        doubt=doubt,
+        touched=seen.visible.any(1)[..., None].to(torch.float64), changed=seen.changed, doubt=doubt,
     )  # fmt: skip
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
@@ -274,8 +214,56 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     if deviations.l_from_rounded_p:
         result.l_error = _rounded_sum(result)
         m_lse += result.l_error
-    m_lse.masked_fill_(dead, 0.0)
+    if ties or deviations.l_from_rounded_p:
+        m_lse.masked_fill_(result.dead, 0.0)
     return result
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """Scores after modifiers, which of them are visible or in doubt, and the error of their exponent argument without m's."""
+
+    s: torch.Tensor
+    hidden: torch.Tensor
+    """s, -inf where it is not visible."""
+    delta: torch.Tensor
+    visible: torch.Tensor
+    doubtful: torch.Tensor | None = None
+    changed: Changed | None = None
+
+
+def _seen(
+    placed: Placement,
+    product: torch.Tensor,
+    size: torch.Tensor,
+    rounding: Rounding,
+    prescaled: tuple[torch.Tensor, torch.Tensor] | None,
+    dim_qk: int,
+) -> _Seen:
+    """Scale and mask the scores; `prescaled`: the errors of q times the scale, random ones of each score and flushed ones."""
+    steps, visible, modifiers = max(1.0, dim_qk / 16), placed.visible(), placed.modifiers
+    of_s, of_size = 4 * EPS * steps, 4 * EPS * math.sqrt(steps) + (TF32 if rounding.tf32 else 0.0)
+    plain = modifiers.score is None and modifiers.mask is None
+    if plain:
+        s, delta = formulas.visible_scores(product, size, visible, placed.scale, of_s, of_size)
+    else:
+        s, delta = formulas.scaled_scores(product, size, placed.scale, of_s, of_size)
+    if prescaled is not None:
+        random, flushed = prescaled
+        u = rounding.form.u
+        delta += torch.minimum(u * size, random + u * s.abs()) + flushed
+    if plain:
+        return _Seen(s, s, delta, visible)
+    leaves, doubtful, changed = placed.leaves(), None, None
+    if (unmasked := modifiers.unmasked(leaves)) is not None:
+        if (doubtful := modifiers.doubtful(leaves)) is not None:
+            doubtful = visible & doubtful
+        visible = visible & unmasked
+    if modifiers.score is not None:
+        changed = modifiers.with_error(s, delta, leaves)
+        s = changed.after
+        delta = changed.after_error + 4 * EPS * s.abs()
+    return _Seen(s, s.masked_fill(~visible, -torch.inf), delta, visible, doubtful, changed)
 
 
 def _rounded_sum(t: Scores) -> torch.Tensor:
@@ -303,55 +291,27 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
         with ties, in float32, + repeated_sum(P) @ |v|
     """
-    eta, l2 = t.form.eta, t.l * t.l
-    e_f = torch.expm1(t.delta.clamp(max=80.0)).mul_(torch.exp(t.shift.clamp(max=80.0)))
-    e_f2 = (t.p * e_f).mul_(e_f).sum(-1, keepdim=True).clamp_(max=_HUGE)
-    v_f = t.rounding.variance(t.e, eta, t.top)
-    c_f = t.rounding.worst(t.e, eta).masked_fill_(t.top, 0.0)
-    h_f = torch.where(t.top, 8 * EPS * (1 + t.m.abs()), t.rounding.flushed(t.e, None, eta))
+    of_e, variance, worst, flushed, *exact_units = formulas.unrounded_p(
+        t.e, t.l, t.delta, t.shift, t.m, t.unsure, t.rounding, t.exact, not lean
+    )
     v_size, v2 = t.v_size, t.v2
     pv, size, mean2, pk = (t.p @ t.values).split([*[t.v.shape[-1]] * 3, t.k.shape[-1]], -1)
-    hard, sigma2 = (c_f @ v_size).div_(t.l), (v_f @ v2).div_(l2)
-    flush, noise = (h_f @ v_size).div_(t.l), None
-    if not lean:
-        noise = (t.rounding.true_variance(t.e, v_f) @ v2).div_(l2)
-    tau2 = t_f = None
+    e_f2 = of_e.sum(-1, keepdim=True)
+    hard, sigma2, flush = worst @ v_size, variance @ v2, flushed @ v_size
+    noise = exact_units[0] @ v2 if exact_units else None
+    tau2 = repeated = None
     if ties and t.rounding.half:
-        t_f = (neighbours(t.e, t.form.u / 16, eta / 8) - 1).mul_(v_f)
-        tau2 = (t_f @ v2).div_(l2)
-    variance = difference(mean2, pv * pv).mul_(e_f2).sqrt_()
-    reorder = accumulated(steps_of(t.n_k), pv, size, t.form)
-    o = on_grid(pv.clone(), reorder)
-    b = torch.minimum(variance, v_size.amax(1, keepdim=True) + o.abs()).add_(reorder).add_(flush)
-    b += lost(v_size.sum(1, keepdim=True), 1.0, t.terms_k)
+        repeated = (neighbours(t.e, t.form.u / 16, t.form.eta / 8) - 1).mul_(variance)
+        tau2 = repeated @ v2
+    v_most, v_sum = v_size.amax(1, keepdim=True), v_size.sum(1, keepdim=True)
+    o, reorder, b = formulas.o_budget(pv, size, mean2, e_f2, v_most, v_sum, t.n_k, t.terms_k, t.form)
     if ties and not t.rounding.half:
         b += (repeated_sum(t.e) @ v_size).div_(t.l)
     if t.l_error is not None:
         b += o.abs() * t.l_error
-    m_o = least(hard, sigma2, tau2, t).add_(b).masked_fill_(t.dead, 0.0)
-    m_o.masked_fill_(t.lost_rows, torch.inf)
+    b, m_o, random = formulas.limited(hard, sigma2, tau2, b, flush, t.dead, t.lost_rows, t.rounding.half)
     result = Forward(
-        o=o, pv=pv, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o, e_f2=e_f2
-    )
-    return result, OfP(variance=v_f, repeated=t_f, worst=c_f, flushed=h_f)
-
-
-def difference(mean_square: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
-    """Return the variance as the mean square less the square of the mean: 0 where it is float64's error alone.
-
-    The root of such an error, 2**-52 of the mean square, would be 2**-26 of the mean: near an error of float32.
-    """
-    return on_grid(mean_square - square, mean_square * (EPS / 16)).clamp_(min=0)
-
-
-def lost(size_x: torch.Tensor, size_y: torch.Tensor | float, terms: Steps) -> torch.Tensor:
-    """Return the loss of sum x y by flushing below the smallest normal float32: tiny (sum |x| + sum |y| + terms + 1).
-
-    A flushed operand loses tiny times the other one, a flushed product or sum tiny.
-    """
-    return (size_x + (size_y + (terms + 1))).mul_(TINY)
-
-
-def least(hard: torch.Tensor, sigma2: torch.Tensor, tau2: torch.Tensor | None, t: Scores) -> torch.Tensor:
-    """Return min(H, 6 sigma + 4 tau), or H for tf32, whose truncation is not random."""
-    return torch.minimum(hard, spread_of(sigma2, tau2)) if t.rounding.half else hard.clone()
+        o=o, pv=pv, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o,
+        random=random, e_f2=e_f2,
+    )  # fmt: skip
+    return result, OfP(variance=variance, repeated=repeated, worst=worst, flushed=flushed)
