@@ -53,7 +53,8 @@ class Slots:
 
     `frames`: covers all slots. `place`: frame and Z of a slot, by its number. `row_starts`, `key_starts`: where a batch begins.
     `rows`, `keys`: for each row (key) its index among those of the batches' own tensors, one after the other; `lse` the same for
-    LSE. `batch_of_row`, `batch_of_key`: the number of its batch. On the device.
+    LSE. `batch_of_row`, `batch_of_key`: the number of its batch. `framed_rows`, `framed_keys`: where it is among those of all frames,
+    padding included, one frame after the other; those in no frame are one behind the last. On the device.
     """
 
     def __init__(self, problems: Sequence[Problem], chunk: int, device: torch.device, *, even: bool = False) -> None:
@@ -72,9 +73,11 @@ class Slots:
         rows, keys, lse = (list(x) for x in zip(*self._own_indices(), strict=True))
         starts = (self.row_starts, self.key_starts)
         of_row, of_key = (torch.arange(len(problems)).repeat_interleave(torch.tensor(each).diff()) for each in starts)
-        parts = [torch.cat(rows), torch.cat(keys), torch.cat(lse), of_row, of_key]
-        self.rows, self.keys, self.lse, self.batch_of_row, self.batch_of_key, *rest = sent(
-            [*parts, *(x for table in tables for x in table.parts)], device
+        framed = [_inverse([table.parts[at] for table in tables], count[-1]) for at, count in enumerate(starts)]
+        parts = [torch.cat(rows), torch.cat(keys), torch.cat(lse), of_row, of_key, *framed]
+        on_device = sent([*parts, *(x for table in tables for x in table.parts)], device)
+        self.rows, self.keys, self.lse, self.batch_of_row, self.batch_of_key, self.framed_rows, self.framed_keys, *rest = (
+            on_device
         )
         size = len(tables[0].parts) if tables else 1
         self.frames = [SlotFrame(problems[0].dtype, table, rest[size * at : size * (at + 1)]) for at, table in enumerate(tables)]
@@ -116,6 +119,14 @@ class Slots:
             indices.append((rows + at_q, keys + at_k, lse + at_lse))
             at_q, at_k, at_lse = at_q + size_q, at_k + size_k, at_lse + size_q
         return indices
+
+
+def _inverse(parts: list[torch.Tensor], count: int) -> torch.Tensor:
+    """Return for each of `count` rows its place in `parts`, one after the other, where other numbers are padding."""
+    numbers = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    places = torch.full((count + 1,), len(numbers))
+    places[numbers] = torch.arange(len(numbers))
+    return places[:count]
 
 
 def _own(dense: bool, lengths: tuple[int, ...], slack: int, heads: int) -> tuple[torch.Tensor, torch.Tensor, int]:

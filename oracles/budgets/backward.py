@@ -352,7 +352,7 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
         tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
     over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
-    endless = over.any(-1, keepdim=True).logical_or_(t.lost_rows)
+    endless = torch.maximum(over.any(-1, keepdim=True), t.lost)
     b, m_dq, random = limited(hard, sigma2, tau2, b, None, t.dead, endless, t.rounding.half)
     dk.b.add_(formulas.key_loss(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.terms_q, t.touched, 1 + scale))
     dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
@@ -462,7 +462,7 @@ def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
     counts = []
     for rows, window in ((t.q, t.form.u / 16), (f.o, t.form.u / 8)):
         # Padding is placed at infinity, so that it is not counted.
-        place = (rows @ direction(rows.shape[-1], rows.device)).masked_fill_(t.dead[..., 0], torch.inf)
+        place = (rows @ direction(rows.shape[-1], rows.device)).masked_fill_(t.dead[..., 0] != 0, torch.inf)
         distance = window * rows.norm(dim=-1)
         counts.append(near(place, distance))
     return torch.maximum(*counts)[..., None]

@@ -90,7 +90,7 @@ def delta_bound(
     b = (difference(mean2, d * d) * e_f2).sqrt_().add_(arithmetic).add_(flush) + lost(sizes, 0.0, dim_v)
     if d_lse is not None:
         d, b = d - d_lse, b + d_lse.abs() * (2 * EPS)
-    return d, torch.where(dead, 0.0, b)
+    return d, torch.where(dead != 0, 0.0, b)
 
 
 @fused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -57,16 +58,16 @@ def truth_of_batches(
                 f, of_p = forward(t, ties=ties)
                 delta = delta_error(t, f, of_p)
                 del of_p
-                dk, dv = totals.sums(frame)
+                dk, dv = totals.sums(number, frame)
                 g = backward(t, f, delta, totals.of_dk(dk), totals.of_dv(dv), deviations, ties=ties)
-                totals.add(number, frame, of, t, f, g, dk, dv)
+                totals.add(number, frame, of, t, f, g)
                 del loaded, of, t, f, delta, g, dk, dv
         with torch.inference_mode():
             return totals.finished(partials=partials)
 
 
 class _Totals:
-    """Collects the results of all frames: one tensor for rows, one for keys."""
+    """Collects the results of all frames: one tensor for rows, one for keys, with padding."""
 
     def __init__(self, slots: Slots, repeats: BatchRepeats, device: torch.device, *, ties: bool) -> None:
         self._slots, self._repeats = slots, repeats
@@ -76,16 +77,23 @@ class _Totals:
         self._qk, self._v = p.dim_qk, p.dim_v
         of_row = 2 + (1 + PARTS) * (self._qk + self._v)
         of_key = (1 + len(self._of_dk)) * self._qk + (1 + len(self._of_dv)) * self._v
-        self._rows = torch.zeros((slots.row_starts[-1] + 1, of_row), dtype=torch.float64, device=device)
-        # LSE of rows of sequences without keys.
-        self._rows[:, 0] = -torch.inf
-        self._keys = torch.zeros((slots.key_starts[-1] + 1, of_key), dtype=torch.float64, device=device)
+        starts = [list(accumulate((z * shape[at] for z, *shape in (x.shape for x in slots.frames)), initial=0)) for at in (0, 1)]
+        self._row_starts, self._key_starts = starts
+        self._rows, self._keys = (
+            torch.empty((start[-1] + 1, width), dtype=torch.float64, device=device)
+            for start, width in zip(starts, (of_row, of_key), strict=True)
+        )
+        # Rows and keys of sequences in no frame.
+        for whole in (self._rows, self._keys):
+            whole[-1] = 0.0
+        self._rows[-1, 0] = -torch.inf
 
-    def sums(self, frame: SlotFrame) -> tuple[torch.Tensor, torch.Tensor]:
+    def sums(self, number: int, frame: SlotFrame) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros for the sums of dK and of dV."""
         z, _, keys = frame.shape
-        sizes = (len(self._of_dk) * self._qk, len(self._of_dv) * self._v)
-        dk, dv = (torch.zeros((z, keys, n), dtype=torch.float64, device=self._keys.device) for n in sizes)
+        own = self._keys[self._key_starts[number] : self._key_starts[number + 1]].view(z, keys, -1)
+        sums = own[..., self._qk + self._v :].zero_()
+        dk, dv = sums.split([len(self._of_dk) * self._qk, len(self._of_dv) * self._v], -1)
         return dk, dv
 
     def of_dk(self, whole: torch.Tensor) -> Sums:
@@ -96,30 +104,24 @@ class _Totals:
         """Return the sums of dV within a tensor of all."""
         return Sums.within(whole, self._of_dv)
 
-    def add(
-        self,
-        number: int,
-        frame: SlotFrame,
-        of: Reference,
-        t: Scores,
-        f: Forward,
-        g: Gradients,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        """Store one frame's results."""
+    def add(self, number: int, frame: SlotFrame, of: Reference, t: Scores, f: Forward, g: Gradients) -> None:
+        """Store one frame's results; those of `sums` are there."""
         o, dq = parts_of_rows(f, g)
-        rows = torch.cat([of.lse[..., None], t.m_lse, of.o, of.dq, *o, *dq], -1)
-        rows[..., 1:].masked_fill_(t.dead, 0.0)
-        self._rows.index_copy_(0, frame.at_rows, rows.flatten(0, 1))
-        self._keys.index_copy_(0, frame.at_keys, torch.cat([of.dk, of.dv, dk, dv], -1).flatten(0, 1))
+        z, rows, keys = frame.shape
+        own = self._rows[self._row_starts[number] : self._row_starts[number + 1]].view(z, rows, -1)
+        torch.cat([of.lse[..., None], t.m_lse, of.o, of.dq, *o, *dq], -1, out=own)
+        own = self._keys[self._key_starts[number] : self._key_starts[number + 1]].view(z, keys, -1)
+        own[..., : self._qk].copy_(of.dk)
+        own[..., self._qk : self._qk + self._v].copy_(of.dv)
         self._repeats.add(number, t, f, g)
 
     def finished(self, *, partials: bool) -> BatchTruth:
         """Return the results of all batches."""
         qk, v, dtype = self._qk, self._v, self._slots.problems[0].dtype
-        lse, m_lse, o, dq, of_o, of_dq = self._rows[:-1].split([1, 1, v, qk, PARTS * v, PARTS * qk], -1)
-        dk, dv, of_dk, of_dv = self._keys[:-1].split([qk, v, len(self._of_dk) * qk, len(self._of_dv) * v], -1)
+        # Rows of a batch lie together, heads first: `Slots`.
+        rows, keys = self._rows.index_select(0, self._slots.framed_rows), self._keys.index_select(0, self._slots.framed_keys)
+        lse, m_lse, o, dq, of_o, of_dq = rows.split([1, 1, v, qk, PARTS * v, PARTS * qk], -1)
+        dk, dv, of_dk, of_dv = keys.split([qk, v, len(self._of_dk) * qk, len(self._of_dv) * v], -1)
         steps = self._steps()
         return BatchTruth(
             self._slots,

@@ -158,16 +158,14 @@ class _Totals:
 
     def add(self, placed: Placed, t: Scores, f: Forward, g: Gradients) -> None:
         """Store one frame's results."""
-        dead = t.dead
         if t.doubt is not None:
             self._doubts.add(placed, t.doubt)
-            dead = dead & ~t.doubt.rows
             for each in (t.m_lse, f.m_o, g.m_dq):
                 each.masked_fill_(t.doubt.rows, torch.inf)
         if self._parts == 1:
             o, dq = f.m_o, g.m_dq
         else:
-            o, dq = (torch.cat(each, -1).masked_fill_(dead, 0.0) for each in parts_of_rows(f, g))
+            o, dq = (torch.cat(each, -1) for each in parts_of_rows(f, g))
         placed.store_rows(self._lse, t.m_lse)
         placed.store_rows(self._o, o)
         placed.store_rows(self._dq, dq)

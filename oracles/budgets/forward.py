@@ -47,7 +47,7 @@ class Scores:
     """v, |v|, v^2 and k side by side, for one product with P."""
     visible: torch.Tensor
     dead: torch.Tensor
-    """(Z, rows, 1): whether the row sees no key."""
+    """(Z, rows, 1): 1 if the row sees no key, else 0; float64, since a kernel that converts is slower."""
     s: torch.Tensor
     """Scores, -inf where they are not visible; where mask_mod is in doubt, all of them."""
     exact: bool
@@ -60,8 +60,8 @@ class Scores:
     lse: torch.Tensor
     delta: torch.Tensor
     """Bound on the error of a score's exponent argument."""
-    lost_rows: torch.Tensor
-    """(Z, rows, 1): whether scores are too inexact (an error beyond 1 in the exponent) for any budget."""
+    lost: torch.Tensor
+    """(Z, rows, 1): 1 if scores are too inexact (an error beyond 1 in the exponent) for any budget, else 0."""
     m_lse: torch.Tensor
     shift: torch.Tensor
     l_error: torch.Tensor | None
@@ -89,6 +89,11 @@ class Scores:
         """The scale of a frame with one for all sequences."""
         assert isinstance(self.scale, float)
         return self.scale
+
+    @property
+    def lost_rows(self) -> torch.Tensor:
+        """`lost` as bool."""
+        return self.lost != 0
 
     @property
     def unsure(self) -> torch.Tensor | None:
@@ -191,7 +196,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     seen = _seen(placed, q @ k.mT, q_size @ k_size.mT, rounding, prescaled, dim_qk)
     largest = seen.hidden.amax(-1, keepdim=True)
     e, delta = formulas.exponentials(seen.hidden, largest, seen.delta, seen.doubtful is None)
-    l, lse, m = formulas.row_sums(e.sum(-1, keepdim=True), largest)  # noqa: E741
+    l, lse, m, dead = formulas.row_sums(e.sum(-1, keepdim=True), largest)  # noqa: E741
     doubt = None
     if seen.doubtful is not None:
         doubt = Doubt.of(seen.s, m, seen.visible, seen.doubtful)
@@ -199,12 +204,12 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     p, raised = formulas.probabilities(e, l, delta)
     keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
     widest = delta.amax(-1, keepdim=True)
-    shift, m_lse = formulas.lse_budget(lse, largest, raised.sum(-1, keepdim=True), widest, keys)
+    shift, m_lse, lost = formulas.lse_budget(lse, m, dead, raised.sum(-1, keepdim=True), widest, keys)
     result = Scores(
         rounding=rounding, form=form, scale=placed.scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
-        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, visible=seen.visible, dead=largest == -torch.inf,
+        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, visible=seen.visible, dead=dead,
         s=seen.hidden if doubt is None else seen.s, exact=not (deviations.lazy_rescale or tf32), m=m, e=e, l=l, p=p, lse=lse,
-        delta=delta, lost_rows=widest > 1.0, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
+        delta=delta, lost=lost, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
         touched=seen.visible.any(1)[..., None].to(torch.float64), changed=seen.changed, doubt=doubt,
     )  # fmt: skip
@@ -215,7 +220,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         result.l_error = _rounded_sum(result)
         m_lse += result.l_error
     if ties or deviations.l_from_rounded_p:
-        m_lse.masked_fill_(result.dead, 0.0)
+        m_lse.masked_fill_(dead != 0, 0.0)
     return result
 
 
@@ -309,7 +314,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         b += (repeated_sum(t.e) @ v_size).div_(t.l)
     if t.l_error is not None:
         b += o.abs() * t.l_error
-    b, m_o, random = formulas.limited(hard, sigma2, tau2, b, flush, t.dead, t.lost_rows, t.rounding.half)
+    b, m_o, random = formulas.limited(hard, sigma2, tau2, b, flush, t.dead, t.lost, t.rounding.half)
     result = Forward(
         o=o, pv=pv, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o,
         random=random, e_f2=e_f2,

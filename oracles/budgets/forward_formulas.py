@@ -58,13 +58,13 @@ def exponentials(
 
 
 @fused
-def row_sums(total: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return l, LSE and m of each row, from the sum of exp(s - m) and m; 1, 0 and 0 in rows without keys."""
+def row_sums(total: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return l, LSE and m of each row, from the sum of exp(s - m) and m; 1, 0 and 0 in rows without keys, and 1 for these."""
     dead = largest == -torch.inf
     m, l = torch.where(dead, 0.0, largest), torch.where(dead, 1.0, total)  # noqa: E741
     # So fine that P adds up to 1 within what `difference` leaves out.
     l = on_grid(l, l * (EPS / 256))  # noqa: E741
-    return l, m + l.log(), m
+    return l, m + l.log(), m, dead.to(torch.float64)
 
 
 @fused
@@ -76,14 +76,12 @@ def probabilities(e: torch.Tensor, l: torch.Tensor, delta: torch.Tensor) -> tupl
 
 @fused
 def lse_budget(
-    lse: torch.Tensor, largest: torch.Tensor, raised: torch.Tensor, widest: torch.Tensor, log_keys: Steps
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Lambda and M_LSE of each row, from the sum of P (e^delta - 1) and the largest delta."""
-    dead = largest == -torch.inf
-    m_size = torch.where(dead, 0.0, largest.abs())
+    lse: torch.Tensor, m: torch.Tensor, dead: torch.Tensor, raised: torch.Tensor, widest: torch.Tensor, log_keys: Steps
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return Lambda and M_LSE of each row, from the sum of P (e^delta - 1) and the largest delta; 1 if that is beyond 1."""
     shift = torch.where(widest > _MOST, widest, raised.log1p()).clamp_(min=0.0)
-    m_lse = (lse.abs() + m_size).mul_(4 * EPS).add_(shift).add_((log_keys + 1) * (8 * EPS))
-    return shift, torch.where(dead, 0.0, m_lse)
+    m_lse = (lse.abs() + m.abs()).mul_(4 * EPS).add_(shift).add_((log_keys + 1) * (8 * EPS))
+    return shift, torch.where(dead != 0, 0.0, m_lse), (widest > 1.0).to(torch.float64)
 
 
 def leading(e: torch.Tensor, delta: torch.Tensor, u: float, unsure: torch.Tensor | None) -> torch.Tensor:
@@ -153,12 +151,13 @@ def limited(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return B (with `flush`), M = min(H, 6 sigma + 4 tau) + B, and 6 sigma + 4 tau where it is the limit, else 0.
 
-    `dead` rows have 0, `endless` ones M = inf. Without `half` M is H + B: truncation to tf32 is not random.
+    Where `dead` is not 0, both are 0; where `endless` is not 0, M is infinite.
+    Without `half` M is H + B: truncation to tf32 is not random.
     """
-    b = torch.where(dead, 0.0, b if flush is None else b + flush)
+    b = torch.where(dead != 0, 0.0, b if flush is None else b + flush)
     spread = spread_of(sigma2, tau2)
     m = (torch.minimum(hard, spread) if half else hard) + b
-    m = torch.where(dead, 0.0, m).masked_fill(endless, torch.inf)
+    m = torch.where(dead != 0, 0.0, m).masked_fill(endless != 0, torch.inf)
     return b, m, _limiting(spread, hard)
 
 

@@ -102,9 +102,8 @@ def sums_of_rows(t: Scores, f: Forward, g: Gradients) -> torch.Tensor:
     assert g.of_d is not None
     assert g.sigma2_dk is not None
     live = t.dead.shape[1] - t.dead[..., 0].sum(-1)
-    equal = [_equal_rows(t, *each) for each in ((t.q, 2.0), (f.o, 1.0), (t.d_o, 1.0))]
     carried = [g.carried.sum(-1), g.carried.square().sum(-1)]
-    return torch.stack([*equal, live, _doubtful_leads(t), *carried, g.of_d, g.sigma2_dk], -1)
+    return torch.stack([*_equal_rows(t, f), live, _doubtful_leads(t), *carried, g.of_d, g.sigma2_dk], -1)
 
 
 def repeated(form: Format, sample: torch.Tensor) -> torch.Tensor:
@@ -142,8 +141,13 @@ def _rounding2(form: Format, x: torch.Tensor) -> torch.Tensor:
     return torch.round(x / unit).mul_(unit).sub_(x).square_()
 
 
-def _equal_rows(t: Scores, x: torch.Tensor, parts: float) -> torch.Tensor:
-    """Return the counts of equal rows, summed: within u / 128 of their norm over `parts`, compared by a random projection."""
-    place = (x @ direction(x.shape[-1], x.device)).masked_fill(t.dead[..., 0], torch.inf)
-    norm = x.norm(dim=-1).div_(parts)
-    return near(place, norm.mul_(t.form.u / 128)).masked_fill_(t.dead[..., 0], 0.0).sum(-1)
+def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
+    """Return the counts of equal rows of q, O and dO, each summed, `(3, Z)`.
+
+    Rows are equal within u / 128 of their norm (q: of half of it), and compared by a random projection.
+    """
+    hidden = t.dead[..., 0] != 0
+    rows = ((t.q, 2.0), (f.o, 1.0), (t.d_o, 1.0))
+    places = torch.stack([x @ direction(x.shape[-1], x.device) for x, _ in rows]).masked_fill_(hidden, torch.inf)
+    norms = torch.stack([x.norm(dim=-1).mul_(t.form.u / (128 * parts)) for x, parts in rows])
+    return near(places, norms).masked_fill_(hidden, 0.0).sum(-1)
