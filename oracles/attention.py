@@ -122,7 +122,8 @@ def attention(
         o `(heads, seqlen_q, dim_v)` and lse `(heads, seqlen_q)`; rows that see no key are 0 and -inf.
     """
     groups = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     s = modify(scale * (q @ k.transpose(-1, -2)))
     blind = ~visible.any(-1)
     # Autograd has no gradient for a row of -inf alone: it is computed as if it saw all keys, then set exactly.

@@ -53,8 +53,8 @@ class Slots:
 
     `frames`: covers all slots. `place`: frame and Z of a slot, by its number. `row_starts`, `key_starts`: where a batch begins.
     `rows`, `keys`: for each row (key) its index among those of the batches' own tensors, one after the other; `lse` the same for
-    LSE. `batch_of_row`, `batch_of_key`: the number of its batch. `framed_rows`, `framed_keys`: where it is among those of all frames,
-    padding included, one frame after the other; those in no frame are one behind the last. On the device.
+    LSE. `batch_of_row`, `batch_of_key`: the number of its batch. `framed_rows`, `framed_keys`: where it is among those of all
+    frames, padding included, one frame after the other; those in no frame are one behind the last. On the device.
     """
 
     def __init__(self, problems: Sequence[Problem], chunk: int, device: torch.device, *, even: bool = False) -> None:

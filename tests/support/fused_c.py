@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class Compiled:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.alone = True
+        """Whether no other process compiles."""
         self.calls: dict[str, int] = {}
         self.sources: dict[tuple[str, int], ctypes.CDLL] = {}
 
@@ -53,6 +56,9 @@ class Compiled:
             return written if outputs > 1 else written[0]
 
         return run
+
+    def claim(self, code: str) -> AbstractContextManager[None] | None:
+        return nullcontext() if self.alone else None
 
     def _built(self, code: str, name: str, inputs: int, scalars: int, outputs: int) -> ctypes.CDLL:
         given = [f"in[{at}][i]" for at in range(inputs)] + [f"scalars[{at}]" for at in range(scalars)]

@@ -139,6 +139,18 @@ def test_a_kernel_is_compiled_once_for_arguments_of_a_kind(compiled: Compiled) -
     assert torch.equal(sized(x, y, 2.0, "difference"), (x - y) * 2)
 
 
+def test_the_plain_function_runs_while_another_process_compiles(compiled: Compiled) -> None:
+    x = torch.rand(4, dtype=torch.float64)
+    with generated(compiled):
+        compiled.alone = False
+        compiled.calls.clear()
+        assert torch.equal(sized(x, x, 3.0, "sum"), x * 6)
+        assert not compiled.calls
+        compiled.alone = True
+        assert torch.equal(sized(x, x, 3.0, "sum"), x * 6)
+        assert compiled.calls == {"fused_sized": 1}
+
+
 @fused
 def sized(x: torch.Tensor, y: torch.Tensor, scale: float, what: str) -> torch.Tensor:
     return (x + y if what == "sum" else x - y) * scale
