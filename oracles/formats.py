@@ -68,6 +68,8 @@ def half_ulp_of_sum(x: torch.Tensor, form: Format) -> torch.Tensor:
 _TO_GRID = 1.5 * 2.0**36
 """Times a power of two: float64's spacing around it is 2**-16 of that power."""
 _LARGEST = 1e150
+_TO_UNIT = 3 * 2.0**52
+"""Times half a unit of a format: float64's spacing around it is that unit."""
 
 
 @fused
@@ -85,6 +87,8 @@ def on_grid(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
 @fused
 def rounded(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Round float64 to `form` once, to nearest even, overflow to infinity; the result stays float64."""
-    unit = 2 * half_ulp(x, form)
-    y = torch.where(torch.isfinite(x), torch.round(x / unit) * unit, x)
-    return torch.where(y.abs() > form.largest, torch.sign(y) * torch.inf, y)
+    # Beyond the largest finite value all are alike, and infinity has no unit.
+    x = x.clamp(min=-4 * form.largest, max=4 * form.largest)
+    around = half_ulp(x, form) * _TO_UNIT
+    y = (x + around).sub_(around)
+    return torch.where(y.abs() > form.largest, y * torch.inf, y)

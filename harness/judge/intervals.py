@@ -157,9 +157,9 @@ def _compared(
 ) -> tuple[torch.Tensor, ...]:
     """Return `compared` of each element; not rounded are those of `lse`, and all unless `rounds`."""
     # -inf has no budget and must be met exactly.
-    endless = torch.isinf(truth)
+    endless = truth.abs() == torch.inf
     centre = truth.masked_fill(endless, 0.0)
-    judged, finite = allowed != torch.inf, torch.isfinite(got)
+    judged, finite = allowed != torch.inf, got.abs() < torch.inf
     low, high, cell = centre - allowed, centre + allowed, torch.zeros_like(got)
     if rounds:
         ends = (rounded(low, form), rounded(high, form))
@@ -175,7 +175,7 @@ def _compared(
     ratio = (excess / allowed).nan_to_num_(nan=0.0, posinf=torch.inf)
     ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=1.0 + 1e-6))
     ratio = torch.where(inside | (finite & ~endless), ratio, torch.inf).masked_fill(inside & (endless | ~finite), 0.0)
-    broken = (torch.isnan(got) & judged) | (~finite & ~inside)
+    broken = ((got != got) & judged) | (~finite & ~inside)
     # At the edge of two binades a value may round correctly and be inside, while its distance is in units of the finer one.
     multiples = (excess - b).clamp_(min=0.0).mul_(6).div_(random).masked_fill(random == 0, 0.0).nan_to_num_(nan=0.0)
     multiples = torch.where(inside, multiples.clamp(max=6.0), multiples).masked_fill(~judged, 0.0)

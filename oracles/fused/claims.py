@@ -23,8 +23,8 @@ def folder() -> Path:
 def claim(code: str) -> AbstractContextManager[None] | None:
     """Return a context to compile `code` in, or None while another process is in one.
 
-    A file of the code's name is locked meanwhile, and written to at the end: then it is compiled, and there is nothing to wait for. Where
-    no file can be made, everybody compiles.
+    A file of the code's name is locked meanwhile, and written to at the end: then it is compiled, and no one waits for a lock.
+    Where no file can be made, every process compiles.
     """
     path = folder() / f"attnfuzz-{hashlib.sha256(code.encode()).hexdigest()[:32]}"
     try:
