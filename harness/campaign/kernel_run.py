@@ -110,7 +110,10 @@ class KernelRun:
         self._known: set[Identity] = set()
         background, growing = not context.settings.in_process, context.end is not None
         strategy = functools.partial(_strategy, kernel, plan, context.settings)
-        self._supply = Supply(kernel, plan, strategy, campaign, context.settings.device, background=background, growing=growing)
+        self._supply = Supply(
+            kernel, plan, strategy, campaign, context.settings.device,
+            background=background, growing=growing, together=context.batch.together,
+        )  # fmt: skip
         self._runner = TrialRunner(
             context.executor,
             context.journal,

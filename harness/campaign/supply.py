@@ -21,6 +21,8 @@ __all__ = ["Supply"]
 
 _FEW, _BATCHES, _MANY = 20, 4, 600
 """A round is drawn where fewer Cases can run than that, or than in so many batches, unless there are many that wait."""
+_MIXED = 8
+"""Rounds of a kernel that are drawn from all variants: short runs see all kinds of Cases."""
 _ASK_EVERY = 0.2
 """Seconds between questions whether code is compiled now."""
 _ALL = ""
@@ -38,6 +40,8 @@ class Supply:
         device: where they run.
         background: draw while Cases run.
         growing: draw from the variants that are compiled when a round begins; else from all.
+        together: Cases of a batch are judged together, which takes those of one kind: where variants grow, each round after the
+            first ones has one dtype and dims, so that batches are full.
     """
 
     def __init__(
@@ -50,9 +54,10 @@ class Supply:
         *,
         background: bool,
         growing: bool,
+        together: bool = False,
     ) -> None:
         self._kernel, self._plan, self._campaign, self._device = kernel, plan, campaign, device
-        self._growing = growing and plan.compiled
+        self._growing, self._by_kind = growing and plan.compiled, growing and together
         self._keys = {each: plan.key(kernel, each) for each in plan.variants} if self._growing else {}
         self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
         self._drawer = Drawer(strategy, plan.seed, background=background)
@@ -75,14 +80,20 @@ class Supply:
             self._add(drawn)
         few = self._backlog.ready < max(_FEW, _BATCHES * batch.most if batch.together else 0) and len(self._backlog) < _MANY
         if few and not self._drawer.busy and (next_round := self._campaign.round(self._kernel.name)) is not None:
-            self._drawer.request(next_round, self._variants())
+            self._drawer.request(next_round, self._variants(next_round.number))
         return self._backlog.take(batch)
 
-    def _variants(self) -> tuple[Variant, ...]:
-        if not self._growing:
-            return self._plan.variants
-        ready = self._campaign.ready(self._kernel.name, set(self._keys.values()))
-        return tuple(each for each in self._plan.variants if self._keys[each] in ready) or self._plan.variants
+    def _variants(self, number: int) -> tuple[Variant, ...]:
+        """Return what round number `number` is drawn from."""
+        variants = self._plan.variants
+        if self._growing:
+            ready = self._campaign.ready(self._kernel.name, set(self._keys.values()))
+            variants = tuple(each for each in variants if self._keys[each] in ready) or variants
+        if not self._by_kind or number < _MIXED:
+            return variants
+        kinds = sorted({(each.dtype, each.dims) for each in variants})
+        kind = kinds[number % len(kinds)]
+        return tuple(each for each in variants if (each.dtype, each.dims) == kind)
 
     def tried(self, case: Case) -> None:
         """Note that a Case that was given out has been tried."""

@@ -6,7 +6,8 @@ that fill the device alone, repeated values), is left to `judge`, which thereby 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,10 +56,30 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """A Case's Verdict, and the truth of its outputs: views of the batch's."""
+    """A Case's Verdict, and the truth of its outputs."""
 
     verdict: Verdict
-    truths: dict[OutputName, Truth]
+    truths: Mapping[OutputName, Truth]
+
+
+class _OfCase(Mapping[OutputName, Truth]):
+    """The truth of a Case's outputs: views of the batch's, made when they are asked for, since few Cases need them."""
+
+    def __init__(self, batch: BatchTruth, truths: dict[OutputName, Truth], at: int) -> None:
+        self._batch, self._truths, self._at = batch, truths, at
+
+    @functools.cached_property
+    def _views(self) -> dict[OutputName, Truth]:
+        return _of_case(self._batch, self._truths, self._at)
+
+    def __getitem__(self, name: OutputName) -> Truth:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[OutputName]:
+        return iter(self._truths)
+
+    def __len__(self) -> int:
+        return len(self._truths)
 
 
 def judge_batch(launched: Sequence[Launched], deviations: Deviations, device: str) -> list[Judged | None]:
@@ -152,13 +173,14 @@ def _judged(
             statistics: dict[OutputName, list[float]] = {
                 name: _part(of_sums, len(launched), place, at, SUMS) for place, name in enumerate(judged)
             }
-            own = _of_case(batch, truths, at)
-            figures = _figures(own, rows)
+            sizes_of = _elements_of(each.inputs.problem)
+            figures = _figures(sizes_of, rows)
             if figures is None and not ties and p.dtype != "float32" and _clearly_beyond(rows):
                 beyond.append(at)
             if figures is not None:
-                figures = _with_statistics(each.inputs.problem, figures, own, statistics, generic.get(at))
-            results.append(Judged(Verdict(status="pass", figures=figures), own) if figures else None)
+                figures = _with_statistics(each.inputs.problem, figures, sizes_of, statistics, generic.get(at))
+            judgement = Judged(Verdict(status="pass", figures=figures), _OfCase(batch, truths, at)) if figures else None
+            results.append(judgement)
         return results, beyond
 
 
@@ -258,13 +280,20 @@ def _of_case(batch: BatchTruth, truths: dict[OutputName, Truth], at: int) -> dic
 _PARTS = ("allowed", "random", "b", "flush", "noise", "reorder")
 
 
-def _figures(truths: dict[OutputName, Truth], counts: dict[OutputName, list[float]]) -> dict[OutputName, Figures] | None:
+def _elements_of(problem: Problem) -> dict[OutputName, int]:
+    """Return the number of elements of each output."""
+    rows, keys = problem.total_q * problem.heads, problem.total_k * problem.kv_heads
+    dim_qk, dim_v = problem.dim_qk, problem.dim_v
+    return {"o": rows * dim_v, "lse": rows, "dq": rows * dim_qk, "dk": keys * dim_qk, "dv": keys * dim_v}
+
+
+def _figures(sizes: dict[OutputName, int], counts: dict[OutputName, list[float]]) -> dict[OutputName, Figures] | None:
     """Return the figures of every output, or None unless all elements are clearly within their intervals."""
     figures = {}
     for name, (over, nonfinite, judged, worst, sigmas) in counts.items():
         if over or nonfinite or not worst <= _CLEAR_RATIO:
             return None
-        elements = truths[name].expected.numel()
+        elements = sizes[name]
         values = (over, nonfinite, judged, worst, sigmas)
         figures[name] = figures_of(elements, values) if elements else Figures(elements=0)
     return figures
@@ -279,7 +308,7 @@ def _clearly_beyond(counts: dict[OutputName, list[float]]) -> bool:
 def _with_statistics(
     problem: Problem,
     figures: dict[OutputName, Figures],
-    truths: dict[OutputName, Truth],
+    sizes: dict[OutputName, int],
     sums: dict[OutputName, list[float]],
     generic: Generic | None,
 ) -> dict[OutputName, Figures] | None:
@@ -288,7 +317,7 @@ def _with_statistics(
     if generic is None and not tiny:
         return figures
     for name, row in sums.items():
-        pair = of_limits(name, generic or Generic(), row) if truths[name].expected.numel() else None
+        pair = of_limits(name, generic or Generic(), row) if sizes[name] else None
         if pair is None:
             continue
         if not max(pair) <= _CLEAR:

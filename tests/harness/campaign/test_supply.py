@@ -20,6 +20,7 @@ from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.rounds import EXAMPLES, Round, Rounds
 from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.campaign.supply import Supply
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.faults.host import FaultyReference
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Check, Recipe
@@ -189,7 +190,9 @@ class Campaign:
         return self.compiled & set(keys)
 
 
-def supply_of(campaign: Campaign, *, growing: bool) -> tuple[Supply, dict[Any, str], list[tuple[Variant, ...]]]:
+def supply_of(
+    campaign: Campaign, *, growing: bool, together: bool = False
+) -> tuple[Supply, dict[Any, str], list[tuple[Variant, ...]]]:
     """A supply, the compile key of each mask, and the variants of each strategy that is made."""
     variants, strategies = all_variants(KERNEL, "cpu"), list[tuple[Variant, ...]]()
     plan = KernelPlan(variants, PROFILES["quick"].limits["cpu"], 1, compiled=True)
@@ -279,3 +282,22 @@ def test_what_waits_does_not_grow_without_end() -> None:
     supply, _, _ = supply_of(campaign, growing=False)
     assert taken(supply, 100) == []
     assert 600 <= supply.waiting < 600 + EXAMPLES
+
+
+def test_cases_that_are_judged_together_are_drawn_kind_by_kind_after_the_first_rounds() -> None:
+    kernel = registry.get("torch.reference_cpu")
+    plan = KernelPlan(all_variants(kernel, "cpu"), PROFILES["quick"].limits["cpu"], 1, compiled=False)
+    every = {(each.dtype, each.dims) for each in plan.variants}
+    assert len(every) > 1
+
+    def kinds(number: int, *, growing: bool = True, together: bool = True) -> set[Any]:
+        supply = Supply(
+            kernel, plan, lambda _: st.nothing(), Campaign(), "cpu", background=False, growing=growing, together=together
+        )  # type: ignore[arg-type]
+        return {(each.dtype, each.dims) for each in supply._variants(number)}
+
+    assert kinds(0) == kinds(7) == every
+    later = [kinds(number) for number in range(8, 8 + len(every))]
+    assert all(len(each) == 1 for each in later)
+    assert set.union(*later) == every
+    assert kinds(100, together=False) == kinds(100, growing=False) == every
