@@ -20,7 +20,7 @@ __all__ = ["ATTNFUZZ", "CACHES", "MARK", "Memory", "Session", "cold_caches", "li
 
 MARK = "ATTNFUZZ_BENCHMARK"
 """Environment variable that every process of a measurement inherits, in any session and with any parent."""
-CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "XDG_CACHE_HOME", "PYTORCH_KERNEL_CACHE_PATH")
+CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "XDG_CACHE_HOME")
 ATTNFUZZ = (sys.executable, "-P", "-m", "attnfuzz.harness.cli")
 """The command `attnfuzz` of this Python."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")

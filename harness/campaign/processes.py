@@ -18,6 +18,7 @@ from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
 from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.process import Answer, Assignment, Message
+from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.isolation.isolated import share_of_memory
 from attnfuzz.kernels.contract import Kernel
@@ -39,7 +40,12 @@ def start_process(paths: Sequence[str], variables: Mapping[str, str]) -> tuple[s
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(each for each in paths if each), **variables},
+            env={
+                **os.environ,
+                **bytecode_variables(),
+                "PYTHONPATH": os.pathsep.join(each for each in paths if each),
+                **variables,
+            },
         )
     return process, Connection(here.detach())
 

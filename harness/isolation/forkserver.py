@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import TAIL, Child, ChildError
 from attnfuzz.harness.isolation.wire import Board, wait
@@ -42,7 +43,13 @@ class Forkserver:
         self.run = secrets.token_hex(8)
         self._preload = preload
         self._folder = tempfile.mkdtemp(prefix="attnfuzz-")
-        self._environment = {**os.environ, **(environment or {}), reaper.MARK: self.run, "TMPDIR": self._folder}
+        self._environment = {
+            **os.environ,
+            **bytecode_variables(),
+            **(environment or {}),
+            reaper.MARK: self.run,
+            "TMPDIR": self._folder,
+        }
         self._template: _Template | None = None
         self._reaper, self._reaper_pipe = self._start_reaper()
         self._owner = os.getpid()

@@ -1,0 +1,162 @@
+"""Compile CUDA source by NVRTC, which comes with PyTorch, and launch it by the driver; compiled code is kept in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import site
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+__all__ = ["Library", "Loaded", "compiled", "folder", "library"]
+
+_TRIAL = 'extern "C" __global__ void trial(double* x) { *x = ::exp(*x); }'
+_THREADS, _MOST_BLOCKS = 256, 1 << 14
+
+
+class Library:
+    """NVRTC at a path.
+
+    Raises:
+        OSError: there is no such library.
+    """
+
+    def __init__(self, path: str) -> None:
+        # What it opens by name, where it lies in no folder that the loader knows.
+        for beside in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")) if "/" in path else ():
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(beside), ctypes.RTLD_GLOBAL)
+        self._nvrtc = ctypes.CDLL(path)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.version = f"{major.value}.{minor.value}"
+
+    def cubin(self, source: str, architecture: str) -> bytes:
+        """Return the machine code of `source` for an architecture such as "sm_90".
+
+        Raises:
+            RuntimeError: NVRTC refuses it; with its log.
+        """
+        program = ctypes.c_void_p()
+        self._check(self._nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"fused.cu", 0, None, None))
+        try:
+            options = (ctypes.c_char_p * 2)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
+            if self._nvrtc.nvrtcCompileProgram(program, len(options), options):
+                raise RuntimeError(f"NVRTC {self.version} refuses a generated kernel: {self._log(program)}\n{source}")
+            size = ctypes.c_size_t()
+            self._check(self._nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+            code = ctypes.create_string_buffer(size.value)
+            self._check(self._nvrtc.nvrtcGetCUBIN(program, code))
+            return code.raw
+        finally:
+            self._nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def knows(self, architecture: str) -> bool:
+        """Whether it makes code for an architecture such as "sm_90"."""
+        return architecture in {f"sm_{each}" for each in self._architectures()}
+
+    def newest(self) -> str:
+        """Return the last architecture that it makes code for."""
+        return f"sm_{max(self._architectures())}"
+
+    def _architectures(self) -> list[int]:
+        count = ctypes.c_int()
+        self._check(self._nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        numbers = (ctypes.c_int * count.value)()
+        self._check(self._nvrtc.nvrtcGetSupportedArchs(numbers))
+        return list(numbers)
+
+    def _log(self, program: ctypes.c_void_p) -> str:
+        size = ctypes.c_size_t()
+        self._nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(max(1, size.value))
+        self._nvrtc.nvrtcGetProgramLog(program, log)
+        return log.value.decode("utf-8", "replace").strip()
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"NVRTC answers with status {status}")
+
+
+@functools.cache
+def library() -> Library | None:
+    """Return the NVRTC of this PyTorch; None where there is none, or it makes no machine code."""
+    major = (torch.version.cuda or "0").split(".")[0]
+    for path in _paths(f"libnvrtc.so.{major}"):
+        with contextlib.suppress(OSError, AttributeError, RuntimeError):
+            nvrtc = Library(path)
+            nvrtc.cubin(_TRIAL, nvrtc.newest())
+            return nvrtc
+    return None
+
+
+def _paths(name: str) -> Iterator[str]:
+    beside = Path(torch.__file__).parent
+    for packages in dict.fromkeys([beside.parent, *(Path(each) for each in site.getsitepackages()), *map(Path, sys.path)]):
+        for path in sorted(packages.glob(f"nvidia/*/lib/{name}*")):
+            if re.fullmatch(r"libnvrtc\.so\.[\d.]+", path.name):
+                yield str(path)
+    yield str(beside / "lib" / name)
+    yield f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}"
+    yield name
+
+
+def folder() -> Path:
+    """Return the folder of compiled kernels, in that for caches."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent", ".cache")
+    return Path(caches, "attnfuzz", "kernels")
+
+
+def compiled(nvrtc: Library, source: str, architecture: str) -> bytes:
+    """Return machine code from the folder, or compile it and keep it there; a folder that cannot be written is done without."""
+    name = hashlib.sha256(f"{nvrtc.version} {architecture} {source}".encode()).hexdigest()[:32]
+    path = folder() / f"{name}.cubin"
+    with contextlib.suppress(OSError):
+        if code := path.read_bytes():
+            return code
+    code = nvrtc.cubin(source, architecture)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole, or not at all: other processes read it meanwhile.
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(code)
+        part.replace(path)
+    return code
+
+
+class Loaded:
+    """A kernel on the current device, called with its argument and the number of elements; on the current stream."""
+
+    def __init__(self, code: bytes, entry: str) -> None:
+        self._driver = _driver()
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _checked(self._driver.cuModuleLoadData(ctypes.byref(module), code), "load")
+        _checked(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, entry.encode()), "find")
+
+    def __call__(self, argument: bytes, count: int, device: int) -> None:
+        """Launch it."""
+        blocks = min(_MOST_BLOCKS, -(-count // _THREADS))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        content = ctypes.c_char_p(argument)
+        parameters = (ctypes.c_void_p * 1)(ctypes.cast(content, ctypes.c_void_p))
+        status = self._driver.cuLaunchKernel(self._function, blocks, 1, 1, _THREADS, 1, 1, 0, stream, parameters, None)
+        _checked(status, "launch")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _checked(status: int, what: str) -> None:
+    if status:
+        # As torch words a lost device, so that it is told from other errors.
+        raise RuntimeError(f"CUDA error: the driver cannot {what} a generated kernel (status {status})")
