@@ -221,3 +221,55 @@ def test_wrong_use_is_refused(name: str, arguments: list[str], expected: str) ->
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def batch() -> ModuleType:
+    return loaded("batch")
+
+
+def test_rates_of_processes_add_up_and_stages_are_means(batch: ModuleType) -> None:
+    runs = [batch.Timed(30, 2.0, {"oracle": 0.6, "judge": 0.3}), batch.Timed(10, 1.0, {"oracle": 0.2})]
+    assert batch.summary(runs) == {"processes": 2, "cases": 40, "rate": 25.0, "ms": {"judge": 7.5, "oracle": 20.0}}
+
+
+def test_batches_have_cases_of_one_kind(batch: ModuleType) -> None:
+    every = batch.batches("torch.reference_cpu", "cpu", 20, 8)
+    assert [len(each) for each in every] == [8, 8, 4]
+    problems = [case.problem for each in every for case in each]
+    assert len({(p.dtype, p.dim_qk, p.dim_v) for p in problems}) == 1
+    assert len(set(problems)) > 10
+
+
+def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
+    json_file = tmp_path / "batch.json"
+    arguments = [
+        "torch.reference_cpu",
+        "--device",
+        "cpu",
+        "--cases",
+        "6",
+        "--size",
+        "2",
+        "--processes",
+        "2",
+        "--json",
+        str(json_file),
+    ]
+    done = subprocess.run([sys.executable, str(FOLDER / "batch.py"), *arguments], capture_output=True, text=True, check=True)
+    result = json.loads(json_file.read_text())
+    assert (result["processes"], result["cases"]) == (2, 4)
+    assert result["rate"] > 0
+    assert "Cases a second" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--operations"], "use --device cuda"), (["--cases", "4"], "ask for more"), (["no.kernel"], "no.kernel")],
+)
+def test_wrong_use_of_the_batch_benchmark(arguments: list[str], says: str) -> None:
+    command = [sys.executable, str(FOLDER / "batch.py"), "--device", "cpu", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

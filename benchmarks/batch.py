@@ -1,0 +1,214 @@
+"""Batches of a kernel without a campaign around them: Cases a second of processes side by side, and what their GPU does.
+
+    python benchmarks/batch.py [--device cpu|cuda] [--cases N] [--size N] [--processes N] [--operations] [--json FILE] [KERNEL]
+
+Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
+--operations also the operations of the judgement of a batch on the device, by kind (one process, torch's profiler).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from attnfuzz.harness.campaign.context import batch_for
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.harness.core import environment
+from attnfuzz.harness.judge.batch import judge_batch
+from attnfuzz.harness.trial import batch as trial_batch
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.draw import drawn
+from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.trials import trial_cases
+
+_UNTIMED = 2
+_ROUND = 200
+_KINDS = {
+    "generated": r"^run_fused_",
+    "product": r"gemm|cutlass|xmma|gemv|dot_kernel",
+    "sort": r"[sS]ort|searchsorted",
+    "softmax": r"[sS]oft[mM]ax",
+    "reduction": r"reduce",
+    "index": r"index|gather|scatter",
+    "concatenation": r"CatArray",
+    "copy": r"Memcpy|Memset|copy",
+    "elementwise": r"elementwise",
+}
+"""Kinds of operations by names of CUDA kernels, the first that is found."""
+
+
+@dataclass(slots=True)
+class Timed:
+    """What one process measured."""
+
+    cases: int = 0
+    wall: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage."""
+
+
+def batches(name: str, device: Device, count: int, size: int) -> list[list[Case]]:
+    """Return batches of `size` Cases of the kernel, all of the kind of which it has most variants, `count` Cases in all.
+
+    Raises:
+        BadArgument: there are no such Cases, or too few.
+    """
+    kernel = registry.get(name)
+    variants = all_variants(kernel, device)
+    kinds = Counter((each.dtype, each.dims) for each in variants)
+    kind = max(kinds, key=lambda each: (kinds[each], each))
+    chosen = [each for each in variants if (each.dtype, each.dims) == kind]
+    # One variant: a compile for each would take minutes.
+    strategy = trial_cases(kernel, device=device, limits=PROFILES["quick"].limits[device], variants=chosen[:1])
+
+    def every() -> Iterator[Case]:
+        for number in range(4 * count // _ROUND + 4):
+            # The distances of huge strides are mapped, which takes longer than the Case.
+            yield from (x for x in drawn(strategy, seed=number, examples=_ROUND, quota=_ROUND) if x.check != "huge_strides")
+
+    cases = list(islice(dict.fromkeys(every()), count))
+    if len(cases) < count:
+        raise BadArgument(f"cases={count}: {name} has {len(cases)} distinct Cases of one variant; ask for fewer")
+    return [cases[at : at + size] for at in range(0, count, size)]
+
+
+def timed(name: str, device: Device, count: int, size: int, ready: Any = None) -> Timed:
+    """Run all batches in this process; `ready`: a barrier that processes wait at before they begin."""
+    environment.prepare(device)
+    every = batches(name, device, count, size)
+    for each in every[:_UNTIMED]:
+        trial_batch.run_batch(each, device)
+    if ready is not None:
+        ready.wait()
+    result, start = Timed(), time.perf_counter()
+    for each in every[_UNTIMED:]:
+        for verdict in trial_batch.run_batch(each, device):
+            result.cases += 1
+            for stage, seconds in verdict.seconds.items():
+                result.stages[stage] = result.stages.get(stage, 0.0) + seconds
+    result.wall = time.perf_counter() - start
+    return result
+
+
+def side_by_side(processes: int, name: str, device: Device, count: int, size: int) -> list[Timed]:
+    """Run as many processes, each with its own batches, and begin together."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(processes, mp_context=context) as pool:
+        ready = manager.Barrier(processes) if processes > 1 else None
+        running = [pool.submit(timed, name, device, count, size, ready) for _ in range(processes)]
+        return [each.result() for each in running]
+
+
+def operations(name: str, count: int, size: int) -> dict[str, tuple[float, float]]:
+    """Return microseconds and number of operations a Case of each kind, in the judgement of batches on a GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    environment.prepare("cuda")
+    every = batches(name, "cuda", count, size)
+    for each in every[:_UNTIMED]:
+        trial_batch.run_batch(each, "cuda")
+    spent, number = Counter[str](), Counter[str]()
+    cases = 0
+
+    def judged(*arguments: Any) -> Any:
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as watched:
+            result = judge_batch(*arguments)
+            torch.cuda.synchronize()
+        for event in watched.events():
+            kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, event.name)), "other")
+            spent[kind] += event.time_range.elapsed_us()
+            number[kind] += 1
+        return result
+
+    before, trial_batch.judge_batch = trial_batch.judge_batch, judged  # type: ignore[attr-defined]
+    try:
+        for each in every[_UNTIMED:]:
+            cases += len(each)
+            trial_batch.run_batch(each, "cuda")
+    finally:
+        trial_batch.judge_batch = before  # type: ignore[attr-defined]
+    return {kind: (spent[kind] / cases, number[kind] / cases) for kind, _ in spent.most_common()}
+
+
+def summary(runs: Sequence[Timed]) -> dict[str, Any]:
+    """Return Cases a second of all processes, and milliseconds a Case by stage."""
+    cases = sum(each.cases for each in runs)
+    stages = {stage for each in runs for stage in each.stages}
+    return {
+        "processes": len(runs),
+        "cases": cases,
+        "rate": sum(each.cases / each.wall for each in runs if each.wall),
+        "ms": {stage: 1e3 * sum(each.stages.get(stage, 0.0) for each in runs) / max(1, cases) for stage in sorted(stages)},
+    }
+
+
+@click.command()
+@click.argument("kernel", default="triton.varlen")
+@click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda")
+@click.option("--cases", default=None, type=click.IntRange(1), help="Of each process [default: six batches].")
+@click.option("--size", default=None, type=click.IntRange(1), help="Cases of a batch [default: as a campaign has them].")
+@click.option("--processes", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--operations", "lists", is_flag=True, help="Also what the GPU does in the judgement of a batch.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path))
+def main(
+    kernel: str, device: str, cases: int | None, size: int | None, processes: int, lists: bool, json_file: Path | None
+) -> None:
+    """Measure, and print the rate, the stages, and the operations."""
+    where = environment.resolve_device(device)
+    if lists and where != "cuda":
+        raise click.BadParameter("a CPU's operations are not counted; use --device cuda", param_hint="--operations")
+    size = size or batch_for(Settings(device=where)).most
+    count = cases or 6 * size
+    if count <= _UNTIMED * size:
+        raise click.BadParameter(f"{count}: two batches of {size} are not timed; ask for more", param_hint="--cases")
+    result = {"kernel": kernel, "device": where, "size": size, **summary(side_by_side(processes, kernel, where, count, size))}
+    if lists:
+        result["operations"] = operations(kernel, count, size)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result), encoding="utf-8")
+    show(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    of = f"{result['processes']} processes" if result["processes"] > 1 else "one process"
+    console.print(
+        f"{result['kernel']} on {result['device']}, {of}, batches of {result['size']}: {result['rate']:.1f} Cases a second"
+    )
+    table = Table("stage", "ms a Case")
+    for stage, ms in result["ms"].items():
+        table.add_row(stage, f"{ms:.2f}")
+    console.print(table)
+    if "operations" in result:
+        table = Table("operations of the judgement", "us a Case", "a Case")
+        for kind, (us, number) in result["operations"].items():
+            table.add_row(kind, f"{us:.1f}", f"{number:.2f}")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    try:
+        main(standalone_mode=False)
+    except (BadArgument, click.ClickException) as error:
+        click.echo(f"error: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
+        sys.exit(2)
