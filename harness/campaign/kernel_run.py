@@ -77,6 +77,19 @@ def _strategy(kernel: Kernel, plan: KernelPlan, settings: Settings, variants: tu
     return strategy(kernel, device=settings.device, limits=plan.limits, variants=variants)
 
 
+def _supply(kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign) -> Supply:
+    return Supply(
+        kernel,
+        plan,
+        functools.partial(_strategy, kernel, plan, context.settings),
+        campaign,
+        context.settings.device,
+        background=not context.settings.in_process,
+        growing=context.end is not None,
+        together=context.batch.together,
+    )
+
+
 def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, campaign: Campaign, longest: int) -> tuple[Case, Verdict]:
     """The same Case compared with the oracle alone, if that fails too: a bug that one call shows is one finding."""
     # Relations are drawn at lengths that no oracle could follow.
@@ -108,12 +121,7 @@ class KernelRun:
         self.kernel, self.plan, self._context, self._campaign, self._account = kernel, plan, context, campaign, account
         self.clock, self._until = TrialClock(), context.end
         self._known: set[Identity] = set()
-        background, growing = not context.settings.in_process, context.end is not None
-        strategy = functools.partial(_strategy, kernel, plan, context.settings)
-        self._supply = Supply(
-            kernel, plan, strategy, campaign, context.settings.device,
-            background=background, growing=growing, together=context.batch.together,
-        )  # fmt: skip
+        self._supply = _supply(kernel, plan, context, campaign)
         self._runner = TrialRunner(
             context.executor,
             context.journal,
