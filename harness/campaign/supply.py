@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -61,7 +62,7 @@ class Supply:
         self._keys = {each: plan.key(kernel, each) for each in plan.variants} if self._growing else {}
         self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
         self._drawer = Drawer(strategy, plan.seed, background=background)
-        self._asked = 0.0
+        self._asked, self._fruitless = 0.0, False
 
     @property
     def ready(self) -> int:
@@ -89,10 +90,12 @@ class Supply:
         if self._growing:
             ready = self._campaign.ready(self._kernel.name, set(self._keys.values()))
             variants = tuple(each for each in variants if self._keys[each] in ready) or variants
-        if not self._by_kind or number < _MIXED:
+        # After a round without a new Case, perhaps of a kind that has no more: a kernel ends after several of them.
+        if not self._by_kind or number < _MIXED or self._fruitless:
             return variants
         kinds = sorted({(each.dtype, each.dims) for each in variants})
-        kind = kinds[number % len(kinds)]
+        # By chance, since shards have every n-th round.
+        kind = random.Random(number).choice(kinds)
         return tuple(each for each in variants if (each.dtype, each.dims) == kind)
 
     def tried(self, case: Case) -> None:
@@ -109,6 +112,7 @@ class Supply:
     def _add(self, drawn: Drawn) -> None:
         number = drawn.round.number
         new = [drawn.cases[index] for index in self._campaign.drawn(self._kernel.name, number, drawn.ids)]
+        self._fruitless = not new
         self._backlog.add(number, [(self._compiles(each), each) for each in new])
         if self._plan.compiled:
             self._asked = 0.0

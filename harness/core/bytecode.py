@@ -14,7 +14,8 @@ def bytecode_variables() -> dict[str, str]:
     """Return environment variables for child processes that keep bytecode in a folder for caches; none where it is there already.
 
     Images of containers often set PYTHONDONTWRITEBYTECODE, and hold packages without bytecode: to import torch then takes five
-    seconds more, in every process. Nothing is written beside the packages.
+    seconds more, in every process. Nothing is written beside the packages. As everywhere in Python, a module that changes without
+    another size or time counts as unchanged.
     """
     if not sys.dont_write_bytecode or sys.pycache_prefix is not None:
         return {}

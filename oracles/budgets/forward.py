@@ -21,6 +21,9 @@ from attnfuzz.oracles.modifiers import Changed
 
 __all__ = ["Forward", "OfP", "Scores", "at_least_one", "forward", "repeated_sum", "scores"]
 
+_HUGE = 1e60
+"""Limit on mean squares of lost rows: their squares stay finite."""
+
 
 @dataclass(slots=True, eq=False)
 class Scores:
@@ -301,7 +304,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     )
     v_size, v2 = t.v_size, t.v2
     pv, size, mean2, pk = (t.p @ t.values).split([*[t.v.shape[-1]] * 3, t.k.shape[-1]], -1)
-    e_f2 = of_e.sum(-1, keepdim=True)
+    e_f2 = of_e.sum(-1, keepdim=True).clamp_(max=_HUGE)
     hard, sigma2, flush = worst @ v_size, variance @ v2, flushed @ v_size
     noise = exact_units[0] @ v2 if exact_units else None
     tau2 = repeated = None

@@ -22,7 +22,6 @@ __all__ = [
 
 LAMBDA, TIES = 6.0, 4.0
 """Limits on an error, as multiples of the root mean square of independent roundings and of repeated ones."""
-_HUGE = 1e60
 _MOST = 600.0
 """Largest delta whose exponential is added up: the sum over a row stays finite."""
 
@@ -78,7 +77,10 @@ def probabilities(e: torch.Tensor, l: torch.Tensor, delta: torch.Tensor) -> tupl
 def lse_budget(
     lse: torch.Tensor, m: torch.Tensor, dead: torch.Tensor, raised: torch.Tensor, widest: torch.Tensor, log_keys: Steps
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return Lambda and M_LSE of each row, from the sum of P (e^delta - 1) and the largest delta; 1 if that is beyond 1."""
+    """Return Lambda and M_LSE of each row, from the sum of P (e^delta - 1) and the largest delta; 1 if that is beyond 1.
+
+    Lambda is at most the largest delta, and taken to be that where the sum would be endless.
+    """
     shift = torch.where(widest > _MOST, widest, raised.log1p()).clamp_(min=0.0)
     m_lse = (lse.abs() + m.abs()).mul_(4 * EPS).add_(shift).add_((log_keys + 1) * (8 * EPS))
     return shift, torch.where(dead != 0, 0.0, m_lse), (widest > 1.0).to(torch.float64)
@@ -132,7 +134,7 @@ def o_budget(
     form: Format,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return O on a grid, acc, and B without flushed values, from P @ v, P @ |v|, P @ v^2, sum P e_f^2, max |v| and sum |v|."""
-    variance = (difference(mean2, pv * pv) * e_f2.clamp(max=_HUGE)).sqrt_()
+    variance = (difference(mean2, pv * pv) * e_f2).sqrt_()
     reorder = accumulated(steps_of(n_k), pv, size, form)
     o = on_grid(pv, reorder)
     return o, reorder, torch.minimum(variance, v_most + o.abs()).add_(reorder).add_(lost(v_sum, 1.0, terms_k))

@@ -10,6 +10,7 @@ import os
 import re
 import site
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 __all__ = ["Library", "Loaded", "compiled", "folder", "library"]
 
 _TRIAL = 'extern "C" __global__ void trial(double* x) { *x = ::exp(*x); }'
+_DIGEST = 32
 _THREADS, _MOST_BLOCKS = 256, 1 << 14
 
 
@@ -116,20 +118,33 @@ def folder() -> Path:
 
 
 def compiled(nvrtc: Library, source: str, architecture: str) -> bytes:
-    """Return machine code from the folder, or compile it and keep it there; a folder that cannot be written is done without."""
+    """Return machine code from the folder, or compile it and keep it there; a folder that cannot be written is done without.
+
+    A file begins with a digest of its code, so that a damaged one is compiled once more.
+    """
     name = hashlib.sha256(f"{nvrtc.version} {architecture} {source}".encode()).hexdigest()[:32]
     path = folder() / f"{name}.cubin"
     with contextlib.suppress(OSError):
-        if code := path.read_bytes():
-            return code
+        content = path.read_bytes()
+        if content[:_DIGEST] == hashlib.sha256(content[_DIGEST:]).digest():
+            return content[_DIGEST:]
     code = nvrtc.cubin(source, architecture)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole, or not at all: other processes read it meanwhile.
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(code)
-        part.replace(path)
+        _write(path, hashlib.sha256(code).digest() + code)
     return code
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole, or not at all: other processes read it meanwhile."""
+    file, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(file, "wb") as stream:
+            stream.write(content)
+        Path(part).replace(path)
+    except OSError:
+        Path(part).unlink(missing_ok=True)
+        raise
 
 
 class Loaded:
@@ -157,6 +172,12 @@ def _driver() -> ctypes.CDLL:
 
 
 def _checked(status: int, what: str) -> None:
-    if status:
-        # As torch words a lost device, so that it is told from other errors.
-        raise RuntimeError(f"CUDA error: the driver cannot {what} a generated kernel (status {status})")
+    if not status:
+        return
+    # The driver's own words, by which a lost device and refused memory are told from other errors.
+    words = []
+    for function in (_driver().cuGetErrorName, _driver().cuGetErrorString):
+        text = ctypes.c_char_p()
+        function(status, ctypes.byref(text))
+        words.append((text.value or b"unknown").decode("ascii", "replace"))
+    raise RuntimeError(f"CUDA error: the driver cannot {what} a generated kernel: {words[0]}: {words[1]}")

@@ -37,7 +37,7 @@ class Shape:
 
 
 def shape_of(tensors: Sequence[torch.Tensor]) -> Shape | None:
-    """Return how tensors lie that are broadcast against each other; None where that takes more than a kernel can index."""
+    """Return how tensors lie that are broadcast against each other; None where a kernel cannot index them."""
     first = tensors[0].shape
     if all(x.shape == first and x.is_contiguous() for x in tensors):
         count = tensors[0].numel()
@@ -46,8 +46,9 @@ def shape_of(tensors: Sequence[torch.Tensor]) -> Shape | None:
     common = [1] * dims
     for x in tensors:
         for at, size in enumerate(x.shape, dims - x.dim()):
-            if size != 1:
-                common[at] = size
+            if common[at] not in (1, size) and size != 1:
+                return None
+            common[at] = common[at] if size == 1 else size
     strides = []
     for x in tensors:
         own = (*([0] * (dims - x.dim())), *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))

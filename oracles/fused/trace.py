@@ -139,7 +139,7 @@ class Value:
         """Do what a function of torch does, by the method of its name."""
         name = getattr(function, "__name__", "")
         if name == "where":
-            return args[0]._do("chosen", *args[1:])
+            return args[0]._chosen(*args[1:])
         first = (
             args[0] if isinstance(args[0], Value) else _as_value(next(x.program for x in args if isinstance(x, Value)), args[0])
         )
@@ -157,6 +157,12 @@ class Value:
     def _do(self, method: str, *args: Any) -> Value:
         kind, expression = _METHODS[method]
         return self.program.value(kind, expression.format(self.name, *(_as_value(self.program, each).name for each in args)))
+
+    def _chosen(self, one: Any, other: Any) -> Value:
+        """Return `one` where this is true, else `other`."""
+        if any(isinstance(each, Value) and each.kind == "bool" for each in (one, other)):
+            raise NotImplementedError("a choice of bools has no C here: use & and |")
+        return self._do("chosen", one, other)
 
     def _become(self, other: Value) -> Value:
         if not self.own:
@@ -218,6 +224,18 @@ class Value:
     def __or__(self, other: Any) -> Value:
         return self._do("logical_or", other)
 
+    def __iadd__(self, other: Any) -> Value:
+        return self._become(self + other)
+
+    def __isub__(self, other: Any) -> Value:
+        return self._become(self - other)
+
+    def __imul__(self, other: Any) -> Value:
+        return self._become(self * other)
+
+    def __itruediv__(self, other: Any) -> Value:
+        return self._become(self / other)
+
     def __ior__(self, other: Any) -> Value:
         return self._become(self | other)
 
@@ -233,7 +251,7 @@ class Value:
 
     def addcmul(self, one: Value, other: Value, *, value: float = 1.0) -> Value:
         """Return this + value one other."""
-        return self + (one * other if value == 1.0 else one * other * value)
+        return self + (one * other if value == 1.0 else one * value * other)
 
     def lerp(self, end: Value, weight: Value) -> Value:
         """Return this + weight (end - this), from the nearer side."""
@@ -254,7 +272,7 @@ class Value:
 
     def masked_fill(self, mask: Value, value: float) -> Value:
         """Return `value` where `mask`, else this."""
-        return mask._do("chosen", value, self)
+        return mask._chosen(value, self)
 
     def zeros_like(self) -> Value:
         """Return 0."""

@@ -297,7 +297,26 @@ def test_cases_that_are_judged_together_are_drawn_kind_by_kind_after_the_first_r
         return {(each.dtype, each.dims) for each in supply._variants(number)}
 
     assert kinds(0) == kinds(7) == every
-    later = [kinds(number) for number in range(8, 8 + len(every))]
-    assert all(len(each) == 1 for each in later)
-    assert set.union(*later) == every
+    for shard in range(4):
+        later = [kinds(number) for number in range(8 + shard, 8 + 4 * 12 * len(every), 4)]
+        assert all(len(each) == 1 for each in later)
+        assert set.union(*later) == every
     assert kinds(100, together=False) == kinds(100, growing=False) == every
+
+
+def test_after_a_round_without_a_new_case_all_kinds_are_drawn_from() -> None:
+    kernel = registry.get("torch.reference_cpu")
+    plan = KernelPlan(all_variants(kernel, "cpu"), PROFILES["quick"].limits["cpu"], 1, compiled=False)
+    one = replace(case(1), kernel=kernel.name)
+    strategies = list[tuple[Variant, ...]]()
+
+    def strategy(some: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
+        strategies.append(some)
+        return st.just(one)
+
+    campaign = Campaign()
+    campaign.rounds._next = 8
+    supply = Supply(kernel, plan, strategy, campaign, "cpu", background=False, growing=True, together=True)  # type: ignore[arg-type]
+    taken(supply, 10)
+    assert len({(each.dtype, each.dims) for each in strategies[0]}) == 1
+    assert strategies[-1] == plan.variants

@@ -20,7 +20,7 @@ from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.budgets.bounds import budgets
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.frames import CHUNK, Placed, frames, key_range, tokens_of
-from attnfuzz.strategies.case import Recipe
+from attnfuzz.strategies.case import Pattern, Recipe
 
 PLAIN = Problem(seqlens_q=(70,), seqlens_k=(90,), dim_qk=16, dim_v=24, heads=4, kv_heads=2)
 PROBLEMS = {
@@ -259,3 +259,16 @@ def test_the_judge_says_the_same_on_host_and_device(seqlens: tuple[int, int]) ->
     host, device_ = verdicts
     assert [(x.kind, x.output, x.place.position, x.place.dim) for x in host.failures] == [("mismatch", "dk", 3, 7)]
     assert [(x.kind, x.output, x.place.position, x.place.dim) for x in device_.failures] == [("mismatch", "dk", 3, 7)]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("pattern", ["sparse", "normal", "huge_logits"])
+def test_no_budget_is_nan_where_scores_are_lost(pattern: Pattern, ties: bool) -> None:
+    """Values of 2^40: P may be off by e^80, whose square times that of the values is endless."""
+    problem = Problem(seqlens_q=(5,), seqlens_k=(4,), dim_qk=16, dim_v=8, dtype="bfloat16", softcap=2.0)
+    huge = {f"{name}_scale": 2.0**40 for name in ("q", "k", "v", "do")}
+    result = budgets(materialise(problem, Recipe(pattern=pattern, **huge), "cpu"), Deviations(), "cpu", ties=ties)
+    for output, budget in result.outputs.items():
+        assert not budget.allowed.isnan().any(), output
+        assert budget.random is not None
+        assert not budget.random.isnan().any(), output

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.oracles.fused import nvrtc
 from attnfuzz.oracles.fused.source import Source, shape_of
 from attnfuzz.oracles.fused.trace import traced
@@ -41,17 +43,51 @@ def test_a_source_is_compiled_once_for_an_architecture(caches: Path) -> None:
     assert (one.compiles, len(list(caches.iterdir()))) == (3, 3)
 
 
-def test_an_empty_file_and_a_folder_that_cannot_be_made_are_done_without(caches: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"half", b"x" * 100, None])
+def test_a_damaged_file_is_compiled_once_more(caches: Path, content: bytes | None) -> None:
     one = Counting()
     nvrtc.compiled(one, "a", "sm_90")  # type: ignore[arg-type]
     (path,) = caches.iterdir()
-    path.write_bytes(b"")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] if content is None else content)
     assert nvrtc.compiled(one, "a", "sm_90") == b"sm_90: a"  # type: ignore[arg-type]
-    assert path.read_bytes() == b"sm_90: a"
-    path.unlink()
+    assert (one.compiles, path.read_bytes()) == (2, whole)
+
+
+def test_a_folder_that_cannot_be_made_and_a_full_disk_are_done_without(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Counting()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        assert nvrtc.compiled(one, "a", "sm_90") == b"sm_90: a"  # type: ignore[arg-type]
+    assert list(caches.iterdir()) == []
     caches.rmdir()
     caches.write_text("a file")
     assert nvrtc.compiled(one, "a", "sm_90") == b"sm_90: a"  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_driver_has_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        """Stands for libcuda."""
+
+        @staticmethod
+        def cuGetErrorName(status: int, text: Any) -> None:  # noqa: N802
+            text._obj.value = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}[status]
+
+        @staticmethod
+        def cuGetErrorString(status: int, text: Any) -> None:  # noqa: N802
+            text._obj.value = {2: b"out of memory", 700: b"an illegal memory access was encountered"}[status]
+
+    monkeypatch.setattr(nvrtc, "_driver", Driver)
+    nvrtc._checked(0, "launch")
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS: an illegal memory access"):
+        nvrtc._checked(700, "launch")
+    with pytest.raises(RuntimeError) as error:
+        nvrtc._checked(2, "load")
+    assert is_out_of_memory(error.value)
 
 
 def test_a_real_nvrtc_compiles_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +135,46 @@ def test_what_cannot_be_indexed_is_said() -> None:
     assert shape_of([torch.zeros(2, 2, 2, 2), torch.zeros(2)]) is None
     assert shape_of([torch.zeros(2, 2, 2, 2), torch.zeros(2, 2, 2, 2)]) is not None
     assert shape_of([torch.zeros(1).expand(1 << 16, 1 << 16), torch.zeros(1 << 16)]) is None
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 3)), ((4,), (3,)), ((0, 3), (2, 3))])
+def test_shapes_that_do_not_fit_are_left_to_torch(shapes: tuple[tuple[int, ...], ...]) -> None:
+    assert shape_of([torch.zeros(each) for each in shapes]) is None
+
+
+@pytest.mark.parametrize("change", ["+=", "-=", "*=", "/=", "|=", "add_", "mul_"])
+def test_an_argument_is_not_changed_in_place(change: str) -> None:
+    def changes(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        match change:
+            case "+=":
+                x += 1
+            case "-=":
+                x -= 1
+            case "*=":
+                x *= 2
+            case "/=":
+                x /= 2
+            case "|=":
+                mask |= x > 0
+            case "add_":
+                x.add_(1)
+            case _:
+                x.mul_(2)
+        return x
+
+    x = torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="changed in place"):
+        traced(changes, "changes", (x, x > 0), (0, 1), ())
+
+
+def test_names_of_one_tensor_change_together() -> None:
+    def doubled(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = x * 2
+        b = a
+        a += y
+        return a, b
+
+    x = torch.zeros(3, dtype=torch.float64)
+    code, _, _ = traced(doubled, "doubled", (x, x), (0, 1), ())
+    one, other = (line.split("=")[1] for line in code.splitlines() if line.strip().startswith("out"))
+    assert one == other
