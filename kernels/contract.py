@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkabl
 import msgspec
 
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
+from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem, reject
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +40,20 @@ ConfigValue = int | str | bool
 
 
 class Config(Mapping[str, ConfigValue]):
-    """A kernel's own choices (tile sizes, stages, threads, variant): a frozen, hashable mapping with sorted names."""
+    """A kernel's own choices (tile sizes, stages, threads, variant): a frozen, hashable mapping with sorted names.
+
+    Raises:
+        BadArgument: a name is not an identifier, or is a keyword.
+    """
 
     __slots__ = ("_items",)
 
     def __init__(self, values: Mapping[str, ConfigValue] | None = None, /, **named: ConfigValue) -> None:
-        self._items: dict[str, ConfigValue] = dict(sorted({**(values or {}), **named}.items()))
+        items = {**(values or {}), **named}
+        for name in items:
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise reject("config", name, "a choice is named as a Python argument is", "use an identifier, no keyword")
+        self._items: dict[str, ConfigValue] = dict(sorted(items.items()))
 
     def __getitem__(self, name: str) -> ConfigValue:
         return self._items[name]

@@ -194,9 +194,17 @@ def case_from_object(data: object) -> Case:
         kernel=kernel,
         problem=_part(data, "problem", Problem),
         recipe=_part(data, "recipe", Recipe),
-        config=Config(_part(data, "config", dict[str, int | str | bool])),
+        config=_config(data),
         check=_part({"check": "oracle", **data}, "check", Check),
     )
+
+
+def _config(data: dict[str, Any]) -> Config:
+    values = _part(data, "config", dict[str, int | str | bool])
+    try:
+        return Config(values)
+    except BadArgument as error:
+        raise BadCase(f"case.{error}") from None
 
 
 def _part(data: dict[str, Any], name: str, kind: Any) -> Any:

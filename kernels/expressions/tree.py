@@ -12,6 +12,7 @@ are functions of this module; `Captured` is a tensor other than q, k and v, read
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -103,8 +104,8 @@ class Captured:
     gradient: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise reject("captured.name", self.name, "it names a tensor", "give a Python identifier")
+        if not self.name.isidentifier() or keyword.iskeyword(self.name):
+            raise reject("captured.name", self.name, "it names a tensor", "give a Python identifier that is not a keyword")
         if self.fill not in get_args(Fill):
             raise reject("captured.fill", self.fill, "there is no such fill", f"use one of {', '.join(get_args(Fill))}")
         if not self.sizes or any(size not in _SIZES and not (type(size) is int and size > 0) for size in self.sizes):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNEL", "FlexModified", "modifiers_of"]
 
-_SCALE = Captured("softmax_scale", (1,))
+_SCALE = Captured("_softmax_scale_of_the_batch", (1,))
 
 
 class FlexModified(flex.Flex):

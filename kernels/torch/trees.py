@@ -21,7 +21,7 @@ _INDICES = "b, h, q_idx, kv_idx"
 
 
 def source_of(tree: Expression, tensors: tuple[str, ...]) -> str:
-    """Python source of `make(seqlen_q, seqlen_k, <tensors>)`, which returns the score_mod or mask_mod."""
+    """Python source of `make(seqlen_q, seqlen_k, captured_<tensor>, ...)`, which returns the score_mod or mask_mod."""
     names: dict[Expression, str] = {}
     lines: list[str] = []
     constant: dict[Expression, float | int | bool] = {}
@@ -42,8 +42,14 @@ def source_of(tree: Expression, tensors: tuple[str, ...]) -> str:
     value, of_score = names[tree], tree.kind == "float"
     result = f"score * 0 + {value}" if of_score else f"(q_idx >= 0) & {value}"
     parameters = f"score, {_INDICES}" if of_score else _INDICES
-    head = f"def make({', '.join(('seqlen_q', 'seqlen_k', *tensors))}):\n    def modify({parameters}):\n"
+    variables = ", ".join(("seqlen_q", "seqlen_k", *map(_variable, tensors)))
+    head = f"def make({variables}):\n    def modify({parameters}):\n"
     return head + "".join(f"{line}\n" for line in lines) + f"        return {result}\n    return modify\n"
+
+
+def _variable(tensor: str) -> str:
+    """Return the variable of a captured tensor, whose own name may be that of an index, of a function or of torch."""
+    return f"captured_{tensor}"
 
 
 def _text(x: Expression, a: list[str]) -> str:
@@ -52,7 +58,7 @@ def _text(x: Expression, a: list[str]) -> str:
     match x.op:
         case "load":
             assert isinstance(x.value, Captured)
-            return f"{x.value.name}[{', '.join(a)}]"
+            return f"{_variable(x.value.name)}[{', '.join(a)}]"
         case "min":
             return f"torch.where({a[0]} <= {a[1]}, {a[0]}, {a[1]})"
         case "max":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.expressions.tree import Captured
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
 from attnfuzz.strategies.case import FORMAT, PATTERNS, BadCase, Case, Recipe, case_from_json, case_from_object
 
@@ -57,7 +59,9 @@ def any_case(draw: st.DrawFn) -> Case:
         do_scale=draw(POWERS),
         seed=draw(st.integers(0, 2**63 - 1)),
     )
-    config = draw(st.dictionaries(st.text(max_size=8), st.integers(-(2**53), 2**53) | st.booleans() | st.text(max_size=8)))
+    names = st.text(max_size=8).filter(lambda name: name.isidentifier() and not keyword.iskeyword(name))
+    values = st.integers(-(2**53), 2**53) | st.booleans() | st.text(max_size=8)
+    config = draw(st.dictionaries(names | st.sampled_from(("tile_m", "_", "été")), values))
     kernel = draw(st.text(st.characters(codec="utf-8", exclude_characters=":"), max_size=20))
     return Case(kernel=kernel, problem=problem, recipe=recipe, config=Config(config))
 
@@ -245,3 +249,21 @@ def test_a_seed_outside_64_bits_is_refused(seed: int) -> None:
     with pytest.raises(BadArgument, match=r"recipe\.seed="):
         Recipe(seed=seed)
     assert Recipe(seed=2**63 - 1).seed == 2**63 - 1
+
+
+CODE = "x=1) if __import__('os').system('id') else dict(y"
+
+
+@pytest.mark.parametrize("name", [CODE, "", "tile m", "1x", "for", "None", "a.b", "x\0"])
+def test_a_choice_whose_name_is_code_is_refused(name: str) -> None:
+    with pytest.raises(BadCase, match=r"case\.config=.*identifier"):
+        case_from_json(written(config={name: 1}))
+    with pytest.raises(BadArgument, match="identifier"):
+        Config({name: 1})
+    assert Config({"tile_m": 1, "größe": 2})["größe"] == 2
+
+
+@pytest.mark.parametrize("name", ["for", "None", "q idx", "x=1", ""])
+def test_a_captured_tensor_has_the_name_of_a_variable(name: str) -> None:
+    with pytest.raises(BadArgument, match=r"captured\.name"):
+        Captured(name, ("heads",))

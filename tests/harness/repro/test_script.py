@@ -222,8 +222,7 @@ def test_what_cannot_be_a_script_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_names_and_texts_of_a_case_file_never_become_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harm = f"open({str(tmp_path / 'harm')!r}, 'w')"
-    key = f"x=1) if {harm} else dict(y"
-    config = Config({key: f"'+{harm}+'", f'"""+{harm}+"""': f"\\\n{harm}", "null": "\0"})
+    config = Config({"quoted": f"'+{harm}+'", "lines": f'"""+{harm}+"""\\\n{harm}', "null": "\0"})
     case = dataclasses.replace(
         CaseFile(case_of(), StoredFinding(message=f"\n{harm}\r{harm}\f\x1d\0{harm}\ud800"), Path("case.json"))
     )
