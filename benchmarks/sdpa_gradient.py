@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.text import dumps
@@ -27,7 +27,7 @@ def gradient_of_v(code: SDPBackend, tensors: list[torch.Tensor], d_o: torch.Tens
     """Return dV, float64 (1, 1, 8, 64), of sum(dO * O)."""
     q, k, v = (each.detach().clone().requires_grad_() for each in tensors)
     with sdpa_kernel(code):
-        F.scaled_dot_product_attention(q, k, v).backward(d_o)
+        scaled_dot_product_attention(q, k, v).backward(d_o)
     return v.grad.double()
 
 
