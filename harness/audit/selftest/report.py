@@ -46,7 +46,8 @@ def show_faults(console: Console, done: Faults) -> None:
     leaks = done.leaks
     left = counted(len(leaks.left), "process", "processes")
     console.print(
-        f"{counted(leaks.restarts, 'restart')} in {leaks.seconds:.1f} s: file descriptors {leaks.descriptors[0]} -> {leaks.descriptors[1]}, "
+        f"{counted(leaks.restarts, 'restart')} in {leaks.seconds:.1f} s: "
+        f"file descriptors {leaks.descriptors[0]} -> {leaks.descriptors[1]}, "
         f"memory {leaks.memory[0] >> 20} -> {leaks.memory[1] >> 20} MiB, {left} left",
         highlight=False,
     )
