@@ -48,7 +48,7 @@ class Progressing(ProgressView):
             if not row.ok:
                 first = (row.error or "").splitlines()[0]
                 self.console.print(
-                    f"[red]failed[/] {escape(row.kernel)} {escape(row.function)} for {row.arch}: {escape(first)}",
+                    f"[red]failed[/] {escape(row.kernel)} {escape(row.function)} for {escape(row.arch)}: {escape(first)}",
                     highlight=False,
                     soft_wrap=True,
                 )
@@ -142,9 +142,8 @@ def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:
 
 def _show_failure(console: Console, row: Row) -> None:
     config = " ".join(f"{name}={value}" for name, value in row.config.items())
-    console.print(
-        f"\n[red]{escape(row.kernel)} {escape(row.function) or 'all functions'} for {row.arch}[/]: {row.kind}", highlight=False
-    )
+    title = f"{escape(row.kernel)} {escape(row.function) or 'all functions'} for {escape(row.arch)}"
+    console.print(f"\n[red]{title}[/]: {escape(row.kind or '')}", highlight=False)
     console.print(f"   {row.key}\n   config {config}", highlight=False, soft_wrap=True, markup=False)
     for line in (row.error or "").splitlines():
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)

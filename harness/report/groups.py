@@ -32,7 +32,8 @@ def described(findings: Sequence[Finding]) -> list[str]:
     for first in dict.fromkeys(groups):
         members = [number for number, group in enumerate(groups) if group == first]
         if len(members) > 1:
-            reasons = dict.fromkeys(_why(findings[first], findings[each]) or "as others of them" for each in members[1:])
+            pairs = ((findings[one], findings[other]) for other in members for one in members if one < other)
+            reasons = dict.fromkeys(why for pair in pairs if (why := _why(*pair)))
             *others, last = (str(each + 1) for each in members)
             both = "both" if len(members) == 2 else "all of them"
             lines.append(f"{', '.join(others)} and {last}: {both} may be one bug ({'; '.join(reasons)})")

@@ -70,7 +70,7 @@ def _from_here(path: str | None) -> str:
 
 
 def _data(text: str) -> str:
-    return printable(text).replace("%", "%25").replace("\n", "%0A")
+    return printable(text).replace("##[", "#\\#[").replace("%", "%25").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
