@@ -193,8 +193,9 @@ class Corpus:
         Raises:
             BadArgument: they cannot.
         """
-        parent = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
         try:
+            # A name may be too long for every question.
+            parent = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:

@@ -25,6 +25,8 @@ def pytest_runtest_makereport(
         and isinstance(error := call.excinfo.value, (pytest.fail.Exception, pytest.skip.Exception))
     ):
         error.msg = shown(str(error.msg))
+        # What it was raised from is in the message.
+        error.__suppress_context__ = True
     report = yield
     if own:
         report.sections = [(title, shown(text)) for title, text in report.sections]

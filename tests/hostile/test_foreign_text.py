@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date, timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -262,12 +263,12 @@ def test_kernels(says: dict[str, str], arguments: list[str]) -> None:
 
 
 LEDGER_ROWS = {
-    "kernel": 'kernel = "%s"\nkind = "mismatch"\nissue = "#1"\nexpires = 2999-01-01',
-    "issue": 'kernel = "test.spoilt"\nkind = "mismatch"\nissue = "%s"\nexpires = 2999-01-01',
-    "kind": 'kernel = "test.spoilt"\nkind = "%s"\nissue = "#1"\nexpires = 2999-01-01',
-    "output": 'kernel = "test.spoilt"\nkind = "mismatch"\noutput = "%s"\nissue = "#1"\nexpires = 2999-01-01',
+    "kernel": 'kernel = "%s"\nkind = "mismatch"\nissue = "#1"\nexpires = DAY',
+    "issue": 'kernel = "test.spoilt"\nkind = "mismatch"\nissue = "%s"\nexpires = DAY',
+    "kind": 'kernel = "test.spoilt"\nkind = "%s"\nissue = "#1"\nexpires = DAY',
+    "output": 'kernel = "test.spoilt"\nkind = "mismatch"\noutput = "%s"\nissue = "#1"\nexpires = DAY',
     "expires": 'kernel = "test.spoilt"\nkind = "mismatch"\nissue = "#1"\nexpires = "%s"',
-    "an unknown name": '"%s" = 1\nkernel = "test.spoilt"\nkind = "mismatch"\nissue = "#1"\nexpires = 2999-01-01',
+    "an unknown name": '"%s" = 1\nkernel = "test.spoilt"\nkind = "mismatch"\nissue = "#1"\nexpires = DAY',
 }
 
 
@@ -275,7 +276,8 @@ LEDGER_ROWS = {
 def test_ledgers(entry: str) -> None:
     registry.register(Talkative())
     text = "".join(f"\\u{ord(each):04x}" if ord(each) < 0x10000 else f"\\U{ord(each):08x}" for each in EVERYTHING)
-    Path("l.toml").write_text(f"[[known]]\n{entry.replace('%s', text)}\n")
+    day = (date.today() + timedelta(days=100)).isoformat()
+    Path("l.toml").write_text(f"[[known]]\n{entry.replace('%s', text).replace('DAY', day)}\n")
     assert_spelled(attnfuzz("run", "test.spoilt", *RUN, "--ledger", "l.toml"))
 
 

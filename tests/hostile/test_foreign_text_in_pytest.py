@@ -74,7 +74,7 @@ def pytest_here(folder: pytest.Pytester, *arguments: str) -> str:
 @pytest.mark.parametrize("test", ["message", "skipped", "error", "name", "case"])
 def test_reports(folder: pytest.Pytester, test: str) -> None:
     folder.makepyfile(test_foreign=TESTS.format(text=ascii(EVERYTHING)))
-    Path("case.json").write_text(json.dumps({"format": 1, "kernel": EVERYTHING.replace(":", "."), "problem": {}}))
+    Path("case.json").write_text(json.dumps({"format": 1, "kernel": EVERYTHING.replace(":", "."), "problem": {}, EVERYTHING: 1}))
     output = pytest_here(folder, "-rA", "-k", f"test_{test}", "--junit-xml", "junit.xml")
     assert MARK in output, output
     assert not obeyed(output), output

@@ -137,9 +137,8 @@ def test_a_process_that_was_replaced_is_no_reason_to_worry(count: int, text: str
 def test_the_lines_of_a_message_stand_under_its_failure() -> None:
     output = StringIO()
     failure = Failure(kernel="acme.flash", kind="exception", check="forward", message="one\ntwo\r\n\x1b[2Jthree")
-    show_finding(
-        SafeConsole(file=output, width=200), 1, Finding(failure.identity, case.case, Verdict(status="fail", failures=(failure,)))
-    )
+    several = Finding(failure.identity, finding().case, Verdict(status="fail", failures=(failure,)))
+    show_finding(SafeConsole(file=output, width=200), 1, several)
     assert "   exception: one\n   two\n   \\x1b[2Jthree\n" in output.getvalue()
 
 
