@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import stat
@@ -16,7 +17,7 @@ import msgspec
 
 from attnfuzz.harness.campaign.events import Finding, Rate
 from attnfuzz.harness.core.files import write_whole
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.core.text import dumps, one_line
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.harness.judge.failure import Identity, Place
 from attnfuzz.kernels import registry
@@ -86,6 +87,8 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
                 with contextlib.suppress(msgspec.ValidationError):
                     fields[field.name] = msgspec.convert(data[field.name], field.type, strict=strict)
         finding = cls(**fields)
+        if finding.target is not None and not _is_target(finding.target):
+            finding = msgspec.structs.replace(finding, target=None)
         failed, runs = finding.rate or (1, 2)
         return finding if 0 < failed < runs <= _MOST_RUNS else msgspec.structs.replace(finding, rate=None)
 
@@ -160,8 +163,22 @@ def again_line(path: str, kernel: str, command: str, target: str | None = None) 
 
 
 def quoted(path: str) -> str:
-    """`path` as one word of a command line, never read as an option."""
-    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+    """`path` as one word of a command line, never read as an option; as bash's $'...' where a screen would spell it."""
+    word = f"./{path}" if path.startswith("-") else path
+    if one_line(word) == word:
+        return shlex.quote(word)
+    return f"$'{''.join(map(_in_dollar_quotes, word))}'"
+
+
+def _in_dollar_quotes(sign: str) -> str:
+    if one_line(sign) != sign:
+        return "".join(f"\\x{each:02x}" for each in os.fsencode(sign))
+    return f"\\{sign}" if sign in "\\'" else sign
+
+
+def _is_target(text: str) -> bool:
+    """Whether `text` is of the form package.module:OBJECT: nothing else goes into a line to copy."""
+    return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text, re.ASCII) is not None
 
 
 class Corpus:
@@ -176,8 +193,9 @@ class Corpus:
         Raises:
             BadArgument: they cannot.
         """
-        parent = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
         try:
+            # A name may be too long for every question.
+            parent = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:

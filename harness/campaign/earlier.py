@@ -11,6 +11,7 @@ from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Finding, Rate
 from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.journal import LeftBehind
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.supports import why_not_case
@@ -58,7 +59,7 @@ def earlier_cases(
         if reason := why_not_case(kernel, left.case, device):
             listener(CaseSkipped(str(left.path), reason))
         elif left.deaths >= _MOST_DEATHS and context.corpus:
-            message = f"{left.deaths} runs died while this Case was in flight"
+            message = f"{counted(left.deaths, 'run')} died while this Case was in flight"
             failure = Failure(kernel=kernel.name, kind="crash", check=ENDED_RUNS, message=message)
             path = findings.write(Finding(failure.identity, left.case, Verdict(status="fail", failures=(failure,))))
             if path is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from attnfuzz.harness.cli.options import CLEAN, FAILURES, WRONG_USE, console, device_option, in_process_option, json_option
+from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
 
@@ -31,7 +32,7 @@ def check_adapter_command(kernel: str, device: str, in_process: bool, as_json: b
     with ConformanceProgress(console(stderr=as_json)) as progress:
         done = check_adapter(kernel, where, progress, in_process=in_process)
     if as_json:
-        click.echo(dumps(conformance_object(done)))
+        echo(dumps(conformance_object(done)))
     else:
         show_conformance(console(), done)
     click.get_current_context().exit(FAILURES if done.wrong else CLEAN if done.complete else WRONG_USE)

@@ -24,6 +24,7 @@ from attnfuzz.harness.cli.options import (
     write_file,
     writing,
 )
+from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
@@ -102,7 +103,7 @@ def compile_command(
     # Where nothing was compiled, nothing passed.
     nothing = bool(kernels) and not rows
     if nothing and not interrupted:
-        click.echo("error: nothing was compiled; name a kernel that is compiled for CUDA, and an architecture of it", err=True)
+        echo("error: nothing was compiled; name a kernel that is compiled for CUDA, and an architecture of it", err=True)
     broken = nothing or any(each.missing for each in left)
     code = FAILURES if failed else INTERRUPTED if interrupted else WRONG_USE if broken else CLEAN
     click.get_current_context().exit(code)
@@ -217,14 +218,16 @@ def _report(
             "versions": _compilers(),
             "interrupted": interrupted,
         }
-        click.echo(dumps(result | ({} if compared is None else {"compared": as_object(compared)})))
+        echo(dumps(result | ({} if compared is None else {"compared": as_object(compared)})))
         return
+    from rich.markup import escape
+
     terminal = console()
     show(terminal, rows, left)
     if compared is not None:
         show_compared(terminal, compared)
     if case is not None and rows:
         outcome = "[green]FIXED[/]" if all(each.ok for each in rows) else "[red]FAILED[/]"
-        terminal.print(f"{outcome} {case}", highlight=False, soft_wrap=True)
+        terminal.print(f"{outcome} {escape(case)}", highlight=False, soft_wrap=True)
     if interrupted:
         terminal.print("interrupted: nothing was written; what was compiled is in the cache", highlight=False)

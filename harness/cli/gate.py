@@ -22,6 +22,7 @@ from attnfuzz.harness.cli.options import (
     writable,
     write_file,
 )
+from attnfuzz.harness.cli.streams import command_github, echo
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
@@ -139,18 +140,19 @@ def _absent_or_full(path: str) -> Path:
 
 
 def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool) -> None:
+    from attnfuzz.harness.core.github import on_github
     from attnfuzz.harness.gate.report import github
     from attnfuzz.harness.gate.report import terminal as report
     from attnfuzz.harness.gate.report.junit import junit
 
     if as_json:
-        click.echo(dumps(report.gate_object(done)))
+        echo(dumps(report.gate_object(done)))
     else:
         report.show_gate(console(), done)
-    if annotate or github.on_github():
+    if annotate or on_github():
         for line in github.annotation_lines(done):
             # Not among the JSON.
-            click.echo(line, err=as_json)
+            command_github(line, err=as_json)
     text = report.markdown(done)
     wrong = []
     for name, content in (("junit", junit(done)), ("markdown", text)):

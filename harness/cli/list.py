@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from attnfuzz.harness.cli.options import asked_for, console, json_option, kernels_option
-from attnfuzz.harness.core.text import dumps, printable
+from attnfuzz.harness.cli.streams import echo
+from attnfuzz.harness.core.text import dumps, one_line
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
@@ -34,11 +35,11 @@ def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_jso
     named = asked_for(kernels, more_kernels) if kernels or more_kernels else []
     rows = [_row(kernel.name) for kernel in named] or [_row(name) for name in registry.names()]
     if as_json:
-        click.echo(dumps({"kernels": rows}))
+        echo(dumps({"kernels": rows}))
         return
     width = console().width
     details = (line for each in zip(named, rows, strict=False) for line in _details(*each, width))
-    click.echo(printable("\n".join(details if named else _table(rows, width))))
+    echo("\n".join(details if named else _table(rows, width)))
 
 
 def _row(name: str) -> dict[str, Any]:
@@ -77,18 +78,18 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     here = ["yes" if each in row["runs_on"] else "-" if row["reasons"].get(each) == _UNDECLARED else "no" for each in _DEVICES]
     differ = len(set(reasons.values())) > 1
     why = dict.fromkeys(f"{device}: {reason}" if differ else reason for device, reason in reasons.items())
-    return row["kernel"], ", ".join(row["packings"]), *here, "; ".join(why)
+    return one_line(row["kernel"]), ", ".join(row["packings"]), *here, "; ".join(why)
 
 
 def _details(kernel: Kernel, row: dict[str, Any], width: int) -> Iterator[str]:
     """Yield the lines of one kernel: where it runs here, its capabilities by the names of their fields, its files."""
     lines: dict[str, str] = {device: row["reasons"].get(device, "runs here") for device in _DEVICES}
     lines |= {name: _text(name, value) for name, value in msgspec.structs.asdict(kernel.capabilities).items()}
-    yield f"{kernel.name} ({kernel.backend})"
+    yield one_line(f"{kernel.name} ({kernel.backend})")
     for name, text in lines.items():
         parts = textwrap.wrap(text, max(width - _LABEL - 3, _LABEL), break_long_words=False, break_on_hyphens=False)
         yield from _labelled(name, parts)
-    yield from _labelled("files", map(str, kernel.files))
+    yield from _labelled("files", map(one_line, map(str, kernel.files)))
 
 
 def _labelled(name: str, lines: Iterable[str]) -> Iterator[str]:

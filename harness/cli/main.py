@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 import click
@@ -24,9 +25,9 @@ from attnfuzz.harness.cli.repro import repro_command
 from attnfuzz.harness.cli.run import demo_command, run_command
 from attnfuzz.harness.cli.selftest import selftest_group
 from attnfuzz.harness.cli.show import show_command
-from attnfuzz.harness.cli.streams import outlive_readers
+from attnfuzz.harness.cli.streams import echo, outlive_readers
 from attnfuzz.harness.core.environment import versions
-from attnfuzz.harness.core.text import dumps, printable
+from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["main"]
@@ -44,10 +45,10 @@ class _Commands(click.Group):
         try:
             code = super().main(args=arguments, prog_name=prog_name, **extra)
         except click.Abort:
-            click.echo("interrupted: nothing was found until then", err=True)
+            echo("interrupted: nothing was found until then", err=True)
             code = INTERRUPTED
         except click.ClickException as error:
-            code = _wrong_use(error.format_message(), as_json="--json" in arguments, show=error.show)
+            code = _wrong_use(error.format_message(), as_json="--json" in arguments, text=_shown_by_click(error))
         except (BadArgument, OSError) as error:
             code = _wrong_use(_text(error), as_json="--json" in arguments)
         except Exception as error:
@@ -71,7 +72,7 @@ def _flushed(code: int) -> int:
     except OSError as error:
         if code != WRONG_USE:
             reason = f"it cannot be written ({error.strerror}); give it another place (> FILE)"
-            click.echo(f"error: stdout={getattr(sys.stdout, 'name', '')!r}: {reason}", err=True)
+            echo(f"error: stdout={getattr(sys.stdout, 'name', '')!r}: {reason}", err=True)
         code = WRONG_USE
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,15 +96,20 @@ def _text(error: Exception) -> str:
     return f"{error.strerror or error}{where}; check that the path exists and can be read and written"
 
 
-def _wrong_use(message: str, *, as_json: bool, show: Callable[[], None] | None = None) -> int:
-    """Print what is wrong, with `as_json` as JSON too; return the exit code."""
+def _shown_by_click(error: click.ClickException) -> str:
+    """Return what click prints of its own errors: the usage of the command, and what is wrong."""
+    text = StringIO()
+    error.show(text)
+    return text.getvalue().rstrip("\n")
+
+
+def _wrong_use(message: str, *, as_json: bool, text: str = "") -> int:
+    """Print what is wrong, by default after "error:", with `as_json` as JSON too; return the exit code."""
     if as_json:
         with contextlib.suppress(OSError):  # stdout itself may be what is wrong
-            click.echo(dumps({"error": message}))
-    if show is not None:
-        show()
-    else:
-        click.echo(f"error: {printable(message)}", err=True)
+            echo(dumps({"error": message}))
+    # An outcome of `repro` says itself that it is an error.
+    echo(text or (message if message.startswith("ERROR ") else f"error: {message}"), err=True)
     return WRONG_USE
 
 

@@ -8,7 +8,8 @@ import click
 from rich.markup import escape
 
 from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console, json_option
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.cli.streams import echo
+from attnfuzz.harness.core.text import counted, dumps
 from attnfuzz.kernels.problem import reject
 
 __all__ = ["merge_command"]
@@ -41,7 +42,7 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
             "incomplete": list(merged.incomplete),
             "without_case": list(merged.without_case),
         }
-        click.echo(dumps({**machine.campaign_object(finished), **more}))
+        echo(dumps({**machine.campaign_object(finished), **more}))
     else:
         terminal = console()
         Terminal(terminal, live=False)(finished)
@@ -50,8 +51,12 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
         for each in merged.incomplete:
             terminal.print(f"[yellow]{escape(each)}[/]", highlight=False, soft_wrap=True)
         if merged.in_flight:
-            terminal.print(f"in flight when a run died: {merged.in_flight} cases, tried first by the next run", highlight=False)
-        terminal.print(f"{out}: {merged.case_files} case files, {len(merged.runs)} runs", highlight=False, markup=False)
+            terminal.print(
+                f"in flight when a run died: {counted(merged.in_flight, 'case')}, tried first by the next run", highlight=False
+            )
+        terminal.print(
+            f"{out}: {counted(merged.case_files, 'case file')}, {counted(len(merged.runs), 'run')}", highlight=False, markup=False
+        )
     if finished.findings or finished.lost or merged.without_case:
         code = FAILURES
     elif finished.broken or merged.incomplete:

@@ -108,10 +108,10 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal, or 120 columns for a file or a pipe."""
-    from rich.console import Console
+    """Return a console as wide as the terminal, or 120 columns for a file or a pipe; it spells foreign text."""
+    from attnfuzz.harness.report.console import SafeConsole
 
-    terminal = Console(stderr=stderr)
+    terminal = SafeConsole(stderr=stderr)
     if not terminal.is_terminal and "COLUMNS" not in os.environ:
         terminal.width = 120
     return terminal

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from attnfuzz.harness.cli.options import CLEAN, console, json_option, writable, write_file
-from attnfuzz.harness.core.text import dumps, printable
+from attnfuzz.harness.cli.streams import echo
+from attnfuzz.harness.core.text import counted, dumps
 from attnfuzz.kernels.problem import BadArgument, reject
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
         content = page(merged, Path(folder), pictures=pictures, step=lambda: progress.advance(task))
     write_file(target, content.text, "output")
     for each in broken:
-        click.echo(f"warning: left out: {printable(each.error)}", err=True)
+        echo(f"warning: left out: {each.error}", err=True)
     if as_json:
         result = {
             "output": str(target),
@@ -58,12 +59,13 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
             "without_picture": list(content.without),
             "bytes": len(content.text.encode()),
         }
-        click.echo(dumps(result))
+        echo(dumps(result))
     else:
-        failures = f"{len(merged.failures)} failure{'' if len(merged.failures) == 1 else 's'}"
-        click.echo(f"{target}: {failures} in {merged.cases} cases of {len(merged.kernels)} kernels, {content.pictures} pictures")
+        tried = f"{counted(merged.cases, 'case')} of {counted(len(merged.kernels), 'kernel')}"
+        drawn = counted(content.pictures, "picture")
+        echo(f"{target}: {counted(len(merged.failures), 'failure')} in {tried}, {drawn}")
         for reason in content.without:
-            click.echo(f"no picture: {printable(reason)}")
+            echo(f"no picture: {reason}")
     click.get_current_context().exit(CLEAN)
 
 

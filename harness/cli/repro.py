@@ -25,8 +25,9 @@ from attnfuzz.harness.cli.options import (
     write_file,
 )
 from attnfuzz.harness.cli.picture import Picture
+from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import prepare, resolve_device
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.core.text import counted, dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -151,7 +152,7 @@ def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: 
             "runs": done.runs,
             "case": stored.case.to_object(),
         }
-        click.echo(dumps({**result, **(picture.draw(done, where) if picture else {})}))
+        echo(dumps({**result, **(picture.draw(done, where) if picture else {})}))
     else:
         show_reproduction(console(), stored, done)
         if picture:
@@ -165,7 +166,7 @@ def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> i
 
     done = sanitize(stored.case, tool, where.device, deadline=where.deadline)
     if as_json:
-        click.echo(dumps(sanitized_object(stored, done)))
+        echo(dumps(sanitized_object(stored, done)))
     else:
         show_sanitized(console(), stored, done)
     return CLEAN if done.clean else FAILURES
@@ -178,16 +179,16 @@ def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> in
     device, _ = where.device_for(stored.case)
     script = script_of(stored, device)
     if target == "-":
-        click.echo(script.text, nl=False)
+        echo(script.text, nl=False)
     else:
         file = writable(target, "script")
         write_file(file, script.text, "script")
         if as_json:
-            click.echo(dumps({"script": str(file), "device": device, "note": script.note, "case": stored.case.to_object()}))
+            echo(dumps({"script": str(file), "device": device, "note": script.note, "case": stored.case.to_object()}))
         else:
-            click.echo(f"written: {file}; run it by `python {file}`: exit 0 is OK, 1 is FAILED")
+            echo(f"written: {file}; run it by `python {file}`: exit 0 is OK, 1 is FAILED")
     if script.note and not as_json:
-        click.echo(f"note: {script.note}", err=True)
+        echo(f"note: {script.note}", err=True)
     return CLEAN
 
 
@@ -203,11 +204,11 @@ def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> i
         def each(runs: int, verdict: Any) -> None:
             nonlocal failed
             failed += verdict.failure is not None
-            progress.update(task, completed=runs, note=f"{runs} of {count} runs, {failed} failed")
+            progress.update(task, completed=runs, note=f"{runs} of {counted(count, 'run')}, {failed} failed")
 
         done = repeat(stored.case, count, where, each)
     if as_json:
-        click.echo(dumps(repetition_object(stored, done)))
+        echo(dumps(repetition_object(stored, done)))
     else:
         show_repetition(console(), stored, done)
     return FAILURES if done.failed else INTERRUPTED if done.interrupted else CLEAN
@@ -229,7 +230,7 @@ def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) ->
             lambda trial, case: progress.update(task, note=f"trial {trial}: {lengths(case)}"),
         )  # fmt: skip
     if as_json:
-        click.echo(dumps(reshrunk_object(done)))
+        echo(dumps(reshrunk_object(done)))
     else:
         show_reshrunk(console(), stored, done)
     return CLEAN if done.outcome == "FIXED" else FAILURES
@@ -250,15 +251,15 @@ def _debugged(stored: CaseFile, where: Where) -> int:
     if not failed:
         return CLEAN
     if record.raised is not None:
-        click.echo("\npdb stops where the kernel raised, with its own variables in reach.")
+        echo("\npdb stops where the kernel raised, with its own variables in reach.")
         if record.depth:
-            click.echo(f"`up {record.depth}` goes to its call, with inputs, kernel, case, problem (in backward o and lse, too).")
+            echo(f"`up {record.depth}` goes to its call, with inputs, kernel, case, problem (in backward o and lse, too).")
     else:
-        click.echo("\npdb stops with these in reach:")
-        click.echo("   inputs, outputs           what the kernel got and returned; inputs.q, outputs.dk, ...")
+        echo("\npdb stops with these in reach:")
+        echo("   inputs, outputs           what the kernel got and returned; inputs.q, outputs.dk, ...")
         if record.reference:
-            click.echo('   reference, budget, error  by output, float64, heads first (heads, tokens[, dim]): error["dk"], ...')
-        click.echo("   verdict, case, kernel     verdict.failures says what is wrong and where")
-    click.echo("`q` leaves.")
+            echo('   reference, budget, error  by output, float64, heads first (heads, tokens[, dim]): error["dk"], ...')
+        echo("   verdict, case, kernel     verdict.failures says what is wrong and where")
+    echo("`q` leaves.")
     enter(record, stored.case)
     return FAILURES

@@ -30,8 +30,9 @@ from attnfuzz.harness.cli.options import (
     writable,
     write_file,
 )
+from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.core.text import counted, dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
@@ -93,7 +94,7 @@ def campaign(
     if known:
         _show_ledger(terminal.console, known, result)
     if as_json:
-        click.echo(dumps(_run_object(finished, figures, known, result)))
+        echo(dumps(_run_object(finished, figures, known, result)))
     if table is not None:
         failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
@@ -114,7 +115,8 @@ def _show_ledger(terminal: Console, known: Known, result: LedgerResult) -> None:
     for text, line in result.wrong:
         where = f"{known.ledger.path}:{line}: " if line else f"{known.ledger.path}: "
         terminal.print(f"[red]{escape(where + text)}[/]", highlight=False, soft_wrap=True)
-    counts = f"{sum(map(bool, result.waivers))} of {len(result.waivers)} failures known, {len(result.wrong)} ledger errors"
+    errors = counted(len(result.wrong), "ledger error")
+    counts = f"{sum(map(bool, result.waivers))} of {counted(len(result.waivers), 'failure')} known, {errors}"
     terminal.print(f"{known.ledger.path}: {counts}", highlight=False, soft_wrap=True, markup=False)
 
 
@@ -148,7 +150,7 @@ def _command(device: Device) -> str:
 def _recorder(settings: Any) -> Recorder:
     from attnfuzz.harness.report.recorder import Recorder
 
-    return Recorder(settings.out, lambda text: click.echo(f"warning: {text}", err=True))
+    return Recorder(settings.out, lambda text: echo(f"warning: {text}", err=True))
 
 
 @click.command("demo")
@@ -172,7 +174,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)
     if as_json:
-        click.echo(dumps({**machine.campaign_object(finished), "reproduced": worked}))
+        echo(dumps({**machine.campaign_object(finished), "reproduced": worked}))
     else:
         terminal.print("found, shrunk and reproduced" if worked else "[red]the planted bug was not found and reproduced[/]")
     click.get_current_context().exit(CLEAN if worked else FAILURES)
@@ -181,7 +183,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
 def _again(path: str, device: Device, terminal: Console) -> bool:
     """Whether the case file fails again in a fresh process."""
     command = [sys.executable, "-m", "attnfuzz.harness.cli", "repro", path, "--device", device]
-    terminal.print(f"\n$ attnfuzz repro {path}", highlight=False, soft_wrap=True)
+    terminal.print(f"\n$ attnfuzz repro {path}", highlight=False, soft_wrap=True, markup=False)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     terminal.print(done.stdout.rstrip() or done.stderr.rstrip(), highlight=False, markup=False, soft_wrap=True)
     return done.returncode == FAILURES

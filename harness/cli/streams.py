@@ -1,4 +1,4 @@
-"""Standard streams that outlive their readers: a run whose output is no longer read goes on, and keeps its failures."""
+"""Standard streams: what is written to them by other ways than the console, and how they outlive their readers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["outlive_readers"]
+import click
+
+from attnfuzz.harness.core.github import shown
+
+__all__ = ["command_github", "echo", "outlive_readers"]
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text to stdout, or stderr with `err`; what a terminal or GitHub's runner would obey in it is spelled out."""
+    click.echo(shown(text), err=err, nl=nl)
+
+
+def command_github(line: str, *, err: bool = False) -> None:
+    """Print a workflow command, the only output that GitHub's runner is to obey; `line` escapes what is foreign in it."""
+    click.echo(line, err=err)
 
 
 class _Outliving:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.compile.figures import Figures, disassembled, figures_of
-from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child, may_catch
 from attnfuzz.kernels.contract import BuildError, Config
@@ -154,7 +154,7 @@ def cut(text: str) -> str:
 
     If no line names an error, keep the first lines. Folders are removed from file names: they differ between machines.
     """
-    lines = [line.rstrip() for line in printable(text).splitlines()]
+    lines = [line.rstrip() for line in encodable(text).splitlines()]
     quoted = next((i for i, line in enumerate(lines) if _SOURCE.match(line)), len(lines))
     message = [line for line in lines[:quoted] if not _NOISE.search(line)]
     rest = [line for line in lines[quoted:] if _WRONG.search(line)]

@@ -14,6 +14,7 @@ from rich.table import Table
 from attnfuzz.harness.campaign.corpus import again_line
 from attnfuzz.harness.compile.baseline import Compared
 from attnfuzz.harness.compile.compile import Job, Left, Row
+from attnfuzz.harness.core.text import counted, printable
 from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["Progressing", "markdown", "placed", "show", "show_compared"]
@@ -47,12 +48,15 @@ class Progressing(ProgressView):
             if not row.ok:
                 first = (row.error or "").splitlines()[0]
                 self.console.print(
-                    f"[red]failed[/] {row.kernel} {row.function} for {row.arch}: {escape(first)}", highlight=False, soft_wrap=True
+                    f"[red]failed[/] {escape(row.kernel)} {escape(row.function)} for {escape(row.arch)}: {escape(first)}",
+                    highlight=False,
+                    soft_wrap=True,
                 )
         if not self.console.is_terminal and time.monotonic() - self._last > _EVERY:
             self._last = time.monotonic()
             self.console.print(
-                f"{self._done} of {self._total} variants, {self._failed} functions failed; last {job.case.kernel} for {job.arch}",
+                f"{self._done} of {counted(self._total, 'variant')}, {counted(self._failed, 'function')} failed; "
+                f"last {escape(job.case.kernel)} for {job.arch}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -121,7 +125,7 @@ def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:
             table.add_column(title, no_wrap=title == "kernel")
         for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.function or "all")):
             style = "red" if each.failed else "yellow" if each.spilling else ""
-            table.add_row(*each.of, *_cells(each), f"{each.seconds:.0f}", style=style)
+            table.add_row(*map(escape, each.of), *_cells(each), f"{each.seconds:.0f}", style=style)
         console.print(table)
     for row in [each for each in rows if not each.ok][:_MOST_FAILURES]:
         _show_failure(console, row)
@@ -129,16 +133,17 @@ def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:
     if failed > _MOST_FAILURES:
         console.print(f"... and {failed - _MOST_FAILURES} more, each in its case file", highlight=False)
     for race in dict.fromkeys((each.kernel, race) for each in rows for race in each.races or ()):
-        console.print(f"[yellow]race[/] {race[0]}: {escape(race[1])}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]race[/] {escape(race[0])}: {escape(race[1])}", highlight=False, soft_wrap=True)
     for kernel in left:
         colour = "red" if kernel.missing else "dim"
-        console.print(f"{kernel.kernel}: {escape(kernel.reason)}", highlight=False, soft_wrap=True, style=colour)
-    console.print(f"{len(rows)} functions compiled, {failed} failed, {cached} known from the cache", highlight=False)
+        console.print(f"{escape(kernel.kernel)}: {escape(kernel.reason)}", highlight=False, soft_wrap=True, style=colour)
+    console.print(f"{counted(len(rows), 'function')} compiled, {failed} failed, {cached} known from the cache", highlight=False)
 
 
 def _show_failure(console: Console, row: Row) -> None:
     config = " ".join(f"{name}={value}" for name, value in row.config.items())
-    console.print(f"\n[red]{row.kernel} {row.function or 'all functions'} for {row.arch}[/]: {row.kind}", highlight=False)
+    title = f"{escape(row.kernel)} {escape(row.function) or 'all functions'} for {escape(row.arch)}"
+    console.print(f"\n[red]{title}[/]: {escape(row.kind or '')}", highlight=False)
     console.print(f"   {row.key}\n   config {config}", highlight=False, soft_wrap=True, markup=False)
     for line in (row.error or "").splitlines():
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
@@ -167,7 +172,7 @@ def show_compared(console: Console, compared: Compared) -> None:
     for name, (was, now) in compared.versions.items():
         console.print(f"[yellow]{name} {now}, the baseline has {was}[/]: registers and spills depend on it")
     verdict = "[red]worse than[/]" if compared.worse else "no worse than"
-    more = f"{compared.added} functions added, {compared.missing} missing"
+    more = f"{counted(compared.added, 'function')} added, {compared.missing} missing"
     console.print(f"{verdict} {escape(compared.baseline)}; {more}", highlight=False, soft_wrap=True)
 
 
@@ -186,14 +191,18 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
         lines.append(_line(*each.of, text, str(len(configs)), *_cells(each)))
     spilling = sorted((each for each in rows if each.spills), key=lambda row: -(row.spills or 0))
     if spilling:
-        lines += ["", f"Of {len(spilling)} functions that spill, the worst:", ""]
+        lines += [
+            "",
+            f"Of {counted(len(spilling), 'function')} that {'spills' if len(spilling) == 1 else 'spill'}, the worst:",
+            "",
+        ]
         lines += [_line("kernel", "arch", "function", "dtype", "dims", "spills, B", "Config"), _line(*["---"] * 7)]
     for row in spilling[:_SPILLING]:
         config = " ".join(f"{name}={value}" for name, value in row.config.items())
         pair = f"{row.dims[0]}, {row.dims[1]}"
         lines.append(_line(row.kernel, row.arch, row.function, row.dtype, pair, str(row.spills), config))
     failed = [each for each in rows if not each.ok]
-    lines += ["", f"{len(rows)} functions, {len(failed)} failed."]
+    lines += ["", f"{counted(len(rows), 'function')}, {len(failed)} failed."]
     for error, group in _by_error(failed).items():
         of = sorted({f"{each.kernel} {each.function or 'all functions'} for {each.arch}" for each in group})
         lines += ["", f"{len(group)} x {', '.join(of)}:", "", "```", error, "```"]
@@ -203,7 +212,7 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
         lines += [f"- {kernel}: {race}" for kernel, race in races]
     if left:
         lines += ["", "Not compiled:", "", *(f"- {each.kernel}: {each.reason}" for each in left)]
-    return "\n".join(lines) + "\n"
+    return printable("\n".join(lines)) + "\n"
 
 
 def placed(text: str, table: str) -> str:

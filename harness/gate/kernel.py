@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from attnfuzz.harness.campaign import events as campaign_events
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.gate.base.base import Base, BaseKernel
 from attnfuzz.harness.gate.ledger import Entry, part_through
 from attnfuzz.harness.gate.measured import Errors, Measurement, measurements
@@ -168,7 +169,9 @@ class KernelGateRun:
             except OSError as error:
                 not_kept = f"{error.strerror or error} ({self.plan.out})"
             findings += findings_of("accuracy", each.case, verdict, path, reported=reported)
-        summary = f"{len(wrong)} of the sample's {len(self._measured)} Cases {'is' if len(wrong) == 1 else 'are'} wrong"
+        summary = (
+            f"{len(wrong)} of the sample's {counted(len(self._measured), 'Case')} {'is' if len(wrong) == 1 else 'are'} wrong"
+        )
         summary += f"; not all could be kept on disk: {not_kept}" if not_kept else ""
         return Part("accuracy", "fail", summary, tuple(findings), not_kept=not_kept)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Failure
@@ -196,4 +196,4 @@ def compile_error(case: Case, error: str | None) -> Failure | None:
     """Return a compiler's error, if there is one, as a Failure."""
     if error is None:
         return None
-    return Failure(kernel=case.kernel, kind="compile-error", check="build", message=printable(error[:2000]))
+    return Failure(kernel=case.kernel, kind="compile-error", check="build", message=encodable(error[:2000]))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.kernels.problem import BadArgument
@@ -133,7 +133,7 @@ def death_failure(kernel: str, death: Death) -> Failure:
     """Turn a child's end into a Failure of `kernel`."""
     stage = "kernel" if death.stage in ("end", "start") else death.stage
     where = f"in stage {death.stage}, after {death.seconds:.2f} s; {death.printed} bytes printed"
-    detail = printable(f"{where}\n{death.output}".strip())
+    detail = encodable(f"{where}\n{death.output}".strip())
     if death.why == "hang":
         message = f"{stage} did not end within {death.limit:.3g} s"
         return Failure(kernel=kernel, kind="hang", check=stage, message=message, detail=detail)

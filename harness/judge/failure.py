@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from attnfuzz.harness.core.text import normalised
+from attnfuzz.harness.core.text import normalised, one_line
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
@@ -66,7 +66,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         output = OUTPUT_TITLES[self.output] if self.output else self.check
-        return f"{self.kernel}: {self.kind} in {output}" + (f" ({self.message})" if self.message else "")
+        return one_line(f"{self.kernel}: {self.kind} in {output}" + (f" ({self.message})" if self.message else ""))
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,16 +14,18 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.core.clock import Clock
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import broken_contract, heads_first, why_unfit
 from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern
-from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place, where
+from attnfuzz.harness.judge.failure import BY_QUERY, Failure, Place
 from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
+from attnfuzz.harness.judge.wording import of_statistic, wrong_elements, wrong_output
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
 from attnfuzz.kernels.modified import shape_of, tensors_of
-from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.problem import Dtype, OutputName, Problem
 from attnfuzz.oracles.budgets import aggregate
 from attnfuzz.oracles.formats import Format, half_ulp
 
@@ -112,7 +114,11 @@ def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadT
             if before is None or (failure.kind, of_head.worst) > (before[1].kind, before[0].worst):
                 worst[output] = (of_head, replace(failure, place=replace(place, head=at)))
     failures = tuple(
-        _with_pattern(_failure(kernel, name, failure.place, figures[name], failure.kind), failure.pattern, " in that head alone")
+        _with_pattern(
+            _failure(kernel, name, failure.place, figures[name], failure.kind, problem.dtype),
+            failure.pattern,
+            " in that head alone",
+        )
         for name in figures
         if name in worst and (failure := worst[name][1]).place and failure.kind in ("mismatch", "nonfinite")
     )
@@ -165,10 +171,9 @@ def _as_a_whole(
     ratios = aggregate.statistics(pairs, expected.look_for_repeats(), form, expected.look_for_dependence)
     for name, (r, z) in ratios.items():
         figures[name] = replace(figures[name], r=four_digits(r), z=four_digits(z))
-        for check, value, what in (("R", r, "more noise than roundings make"), ("z", z, "a scale or a bias in all of it")):
+        for check, value in (("R", r), ("z", z)):
             if value > 1:
-                message = f"{OUTPUT_TITLES[name]}: no element is beyond its budget, but together they show {what}: "
-                message += f"{check} is {value:.3g} x its limit"
+                message = of_statistic(name, check, value)
                 failures.append(Failure(kernel=kernel, kind="aggregate", output=name, check=check, message=message))
     return failures
 
@@ -187,7 +192,9 @@ def _wrong(
     worst = measurement.broken if measurement.nonfinite else measurement.ratio
     flat = int(worst.flatten().double().argmax())
     place = place_of(problem, name, flat, got, true)
-    failure = _failure(kernel, name, place, measurement.figures, "nonfinite" if measurement.nonfinite else "mismatch")
+    failure = _failure(
+        kernel, name, place, measurement.figures, "nonfinite" if measurement.nonfinite else "mismatch", problem.dtype
+    )
     others = {other: each.expected for other, each in expected.items()}
     pattern = diagnose(problem, config, name, got, true.expected, true.allowed, measurement.outside, others)
     return _with_pattern(failure, pattern)
@@ -219,13 +226,11 @@ def place_of(problem: Problem, name: OutputName, flat: int, got: torch.Tensor, t
     )
 
 
-def _failure(kernel: str, name: OutputName, place: Place, figures: Figures, kind: Literal["mismatch", "nonfinite"]) -> Failure:
-    title = OUTPUT_TITLES[name]
-    times = f", {figures.worst:.3g} x its budget" if kind == "mismatch" and figures.worst < float("inf") else ""
-    message = (
-        f"{title}: {figures.over} of {figures.elements} elements are wrong; worst at {where(name, place)}: got {place.got:.9g}, "
-        f"expected {place.expected:.9g}, allowed error {place.allowed:.3g}{times}"
-    )
+def _failure(
+    kernel: str, name: OutputName, place: Place, figures: Figures, kind: Literal["mismatch", "nonfinite"], dtype: Dtype
+) -> Failure:
+    ratio = figures.worst if kind == "mismatch" else None
+    message = wrong_output(name, place, figures.over, figures.elements, ratio, dtype)
     return Failure(kernel=kernel, kind=kind, output=name, check="element", message=message, place=place)
 
 
@@ -237,7 +242,8 @@ def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
         return []
     if len(outputs.d_captured) != len(tensors):
         message = (
-            f"the backward returned {len(outputs.d_captured)} gradients of captured tensors where {len(tensors)} are expected"
+            f"the backward returned {counted(len(outputs.d_captured), 'gradient')} of captured tensors "
+            f"where {len(tensors)} {'is' if len(tensors) == 1 else 'are'} expected"
         )
         return [Failure(kernel=kernel, kind="contract", check="d captured", message=message)]
     failures = []
@@ -273,7 +279,7 @@ def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth,
     one, right, most = (float(x.flatten()[at]) for x in (got, true.expected, allowed))
     times = "" if broken.any() else f", {float(ratio.flatten()[at]):.3g} x its budget"
     message = (
-        f"{title}: {int(wrong.sum())} of {got.numel()} elements are wrong; worst at [{index}]: got {one:.9g}, "
+        f"{wrong_elements(title, int(wrong.sum()), got.numel())}; worst at [{index}]: got {one:.9g}, "
         f"expected {right:.9g}, allowed error {most:.3g}{times}"
     )
     return Failure(kernel=kernel, kind="nonfinite" if broken.any() else "mismatch", check=check, message=message)

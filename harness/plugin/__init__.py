@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attnfuzz.harness.core.github import shown
+from attnfuzz.harness.core.text import counted, one_line
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
 from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
+from attnfuzz.harness.plugin.reports import pytest_runtest_makereport
 from attnfuzz.harness.plugin.run import COUNT, MARK, close_executors, run_shard, run_stored
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ __all__ = [
     "pytest_generate_tests",
     "pytest_report_collectionfinish",
     "pytest_report_header",
+    "pytest_runtest_makereport",
     "pytest_unconfigure",
     "pytest_xdist_auto_num_workers",
 ]
@@ -118,9 +122,11 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     if not kernels:
         return None
     values = {name: config.getoption(f"--attnfuzz-{name}") for name in ("device", "profile", "budget", "max-examples", "seed")}
-    budget = values["budget"] or (f"{values['max-examples']} cases a kernel" if values["max-examples"] else "as the tests say")
+    budget = values["budget"] or (
+        f"{counted(values['max-examples'], 'case')} a kernel" if values["max-examples"] else "as the tests say"
+    )
     settings = f"device={values['device']} profile={values['profile']} seed={values['seed']} budget={budget}"
-    return f"attnfuzz: {', '.join(kernels)} in {sum(map(bool, names))} tests; {settings}"
+    return shown(f"attnfuzz: {', '.join(map(one_line, kernels))} in {counted(sum(map(bool, names)), 'test')}; {settings}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

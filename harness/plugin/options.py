@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attnfuzz.harness.campaign.options import OPTIONS, settings_from
+from attnfuzz.harness.core.github import shown
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
@@ -48,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
             resolve_device(device)
     except BadArgument as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(shown(str(error))) from None
 
 
 def _readable(config: pytest.Config) -> None:
@@ -72,7 +73,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Return the options that differ from their defaults."""
     values = {name: config.getoption(f"--attnfuzz-{name}") for name in _OPTIONS}
     changed = " ".join(f"{name}={value}" for name, value in values.items() if value != _OPTIONS[name].default)
-    return f"attnfuzz: {changed}" if changed else None
+    return shown(f"attnfuzz: {changed}") if changed else None
 
 
 def settings_of(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from attnfuzz.harness.core.github import shown
 from attnfuzz.harness.plugin.options import settings_of
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ def _recorder(settings: Settings, again: str | None) -> Recorder:
     def line(path: str, kernel: str) -> str:
         return f"{again} {quoted(path)}" if again else repro_line(path, kernel)
 
-    return Recorder(settings.out or ".attnfuzz", lambda text: warnings.warn(pytest.PytestWarning(text), stacklevel=2), line)
+    return Recorder(
+        settings.out or ".attnfuzz", lambda text: warnings.warn(pytest.PytestWarning(shown(text)), stacklevel=2), line
+    )
 
 
 def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
@@ -190,14 +193,13 @@ def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.Fixture
     """Each failure: identity, minimal Case, what was seen, the line that runs it again, and the Case to paste."""
     from io import StringIO
 
-    from rich.console import Console
-
+    from attnfuzz.harness.report.console import SafeConsole
     from attnfuzz.harness.report.terminal import show_finding
     from attnfuzz.kernels import registry
 
     again = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
     text = StringIO()
-    console = Console(file=text, width=160)
+    console = SafeConsole(file=text, width=160)
     for number, finding in enumerate(finished.findings, 1):
         show_finding(console, number, finding, again if registry.is_local(kernel.name) else None)
         # Without the file, on another machine, or for good.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from attnfuzz.harness.core.text import counted, one_line, printable
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.judge.verdict import IN_DOUBT, Figures, Verdict
 from attnfuzz.kernels.expressions.tree import parse
@@ -21,7 +22,7 @@ def lengths(case: Case) -> str:
 
 
 def describe_case(case: Case) -> list[tuple[str, str]]:
-    """Return (name, value) rows: what differs from the plainest Case, the most important first."""
+    """Return (name, value) rows: what differs from the plainest Case, the most important first. Each is one printable line."""
     p = case.problem
     rows = [("kernel", case.kernel), ("seqlen_q x seqlen_k", f"{lengths(case)} ({p.packing})")]
     rows.append(("heads", f"{p.heads} query, {p.kv_heads} key/value (groups of {p.groups})"))
@@ -58,14 +59,14 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
         rows.append(("check", case.check))
     if case.config:
         rows.append(("config", str(case.config)))
-    return rows
+    return [(name, one_line(value)) for name, value in rows]
 
 
 def _layout(layout: Layout) -> str:
     words = {
         "order": f"stored as {layout.order}",
-        "offset": f"{layout.offset} elements into its allocation",
-        "pitch": f"{layout.pitch} elements of padding after each row",
+        "offset": f"{counted(layout.offset, 'element')} into its allocation",
+        "pitch": f"{counted(layout.pitch, 'element')} of padding after each row",
         "expanded_heads": "one head shown as all (stride 0)",
         "packed": "packed with the others",
         "expanded": "one element shown everywhere (stride 0)",
@@ -74,9 +75,9 @@ def _layout(layout: Layout) -> str:
 
 
 def describe_verdict(verdict: Verdict) -> list[str]:
-    """Return each failure's message, or the worst error over budget of each output."""
+    """Return the lines of each failure's message, or the worst error over budget of each output."""
     if verdict.failures:
-        return [f"{each.kind}: {each.message}" for each in verdict.failures]
+        return [line for each in verdict.failures for line in printable(f"{each.kind}: {each.message}").split("\n")]
     return [f"{OUTPUT_TITLES[name]}: {_figures(each)}" for name, each in verdict.figures.items()]
 
 
@@ -84,4 +85,4 @@ def _figures(figures: Figures) -> str:
     if figures.unjudged:
         return f"not judged ({figures.unjudged})"
     rest = f"; {figures.doubted} more not judged ({IN_DOUBT})" if figures.doubted else ""
-    return f"worst error {figures.worst:.3g} of its budget over {figures.elements} elements{rest}"
+    return f"worst error {figures.worst:.3g} of its budget over {counted(figures.elements, 'element')}{rest}"

@@ -16,6 +16,7 @@ from attnfuzz.harness.campaign.events import (
     TrialFinished,
     Worst,
 )
+from attnfuzz.harness.core.text import counted, printable
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
@@ -93,13 +94,13 @@ class Figures:
             f"|{'|'.join('---' if column in ('kernel', 'output') else '---:' for column in _COLUMNS)}|",
             *(f"| {' | '.join(cells)} |" for row in done.summaries for cells in self._rows(row)),
             "",
-            f"{cases} Cases of {kernels} kernel{'s' * (kernels != 1)}.",
+            f"{counted(cases, 'Case')} of {counted(kernels, 'kernel')}.",
         ]
         sections = {"Failures": map(_failure, failures), "Notes": [*self._notes(done), *notes]}
         for title, items in sections.items():
             if texts := [f"- {each}" for each in items]:
                 lines += ["", f"## {title}", "", *texts]
-        return "\n".join(lines) + "\n"
+        return printable("\n".join(lines)) + "\n"
 
     def _rows(self, row: KernelSummary) -> Iterator[tuple[str, ...]]:
         """Yield one row an output, and one for failures of no single output where there are any."""
@@ -124,7 +125,9 @@ class Figures:
         yield from (f"{each.kernel}: not run here: {each.reason}" for each in done.skipped)
         yield from (f"{each.kernel}: not tried to the end: {each.error.partition(chr(10))[0]}" for each in done.broken)
         yield from (
-            f"{row.kernel}: {row.cases} of {most} Cases" for row in done.summaries if most is not None and row.cases < most
+            f"{row.kernel}: {row.cases} of {counted(most, 'Case')}"
+            for row in done.summaries
+            if most is not None and row.cases < most
         )
         if done.lost:
             yield f"stopped early: {done.lost}"

@@ -17,6 +17,7 @@ from attnfuzz.harness.campaign.corpus import CaseFile, quoted, read_case
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelBroke, KernelSkipped, KernelSummary, Worst
 from attnfuzz.harness.campaign.journal import copy_left_behind
 from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.merge import MergedRuns, merge_runs, select_runs, size_of, value
@@ -78,7 +79,7 @@ def merge_folders(out: Path, folders: Sequence[Path]) -> MergedFolders:
     findings = {(each.kernel, each.fingerprint): _finding(each, kept.get(each.fingerprint)) for each in merged.failures}
     without = [each.title for each in merged.failures if findings[each.kernel, each.fingerprint] is None]
     if merged.more_failures:
-        without.append(f"{merged.more_failures} failures beyond those that a run file holds")
+        without.append(f"{counted(merged.more_failures, 'failure')} beyond those that a run file holds")
     return MergedFolders(
         finished=_finished(merged, [each for each in findings.values() if each is not None]),
         runs=tuple(latest),

@@ -13,7 +13,7 @@ from typing import Any, Final
 from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.campaign.coverage import EDGES
 from attnfuzz.harness.core.environment import versions
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.core.text import counted, dumps, printable
 from attnfuzz.harness.judge.errormap import read_maps
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report import plots
@@ -109,9 +109,9 @@ def page(merged: MergedRuns, folder: Path, *, pictures: int, step: Callable[[], 
         raise BadArgument("jinja2: it is not installed, and the page needs it; pip install 'attnfuzz[report]'") from None
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        lstrip_blocks=True, finalize=_spelled,
     )  # fmt: skip
-    environment.filters.update(seconds=_seconds, count=_count)
+    environment.filters.update(seconds=_seconds, count=_count, plural=lambda number: "" if number == 1 else "s")
     views: list[_FailureView] = []
     for number, record in enumerate(merged.failures, 1):
         views.append(_failure(record, number, folder, draw=sum(bool(each.picture) for each in views) < pictures))
@@ -134,6 +134,11 @@ def page(merged: MergedRuns, folder: Path, *, pictures: int, step: Callable[[], 
     )
     reasons = tuple(dict.fromkeys(each.no_picture for each in views if each.no_picture))
     return Page(text, sum(bool(each.picture) for each in views), reasons)
+
+
+def _spelled(value: Any) -> Any:
+    """Return a value of the page with its foreign text spelled out: a bidi control turns what stands around it."""
+    return type(value)(printable(value)) if isinstance(value, str) else value
 
 
 def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) -> _FailureView:
@@ -202,7 +207,7 @@ def _cell(kernel: KernelRecord, name: str, failures: list[FailureRecord]) -> _Ce
         return _Cell("–", -1.0, "none" if not wrong else "wrong", f"{title} of {kernel.kernel}: no Case judged{unjudged}")
     worst = value(output.worst)
     text = f"{title} of {kernel.kernel}: worst error {_ratio(worst)} x its budget"
-    text += f", wrong in {output.failures} of {output.cases} Cases"
+    text += f", wrong in {output.failures} of {counted(output.cases, 'Case')}"
     text += f", {output.doubted} judged in part" if output.doubted else ""
     if output.failures or wrong:
         return _Cell(f"✗ {_ratio(worst)}", worst, "wrong", text)
@@ -224,10 +229,10 @@ def _histogram(output: OutputRecord) -> _Histogram | None:
     for index, count in enumerate(counts):
         height = max(_LEAST_HEIGHT, _HEIGHT * count / most) if count else 0.0
         x = index * (_PITCH - 0.5) + (_GAP if index >= within else 0)
-        text = f"{_range(index)}: {count} Case{'' if count == 1 else 's'}"
+        text = f"{_range(index)}: {counted(count, 'Case')}"
         bars.append(_Bar(x, _HEIGHT - height, _PITCH - 1.5, height, index >= within, text))
     over = sum(counts[within:])
-    text = f"{cases} Cases, {over} beyond the budget; worst {float(output.worst):.3g}"
+    text = f"{counted(cases, 'Case')}, {over} beyond the budget; worst {float(output.worst):.3g}"
     return _Histogram(tuple(bars), within * (_PITCH - 0.5) + _GAP / 2 - 0.75, text, cases, over)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelSummary
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.report.groups import groups_of
 
 __all__ = ["campaign_object", "finding_object", "verdict_object"]
 
@@ -18,7 +20,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
     return {
         "kernels": [_summary_object(row) for row in finished.summaries],
         "skipped": [{"kernel": each.kernel, "reason": each.reason} for each in finished.skipped],
-        "failures": [finding_object(each) for each in finished.findings],
+        "failures": _failures(finished.findings),
         "seconds": finished.seconds,
         "interrupted": finished.interrupted,
         "broken": [{"kernel": each.kernel, "error": each.error} for each in finished.broken],
@@ -41,6 +43,15 @@ def finding_object(finding: Finding) -> dict[str, Any]:
         "shrink_trials": finding.shrink_trials,
         "rate": list(finding.rate) if finding.rate else None,
     }
+
+
+def _failures(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return each failure, with the fingerprint of the first of those that likely have the same cause as its `group`."""
+    groups = groups_of(findings)
+    return [
+        {**finding_object(each), "group": findings[first].identity.fingerprint}
+        for each, first in zip(findings, groups, strict=True)
+    ]
 
 
 def verdict_object(verdict: Verdict) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from rich.text import Text
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES
+from attnfuzz.harness.core.text import counted, json_line, one_line
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
+from attnfuzz.harness.report import groups
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.progress import progress_on
 from attnfuzz.kernels.problem import OUTPUT_NAMES
@@ -24,6 +26,7 @@ __all__ = ["Terminal", "show_finding", "show_stored", "summary_table"]
 
 _SHOW_EVERY = 0.2
 """Seconds between two updates of the progress display."""
+_REPLACED = "that is fine: where a child process dies or holds too much memory, a new one takes its place"
 
 
 class Terminal:
@@ -36,6 +39,7 @@ class Terminal:
         self.cases = self.failures = self.compiled = self.to_compile = self.trying = 0
         self._seconds: float | None = None
         self._started = self._shown = 0.0
+        self._announced: set[Identity] = set()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -50,22 +54,22 @@ class Terminal:
             self.console.print(f"[yellow]{escape(described['unchecked'])}[/]", highlight=False, soft_wrap=True)
         changed = " ".join(f"{name}={value}" for name, value in event.settings.items()) or "all default"
         self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {versions}", highlight=False)
-        budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {len(event.kernels)} kernels"
+        budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {counted(len(event.kernels), 'kernel')}"
         self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True, markup=False)
         self._seconds, self._started = event.seconds, time.monotonic()
         self.task = self.progress.add_task("attnfuzz", total=event.seconds, note="")
         self.progress.start()
 
     def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
-        self._say(f"[yellow]{escape(event.kernel)}: not run here: {escape(event.reason)}[/]")
+        self._say(f"[yellow]{escape(one_line(event.kernel))}: not run here: {escape(event.reason)}[/]")
 
     def _on_CaseSkipped(self, event: events.CaseSkipped) -> None:  # noqa: N802
-        self._say(f"[yellow]{escape(event.path)}: not tried again here: {escape(event.reason)}[/]")
+        self._say(f"[yellow]{escape(one_line(event.path))}: not tried again here: {escape(event.reason)}[/]")
 
     def _on_CaseNotKept(self, event: events.CaseNotKept) -> None:  # noqa: N802
         if event.failing:
             self._say(f"[red]a failing case could not be written: {escape(event.reason)}; it is this:[/]")
-            self.progress.console.print(event.case.canonical(), highlight=False, soft_wrap=True, markup=False)
+            self.progress.console.print(json_line(event.case.canonical()), highlight=False, soft_wrap=True, markup=False)
         else:
             self._say(f"[red]the case in flight cannot be noted on disk any more: {escape(event.reason)}[/]")
 
@@ -92,40 +96,45 @@ class Terminal:
             return
         self._shown = elapsed
         compiled = f", {self.compiled} of {max(self.compiled, self.to_compile)} compiled" if self.to_compile else ""
-        kernels = f"{self.trying} kernel{'s' * (self.trying != 1)}"
-        note = f"{step} {kernels}: {self.cases} cases, {self.failures} failures{compiled}"
+        counts = f"{counted(self.cases, 'case')}, {counted(self.failures, 'failure')}"
+        note = f"{step} {counted(self.trying, 'kernel')}: {counts}{compiled}"
         done = min(elapsed, self._seconds) if self._seconds is not None else None
         self.progress.update(self.task, completed=done, note=note)
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
+        identity = event.finding.identity
+        if identity in self._announced:  # by a worker, whose Case comes again from the one that the run was interrupted in
+            return
+        self._announced.add(identity)
         self.failures += 1
         shrinking = "shrinking" if event.seconds is None else f"shrinking for at most {event.seconds:.0f} s"
-        self._say(
-            f"[red]found[/] {escape(str(event.finding.identity))} after {event.finding.cases_to_find} cases; {shrinking} ..."
-        )
+        self._say(f"[red]found[/] {escape(str(identity))} after {counted(event.finding.cases_to_find, 'case')}; {shrinking} ...")
 
     def _on_KernelBroke(self, event: events.KernelBroke) -> None:  # noqa: N802
-        self._say(f"[red]{escape(event.kernel)}: not tried to the end, by an error: {escape(event.error)}[/]")
+        self._say(f"[red]{escape(one_line(event.kernel))}: not tried to the end, by an error: {escape(event.error)}[/]")
 
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
         self.trying -= 1
-        compiles = f", {row.compiles} variants compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
+        compiles = f", {counted(row.compiles, 'variant')} compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
         compiles += f" ([red]{row.refused} refused by the compiler[/], and not tried)" if row.refused else ""
         compiles += f", [yellow]{row.unreached} not reached by the compiler in this time[/]" if row.unreached else ""
-        replaced = f", {row.replaced} {'process' if row.replaced == 1 else 'processes'} replaced" if row.replaced else ""
-        self._say(f"{escape(row.kernel)}: {row.cases} cases in {row.seconds:.1f} s ({row.rate:.1f} cases/s){compiles}{replaced}")
+        replaced = f", {counted(row.replaced, 'process', 'processes')} replaced ({_REPLACED})" if row.replaced else ""
+        cases = f"{counted(row.cases, 'case')} in {row.seconds:.1f} s ({row.rate:.1f} cases/s)"
+        self._say(f"{escape(one_line(row.kernel))}: {cases}{compiles}{replaced}")
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self.progress.stop()
         self.console.print(summary_table(event.summaries))
         for number, each in enumerate(event.findings, 1):
             show_finding(self.console, number, each)
+        for number, line in enumerate(groups.described(event.findings)):
+            self.console.print("\n" * (number == 0) + line, highlight=False, soft_wrap=True, markup=False)
         if event.interrupted:
             self.console.print("[yellow]interrupted: the findings until then are above[/]")
         for broken in event.broken:
             self.console.print(
-                f"[red]{escape(broken.kernel)} was not tried to the end: {escape(broken.error.splitlines()[0])}[/]"
+                f"[red]{escape(one_line(broken.kernel))} was not tried to the end: {escape(broken.error.splitlines()[0])}[/]"
             )
         if event.not_kept:
             text = f"not all cases could be written to disk: {event.not_kept}; save a case that is printed above as a case file"
@@ -133,8 +142,10 @@ class Terminal:
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases, count = sum(row.cases for row in event.summaries), len(event.findings)
-        verdict = f"[red]{count} failure{'s' * (count > 1)}[/]" if count else "[green]no failures[/]"
-        self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s", highlight=False)
+        verdict = f"[red]{counted(count, 'failure')}[/]" if count else "[green]no failures[/]"
+        causes = len(set(groups.groups_of(event.findings)))
+        verdict += f", likely of {counted(causes, 'cause')}," if causes < count else ""
+        self.console.print(f"{verdict} in {counted(cases, 'case')}, {event.seconds:.1f} s", highlight=False)
 
     def _say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, soft_wrap=True)
@@ -151,9 +162,9 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
             figures = row.outputs.get(name, Worst())
             unjudged = f" (+{figures.unjudged} not judged)" if figures.unjudged else ""
             unjudged += f" ({figures.doubted} in part)" if figures.doubted else ""
-            unjudged += f" ({row.unreached} variants not reached)" if row.unreached and number == 0 else ""
+            unjudged += f" ({counted(row.unreached, 'variant')} not reached)" if row.unreached and number == 0 else ""
             wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
-            title = escape(row.kernel) if number == 0 else ""
+            title = escape(one_line(row.kernel)) if number == 0 else ""
             table.add_row(title, OUTPUT_TITLES[name], f"{figures.cases}{unjudged}", _ratio(figures.worst), wrong)
         table.add_section()
     return table
@@ -161,15 +172,10 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
 
 def show_finding(console: Console, number: int, finding: Finding, again: str | None = None) -> None:
     """One failure: identity, minimal Case, message, and how to run it again (`again` and the path, or `attnfuzz repro`)."""
-    partly = ", partly shrunk" if finding.partly else ""
+    how = f"found after {counted(finding.cases_to_find, 'case')}, {_shrunk(finding)}"
     if finding.rate:
-        partly += f"; shows in {finding.rate[0]} of {finding.rate[1]} runs"
-    console.print(
-        f"\n[bold red]{number}. {escape(str(finding.identity))}[/] (found after {finding.cases_to_find} cases, "
-        f"shrunk in {finding.shrink_trials} trials{partly})",
-        highlight=False,
-        soft_wrap=True,
-    )
+        how += f"; shows in {finding.rate[0]} of {counted(finding.rate[1], 'run')}"
+    console.print(f"\n[bold red]{number}. {escape(str(finding.identity))}[/] ({how})", highlight=False, soft_wrap=True)
     for name, value in describe_case(finding.case)[1:]:
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     for line in describe_verdict(finding.verdict):
@@ -178,23 +184,31 @@ def show_finding(console: Console, number: int, finding: Finding, again: str | N
         line = f"{again} {quoted(finding.path)}" if again else repro_line(finding.path, finding.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
     else:
-        console.print(f"   its case, in no file: {finding.case.canonical()}", highlight=False, soft_wrap=True, markup=False)
+        line = json_line(finding.case.canonical())
+        console.print(f"   its case, in no file: {line}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _shrunk(finding: Finding) -> str:
+    if not finding.shrink_trials:
+        return "already minimal" if finding.minimal else "not shrunk"
+    return f"shrunk in {counted(finding.shrink_trials, 'trial')}{', partly shrunk' * finding.partly}"
 
 
 def show_stored(console: Console, stored: CaseFile) -> None:
     """A case file: the Case, what was found, and its canonical JSON."""
-    console.print(f"[bold]{escape(str(stored.path))}[/] (case {stored.case.id})", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(one_line(str(stored.path)))}[/] (case {stored.case.id})", highlight=False, soft_wrap=True)
     for name, value in describe_case(stored.case):
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     finding = stored.finding
     if finding.message:
-        console.print(f"   {'found':<20} {finding.message}", highlight=False, soft_wrap=True, markup=False)
+        message = finding.message.replace("\n", f"\n{'':<24}")
+        console.print(f"   {'found':<20} {message}", highlight=False, soft_wrap=True, markup=False)
     if finding.device:
         versions = ", ".join(f"{name} {version}" for name, version in finding.versions.items()) or "?"
-        console.print(f"   {'on':<20} {finding.device}; {versions}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"   {'on':<20} {one_line(f'{finding.device}; {versions}')}", highlight=False, soft_wrap=True, markup=False)
     line = repro_line(str(stored.path), stored.case.kernel, finding.target)
     console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
-    console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
+    console.print(json_line(stored.case.canonical()), highlight=False, soft_wrap=True, markup=False)
 
 
 def _ratio(value: float) -> str:

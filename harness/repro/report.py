@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding, repro_line
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.machine import verdict_object
 from attnfuzz.harness.repro.reproduce import Repetition, Reproduction
@@ -46,15 +47,15 @@ def show_repetition(console: Console, stored: CaseFile, done: Repetition) -> Non
     style, word = ("bold red", "FAILED") if done.failed else ("bold green", "PASSED")
     percent = f"{100 * done.failed / max(1, done.runs):.3g} %, 95 % confidence: {100 * low:.0f} to {100 * high:.0f} %"
     _say(console, f"[{style}]{word}[/] {escape(str(stored.path))} on {done.device}")
-    _say(console, f"   failed in {done.failed} of {done.runs} runs ({percent})")
+    _say(console, f"   failed in {done.failed} of {counted(done.runs, 'run')} ({percent})")
     if done.interrupted:
-        _say(console, f"   [yellow]interrupted: {done.runs} of {done.count} runs[/]")
+        _say(console, f"   [yellow]interrupted: {done.runs} of {counted(done.count, 'run')}[/]")
     _case(console, stored)
     for each in done.failures:
         failure = each.failure
         _say(
             console,
-            f"   in {each.runs} of {done.runs} runs, first in run {each.first}: {failure.kind}: {failure.message}",
+            f"   in {each.runs} of {counted(done.runs, 'run')}, first in run {each.first}: {failure.kind}: {failure.message}",
             markup=False,
         )
 
@@ -84,7 +85,10 @@ def show_reshrunk(console: Console, stored: CaseFile, done: Reshrunk) -> None:
         "STOPPED": "[bold yellow]STOPPED[/] before a simpler Case was found that fails alike",
         "FIXED": "[bold green]FIXED[/] it does not fail any more",
     }[done.outcome]
-    _say(console, f"{outcome}: {escape(str(stored.path))} on {done.device}, {done.trials} trials in {done.seconds:.1f} s")
+    _say(
+        console,
+        f"{outcome}: {escape(str(stored.path))} on {done.device}, {counted(done.trials, 'trial')} in {done.seconds:.1f} s",
+    )
     if done.partly:
         _say(console, "   [yellow]not to the end: a longer --budget may find a simpler one[/]")
     if done.identity:
@@ -119,4 +123,4 @@ def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) ->
     for line in describe_verdict(done.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
     if done.verdict.failure is not None and done.verdict.failure.detail:
-        console.print(done.verdict.failure.detail, highlight=False, markup=False)
+        console.print(done.verdict.failure.detail, highlight=False, soft_wrap=True, markup=False)

@@ -19,6 +19,7 @@ import torch
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
@@ -66,7 +67,7 @@ def run_batch(
         raise BatchLost(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error) or not environment.alive(device):
-            raise BatchLost(f"the batch of {len(cases)} Cases is lost: {describe_exception(error)}") from error
+            raise BatchLost(f"the batch of {counted(len(cases), 'Case')} is lost: {describe_exception(error)}") from error
         raise
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from attnfuzz.harness.core.clock import Clock
-from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
@@ -65,7 +65,7 @@ class Bench:
             with self.clock.stage("compile"):
                 return build_kernel(self.kernel, problem or self.case.problem, self.case.config, self.device)
         except BuildError as error:
-            message = printable(str(error)[:2000])
+            message = encodable(str(error)[:2000])
             raise WentWrong(Failure(kernel=self.case.kernel, kind="compile-error", check="build", message=message)) from error
 
     def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.strategies.case import Case
 
@@ -51,12 +51,12 @@ def describe_exception(error: BaseException) -> str:
         message = str(error)
     except BaseException as broken:  # the error's own code
         message = f"(its message cannot be made: {type(broken).__name__})"
-    return printable(f"{type(error).__name__}: {message}"[:_LONGEST])
+    return encodable(f"{type(error).__name__}: {message}"[:_LONGEST])
 
 
 def format_traceback(error: BaseException) -> str:
     """Return the last 6,000 characters of its traceback."""
     try:
-        return printable("".join(traceback.format_exception(error))[-6000:])
+        return encodable("".join(traceback.format_exception(error))[-6000:])
     except BaseException as broken:  # the error's own code
         return f"(its traceback cannot be made: {type(broken).__name__})"

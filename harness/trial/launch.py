@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.core.text import printable
+from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.failure import Failure, Kind
 from attnfuzz.harness.trial import gpu_memory
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, DeviceLost, describe_exception, format_traceback, may_catch
@@ -126,7 +126,7 @@ def split(gradients: Gradients) -> tuple[tuple[torch.Tensor, torch.Tensor, torch
 
 def _misused(kernel: str, fault: MemoryFault) -> Failure:
     """Return the Failure that the memory checker of an interpreted kernel reports."""
-    return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=printable(str(fault)), detail=fault.trail)
+    return Failure(kernel=kernel, kind=fault.kind, check=fault.check, message=encodable(str(fault)), detail=fault.trail)
 
 
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from attnfuzz.harness.audit.conformance.check import Conformance
 from attnfuzz.harness.audit.conformance.row import Row, Status
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["ConformanceProgress", "conformance_object", "show_conformance"]
@@ -28,7 +29,7 @@ class ConformanceProgress(ProgressView):
     def __call__(self, row: Row) -> None:
         """Show that a check is done."""
         self._done += 1
-        self.bars.update(self._task, description=f"{self._done} checks done; last: {escape(row.check)}")
+        self.bars.update(self._task, description=f"{counted(self._done, 'check')} done; last: {escape(row.check)}")
 
 
 def show_conformance(console: Console, done: Conformance) -> None:
@@ -41,11 +42,11 @@ def show_conformance(console: Console, done: Conformance) -> None:
         if row.remedy:
             console.print(f"{'':<9}{'':<{width}}  -> {row.remedy}", highlight=False, soft_wrap=True, markup=False)
     hints = sum(row.status == "hint" for row in done.rows)
-    counts = f"{len(done.wrong)} of {len(done.rows)} checks failed" if done.wrong else f"{len(done.rows)} checks"
+    counts = f"{len(done.wrong)} of {counted(len(done.rows), 'check')} failed" if done.wrong else counted(len(done.rows), "check")
     verdict = "[bold red]breaks the contract[/]" if done.wrong else "[green]fulfils the contract[/]"
     if not done.wrong and not done.complete:
         verdict = "[yellow]could not be checked here[/]"
-    more = f", {hints} hint{'s' * (hints > 1)}" if hints else ""
+    more = f", {counted(hints, 'hint')}" if hints else ""
     console.print(f"{escape(done.kernel)} on {done.device}: {verdict} ({counts}{more}, {done.seconds:.1f} s)", highlight=False)
 
 

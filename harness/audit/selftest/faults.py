@@ -14,6 +14,7 @@ from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -197,7 +198,7 @@ def _row(device: Device, summary: KernelSummary) -> FaultRow:
     elif expected == "nothing":
         wrong += [f"found {each.identity}" for each in findings]
     elif not findings:
-        wrong.append(f"nothing found in {summary.cases} cases")
+        wrong.append(f"nothing found in {counted(summary.cases, 'case')}")
     else:
         wrong += _wrong(findings[0], expected, minimal, sometimes=sometimes)
     wrong += [f"{each.identity.kind} is only partly shrunk" for each in findings if each.partly]

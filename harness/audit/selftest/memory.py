@@ -12,6 +12,7 @@ from typing import Any
 from attnfuzz.harness.audit.selftest.faults import summaries_of
 from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
@@ -126,7 +127,7 @@ def _row(fault: PlantedFault, summary: KernelSummary) -> MemoryRow:
     line, wrong = _line(fault), []
     message = _message(finding) if finding else ""
     if finding is None:
-        wrong.append(f"not found in {summary.cases} cases")
+        wrong.append(f"not found in {counted(summary.cases, 'case')}")
     else:
         if finding.identity.kind != fault.kind:
             wrong.append(f"its kind is {finding.identity.kind}, not {fault.kind}")

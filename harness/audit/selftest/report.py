@@ -9,6 +9,7 @@ from rich.table import Table
 from attnfuzz.harness.audit.selftest.faults import FaultRow, Faults
 from attnfuzz.harness.audit.selftest.memory import MemoryTried
 from attnfuzz.harness.campaign.events import CampaignStarted, Event, KernelFinished, KernelStarted
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report.progress import ProgressView, progress_on
 
 __all__ = ["FaultProgress", "show_faults", "show_memory"]
@@ -43,16 +44,22 @@ def show_faults(console: Console, done: Faults) -> None:
         table.add_row(*_cells(row))
     console.print(table)
     leaks = done.leaks
+    left = counted(len(leaks.left), "process", "processes")
     console.print(
-        f"{leaks.restarts} restarts in {leaks.seconds:.1f} s: file descriptors {leaks.descriptors[0]} -> {leaks.descriptors[1]}, "
-        f"memory {leaks.memory[0] >> 20} -> {leaks.memory[1] >> 20} MiB, {len(leaks.left)} processes left",
+        f"{counted(leaks.restarts, 'restart')} in {leaks.seconds:.1f} s: "
+        f"file descriptors {leaks.descriptors[0]} -> {leaks.descriptors[1]}, "
+        f"memory {leaks.memory[0] >> 20} -> {leaks.memory[1] >> 20} MiB, {left} left",
         highlight=False,
     )
     console.print(f"next verdict after a death, with a spare child ready: {leaks.ready * 1000:.0f} ms", highlight=False)
     wrong = sum(1 for row in done.rows if row.wrong)
     for each in leaks.wrong:
         console.print(f"[red]{escape(each)}[/]", highlight=False)
-    verdict = "[green]every row is right[/]" if done.right else f"[red]{wrong} of {len(done.rows)} rows are wrong[/]"
+    verdict = (
+        "[green]every row is right[/]"
+        if done.right
+        else f"[red]{wrong} of {counted(len(done.rows), 'row')} {'is' if wrong == 1 else 'are'} wrong[/]"
+    )
     console.print(f"{verdict} ({done.environment.get('device')}, {done.seconds:.0f} s)", highlight=False)
 
 
@@ -65,7 +72,7 @@ def _cells(row: FaultRow) -> tuple[str, ...]:
         row.minimal,
         row.rate or ("" if row.got == "nothing" else "every run"),
         str(row.cases),
-        f"{row.trials} trials",
+        counted(row.trials, "trial"),
         recovery,
     )
     return (*(escape(cell) for cell in cells), right)
@@ -87,7 +94,9 @@ def show_memory(console: Console, done: MemoryTried) -> None:
                 f"[red]{escape(f'{row.title}: expected {row.line}; {row.message}')}[/]", highlight=False, soft_wrap=True
             )
     for each in done.clean:
-        console.print(f"{each.kernel}: {each.cases} cases, {len(each.alarms)} false alarms", highlight=False)
+        console.print(
+            f"{each.kernel}: {counted(each.cases, 'case')}, {counted(len(each.alarms), 'false alarm')}", highlight=False
+        )
         for alarm in each.alarms:
             console.print(f"[red]{escape(alarm)}[/]", highlight=False, soft_wrap=True)
     if unchecked := done.environment.get("unchecked"):
@@ -96,7 +105,7 @@ def show_memory(console: Console, done: MemoryTried) -> None:
     verdict = (
         "[green]every fault is found, and no false alarm[/]"
         if done.right
-        else f"[red]{wrong} of {len(done.rows)} rows are wrong[/]"
+        else f"[red]{wrong} of {counted(len(done.rows), 'row')} {'is' if wrong == 1 else 'are'} wrong[/]"
     )
     if wrong == 0 and not done.right:
         verdict = "[red]false alarms, or nothing tried[/]"

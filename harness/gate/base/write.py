@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.gate.base.baseline import Recorded, recorded, write_baseline
 from attnfuzz.harness.gate.base.checkout import checkout_at
 from attnfuzz.harness.gate.kernel import why_not_here
@@ -94,7 +95,7 @@ def _measured(subject: Subject, plan: Plan, executor: Isolated, listener: Listen
         side,
         cases,
         memory_check=plan.memory_check,
-        progress=lambda n: listener(PartProgress(subject.name, "accuracy", f"{n} of {len(cases)} Cases")),
+        progress=lambda n: listener(PartProgress(subject.name, "accuracy", f"{n} of {counted(len(cases), 'Case')}")),
     )
     seconds = time.monotonic() - start
     wrong = next((each for each in results if each.failures), None)
@@ -111,5 +112,5 @@ def _measured(subject: Subject, plan: Plan, executor: Isolated, listener: Listen
             if plan.compile == "on":
                 raise reject("compile", plan.compile, str(error), "use --compile auto") from None
     kept = recorded(fingerprint(subject.kernel), subject.kernel.capabilities.deterministic, results, table)
-    summary = f"{len(kept.measured)} Cases measured" + (f", {len(table)} compiles" if table else "")
+    summary = f"{counted(len(kept.measured), 'Case')} measured" + (f", {counted(len(table), 'compile')}" if table else "")
     return Part("accuracy", "pass", summary, seconds=seconds), kept

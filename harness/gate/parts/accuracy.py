@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from attnfuzz.harness.core.statistics import Ratio, paired_ratio_of_rms
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.result import Finding, Part
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
@@ -125,7 +126,7 @@ def accuracy(
         ],
     }
     largest = max(rows, key=lambda row: row.rms.value)
-    summary = f"rms error at most {largest.rms} x base's ({OUTPUT_TITLES[largest.output]}), {largest.cases} Cases"
+    summary = f"rms error at most {largest.rms} x base's ({OUTPUT_TITLES[largest.output]}), {counted(largest.cases, 'Case')}"
     return Part("accuracy", "fail" if findings else "pass", summary, tuple(findings.values()), figures)
 
 
@@ -153,7 +154,7 @@ def determinism(
         differ = [each.case for each in runs if each.digests[0].get(name) != each.digests[1].get(name)]
         if differ:
             message = f"{OUTPUT_TITLES[name]} differs between two runs, though declared deterministic, in {len(differ)} of "
-            message += f"{len(runs)} Cases"
+            message += counted(len(runs), "Case")
             described = tuple(describe_case(differ[0]))
             findings.append(Finding("determinism", kernel, message, "nondeterministic", name, "twice", described=described))
     if not declared and not in_base:
@@ -162,5 +163,5 @@ def determinism(
     if not runs and not findings:
         return Part("determinism", "skipped", "no Case of the sample could be run twice")
     figures = {"declared": list(declared), "declared_in_base": None if in_base is None else list(in_base), "cases": len(runs)}
-    summary = f"{titles} declared deterministic; {len(runs)} Cases run twice"
+    summary = f"{titles} declared deterministic; {counted(len(runs), 'Case')} run twice"
     return Part("determinism", "fail" if findings else "pass", summary, tuple(findings), figures)

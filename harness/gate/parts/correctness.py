@@ -20,6 +20,7 @@ from attnfuzz.harness.campaign.events import (
 from attnfuzz.harness.campaign.events import Finding as CampaignFinding
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.gate.result import Finding, Outcome, Part, PartName
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.failure import Identity
@@ -72,7 +73,7 @@ def replay(
     cases = [each for each in stored if each.case.kernel == kernel.name]
     runner = TrialRunner(executor)
     for number, each in enumerate(cases):
-        progress(f"{number} of {len(cases)} cases")
+        progress(f"{number} of {counted(len(cases), 'case')}")
         if reason := why_not_case(kernel, each.case, device):
             skipped.append(f"{each.path.name}: {reason}")
             continue
@@ -80,7 +81,7 @@ def replay(
     if not cases:
         return Part("replay", "pass", "no stored case of this kernel")
     wrong = len({each.case for each in findings})
-    summary = f"{len(cases)} stored case{'s' * (len(cases) > 1)}: {wrong} fail"
+    summary = f"{counted(len(cases), 'stored case')}: {wrong} {'fails' if wrong == 1 else 'fail'}"
     summary += f", {len(skipped)} not taken here ({skipped[0]})" if skipped else ""
     return Part("replay", "fail" if findings else "pass", summary, tuple(findings), {"cases": len(cases), "skipped": skipped})
 
@@ -115,9 +116,7 @@ def fixed_campaign(kernel: Kernel, settings: Settings, executor: Executor, progr
 def campaign_part(summary: KernelSummary, done: CampaignFinished, settings: Settings) -> Part:
     """Return what a campaign found of one kernel; every failure that its minimal Cases show is a finding."""
     findings = tuple(dict.fromkeys(finding for each in summary.findings for finding in _of_finding(each)))
-    text = (
-        f"{summary.cases} cases in {summary.seconds:.1f} s, {len(summary.findings)} failure{'s' * (len(summary.findings) != 1)}"
-    )
+    text = f"{counted(summary.cases, 'case')} in {summary.seconds:.1f} s, {counted(len(summary.findings), 'failure')}"
     text += f"; stopped early: {done.lost}" if done.lost else ""
     text += f"; not all Cases could be kept on disk: {done.not_kept}" if done.not_kept else ""
     figures = {
@@ -172,7 +171,7 @@ class _CampaignProgress:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, KernelStarted) and event.compiles:
-            self._progress(f"compiling {event.compiles} variants")
+            self._progress(f"compiling {counted(event.compiles, 'variant')}")
             return
         if isinstance(event, TrialFinished):
             self._cases += 1
@@ -180,4 +179,4 @@ class _CampaignProgress:
             self._failures += 1
         else:
             return
-        self._progress(f"{self._cases} trials, {self._failures} failures")
+        self._progress(f"{counted(self._cases, 'trial')}, {counted(self._failures, 'failure')}")

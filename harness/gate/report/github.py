@@ -10,12 +10,7 @@ from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate
 from attnfuzz.kernels.problem import reject
 
-__all__ = ["annotation", "annotation_lines", "append_summary", "on_github", "summary_file"]
-
-
-def on_github() -> bool:
-    """Whether this runs in GitHub Actions."""
-    return os.environ.get("GITHUB_ACTIONS") == "true"
+__all__ = ["annotation", "annotation_lines", "append_summary", "summary_file"]
 
 
 def summary_file() -> Path | None:
@@ -75,7 +70,7 @@ def _from_here(path: str | None) -> str:
 
 
 def _data(text: str) -> str:
-    return printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return printable(text).replace("##[", "#\\#[").replace("%", "%25").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

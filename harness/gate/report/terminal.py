@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import TaskID
 from rich.table import Table
 
+from attnfuzz.harness.core.text import counted, one_line, printable
 from attnfuzz.harness.gate.result import Finding, Gate, GateEvent, KernelGate, Outcome, Part, PartFinished
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.progress import ProgressView, progress_on
@@ -35,7 +36,8 @@ class GateProgress(ProgressView):
         if isinstance(event, PartFinished):
             part = event.part
             style, seconds = _STYLES[part.outcome], f" ({part.seconds:.1f} s)" if part.seconds >= 0.05 else ""
-            text = f"{escape(event.kernel)} {part.name}: [{style}]{part.outcome}[/] {escape(part.summary)}{seconds}"
+            said = escape(one_line(part.summary))
+            text = f"{escape(one_line(event.kernel))} {part.name}: [{style}]{part.outcome}[/] {said}{seconds}"
             self.bars.console.print(text, highlight=False, soft_wrap=True)
             return
         if self._doing != (event.kernel, event.part):
@@ -55,9 +57,9 @@ def show_gate(console: Console, done: Gate) -> None:
             table.add_column(column, no_wrap=column != "why")
         for gated in done.kernels:
             for number, part in enumerate(gated.parts):
-                name = escape(gated.kernel) if number == 0 else ""
+                name = escape(one_line(gated.kernel)) if number == 0 else ""
                 style = _STYLES[part.outcome]
-                table.add_row(name, part.name, f"[{style}]{part.outcome}[/]", escape(part.summary))
+                table.add_row(name, part.name, f"[{style}]{part.outcome}[/]", escape(one_line(part.summary)))
             table.add_section()
         console.print(table)
     number = 0
@@ -78,7 +80,7 @@ def show_gate(console: Console, done: Gate) -> None:
 
 def _show_finding(console: Console, number: int, gated: KernelGate, finding: Finding) -> None:
     style = "yellow" if finding.waiver else "bold red"
-    console.print(f"\n[{style}]{number}. {escape(_title(finding))}[/]", highlight=False, soft_wrap=True)
+    console.print(f"\n[{style}]{number}. {escape(one_line(_title(finding)))}[/]", highlight=False, soft_wrap=True)
     rows = [("why gated", gated.why), *finding.described, ("found", finding.message)]
     if gated.file:
         rows.append(("file", f"{gated.file}:{gated.line}"))
@@ -86,7 +88,8 @@ def _show_finding(console: Console, number: int, gated: KernelGate, finding: Fin
         rows.append(("known", f"{finding.waiver.issue}, until {finding.waiver.expires}"))
     rows += finding.again
     for name, value in rows:
-        console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
+        lines = value.replace("\n", f"\n{'':<24}")
+        console.print(f"   {name:<20} {lines}", highlight=False, soft_wrap=True, markup=False)
     if finding.detail and finding.part in ("load", "compile"):
         console.print(finding.detail[-_MOST_DETAIL:].rstrip(), highlight=False, markup=False, soft_wrap=True)
 
@@ -100,14 +103,14 @@ def _title(finding: Finding) -> str:
 def _verdict(done: Gate) -> str:
     seconds = f"{done.seconds:.1f} s"
     if done.written:
-        return f"{done.written}: {len(done.kernels)} kernel{'s' * (len(done.kernels) != 1)} written in {seconds}"
+        return f"{done.written}: {counted(len(done.kernels), 'kernel')} written in {seconds}"
     against = f" against {done.against}" if done.against else ""
     counts = {
         name: sum(1 for each in done.kernels if each.outcome == name) for name in ("pass", "fail", "known", "error", "skipped")
     }
     text = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no kernel changed"
     text += f", {done.untouched} unchanged" if done.untouched else ""
-    text += f", {len(done.stale)} ledger error{'s' * (len(done.stale) > 1)}" if done.stale else ""
+    text += f", {counted(len(done.stale), 'ledger error')}" if done.stale else ""
     text += ", interrupted" if done.interrupted and done.outcome != "interrupted" else ""
     return f"gate {done.outcome.upper()}{against}: {text}; {seconds}"
 
@@ -178,7 +181,7 @@ def _finding_markdown(gated: KernelGate, finding: Finding) -> list[str]:
     if gated.file:
         rows.append(("file", f"{gated.file}:{gated.line}"))
     rows += finding.again
-    text = "\n".join(f"{name:<20} {value}" for name, value in rows)
+    text = printable("\n".join(f"{name:<20} {value}" for name, value in rows))
     # A fence longer than any run of backticks that a kernel's own text may hold.
     fence = "`" * max(3, 1 + max((len(each) for each in _ticks(text)), default=0))
     return [f"### {_cell(_title(finding) + known)}", "", fence, text, fence, ""]
@@ -190,11 +193,11 @@ def _ticks(text: str) -> list[str]:
 
 def _cell(text: str) -> str:
     """Return `text` as one line of Markdown that cannot open a tag, a cell or a link."""
-    flat = " ".join(text.split())
+    flat = " ".join(printable(text).split())
     for sign in "\\`|[]*_":
         flat = flat.replace(sign, f"\\{sign}")
     return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _code(text: str) -> str:
-    return text.replace("`", "'").replace("|", "\\|")
+    return one_line(text).replace("`", "'").replace("|", "\\|")

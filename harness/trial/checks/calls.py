@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.batch import Launched
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
@@ -150,8 +151,9 @@ class _Difference:
         true = Truth(expected=was, allowed=self.limit)
         place = place_of(bench.case.problem, name, int(size.flatten().argmax()), now, true)
         rule = "declared deterministic" if self.exact else f"another order of additions explains {place.allowed:.3g}"
+        differ = f"{count} of {counted(was.numel(), 'element')} {'differs' if count == 1 else 'differ'}"
         message = (
-            f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements differ between two equal calls ({rule}); worst at "
+            f"{OUTPUT_TITLES[name]}: {differ} between two equal calls ({rule}); worst at "
             f"{where(name, place)}: {place.expected:.9g} in the first call, {place.got:.9g} in the last"
         )
         return replace(_failure(bench, name, message), place=place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from msgspec.structs import replace
 
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
@@ -63,8 +64,12 @@ def _renamed(failure: Failure, problem: Problem, first: dict[OutputName, torch.T
     if failure.place is not None:
         place = replace(place, expected=failure.place.expected, allowed=failure.place.allowed)
     never = bool((now[changed] == OTHER_FILL).all())
-    said = "were never written" if never else "come from memory that was never written"
-    message = f"{OUTPUT_TITLES[name]}: {count} of {was.numel()} elements {said}; first at {where(name, place)}"
+    said = (
+        f"{'was' if count == 1 else 'were'} never written"
+        if never
+        else f"{'comes' if count == 1 else 'come'} from memory that was never written"
+    )
+    message = f"{OUTPUT_TITLES[name]}: {count} of {counted(was.numel(), 'element')} {said}; first at {where(name, place)}"
     if stores := describe_stores(second):
         message += f"; {stores}"
     return replace(failure, kind="unwritten", message=message, place=place)

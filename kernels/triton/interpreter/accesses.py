@@ -17,7 +17,17 @@ try:
 except ImportError:
     np = Absent("numpy")  # type: ignore[assignment]
 
-__all__ = ["accessed", "note_load", "note_site", "note_store", "order", "refuse_duplicates", "refuse_unwritten", "views_of"]
+__all__ = [
+    "accessed",
+    "elements",
+    "note_load",
+    "note_site",
+    "note_store",
+    "order",
+    "refuse_duplicates",
+    "refuse_unwritten",
+    "views_of",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -65,9 +75,16 @@ def _of_several(operation: Operation, kind: Any, width: int, live: Array) -> lis
                 reached.append((view, width, left[inside]))
                 left = left[~inside]
     if left.size:
-        what = f"{_VERBS[operation]} address {int(left[0]):#x}, which is in no tensor of the launch ({left.size} elements in all)"
+        what = (
+            f"{_VERBS[operation]} address {int(left[0]):#x}, which is in no tensor of the launch ({elements(left.size)} in all)"
+        )
         refuse("out-of-bounds", operation, what)
     return reached
+
+
+def elements(count: int) -> str:
+    """Return a count of elements in words: "1 element", "2 elements"."""
+    return f"{count} element{'s' * (count != 1)}"
 
 
 def _outside(operation: Operation, view: View, width: int, live: Array, inside: Array) -> NoReturn:
@@ -78,12 +95,12 @@ def _outside(operation: Operation, view: View, width: int, live: Array, inside: 
     first = int((beyond if beyond.size else wrong)[0])
     if kind == "outside-view":
         number = (first - view.begin) // view.width
-        where = f"memory between elements of {sites.title(view)}, {number} elements after its first"
+        where = f"memory between elements of {sites.title(view)}, {elements(number)} after its first"
     elif first >= view.end - width:
         where = f"element {(first - view.end) // view.width + 1} past the end of {sites.title(view)}"
     else:
         where = f"element {-((first - view.begin) // view.width)} before the start of {sites.title(view)}"
-    refuse(kind, operation, f"{_VERBS[operation]} {where} ({wrong.size} elements in all)")
+    refuse(kind, operation, f"{_VERBS[operation]} {where} ({elements(wrong.size)} in all)")
 
 
 def refuse_duplicates(view: View, live: Array) -> None:
@@ -96,7 +113,7 @@ def refuse_duplicates(view: View, live: Array) -> None:
         element = view.element(int(ordered[1:][same][0]))
         count = int(np.count_nonzero(same))
         what = (
-            f"writes {element} of {sites.title(view)} more than once, so that either value may stay ({count} elements too many)"
+            f"writes {element} of {sites.title(view)} more than once, so that either value may stay ({elements(count)} too many)"
         )
         refuse("duplicate-store", "store", what)
 
@@ -173,5 +190,5 @@ def refuse_unwritten(operation: Operation, ptrs: Any, kept: Array, result: Any) 
         if unwritten is not None:
             element = each.element(int(live[mine][unwritten][0]))
             count = int(np.count_nonzero(unwritten))
-            what = f"reads {element} of {sites.title(each)}, which was never written ({count} elements in all)"
+            what = f"reads {element} of {sites.title(each)}, which was never written ({elements(count)} in all)"
             refuse("uninitialised", operation, what)

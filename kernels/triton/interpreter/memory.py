@@ -17,6 +17,7 @@ from attnfuzz.kernels.support.absent import Absent
 from attnfuzz.kernels.triton.interpreter import launches
 from attnfuzz.kernels.triton.interpreter.accesses import (
     accessed,
+    elements,
     note_load,
     note_site,
     note_store,
@@ -178,7 +179,10 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
         if other is None and not (launches.current.other or launches.current.atomic or kept.all()):
             hidden = int(kept.size - np.count_nonzero(kept))
             refuse(
-                "masked-load", "load", f"{hidden} of {kept.size} elements are masked and there is no other=: they hold anything"
+                "masked-load",
+                "load",
+                f"{hidden} of {elements(kept.size)} {'is' if hidden == 1 else 'are'} masked "
+                "and there is no other=: they hold anything",
             )
         for view, width, live in accessed("load", ptrs, kept):
             note_load(view, width, data, kept, live)

@@ -154,7 +154,7 @@ def stored(**changed: Any) -> str:
 
 def assert_refused(result: Result, message: str) -> None:
     assert result.exit_code == 2, result.output
-    assert result.stderr == f"error: {message}\n"
+    assert result.stderr == f"{'' if message.startswith('ERROR ') else 'error: '}{message}\n"
     assert result.stdout == ""
     assert "Traceback" not in result.output
 
@@ -208,7 +208,7 @@ def test_wrong_use_ends_with_2_and_one_clear_line(name: str, as_json: bool, monk
     if as_json:
         result = attnfuzz(*arguments, "--json")
         assert json.loads(result.stdout) == {"error": message}
-        assert result.stderr == f"error: {message}\n"
+        assert result.stderr == f"{'' if message.startswith('ERROR ') else 'error: '}{message}\n"
         assert result.exit_code == 2
     else:
         assert_refused(attnfuzz(*arguments), message)
@@ -250,7 +250,7 @@ def test_repro_of_a_problem_outside_the_capabilities() -> None:
     path = stored(problem={"seqlens_q": [3], "seqlens_k": [4], "dim_qk": 16, "dim_v": 8})
     result = attnfuzz("repro", path, "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr.startswith('error: ERROR case.json: case=\'{"config":{},')
+    assert result.stderr.startswith('ERROR case.json: case=\'{"config":{},')
     assert result.stderr.endswith(
         ": acme.flash does not support it: dim_qk, dim_v=(16, 8): supports (8, 8); give a Case within its capabilities\n"
     )
@@ -442,7 +442,7 @@ def test_a_failure_is_found_shrunk_kept_reproduced_and_fixed() -> None:
 
     back = run(fault=long_keys, examples=1)
     assert back.exit_code == 1
-    assert "1 failure in 1 cases" in back.stdout
+    assert "1 failure in 1 case, " in back.stdout
 
 
 def test_json_of_the_whole_way() -> None:
@@ -492,6 +492,7 @@ def test_json_of_the_whole_way() -> None:
         "shrink_trials",
         "rate",
         "known",
+        "group",
     }
     assert failure["identity"]["kind"] == "exception"
     assert failure["repro"] == f"attnfuzz repro {failure['path']}"

@@ -123,7 +123,7 @@ def test_a_known_failure_is_let_through_and_named() -> None:
     assert f"## Notes\n\n- {said}\n" in document
     done = run("torch.skewed", "--ledger", path)
     assert done.exit_code == 0
-    assert f"{path}: 1 of 1 failures known, 0 ledger errors" in done.stdout
+    assert f"{path}: 1 of 1 failure known, 0 ledger errors" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_an_expired_entry_fails() -> None:
     done = run("torch.skewed", "--ledger", ledger({**ENTRY, "expires": "2026-01-01"}), cases=4)
     assert done.exit_code == 1
     assert "known.toml:1: entry 1 (torch.skewed: mismatch in dK, #12): it expired on 2026-01-01" in done.stdout
-    assert "0 of 1 failures known, 1 ledger errors" in done.stdout
+    assert "0 of 1 failure known, 1 ledger error" in done.stdout
 
 
 @pytest.mark.parametrize(

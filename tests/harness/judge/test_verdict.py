@@ -100,7 +100,7 @@ def test_the_message_names_everything() -> None:
     verdict = judge("test.emulated", inputs, got, expected)
     (failure,) = verdict.failures
     assert failure.message.startswith(
-        "dK: 1 of 208 elements are wrong; worst at sequence 1, key 1, head 1, dim 3: got 0.5, expected 0, allowed error 0"
+        "dK: 1 of 208 elements is wrong; worst at sequence 1, key 1, head 1, dim 3: got 0.5, expected 0, allowed error 0"
     )
     assert (failure.place.sequence, failure.place.position, failure.place.head, failure.place.dim) == (1, 1, 1, 3)
     assert failure.identity.kind == "mismatch"

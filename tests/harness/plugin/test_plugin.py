@@ -548,4 +548,4 @@ def test_stop_at_first_and_last_failed(acme: pytest.Pytester) -> None:
     first.stdout.fnmatch_lines(["*stopping after 1 failures*"])
     again = acme.runpytest_inprocess("--lf", *options)
     again.assert_outcomes(failed=1)
-    again.stdout.fnmatch_lines(["*run-last-failure: rerun previous 1 failure*", "*found after 1 cases*"])
+    again.stdout.fnmatch_lines(["*run-last-failure: rerun previous 1 failure*", "*found after 1 case,*"])

@@ -274,7 +274,7 @@ def test_a_real_run_becomes_a_page_of_its_own() -> None:
     finished, _ = run()
     done = attnfuzz("report", "found")
     assert done.exit_code == 0
-    assert done.stdout == f"found/report.html: 1 failure in {finished.summaries[0].cases} cases of 1 kernels, 1 pictures\n"
+    assert done.stdout == f"found/report.html: 1 failure in {finished.summaries[0].cases} cases of 1 kernel, 1 picture\n"
     text = Path("found/report.html").read_text()
     assert "1 failure in 1 of 1 kernel" in text
     assert f"attnfuzz repro {finished.findings[0].path}" in text
