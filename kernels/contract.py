@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import keyword
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+from attnfuzz.kernels.errors import check_name
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem, reject
+from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Config(Mapping[str, ConfigValue]):
     """A kernel's own choices (tile sizes, stages, threads, variant): a frozen, hashable mapping with sorted names.
 
     Raises:
-        BadArgument: a name is not an identifier, or is a keyword.
+        BadArgument: a name cannot be that of a Python argument.
     """
 
     __slots__ = ("_items",)
@@ -51,8 +51,7 @@ class Config(Mapping[str, ConfigValue]):
     def __init__(self, values: Mapping[str, ConfigValue] | None = None, /, **named: ConfigValue) -> None:
         items = {**(values or {}), **named}
         for name in items:
-            if not name.isidentifier() or keyword.iskeyword(name):
-                raise reject("config", name, "a choice is named as a Python argument is", "use an identifier, no keyword")
+            check_name("config", name, "a choice is named as a Python argument is")
         self._items: dict[str, ConfigValue] = dict(sorted(items.items()))
 
     def __getitem__(self, name: str) -> ConfigValue:

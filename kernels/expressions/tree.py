@@ -12,13 +12,12 @@ are functions of this module; `Captured` is a tensor other than q, k and v, read
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
-from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.errors import check_name, reject
 
 __all__ = [
     "DEEPEST",
@@ -104,8 +103,7 @@ class Captured:
     gradient: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or keyword.iskeyword(self.name):
-            raise reject("captured.name", self.name, "it names a tensor", "give a Python identifier that is not a keyword")
+        check_name("captured.name", self.name, "it names a tensor")
         if self.fill not in get_args(Fill):
             raise reject("captured.fill", self.fill, "there is no such fill", f"use one of {', '.join(get_args(Fill))}")
         if not self.sizes or any(size not in _SIZES and not (type(size) is int and size > 0) for size in self.sizes):
