@@ -187,7 +187,8 @@ def case_from_object(data: object) -> Case:
             raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config and check")
     unknown = sorted(data.keys() - _KEYS)
     if unknown:
-        raise BadCase(f"case.{shown(unknown[0])[1:-1]}: no such part; a Case has format, kernel, problem, recipe, config and check")
+        part = shown(unknown[0])[1:-1]
+        raise BadCase(f"case.{part}: no such part; a Case has format, kernel, problem, recipe, config and check")
     kernel = _part(data, "kernel", str)
     if ":" in kernel:
         # package.module:OBJECT would be imported, and a file from anywhere must not choose what is imported.

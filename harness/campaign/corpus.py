@@ -29,6 +29,7 @@ __all__ = [
     "StoredFinding",
     "again_line",
     "case_file_of",
+    "content_of",
     "quoted",
     "read_case",
     "repro_line",
@@ -39,6 +40,7 @@ _MOST_RUNS = 1000
 """Largest number of runs in a rate: a file with more was not written here."""
 _LARGEST = 64 << 20
 """Bytes of a case file: a batch of a million sequences has a few."""
+_REMEDY = "give a file that `attnfuzz run` wrote"
 _MOST_NAME = 80
 """Letters of a kernel's or a check's name in the name of a file, which may have 255."""
 
@@ -126,13 +128,24 @@ def read_case(path: Path | str) -> CaseFile:
     Raises:
         BadCase: the file is missing, broken, or of another version.
     """
-    path, remedy = Path(path), "give a file that `attnfuzz run` wrote"
+    path = Path(path)
+    content = content_of(path)
     try:
-        return case_file_of(read_file(path, _LARGEST, argument="case", remedy=remedy), path)
+        return case_file_of(content, path)
     except Unreadable as error:
-        raise BadCase(f"case={str(path)!r}: {error}; {remedy}") from None
+        raise BadCase(f"case={str(path)!r}: {error}; {_REMEDY}") from None
     except BadCase as error:
         raise BadCase(f"case={str(path)!r}: {error}") from None
+
+
+def content_of(path: Path) -> bytes:
+    """Return the content of a case file.
+
+    Raises:
+        BadCase: it cannot be read.
+    """
+    try:
+        return read_file(path, _LARGEST, argument="case", remedy=_REMEDY)
     except BadArgument as error:
         raise BadCase(str(error)) from None
 

@@ -229,9 +229,7 @@ class WorkerGroup:
             self._deaths, self._last_end = self._deaths + 1, ending
             if self._context.settings.out:
                 listener = self._context.listener
-                left = left_behind(
-                    self._context.settings.out, lambda path, reason: listener(CaseSkipped(str(path), reason))
-                )
+                left = left_behind(self._context.settings.out, lambda path, reason: listener(CaseSkipped(str(path), reason)))
                 coordinator.resume([each for each in left if worker.had_in_flight(each)])
             if self._deaths <= _MOST_DEATHS * self._count:
                 self._numbers.append(worker.number)

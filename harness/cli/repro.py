@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from attnfuzz.harness.cli.picture import Picture
 from attnfuzz.harness.core.environment import prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, reject
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ _SENSELESS = {
 }
 """Options that have no effect with a way, and why."""
 _OPTION = {"as_json": "json"}
+_LONGEST = 300
+"""Letters of a case's path in an error; a blob has more."""
 
 
 @click.command("repro")
@@ -75,6 +79,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
     from attnfuzz.harness.campaign.blob import stored_case
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.repro.reproduce import Where
+    from attnfuzz.harness.trial.supports import with_config
 
     way = _way({**options, "as_json": as_json})
     stored = stored_case(case)
@@ -90,6 +95,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
         prepare(resolve_device(where.device))
     try:
         check_owner(owner, case, stored.case.kernel, stored.finding.target)
+        stored = replace(stored, case=with_config(registry.get(stored.case.kernel), stored.case))
         match way:
             case "sanitize":
                 code = _sanitized(stored, options["sanitize"], where, as_json=as_json)
@@ -104,7 +110,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
             case _:
                 code = _again(stored, where, picture, as_json=as_json)
     except BadArgument as error:
-        raise BadArgument(f"ERROR {case}: {error}") from None
+        raise BadArgument(f"{case if len(case) <= _LONGEST else f'{case[:21]}...'}: {error}") from None
     click.get_current_context().exit(code)
 
 

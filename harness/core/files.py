@@ -23,7 +23,7 @@ _CHUNK: Final = 1 << 20
 _T = TypeVar("_T")
 
 
-class Unreadable(Exception):  # noqa: N818 - of a file, not of this program
+class Unreadable(Exception):
     """Error for a file or a text that cannot be used; the text is the reason, in words."""
 
 
@@ -42,7 +42,7 @@ def opened(path: Path | str) -> Iterator[int]:
     descriptor = -1
     try:
         # Before it is opened: to open a device may already do something.
-        _check_regular(os.stat(path))
+        _check_regular(Path(path).stat())
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         # Another file may have taken its place.
         _check_regular(os.fstat(descriptor))
@@ -165,10 +165,7 @@ def _is_deeper(data: Any, most: int) -> bool:
     level = [data] if type(data) in (dict, list) else []
     for _ in range(most):
         level = [
-            inner
-            for each in level
-            for inner in (each.values() if type(each) is dict else each)
-            if type(inner) in (dict, list)
+            inner for each in level for inner in (each.values() if type(each) is dict else each) if type(inner) in (dict, list)
         ]
         if not level:
             return False

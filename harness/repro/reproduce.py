@@ -19,6 +19,7 @@ from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
+from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, OutputName, reject
@@ -97,6 +98,7 @@ def reproduce(
     """
     where = where or Where()
     device, kernel = where.device_for(case)
+    case = with_config(kernel, case)
     with where.runner(device, kernel) as runner:
         verdict, _ = verdict_or_lost(runner, case, rate)
     outcome: Literal["FIXED", "FAILED", "UNJUDGED"] = "FAILED" if verdict.failure else "FIXED"
@@ -160,6 +162,7 @@ def repeat(case: Case, count: int, where: Where, on_run: Callable[[int, Verdict]
     if count < 1:
         raise reject("repeat", count, "must be positive", "give 1 or more")
     device, kernel = where.device_for(case)
+    case = with_config(kernel, case)
     failures: dict[Identity, FailureCount] = {}
     runs, failed, interrupted = 0, 0, False
     with where.runner(device, kernel) as runner:
@@ -180,7 +183,8 @@ def repeat(case: Case, count: int, where: Where, on_run: Callable[[int, Verdict]
 def map_errors(case: Case, where: Where, *, rate: Rate | None = None) -> ErrorMaps | str:
     """Run `case` once more, or as often as its `rate` demands, and map its errors; or why there is nothing to map."""
     try:
-        with where.runner(*where.device_for(case)) as runner:
-            return runner.map_errors(case, rate)
+        device, kernel = where.device_for(case)
+        with where.runner(device, kernel) as runner:
+            return runner.map_errors(with_config(kernel, case), rate)
     except (BadArgument, ChildError, ExecutionError) as error:
         return str(error)

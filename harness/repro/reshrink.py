@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, verdict_or_lost
 from attnfuzz.harness.trial.errors import DeviceLost
-from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
@@ -64,6 +64,7 @@ def shrink_further(
     """
     _check(folder)
     device, kernel = where.device_for(stored.case)
+    stored = replace(stored, case=with_config(kernel, stored.case))
     start = time.monotonic()
     with where.runner(device, kernel, lambda _, case, __: on_trial(runner.trials, case)) as runner:
         verdict, lost = verdict_or_lost(runner, stored.case, stored.rate)
