@@ -73,8 +73,10 @@ def run_campaign(
         states = _states(runnable, context, unread)
         names = tuple(kernel.name for kernel in runnable)
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
-        for each in (*skipped, *unread):
+        for each in skipped:
             listener(each)
+        for file in unread:
+            listener(file)
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
         return _run(coordinator, work, skipped, start)

@@ -29,7 +29,6 @@ from attnfuzz.harness.cli.picture import Picture
 from attnfuzz.harness.core.environment import prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
-from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, reject
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
     from attnfuzz.harness.campaign.blob import stored_case
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.repro.reproduce import Where
-    from attnfuzz.harness.trial.supports import with_config
 
     way = _way({**options, "as_json": as_json})
     stored = stored_case(case)
@@ -95,7 +93,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
         prepare(resolve_device(where.device))
     try:
         check_owner(owner, case, stored.case.kernel, stored.finding.target)
-        stored = replace(stored, case=with_config(registry.get(stored.case.kernel), stored.case))
+        stored = replace(stored, case=where.prepared(stored.case)[2]) if way != "sanitize" else stored
         match way:
             case "sanitize":
                 code = _sanitized(stored, options["sanitize"], where, as_json=as_json)

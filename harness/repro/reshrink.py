@@ -19,7 +19,7 @@ from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, verdict_or_lost
 from attnfuzz.harness.trial.errors import DeviceLost
-from attnfuzz.harness.trial.supports import why_not_case, with_config
+from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
@@ -63,8 +63,8 @@ def shrink_further(
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem; `folder` cannot be written to.
     """
     _check(folder)
-    device, kernel = where.device_for(stored.case)
-    stored = replace(stored, case=with_config(kernel, stored.case))
+    device, kernel, case = where.prepared(stored.case)
+    stored = replace(stored, case=case)
     start = time.monotonic()
     with where.runner(device, kernel, lambda _, case, __: on_trial(runner.trials, case)) as runner:
         verdict, lost = verdict_or_lost(runner, stored.case, stored.rate)
