@@ -41,6 +41,7 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
             "in_flight": merged.in_flight,
             "incomplete": list(merged.incomplete),
             "without_case": list(merged.without_case),
+            "left_out": list(merged.left_out),
         }
         echo(dumps({**machine.campaign_object(finished), **more}))
     else:
@@ -50,6 +51,8 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
             terminal.print(f"[red]its case is in no file: {escape(each)}[/]", highlight=False, soft_wrap=True)
         for each in merged.incomplete:
             terminal.print(f"[yellow]{escape(each)}[/]", highlight=False, soft_wrap=True)
+        for each in merged.left_out:
+            terminal.print(f"[yellow]left out: {escape(each)}[/]", highlight=False, soft_wrap=True)
         if merged.in_flight:
             terminal.print(
                 f"in flight when a run died: {counted(merged.in_flight, 'case')}, tried first by the next run", highlight=False

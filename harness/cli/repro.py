@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ _SENSELESS = {
 }
 """Options that have no effect with a way, and why."""
 _OPTION = {"as_json": "json"}
+_LONGEST = 300
+"""Letters of a case's path in an error; a blob has more."""
 
 
 @click.command("repro")
@@ -91,6 +94,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
         prepare(resolve_device(where.device))
     try:
         check_owner(owner, case, stored.case.kernel, stored.finding.target)
+        stored = replace(stored, case=where.prepared(stored.case)[2]) if way != "sanitize" else stored
         match way:
             case "sanitize":
                 code = _sanitized(stored, options["sanitize"], where, as_json=as_json)
@@ -105,7 +109,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
             case _:
                 code = _again(stored, where, picture, as_json=as_json)
     except BadArgument as error:
-        raise BadArgument(f"ERROR {case}: {error}") from None
+        raise BadArgument(f"{case if len(case) <= _LONGEST else f'{case[:21]}...'}: {error}") from None
     click.get_current_context().exit(code)
 
 

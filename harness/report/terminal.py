@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnfuzz.harness.campaign import events
+from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
 from attnfuzz.harness.core.text import counted, json_line, one_line
@@ -24,6 +25,8 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES
 
 __all__ = ["Terminal", "show_finding", "show_stored", "summary_table"]
 
+_MOST_PASTED = 1 << 15
+"""Letters of a Case that is printed as a blob too: a command line takes about 128,000."""
 _SHOW_EVERY = 0.2
 """Seconds between two updates of the progress display."""
 _REPLACED = "that is fine: where a child process dies or holds too much memory, a new one takes its place"
@@ -186,6 +189,10 @@ def show_finding(console: Console, number: int, finding: Finding, again: str | N
     else:
         line = json_line(finding.case.canonical())
         console.print(f"   its case, in no file: {line}", highlight=False, soft_wrap=True, markup=False)
+        if len(line) <= _MOST_PASTED:
+            blob = blob_of(finding.case, finding.rate)
+            line = f"{again} {blob}" if again else repro_line(blob, finding.case.kernel)
+            console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _shrunk(finding: Finding) -> str:
