@@ -137,29 +137,31 @@ def _why(subject: Subject, plan: Plan, base: Base) -> str | None:
     return "asked for by --all" if plan.everything else None
 
 
-def _without_head(broken: dict[str, Exception], base: Base, *, explicit: bool) -> Iterator[KernelGate]:
+def _without_head(broken: dict[str, BadArgument], base: Base, *, explicit: bool) -> Iterator[KernelGate]:
     """Report kernels that cannot be loaded: deleted ones are skipped, broken ones fail.
+
+    One whose module ends its process says nothing about the kernel: the gate itself could not be run, an error.
 
     Raises:
         BadArgument: there is no such kernel in the checkout or in base.
     """
     for target, error in broken.items():
-        if absent := why_absent(target, error):
+        if absent := why_absent(error):
             # Names come from installed packages, which are the same for both sides.
             if isinstance(error, registry.UnknownKernel) and ":" not in target and isinstance(base, Commit):
                 raise error
             if not base.has(target):
                 if not explicit:
                     continue
-                if isinstance(error, BadArgument):
-                    raise error
-                remedy = "give its name, or package.module:OBJECT; its package must be installed, or on PYTHONPATH"
-                raise reject("kernel", target, absent, remedy) from None
+                raise error
             yield KernelGate(target, "deleted", (Part("load", "skipped", f"it is deleted: {absent}, and {base.label} has it"),))
             continue
         file, line = _raised_at(error, base.root)
-        finding = Finding("load", target, f"it cannot be loaded: {describe_exception(error)}", detail=_trace(error))
-        part = Part("load", "fail", describe_exception(error).splitlines()[0], (finding,))
+        left = isinstance(error, registry.LeavesProcess)
+        reason = str(error) if left else describe_exception(error.__cause__ or error)
+        detail = _trace(error) if error.__cause__ is not None else ""
+        finding = Finding("load", target, f"it cannot be loaded: {reason}", detail=detail)
+        part = Part("load", "error" if left else "fail", reason.splitlines()[0], (finding,))
         yield KernelGate(target, "it cannot be loaded", (part,), file, line)
 
 
