@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.support.import_trial import why_fatal
 from attnfuzz.kernels.support.third_party import ThirdPartyError, described, guarded
@@ -34,7 +35,12 @@ __all__ = [
     "made_here",
     "missing_members",
     "object_at",
+    "third_party_frame",
+    "why_not_on",
 ]
+
+_packages: set[str] = set()
+"""Top packages of the modules that `made` has imported."""
 
 MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
 """The members of a Kernel, in the contract's order."""
@@ -159,12 +165,39 @@ def checked_name(kernel: Any) -> str:
     raise _kind(error)(f"kernel={_shown(kernel)}: {reason}; fix that") from error
 
 
+def why_not_on(kernel: Kernel, device: Device) -> str | None:
+    """Say why the kernel cannot run on `device` of this machine; None: it can.
+
+    Raises:
+        BadArgument: the kernel's own code failed.
+    """
+
+    def asked() -> str | None:
+        declared = kernel.capabilities.devices
+        return kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
+
+    try:
+        return guarded(asked)
+    except ThirdPartyError as raised:
+        reason = f"asking whether it runs on {device} failed with {described(raised.error)}"
+        raise _kind(raised.error)(str(reject("kernel", checked_name(kernel), reason, "fix its `unavailable`"))) from raised.error
+
+
+def third_party_frame(error: BaseException) -> str | None:
+    """Return "file:line" of the innermost frame of a third party's kernel in an error's traceback; None: there is none."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _packages:
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
+    return None
+
+
 def _run(called: str, target: str, make: Callable[[str], Any], *, tried: bool) -> Any:
     where = "" if called == target else f"its entry point {target!r}: "
     _check_form(called, target)
     if not tried and (reason := why_fatal([target]).get(target)):
         text = f"{where}importing {target.partition(':')[0]} failed: {reason}"
         raise LeavesProcess(str(reject("kernel", called, text, "fix that")))
+    _packages.update({re.split("[.:]", target)[0]} - {"attnfuzz"})
     try:
         return guarded(lambda: make(target))
     except ThirdPartyError as raised:
@@ -172,7 +205,9 @@ def _run(called: str, target: str, make: Callable[[str], Any], *, tried: bool) -
     if isinstance(error, BadArgument):
         raise error
     if not isinstance(error, _Unusable):
-        raise _kind(error)(str(reject("kernel", called, f"{where}making it failed with {described(error)}", "fix that"))) from error
+        raise _kind(error)(
+            str(reject("kernel", called, f"{where}making it failed with {described(error)}", "fix that"))
+        ) from error
     text = str(reject("kernel", called, f"{where}{error.reason}", error.remedy))
     if error.missing is not None:
         raise MissingObject(text, error.missing) from None
@@ -191,7 +226,9 @@ def _check_form(called: str, target: str) -> None:
         raise reject("kernel", called, "a module is named with dots, as for `python -m`", remedy)
     if not is_well_formed(target):
         at = "it" if called == target else f"its entry point {target!r}"
-        raise reject("kernel", called, f"{at} is not of the form package.module:OBJECT", "give such as mypackage.attention:KERNEL")
+        raise reject(
+            "kernel", called, f"{at} is not of the form package.module:OBJECT", "give such as mypackage.attention:KERNEL"
+        )
 
 
 def _dotted(path: str) -> str:

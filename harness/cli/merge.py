@@ -52,9 +52,11 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
         if merged.in_flight:
             terminal.print(f"in flight when a run died: {merged.in_flight} cases, tried first by the next run", highlight=False)
         terminal.print(f"{out}: {merged.case_files} case files, {len(merged.runs)} runs", highlight=False, markup=False)
+    for kernel, reason in finished.untried:
+        click.echo(f"error: kernel={kernel!r}: {reason}", err=True)
     if finished.findings or finished.lost or merged.without_case:
         code = FAILURES
-    elif finished.broken or merged.incomplete:
+    elif finished.broken or merged.incomplete or finished.untried:
         code = WRONG_USE
     else:
         code = INTERRUPTED if finished.interrupted else CLEAN

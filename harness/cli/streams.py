@@ -1,13 +1,18 @@
-"""Standard streams that outlive their readers: a run whose output is no longer read goes on, and keeps its failures."""
+"""Standard streams that outlive their readers: a run whose output is no longer read goes on, and keeps its failures.
+
+They also know whether anything was written: a command that printed nothing has no result.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["outlive_readers"]
+__all__ = ["outlive_readers", "watched_stdout"]
 
 
 class _Outliving:
@@ -15,12 +20,14 @@ class _Outliving:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self.written = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Do as a stream does."""
+        self.written = self.written or bool(text)
         try:
             return int(self._stream.write(text))
         except BrokenPipeError:
@@ -49,3 +56,16 @@ def outlive_readers() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process lives
         elif stream is own:
             setattr(sys, name, _Outliving(stream))
+
+
+@contextmanager
+def watched_stdout() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether the block has written anything to stdout."""
+    before = sys.stdout
+    watched = before if isinstance(before, _Outliving) else _Outliving(before)
+    watched.written, sys.stdout = False, watched  # type: ignore[assignment]
+    try:
+        yield lambda: watched.written
+    finally:
+        if sys.stdout is watched:
+            sys.stdout = before

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.kernels.registry import is_target, look_in
 from attnfuzz.kernels.support.import_trial import located
+from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
 
 __all__ = ["Subject", "files_of", "fingerprint", "importing_from", "named", "why_absent", "within"]
 
@@ -79,8 +80,13 @@ def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dic
             if chosen or (root is not None and _lies_in(each, root)):
                 broken[each] = error
             continue
-        if subject.name not in {other.name for other in subjects} and (chosen or root is None or within(subject.kernel, root)):
-            subjects.append(subject)
+        if subject.name in {other.name for other in subjects}:
+            continue
+        try:
+            if guarded(lambda kernel=subject.kernel: within(kernel, root) if root is not None else True) or chosen:
+                subjects.append(subject)
+        except ThirdPartyError as error:
+            broken[each] = reject("kernel", each, f"asking for its files failed with {error}", "fix that")
     return subjects, broken
 
 

@@ -133,7 +133,9 @@ class Terminal:
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases, count = sum(row.cases for row in event.summaries), len(event.findings)
-        verdict = f"[red]{count} failure{'s' * (count > 1)}[/]" if count else "[green]no failures[/]"
+        whole = not event.untried and not event.broken
+        none = "[green]no failures[/]" if whole else "[yellow]no failures, but not every kernel was tried:[/]"
+        verdict = f"[red]{count} failure{'s' * (count > 1)}[/]" if count else none
         self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s", highlight=False)
 
     def _say(self, text: str) -> None:

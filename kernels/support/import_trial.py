@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -36,6 +37,8 @@ _CHILD = Path(__file__).with_name("import_child.py")
 _STEP = 0.05
 _LAST_LINES, _TAIL = 3, 4000
 _STACK = "most recent call first"
+"""Of faulthandler's."""
+_PLACE = re.compile(r'File "(.+)", line (\d+) in <module>')
 _State = tuple[str, int, int]
 _fatal: dict[tuple[str, _State | None], str | None] = {}
 """Why a target ends its process, None where it does not, by target and state of its module's file."""
@@ -203,9 +206,9 @@ class _Child:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _TAIL))
         lines = [each.strip() for each in self._log.read().decode("utf-8", "replace").splitlines() if each.strip()]
-        stack = next((number for number, each in enumerate(lines) if _STACK in each), None)
-        if stack is not None:
-            return f", at {lines[stack + 1]}" if stack + 1 < len(lines) else ""
+        if any(_STACK in each for each in lines):
+            place = next((match for each in lines if (match := _PLACE.search(each))), None)
+            return "" if place is None else f" ({Path(place[1]).name}:{place[2]})"
         return f"; its last output: {' | '.join(lines[-_LAST_LINES:])}" if lines else ""
 
 
