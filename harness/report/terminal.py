@@ -134,9 +134,9 @@ class Terminal:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases, count = sum(row.cases for row in event.summaries), len(event.findings)
         whole = not event.untried and not event.broken
-        none = "[green]no failures[/]" if whole else "[yellow]no failures, but not every kernel was tried:[/]"
-        verdict = f"[red]{count} failure{'s' * (count > 1)}[/]" if count else none
-        self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s", highlight=False)
+        verdict = f"[red]{count} failure{'s' * (count > 1)}[/]" if count else f"[{'green' if whole else 'yellow'}]no failures[/]"
+        left = "" if whole else "; [yellow]not every kernel was tried[/]"
+        self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s{left}", highlight=False)
 
     def _say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, soft_wrap=True)
