@@ -228,7 +228,7 @@ def _at(target: str, folder: str | None, *, tried: bool = False) -> Kernel:
     known = next((name for name, each in _origins.items() if each.target == target and name in _loaded), None)
     if known is not None:
         return _loaded[known]
-    kernel = made(target, target, tried=tried)
+    kernel: Kernel = made(target, target, tried=tried)
     name = checked_name(kernel)
     # An entry point of the same name is most likely the same kernel, as installed: the target takes precedence.
     other = _loaded.get(name) if name in _origins else None if name not in {**_BUILT_IN, **_HIDDEN} else get(name)

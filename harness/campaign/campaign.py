@@ -76,8 +76,10 @@ def run_campaign(
         states = _states(runnable, context)
         names = tuple(kernel.name for kernel in runnable)
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
-        for each in (*skipped, *refused):
+        for each in skipped:
             listener(each)
+        for refusal in refused:
+            listener(refusal)
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
         coordinator.broken += refused
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work

@@ -102,9 +102,12 @@ def compile_command(
         _write(targets, rows, left, compilers)
     _report(rows, left, compared, case, as_json=as_json, interrupted=interrupted)
     failed = compared.worse if compared is not None else any(not each.ok for each in rows)
+    named = [each.kernel for each in left if kernels]
     if nothing:
         click.echo(f"error: {_why_nothing(case, left)}", err=True)
-    broken = nothing or (bool(kernels) and bool(left)) or any(each.missing for each in left)
+    elif named:
+        click.echo(f"error: not compiled, though named: {', '.join(named)}", err=True)
+    broken = nothing or bool(named) or any(each.missing for each in left)
     code = FAILURES if failed else INTERRUPTED if interrupted else WRONG_USE if broken else CLEAN
     click.get_current_context().exit(code)
 

@@ -65,7 +65,7 @@ def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json
     if options["workers"] == "auto":
         from attnfuzz.harness.campaign.workers import useful_workers
 
-        settings = replace(settings, workers=useful_workers(settings, len(asked.kernels)))
+        settings = replace(settings, workers=max(1, useful_workers(settings, len(asked.kernels))))
     known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
     file = None if options["table"] is None else writable(options["table"], "table")
     click.get_current_context().exit(campaign(asked, settings, known, file, as_json=as_json))

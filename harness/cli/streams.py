@@ -63,7 +63,7 @@ def watched_stdout() -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether the block has written anything to stdout."""
     before = sys.stdout
     watched = before if isinstance(before, _Outliving) else _Outliving(before)
-    watched.written, sys.stdout = False, watched  # type: ignore[assignment]
+    watched.written, sys.stdout = False, watched
     try:
         yield lambda: watched.written
     finally:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from attnfuzz.kernels import registry
@@ -83,7 +84,7 @@ def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dic
         if subject.name in {other.name for other in subjects}:
             continue
         try:
-            if guarded(lambda kernel=subject.kernel: within(kernel, root) if root is not None else True) or chosen:
+            if chosen or root is None or guarded(partial(within, subject.kernel, root)):
                 subjects.append(subject)
         except ThirdPartyError as error:
             broken[each] = reject("kernel", each, f"asking for its files failed with {error}", "fix that")

@@ -41,9 +41,11 @@ def main(arguments: list[str]) -> None:
     faulthandler.enable(all_threads=False)
     report, me = settings["report"], os.getpid()
     os.set_inheritable(report, False)
-    sys.path[:] = settings["path"]
+    # Behind this process's own places: modules of the current folder must not stand in for those of the standard library.
+    sys.path += [each for each in settings["path"] if each not in sys.path]
     targets: Any = importlib.import_module("attnfuzz.kernels.targets")
-    sys.meta_path.insert(0, _TorchSeen(report))  # type: ignore[arg-type]
+    sys.path[:] = settings["path"]
+    sys.meta_path.insert(0, _TorchSeen(report))
     for target in settings["targets"]:
         with contextlib.suppress(BaseException):
             targets.made_here(target)
