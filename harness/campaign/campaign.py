@@ -13,6 +13,7 @@ from attnfuzz.harness.campaign.events import (
     CampaignFinished,
     CampaignStarted,
     CaseSkipped,
+    KernelBroke,
     KernelSkipped,
     Listener,
 )
@@ -27,7 +28,9 @@ from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
+from attnfuzz.kernels.targets import why_not_on
 
 __all__ = ["executor_for", "run_campaign"]
 
@@ -38,6 +41,7 @@ def run_campaign(
     listener: Listener,
     executor: Executor | None = None,
     group: Callable[[Sequence[Kernel], CampaignContext], WorkerGroup] | None = None,
+    broken: Sequence[KernelBroke] = (),
 ) -> CampaignFinished:
     """Try `kernels` in turns, each with an even share of the budget.
 
@@ -49,6 +53,7 @@ def run_campaign(
         listener: called with every event.
         executor: where trials run, with one worker, in this process; None: one is made for this campaign, and closed after it.
         group: makes the workers, of the settings' number, from what they try and the campaign's context; None: processes here.
+        broken: kernels that were to be tried as well, and that cannot be loaded.
 
     Raises:
         BadArgument: none of the kernels can run here, or a Case cannot.
@@ -60,14 +65,14 @@ def run_campaign(
     context = CampaignContext(settings, listener, corpus, None if settings.seconds is None else start + settings.seconds)
     if group is None and settings.workers > 1 and executor is None:
         group = WorkerProcesses
-    declared = [each for each in unique if settings.device in each.capabilities.devices]
+    declared = [each for each in unique if _declares(each, settings.device)]
     # Workers and children load while kernels are asked whether they can run here, for which some import torch.
     processes = group(declared, context) if group and declared else None
     # With worker processes, this one has trials of its own only to describe the machine, and compiles.
     executing = executor or executor_of([each.backend for each in declared], settings, spares=0 if processes else None)
     try:
         executing.prepare()
-        runnable, skipped = _sorted_out(unique, settings.device)
+        runnable, skipped, refused = _sorted_out(unique, settings.device, broken)
         # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
         unread: list[CaseSkipped] = []
         states = _states(runnable, context, unread)
@@ -75,9 +80,10 @@ def run_campaign(
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
         for each in skipped:
             listener(each)
-        for file in unread:
-            listener(file)
+        for event in (*unread, *refused):
+            listener(event)
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
+        coordinator.broken += refused
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
         return _run(coordinator, work, skipped, start)
     finally:
@@ -135,19 +141,32 @@ def _run(coordinator: Coordinator, work: Callable[[], None], skipped: Sequence[K
             coordinator.compiles.close(died=died)
 
 
-def _sorted_out(kernels: Sequence[Kernel], device: Device) -> tuple[list[Kernel], list[KernelSkipped]]:
+def _declares(kernel: Kernel, device: Device) -> bool:
+    try:
+        return guarded(lambda: device in kernel.capabilities.devices)
+    except ThirdPartyError:  # `_sorted_out` reports it
+        return False
+
+
+def _sorted_out(
+    kernels: Sequence[Kernel], device: Device, broken: Sequence[KernelBroke]
+) -> tuple[list[Kernel], list[KernelSkipped], list[KernelBroke]]:
+    """Return the kernels that can run, those that cannot, and those that say nothing but an error, after `broken`."""
     runnable: list[Kernel] = []
     skipped: list[KernelSkipped] = []
+    refused = list(broken)
     for kernel in kernels:
-        declared = kernel.capabilities.devices
-        reason = kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
+        try:
+            reason = why_not_on(kernel, device)
+        except BadArgument as error:
+            refused.append(KernelBroke(kernel.name, str(error)))
+            continue
         if reason is None:
             runnable.append(kernel)
         else:
             skipped.append(KernelSkipped(kernel.name, reason))
     if not runnable:
-        reasons = "; ".join(f"{each.kernel}: {each.reason}" for each in skipped) or "no kernel was named"
-        raise BadArgument(
-            f"device={device!r}: no kernel can run here ({reasons}); install what is missing, or choose another device"
-        )
-    return runnable, skipped
+        reasons = [f"{each.kernel}: {each.reason}" for each in skipped] + [f"{each.kernel}: {each.error}" for each in refused]
+        reason = f"no kernel can run here ({'; '.join(reasons) or 'no kernel was named'})"
+        raise reject("device", device, reason, "install what is missing, or choose another device")
+    return runnable, skipped, refused

@@ -202,6 +202,17 @@ class KernelSummary:
     """Where the time of its turns went; None where it is not known."""
 
     @property
+    def untried(self) -> str | None:
+        """Why the absence of failures says nothing of this kernel: no Case ran, or none could be judged; else None."""
+        if self.findings or any(each.cases for each in self.outputs.values()):
+            return None
+        if self.cases == 0:
+            why = f": {self.unreached} of its variants were not compiled in this time" if self.unreached else ""
+            return f"no Case was tried{why}; give it more time, or more Cases"
+        # Outputs are not known where a Case has no figures, such as one whose errors are expected.
+        return f"none of its {self.cases} Cases could be judged; give it smaller ones, or more memory" if self.outputs else None
+
+    @property
     def rate(self) -> float:
         """Cases per second of trial time."""
         return self.cases / self.seconds if self.seconds else 0.0
@@ -241,6 +252,13 @@ class CampaignFinished:
     def findings(self) -> tuple[Finding, ...]:
         """All findings of all kernels."""
         return tuple(each for summary in self.summaries for each in summary.findings)
+
+    @property
+    def untried(self) -> tuple[tuple[str, str], ...]:
+        """Kernels of which the absence of failures says nothing, each with the reason; none after Ctrl-C."""
+        rows = () if self.interrupted or self.lost else self.summaries
+        broken = {each.kernel for each in self.broken}
+        return tuple((row.kernel, row.untried) for row in rows if row.untried is not None and row.kernel not in broken)
 
 
 Event = (

@@ -141,6 +141,11 @@ class Settings:
         return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether this shard may have no Case: there are fewer of them than shards."""
+        return self.max_examples is not None and self.max_examples < self.shards
+
+    @property
     def grace(self) -> float:
         """Seconds that shrinking may go on after the end of the budget."""
         return min(PROFILES[self.profile].shrink, max(_LEAST_GRACE, _GRACE * (self.seconds or 0.0)))

@@ -15,6 +15,8 @@ from attnfuzz.harness.cli.options import (
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    Asked,
+    asked_for,
     check_owner,
     console,
     json_option,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["compile_command"]
 
 _COMPILERS = ("triton", "tilelang", "nvcc")
+_MOST_REASONS = 3
 
 
 @click.command("compile")
@@ -84,15 +87,15 @@ def compile_command(
     archs = None if arch is None else _architectures(arch)
     if owner is not None and case is None:
         raise reject("kernel", owner, "it is for --case", "give the kernel without --kernel")
-    planned, left = (
-        _one(case, kernels, owner, archs) if case else compiling.planned(_kernels(kernels), archs, most=most, cover=cover)
-    )
+    planned, left = _one(case, kernels, owner, archs) if case else _planned(asked_for(kernels), archs, most=most, cover=cover)
     rows, interrupted = _compile(planned, jobs, seconds, None if case else corpus, as_json=as_json)
     compilers, compared = _compilers(), None
     if before is not None and baseline is not None:
         chosen = {(each.case.kernel, each.arch) for each in planned}
         compared = compiling_baseline.compare(rows, before, baseline, compilers, chosen)
-    if interrupted:
+    # Where nothing was compiled, nothing passed, and an empty table would let anything pass later.
+    nothing = not rows and not interrupted
+    if interrupted or nothing:
         for path in targets.values():
             if not path.stat().st_size:
                 path.unlink()  # from the check that it can be written
@@ -100,11 +103,12 @@ def compile_command(
         _write(targets, rows, left, compilers)
     _report(rows, left, compared, case, as_json=as_json, interrupted=interrupted)
     failed = compared.worse if compared is not None else any(not each.ok for each in rows)
-    # Where nothing was compiled, nothing passed.
-    nothing = bool(kernels) and not rows
-    if nothing and not interrupted:
-        echo("error: nothing was compiled; name a kernel that is compiled for CUDA, and an architecture of it", err=True)
-    broken = nothing or any(each.missing for each in left)
+    named = [each.kernel for each in left if kernels]
+    if nothing:
+        echo(f"error: {_why_nothing(case, left)}", err=True)
+    elif named:
+        echo(f"error: not compiled, though named: {', '.join(named)}", err=True)
+    broken = nothing or bool(named) or any(each.missing for each in left)
     code = FAILURES if failed else INTERRUPTED if interrupted else WRONG_USE if broken else CLEAN
     click.get_current_context().exit(code)
 
@@ -116,8 +120,20 @@ def _architectures(text: str) -> tuple[str, ...]:
     return names
 
 
-def _kernels(names: Sequence[str]) -> list[Any]:
-    return [registry.get(name) for name in dict.fromkeys(names or registry.names())]
+def _planned(
+    asked: Asked, architectures: Sequence[str] | None, *, most: int | None, cover: bool
+) -> tuple[tuple[Job, ...], tuple[Left, ...]]:
+    from attnfuzz.harness.compile.compile import Left, planned
+
+    jobs, left = planned(asked.kernels, architectures, most=most, cover=cover)
+    return jobs, (*left, *(Left(name, reason, missing=True) for name, reason in asked.broken))
+
+
+def _why_nothing(case: str | None, left: Sequence[Left]) -> str:
+    reasons = "".join(f"; {each.kernel}: {each.reason}" for each in left[:_MOST_REASONS])
+    if case is not None:
+        return f"case={case!r}: nothing was compiled{reasons}; name the architecture by --arch, or run the case by attnfuzz repro"
+    return f"nothing was compiled{reasons}; name a kernel that is compiled for CUDA, and an architecture of it"
 
 
 def _one(

@@ -52,12 +52,12 @@ def fleet_command(
         raise reject("in-process", True, "the workers of a fleet have processes of their own", "use attnfuzz run")
     most = None if options["workers"] == "auto" else settings_from(options, "cpu").workers
     settings = settings_from({**options, "workers": "1"}, resolve_device(options["device"]))
-    chosen = asked_for(kernels, more_kernels)
-    known = None if options["ledger"] is None else known_failures(options["ledger"], chosen)
+    asked = asked_for(kernels, more_kernels)
+    known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
     file = None if options["table"] is None else writable(options["table"], "table")
     with joined(address):
         places = places_in(settings.device, address, workers_per_gpu, most)
         settings = replace(settings, workers=places.count)
         group = partial(FleetWorkers, places=places)
-        code = campaign(chosen, settings, known, file, as_json=as_json, group=group)
+        code = campaign(asked, settings, known, file, as_json=as_json, group=group)
     click.get_current_context().exit(code)

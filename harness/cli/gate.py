@@ -99,6 +99,7 @@ def gate_command(
     from attnfuzz.harness.gate.gate import gate
     from attnfuzz.harness.gate.plan import Plan
     from attnfuzz.harness.gate.report.terminal import GateProgress
+    from attnfuzz.harness.gate.result import not_begun
 
     plan = Plan(
         device=resolve_device(device),
@@ -125,8 +126,13 @@ def gate_command(
         architectures=tuple(each.strip() for each in arch.split(",") if each.strip()) if arch else (),
     )
     files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
-    with GateProgress(console(stderr=as_json)) as progress:
-        done = gate(plan, progress)
+    try:
+        with GateProgress(console(stderr=as_json)) as progress:
+            done = gate(plan, progress)
+    except BadArgument as error:
+        # A report that is empty, or missing, counts as green in some places.
+        _write_reports(not_begun(str(error)), files)
+        raise
     _report(done, files, annotate=annotate, as_json=as_json)
     click.get_current_context().exit(_code(done))
 
@@ -143,7 +149,6 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
     from attnfuzz.harness.core.github import on_github
     from attnfuzz.harness.gate.report import github
     from attnfuzz.harness.gate.report import terminal as report
-    from attnfuzz.harness.gate.report.junit import junit
 
     if as_json:
         echo(dumps(report.gate_object(done)))
@@ -153,6 +158,14 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
         for line in github.annotation_lines(done):
             # Not among the JSON.
             command_github(line, err=as_json)
+    _write_reports(done, files)
+
+
+def _write_reports(done: Gate, files: dict[str, Path]) -> None:
+    from attnfuzz.harness.gate.report import github
+    from attnfuzz.harness.gate.report import terminal as report
+    from attnfuzz.harness.gate.report.junit import junit
+
     text = report.markdown(done)
     wrong = []
     for name, content in (("junit", junit(done)), ("markdown", text)):

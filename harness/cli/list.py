@@ -12,9 +12,9 @@ import msgspec
 from attnfuzz.harness.cli.options import asked_for, console, json_option, kernels_option
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.text import dumps, one_line
-from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
+from attnfuzz.kernels.targets import checked_name
 
 __all__ = ["list_command"]
 
@@ -32,8 +32,11 @@ _SHORTEST_REASON = 16
 @json_option
 def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool) -> None:
     """List all kernels and where each can run on this machine, or show what the named ones can do."""
-    named = asked_for(kernels, more_kernels) if kernels or more_kernels else []
-    rows = [_row(kernel.name) for kernel in named] or [_row(name) for name in registry.names()]
+    names = (*kernels, *more_kernels)
+    asked = asked_for(names)
+    named = asked.kernels if names else ()
+    rows = [*map(_row, asked.kernels), *(_broken(*each) for each in asked.broken)]
+    rows = rows if names else sorted(rows, key=lambda row: str(row["kernel"]))
     if as_json:
         echo(dumps({"kernels": rows}))
         return
@@ -42,12 +45,19 @@ def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_jso
     echo("\n".join(details if named else _table(rows, width)))
 
 
-def _row(name: str) -> dict[str, Any]:
+def _row(kernel: Kernel) -> dict[str, Any]:
     try:
-        kernel = registry.get(name)
-    except BadArgument as error:
-        empty: dict[str, Any] = {key: [] for key in ("packings", "dtypes", "dims", "causal", "outputs", "runs_on")}
-        return {"kernel": name, "backend": "?", **empty, "reasons": {"any device": str(error)}}
+        return guarded(lambda: _declared(kernel))
+    except ThirdPartyError as error:
+        return _broken(checked_name(kernel), f"asking what it declares failed with {error}; fix that")
+
+
+def _broken(name: str, reason: str) -> dict[str, Any]:
+    empty: dict[str, Any] = {key: [] for key in ("packings", "dtypes", "dims", "causal", "outputs", "runs_on")}
+    return {"kernel": name, "backend": "?", **empty, "reasons": {"any device": reason}}
+
+
+def _declared(kernel: Kernel) -> dict[str, Any]:
     can = kernel.capabilities
     here = {device: kernel.unavailable(device) if device in can.devices else _UNDECLARED for device in _DEVICES}
     return {

@@ -25,12 +25,19 @@ from attnfuzz.harness.cli.repro import repro_command
 from attnfuzz.harness.cli.run import demo_command, run_command
 from attnfuzz.harness.cli.selftest import selftest_group
 from attnfuzz.harness.cli.show import show_command
-from attnfuzz.harness.cli.streams import echo, outlive_readers
+from attnfuzz.harness.cli.streams import echo, outlive_readers, watched_stdout
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.support.third_party import described
+from attnfuzz.kernels.targets import third_party_frame
 
 __all__ = ["main"]
+
+
+_COMPLETION = "_ATTNFUZZ_COMPLETE"
+"""Set where a shell asks for completions, for which click exits by itself."""
+_SILENT = "the command ended without a result: code that it called ended it; nothing counts as tried"
 
 
 class _Commands(click.Group):
@@ -42,27 +49,34 @@ class _Commands(click.Group):
         extra["standalone_mode"] = False
         _end_like_ctrl_c(signal.SIGTERM)
         outlive_readers()
-        try:
-            code = super().main(args=arguments, prog_name=prog_name, **extra)
-        except click.Abort:
-            echo("interrupted: nothing was found until then", err=True)
-            code = INTERRUPTED
-        except click.ClickException as error:
-            code = _wrong_use(error.format_message(), as_json="--json" in arguments, text=_shown_by_click(error))
-        except (BadArgument, OSError) as error:
-            code = _wrong_use(_text(error), as_json="--json" in arguments)
-        except Exception as error:
-            if os.environ.get("ATTNFUZZ_DEBUG"):
-                raise
-            text = f"internal error: {type(error).__name__}: {error}".strip()
-            remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
-            code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in arguments)
-        code = _flushed(code if isinstance(code, int) else CLEAN)
+        code = self._ended(arguments, prog_name, extra)
         if args is None:
             # This process ends now: Ctrl-C while Python does that must not replace the code.
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_IGN)
         sys.exit(code)
+
+    def _ended(self, arguments: list[str], prog_name: str | None, extra: dict[str, Any]) -> int:
+        """Run the command; return its exit code, which is 0 only where the command has printed its result."""
+        as_json = "--json" in arguments
+        try:
+            with watched_stdout() as has_written:
+                code = super().main(args=arguments, prog_name=prog_name, **extra)
+                code = code if isinstance(code, int) else CLEAN
+                if code == CLEAN and not has_written():
+                    code = _wrong_use(_SILENT, as_json=as_json)
+        except click.Abort:
+            echo("interrupted: nothing was found until then", err=True)
+            code = INTERRUPTED
+        except click.ClickException as error:
+            code = _wrong_use(error.format_message(), as_json=as_json, text=_shown_by_click(error))
+        except (BadArgument, OSError) as error:
+            code = _wrong_use(_text(error), as_json=as_json)
+        except BaseException as error:
+            if os.environ.get("ATTNFUZZ_DEBUG") or (isinstance(error, SystemExit) and _COMPLETION in os.environ):
+                raise
+            code = _wrong_use(_unexpected(error), as_json=as_json)
+        return _flushed(code)
 
 
 def _flushed(code: int) -> int:
@@ -87,6 +101,17 @@ def _end_like_ctrl_c(number: signal.Signals) -> None:
 
     if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
         signal.signal(number, interrupt)
+
+
+def _unexpected(error: BaseException) -> str:
+    """Say what ended a command that neither wrong use nor the user has: no exit code but attnfuzz's own is one."""
+    text = described(error)
+    if (where := third_party_frame(error)) is not None:
+        return f"a kernel's own code failed with {text} ({where}); nothing counts as tried; fix that"
+    if not isinstance(error, Exception):
+        return f"the command was ended by {text}, which code that it called has raised; nothing counts as tried"
+    remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
+    return f"internal error: {text}\n{remedy}"
 
 
 def _text(error: Exception) -> str:

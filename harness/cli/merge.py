@@ -60,9 +60,11 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
         terminal.print(
             f"{out}: {counted(merged.case_files, 'case file')}, {counted(len(merged.runs), 'run')}", highlight=False, markup=False
         )
+    for kernel, reason in finished.untried:
+        echo(f"error: kernel={kernel!r}: {reason}", err=True)
     if finished.findings or finished.lost or merged.without_case:
         code = FAILURES
-    elif finished.broken or merged.incomplete:
+    elif finished.broken or merged.incomplete or finished.untried:
         code = WRONG_USE
     else:
         code = INTERRUPTED if finished.interrupted else CLEAN

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "FAILURES",
     "INTERRUPTED",
     "WRONG_USE",
+    "Asked",
     "asked_for",
     "check_owner",
     "console",
@@ -78,14 +80,33 @@ def run_options(command: Any) -> Any:
     return command
 
 
-def asked_for(kernels: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Kernel]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The kernels that a command is to try, and those of the default that cannot be loaded, each with the reason."""
+
+    kernels: tuple[Kernel, ...]
+    broken: tuple[tuple[str, str], ...] = ()
+
+
+def asked_for(kernels: Sequence[str], more: Sequence[str] = ()) -> Asked:
     """Return the kernels named by KERNEL and --kernel, each once; by default all that are listed.
 
     Raises:
-        BadArgument: there is no kernel of a name, or the object is not one.
+        BadArgument: there is no kernel of a name, or it cannot be loaded.
     """
-    chosen = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
-    return list(chosen.values())
+    names = tuple(dict.fromkeys((*kernels, *more)))
+    registry.try_first(names or registry.names())
+    chosen, broken = dict[str, Kernel](), list[tuple[str, str]]()
+    for each in names or registry.names():
+        try:
+            kernel = registry.get(each)
+        except BadArgument as error:
+            if names:
+                raise
+            broken.append((each, str(error)))
+        else:
+            chosen[kernel.name] = kernel
+    return Asked(tuple(chosen.values()), tuple(broken))
 
 
 def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -20,6 +21,7 @@ from attnfuzz.harness.cli.options import (
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    Asked,
     asked_for,
     console,
     json_option,
@@ -60,28 +62,27 @@ def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
-    chosen = asked_for(kernels, more_kernels)
+    asked = asked_for(kernels, more_kernels)
     if options["workers"] == "auto":
         from attnfuzz.harness.campaign.workers import useful_workers
 
-        settings = replace(settings, workers=useful_workers(settings, len(chosen)))
-    known = None if options["ledger"] is None else known_failures(options["ledger"], chosen)
+        settings = replace(settings, workers=max(1, useful_workers(settings, len(asked.kernels))))
+    known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
     file = None if options["table"] is None else writable(options["table"], "table")
-    click.get_current_context().exit(campaign(chosen, settings, known, file, as_json=as_json))
+    click.get_current_context().exit(campaign(asked, settings, known, file, as_json=as_json))
 
 
-def known_failures(path: str, kernels: list[Kernel]) -> Known:
+def known_failures(path: str, kernels: Sequence[Kernel]) -> Known:
     """Read the ledger at `path`."""
     from attnfuzz.harness.gate.known import read_known
 
     return read_known(Path(path), kernels, date.today())
 
 
-def campaign(
-    kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool, group: Any = None
-) -> int:
+def campaign(asked: Asked, settings: Any, known: Known | None, table: Path | None, *, as_json: bool, group: Any = None) -> int:
     """Run a campaign and show it; returns the exit code. `group` makes its workers, as in `run_campaign`."""
     from attnfuzz.harness.campaign.campaign import run_campaign
+    from attnfuzz.harness.campaign.events import KernelBroke
     from attnfuzz.harness.gate.known import LedgerResult
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
@@ -89,7 +90,8 @@ def campaign(
     terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
-        finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures), group=group)
+        broken = [KernelBroke(*each) for each in asked.broken]
+        finished = run_campaign(asked.kernels, settings, to_all(terminal, recorder, figures), group=group, broken=broken)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
         _show_ledger(terminal.console, known, result)
@@ -99,12 +101,15 @@ def campaign(
         failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
         write_file(table, figures.markdown(finished, _command(settings.device), failures, notes), "table")
+    untried = () if settings.may_be_empty else finished.untried
+    for kernel, reason in untried:
+        echo(f"error: kernel={kernel!r}: {reason}", err=True)
     if finished.not_kept:
         # Only the terminal says so: a machine must not take what is in the folder for all failures.
         return WRONG_USE
     if finished.lost or result.wrong or not all(result.waivers):
         return FAILURES
-    if finished.broken or result.broken:
+    if finished.broken or result.broken or untried:
         return WRONG_USE
     return INTERRUPTED if finished.interrupted or result.interrupted else CLEAN
 

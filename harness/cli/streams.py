@@ -1,9 +1,14 @@
-"""Standard streams: what is written to them by other ways than the console, and how they outlive their readers."""
+"""Standard streams: what is written to them by other ways than the console, and how they outlive their readers.
+
+They also know whether anything was written: a command that printed nothing has no result.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,7 @@ import click
 
 from attnfuzz.harness.core.github import shown
 
-__all__ = ["command_github", "echo", "outlive_readers"]
+__all__ = ["command_github", "echo", "outlive_readers", "watched_stdout"]
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -29,12 +34,14 @@ class _Outliving:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self.written = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Do as a stream does."""
+        self.written = self.written or bool(text)
         try:
             return int(self._stream.write(text))
         except BrokenPipeError:
@@ -63,3 +70,16 @@ def outlive_readers() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process lives
         elif stream is own:
             setattr(sys, name, _Outliving(stream))
+
+
+@contextmanager
+def watched_stdout() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether the block has written anything to stdout."""
+    before = sys.stdout
+    watched = before if isinstance(before, _Outliving) else _Outliving(before)
+    watched.written, sys.stdout = False, watched
+    try:
+        yield lambda: watched.written
+    finally:
+        if sys.stdout is watched:
+            sys.stdout = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from attnfuzz.harness.gate.base.base import Base
 from attnfuzz.harness.gate.base.baseline import FromFile
 from attnfuzz.harness.gate.base.commit import Commit
 from attnfuzz.harness.gate.base.write import written
-from attnfuzz.harness.gate.kernel import KernelGateRun, why_not_here
+from attnfuzz.harness.gate.kernel import KernelGateRun
 from attnfuzz.harness.gate.ledger import DEFAULT, Entry, Ledger, case_of, check_kernels, read_ledger, spent
 from attnfuzz.harness.gate.parts.correctness import stored_cases
 from attnfuzz.harness.gate.plan import Plan
@@ -23,6 +23,7 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.targets import why_not_on
 
 __all__ = ["gate"]
 
@@ -70,13 +71,16 @@ def _gated(
     in_force = ledger.in_force(today) if ledger else ()
     stored = _stored(plan, entries)
     interrupted, described = False, {}
-    if any(why_not_here(each.kernel, plan.device) is None for each in gated):
+    gated, refused = _refused(gated, why, plan, base)
+    done += refused
+    able = sum(why_not_on(each.kernel, plan.device) is None for each in gated)
+    if able:
         backends = sorted({each.kernel.backend for each in gated})
         base.preload(backends)
         executor = Isolated(plan.device, backends=backends, deadline=plan.deadline, memory_check=plan.memory_check)
         try:
             described = executor.describe()
-            own = plan.shared(sum(why_not_here(each.kernel, plan.device) is None for each in gated))
+            own = plan.shared(able)
             for each in gated:
                 run = KernelGateRun(each, own, base, executor, stored, in_force, listener)
                 try:
@@ -137,29 +141,31 @@ def _why(subject: Subject, plan: Plan, base: Base) -> str | None:
     return "asked for by --all" if plan.everything else None
 
 
-def _without_head(broken: dict[str, Exception], base: Base, *, explicit: bool) -> Iterator[KernelGate]:
+def _without_head(broken: dict[str, BadArgument], base: Base, *, explicit: bool) -> Iterator[KernelGate]:
     """Report kernels that cannot be loaded: deleted ones are skipped, broken ones fail.
+
+    One whose module ends its process says nothing about the kernel: the gate itself could not be run, an error.
 
     Raises:
         BadArgument: there is no such kernel in the checkout or in base.
     """
     for target, error in broken.items():
-        if absent := why_absent(target, error):
+        if absent := why_absent(error):
             # Names come from installed packages, which are the same for both sides.
             if isinstance(error, registry.UnknownKernel) and ":" not in target and isinstance(base, Commit):
                 raise error
             if not base.has(target):
                 if not explicit:
                     continue
-                if isinstance(error, BadArgument):
-                    raise error
-                remedy = "give its name, or package.module:OBJECT; its package must be installed, or on PYTHONPATH"
-                raise reject("kernel", target, absent, remedy) from None
+                raise error
             yield KernelGate(target, "deleted", (Part("load", "skipped", f"it is deleted: {absent}, and {base.label} has it"),))
             continue
         file, line = _raised_at(error, base.root)
-        finding = Finding("load", target, f"it cannot be loaded: {describe_exception(error)}", detail=_trace(error))
-        part = Part("load", "fail", describe_exception(error).splitlines()[0], (finding,))
+        left = isinstance(error, registry.LeavesProcess)
+        reason = str(error) if left else describe_exception(error.__cause__ or error)
+        detail = _trace(error) if error.__cause__ is not None else ""
+        finding = Finding("load", target, f"it cannot be loaded: {reason}", detail=detail)
+        part = Part("load", "error" if left else "fail", reason.splitlines()[0], (finding,))
         yield KernelGate(target, "it cannot be loaded", (part,), file, line)
 
 
@@ -180,9 +186,27 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error.__cause__ or error))[-4000:]
 
 
+def _refused(
+    gated: Sequence[Subject], why: Mapping[str, str | None], plan: Plan, base: Base
+) -> tuple[list[Subject], list[KernelGate]]:
+    """Return the kernels that say whether they can run here, and a failure for each of the others."""
+    left: list[Subject] = []
+    refused: list[KernelGate] = []
+    for each in gated:
+        try:
+            why_not_on(each.kernel, plan.device)
+            left.append(each)
+        except BadArgument as error:
+            finding = Finding("load", each.name, str(error), detail=_trace(error))
+            part = Part("load", "fail", str(error).splitlines()[0], (finding,))
+            refused.append(KernelGate(each.name, why[each.name] or "", (part,), *base.place(each)))
+    return left, refused
+
+
 def _not_here(subject: Subject, why: str, plan: Plan, base: Base) -> KernelGate:
-    reason = why_not_here(subject.kernel, plan.device)
-    part = Part("load", "skipped", f"it cannot run on {plan.device} here: {reason}")
+    """An error, not a skip: where none of the kernels can run, the gate has tried nothing."""
+    reason = f"it cannot run on {plan.device} here: {why_not_on(subject.kernel, plan.device)}"
+    part = Part("load", "error", f"{reason}; no kernel of this gate was tried: run it where one can run")
     return KernelGate(subject.name, why, (part,), *base.place(subject))
 
 

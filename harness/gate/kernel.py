@@ -27,19 +27,13 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, OutputName
+from attnfuzz.kernels.targets import why_not_on
 from attnfuzz.strategies.case import Case
 
-__all__ = ["KernelGateRun", "why_not_here"]
+__all__ = ["KernelGateRun"]
 
 _BROKEN = (BadArgument, ExecutionError, ChildError, BrokenSideError)
-
-
-def why_not_here(kernel: Kernel, device: Device) -> str | None:
-    """Say why the kernel cannot run on `device` of this machine; None: it can."""
-    declared = kernel.capabilities.devices
-    return kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
 
 
 @dataclass(slots=True)
@@ -61,7 +55,7 @@ class KernelGateRun:
     def run(self) -> None:
         """Run all parts; after one shows wrong values, the figures of the others would mean nothing, and they are skipped."""
         kernel = self.subject.kernel
-        if reason := why_not_here(kernel, self.plan.device):
+        if reason := why_not_on(kernel, self.plan.device):
             self.parts.append(Part("load", "skipped", f"it cannot run on {self.plan.device} here: {reason}"))
             return
         # What one kernel leaves behind in a process must not affect the next.

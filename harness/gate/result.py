@@ -23,6 +23,7 @@ __all__ = [
     "PartName",
     "PartProgress",
     "Waiver",
+    "not_begun",
 ]
 
 PartName = Literal["load", "replay", "campaign", "accuracy", "determinism", "compile", "speed"]
@@ -155,6 +156,12 @@ class Gate:
     def not_kept(self) -> str:
         """Why a failing Case could not be kept in a file; empty if all were."""
         return next((part.not_kept for each in self.kernels for part in each.parts if part.not_kept), "")
+
+
+def not_begun(reason: str) -> Gate:
+    """Return the result of a gate that could not begin, for its reports."""
+    part = Part("load", "error", reason.splitlines()[0], (Finding("load", "gate", reason),))
+    return Gate(against="", kernels=(KernelGate("gate", "it could not begin", (part,)),))
 
 
 @dataclass(frozen=True, slots=True)

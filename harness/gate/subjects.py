@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
-import importlib.util
-import inspect
-import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.kernels.registry import is_target, look_in
+from attnfuzz.kernels.support.import_trial import located
+from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
 
-__all__ = ["Subject", "files_of", "fingerprint", "importing_from", "load_kernel", "named", "why_absent", "within"]
+__all__ = ["Subject", "files_of", "fingerprint", "importing_from", "named", "why_absent", "within"]
 
 
 @contextmanager
@@ -58,36 +56,11 @@ class Subject:
         return self.kernel.name
 
 
-def load_kernel(target: str) -> Kernel:
-    """Load the kernel of a name or of "package.module:OBJECT", and register it under its name.
-
-    Raises:
-        BadArgument: there is no such kernel, or the object is not a kernel.
-        Exception: importing its module may raise anything.
-    """
-    if ":" not in target:
-        return registry.get(target)
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise reject("kernel", target, "it does not name an object of a module", "write package.module:OBJECT")
-    value: Any = operator.attrgetter(name)(importlib.import_module(module))
-    kernel: Any = value() if inspect.isclass(value) or inspect.isfunction(value) else value
-    return registry.register(kernel, target)
-
-
-def why_absent(target: str, error: BaseException) -> str | None:
+def why_absent(error: BaseException) -> str | None:
     """Say why there is no such kernel, from the `error` of loading it; None: the kernel is there, but broken."""
     if isinstance(error, registry.UnknownKernel):
         return "no kernel of that name is known"
-    cause = error.__cause__ if isinstance(error, BadArgument) and error.__cause__ is not None else error
-    module = target.partition(":")[0] if ":" in target else _module_of(target)
-    if isinstance(cause, ModuleNotFoundError) and cause.name and module is not None:
-        missing = cause.name
-        return f"there is no module {missing}" if f"{module}.".startswith(f"{missing}.") else None
-    if isinstance(cause, AttributeError) and module is not None and cause.obj is not None:
-        here = getattr(cause.obj, "__name__", None) == module
-        return f"module {module} has no {cause.name}" if here else None
-    return None
+    return error.missing if isinstance(error, registry.MissingObject) else None
 
 
 def _module_of(name: str) -> str | None:
@@ -95,20 +68,26 @@ def _module_of(name: str) -> str | None:
     return target.partition(":")[0] if target else None
 
 
-def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dict[str, Exception]]:
+def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dict[str, BadArgument]]:
     """Load the kernels of `targets` (none: all with a file in `root`); return them, and the errors of those that do not load."""
     chosen = list(dict.fromkeys(targets))
     subjects: list[Subject] = []
-    broken: dict[str, Exception] = {}
+    broken: dict[str, BadArgument] = {}
+    registry.try_first(chosen or registry.names())
     for each in chosen or registry.names():
         try:
-            subject = Subject(each, load_kernel(each))
-        except Exception as error:  # a third party's module: its error is the reason
+            subject = Subject(each, registry.get(each))
+        except BadArgument as error:
             if chosen or (root is not None and _lies_in(each, root)):
                 broken[each] = error
             continue
-        if subject.name not in {other.name for other in subjects} and (chosen or root is None or within(subject.kernel, root)):
-            subjects.append(subject)
+        if subject.name in {other.name for other in subjects}:
+            continue
+        try:
+            if chosen or root is None or guarded(partial(within, subject.kernel, root)):
+                subjects.append(subject)
+        except ThirdPartyError as error:
+            broken[each] = reject("kernel", each, f"asking for its files failed with {error}", "fix that")
     return subjects, broken
 
 
@@ -181,10 +160,7 @@ def _imported(file: Path, roots: list[Path]) -> Iterator[Path]:
 
 def _may_lie_in(module: str, roots: list[Path]) -> bool:
     """Decide by the topmost package alone: to look further would import it, and that may be torch."""
-    try:
-        spec = importlib.util.find_spec(module.partition(".")[0])
-    except Exception:  # a module without a spec, such as __main__
-        return False
+    spec = located(module.partition(".")[0])
     if spec is None or not spec.has_location or spec.origin is None:
         return spec is not None and spec.submodule_search_locations is not None
     return any(Path(spec.origin).resolve().is_relative_to(root) for root in roots)
@@ -204,10 +180,8 @@ def _file_of(module: str) -> Iterator[Path]:
 
 
 def _origin(module: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except Exception:  # a parent that cannot be imported, or is not a package
-        return None
+    # Without importing its packages, which may end this process.
+    spec = located(module)
     return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
 
 

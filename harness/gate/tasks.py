@@ -20,7 +20,7 @@ import torch
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
-from attnfuzz.harness.gate.subjects import load_kernel, why_absent
+from attnfuzz.harness.gate.subjects import why_absent
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.truth import Truth, Truths
 from attnfuzz.harness.trial.bench import Bench, WentWrong
@@ -28,6 +28,7 @@ from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.kernels.support import memory
@@ -54,11 +55,11 @@ def describe(payload: dict[str, Any], enter: _Enter) -> _Done:
     enter("compile")
     _begin(payload)
     try:
-        kernel = load_kernel(payload["target"])
+        kernel = registry.get(payload["target"], tried=True)
         unavailable = kernel.unavailable(payload["device"])
     except BaseException as error:  # a third party's module: its error is the reason
-        absent = why_absent(payload["target"], error)
-        return ({"absent": absent} if absent else {"broken": describe_exception(error)}), True
+        absent = why_absent(error)
+        return ({"absent": absent} if absent else {"broken": describe_exception(error.__cause__ or error)}), True
     can = kernel.capabilities
     finders = [each for each in sys.meta_path if type(each).__name__ == "TreeFinder"]
     return {
@@ -79,7 +80,7 @@ def measure(payload: dict[str, Any], enter: _Enter) -> _Done:
     case, device = case_from_json(payload["case"]), payload["device"]
     enter("compile")
     try:
-        kernel = load_kernel(payload["target"])
+        kernel = registry.get(payload["target"], tried=True)
         if reason := why_not_case(kernel, case, device):
             return {"unsupported": reason}, False
     except Exception as error:  # the kernel's own module
@@ -131,7 +132,7 @@ def timed(payload: dict[str, Any], enter: _Enter) -> _Done:
     case, device = case_from_json(payload["case"]), payload["device"]
     enter("compile")
     try:
-        kernel = load_kernel(payload["target"])
+        kernel = registry.get(payload["target"], tried=True)
         if reason := why_not_case(kernel, case, device):
             return {"unsupported": reason}, False
         with torch.no_grad():

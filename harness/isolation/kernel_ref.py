@@ -61,9 +61,9 @@ def shipped(name: str) -> dict[str, Any]:
 def unpacked(parcel: dict[str, Any]) -> Kernel:
     """Register the kernel that `shipped` describes in this process, and return it."""
     if "target" in parcel:
-        return registry.get(parcel["target"], parcel["folder"])
+        return registry.get(parcel["target"], parcel["folder"], tried=True)
     if "pickle" not in parcel:
-        return registry.get(parcel["name"])
+        return registry.get(parcel["name"], tried=True)
     key = hashlib.sha256(parcel["pickle"].encode()).hexdigest()
     if key not in _unpacked:
         for name, file in parcel["modules"].items():

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from attnfuzz.harness.core.github import shown
 from attnfuzz.harness.core.text import counted, one_line
+from attnfuzz.harness.plugin import cases as stored_cases
+from attnfuzz.harness.plugin.cases import MARK
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
 from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
 from attnfuzz.harness.plugin.reports import pytest_runtest_makereport
-from attnfuzz.harness.plugin.run import COUNT, MARK, close_executors, run_shard, run_stored
+from attnfuzz.harness.plugin.run import COUNT, close_executors, run_shard, run_stored
 
 if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
@@ -31,11 +33,15 @@ __all__ = [
     "fuzz",
     "pytest_addoption",
     "pytest_collection_finish",
+    "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_generate_tests",
     "pytest_report_collectionfinish",
     "pytest_report_header",
     "pytest_runtest_makereport",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
     "pytest_unconfigure",
     "pytest_xdist_auto_num_workers",
 ]
@@ -109,8 +115,33 @@ def default_shards(config: pytest.Config, most: int) -> int:
     return max(_FEWEST_SHARDS, min(workers, (examples or most) // _CASES_PER_SHARD))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note which kernels have tests, before any test is deselected."""
+    stored_cases.note_tests(config, items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of xdist says of the Cases of --attnfuzz-case."""
+    stored_cases.check_worker(node)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Make a session a usage error that had no test for a Case of --attnfuzz-case."""
+    stored_cases.end_session(session)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say why no test takes a Case of --attnfuzz-case."""
+    for line in stored_cases.untaken_lines(config):
+        terminalreporter.write_line(f"ERROR: {line}", red=True)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count the tests that share the session's budget."""
+    """Count the tests that share the session's budget, and choose those that run the Cases of --attnfuzz-case."""
+    stored_cases.choose_tests(session)
     fuzzing = (hasattr(getattr(item, "function", None), MARK) for item in session.items)
     session.config.stash[COUNT] = max(1, sum(fuzzing))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnfuzz.harness.core.github import shown
-from attnfuzz.harness.plugin.run import MARK
+from attnfuzz.harness.plugin.cases import MARK
 
 __all__ = ["pytest_runtest_makereport"]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attnfuzz.harness.core.github import shown
+from attnfuzz.harness.plugin.cases import takes
 from attnfuzz.harness.plugin.options import settings_of
 
 if TYPE_CHECKING:
@@ -22,24 +23,22 @@ if TYPE_CHECKING:
     from attnfuzz.harness.report.recorder import Recorder
     from attnfuzz.kernels.contract import Kernel
 
-__all__ = ["COUNT", "MARK", "close_executors", "run_shard", "run_stored"]
+__all__ = ["COUNT", "close_executors", "run_shard", "run_stored"]
 
-MARK = "_attnfuzz_kernel"
-"""An attribute of a test function: the name of the kernel that it fuzzes."""
 COUNT: pytest.StashKey[int] = pytest.StashKey()
 """How many tests of the session fuzz a shard."""
 _EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
 
 
 def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
-    """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one instead."""
+    """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one that is selected instead."""
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.kernels.problem import BadArgument
 
-    subject, settings = _subject(kernel, request.config, shard, shards, most)
     if cases := request.config.getoption("--attnfuzz-case"):
-        _run_cases(subject, cases, shard, settings, request)
+        _run_cases(kernel, cases, request)
         return
+    subject, settings = _subject(kernel, request.config, shard, shards, most)
     try:
         with _recorder(settings, _again(subject, request)) as recorder:
             finished = run_campaign([subject], settings, recorder, _executor(request.config, subject, settings))
@@ -53,6 +52,8 @@ def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request:
     if finished.not_kept:
         remedy = "make room, or choose another --attnfuzz-out"
         pytest.fail(f"cases could not be kept on disk: {finished.not_kept}; {remedy}", pytrace=False)
+    if finished.untried and not settings.may_be_empty:
+        pytest.fail("; ".join(f"{name}: {reason}" for name, reason in finished.untried), pytrace=False)
 
 
 def run_stored(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) -> None:
@@ -72,10 +73,13 @@ def close_executors(config: pytest.Config) -> None:
         executor.close()
 
 
-def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: int, most: int) -> tuple[Kernel, Settings]:
-    """The kernel and the settings of a test; the test is skipped where the kernel is not to run, or cannot."""
+def _subject(
+    kernel: Kernel | str, config: pytest.Config, shard: int, shards: int, most: int, *, must_run: bool = False
+) -> tuple[Kernel, Settings]:
+    """The kernel and the settings of a test; skipped where the kernel is not to run, or cannot, failed where it `must_run`."""
     from attnfuzz.kernels import registry
     from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.targets import why_not_on
 
     try:
         subject = registry.get(kernel) if isinstance(kernel, str) else kernel
@@ -83,14 +87,18 @@ def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: in
         settings = settings_of(config, shard=shard, shards=shards, most=most)
         if settings.budget is not None:
             settings = replace(settings, budget=settings.budget * _share(config))
+        reason = why_not_on(subject, settings.device)
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if only and subject.name not in only:
         pytest.skip(f"--attnfuzz-kernel names {', '.join(only)}")
-    if settings.device not in subject.capabilities.devices:
-        pytest.skip(f"{subject.name} declares no {settings.device}")
-    if reason := subject.unavailable(settings.device):
-        pytest.skip(f"{subject.name} cannot run on {settings.device} here: {reason}")
+    if reason is not None:
+        text = f"{subject.name} cannot run on {settings.device} here: {reason}"
+        if must_run:
+            pytest.fail(
+                f"{text}; the case was not tried: run it where it can, or choose another --attnfuzz-device", pytrace=False
+            )
+        pytest.skip(text)
     return subject, settings
 
 
@@ -141,14 +149,23 @@ def _stored(text: str) -> CaseFile:
         pytest.fail(str(error), pytrace=False)
 
 
-def _run_cases(kernel: Kernel, cases: Sequence[str], shard: int, settings: Settings, request: pytest.FixtureRequest) -> None:
-    """The Cases of --attnfuzz-case that are this kernel's, in the first shard of its test."""
+def _run_cases(kernel: Kernel | str, cases: Sequence[str], request: pytest.FixtureRequest) -> None:
+    """The Cases of --attnfuzz-case that are this kernel's, in the first selected shard of its test."""
+    from attnfuzz.kernels import registry
+    from attnfuzz.kernels.problem import BadArgument
+
+    try:
+        name = (registry.get(kernel) if isinstance(kernel, str) else kernel).name
+    except BadArgument as error:
+        pytest.fail(str(error), pytrace=False)
     stored = [_stored(each) for each in cases]
-    own = [each for each in stored if each.case.kernel == kernel.name]
-    if not own or shard:
-        names = ", ".join(dict.fromkeys(each.case.kernel for each in stored))
-        pytest.skip(f"--attnfuzz-case is one of {names}, run in its first shard")
-    request.node.user_properties.append(("attnfuzz.kernel", kernel.name))
+    own = [each for each in stored if each.case.kernel == name]
+    if not own:
+        pytest.skip(f"--attnfuzz-case is of {', '.join(dict.fromkeys(each.case.kernel for each in stored))}")
+    if not takes(request.node):
+        pytest.skip("--attnfuzz-case is run by another shard of this test")
+    _, settings = _subject(kernel, request.config, 0, 1, 1, must_run=True)
+    request.node.user_properties.append(("attnfuzz.kernel", name))
     for each in own:
         _run_again(each, settings)
 
@@ -166,6 +183,9 @@ def _run_again(stored: CaseFile, settings: Settings) -> None:
     if done.verdict.failures:
         rows = [f"   {name:<20} {value}" for name, value in describe_case(stored.case)]
         pytest.fail("\n".join([f"FAILED {stored.path}", *rows, *describe_verdict(done.verdict)]), pytrace=False)
+    if done.outcome == "UNJUDGED":
+        lines = describe_verdict(done.verdict)
+        pytest.fail("\n".join([f"UNJUDGED {stored.path}: nothing failed, but nothing was judged either", *lines]), pytrace=False)
 
 
 def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings: Settings) -> None:

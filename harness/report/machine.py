@@ -24,6 +24,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
         "seconds": finished.seconds,
         "interrupted": finished.interrupted,
         "broken": [{"kernel": each.kernel, "error": each.error} for each in finished.broken],
+        "untried": [{"kernel": kernel, "reason": reason} for kernel, reason in finished.untried],
         "lost": finished.lost,
         "not_kept": finished.not_kept,
     }

@@ -145,10 +145,12 @@ class Terminal:
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         cases, count = sum(row.cases for row in event.summaries), len(event.findings)
-        verdict = f"[red]{counted(count, 'failure')}[/]" if count else "[green]no failures[/]"
+        whole = not event.untried and not event.broken
+        verdict = f"[red]{counted(count, 'failure')}[/]" if count else f"[{'green' if whole else 'yellow'}]no failures[/]"
         causes = len(set(groups.groups_of(event.findings)))
         verdict += f", likely of {counted(causes, 'cause')}," if causes < count else ""
-        self.console.print(f"{verdict} in {counted(cases, 'case')}, {event.seconds:.1f} s", highlight=False)
+        left = "" if whole else "; [yellow]not every kernel was tried[/]"
+        self.console.print(f"{verdict} in {counted(cases, 'case')}, {event.seconds:.1f} s{left}", highlight=False)
 
     def _say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, soft_wrap=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -44,19 +46,25 @@ def dummy() -> Dummy:
 
 @dataclass(frozen=True)
 class Point:
-    """What importlib.metadata gives for an entry point, as far as the registry looks."""
+    """What importlib.metadata gives for an entry point, as far as the registry looks; its object is that of a module here."""
 
     name: str
     target: Any
 
-    def load(self) -> Any:
-        return self.target
+    @property
+    def value(self) -> str:
+        setattr(OBJECTS, f"object_{id(self.target)}", self.target)
+        return f"{OBJECTS.__name__}:object_{id(self.target)} [extra]"
+
+
+OBJECTS = ModuleType("acme_objects")
 
 
 @pytest.fixture(autouse=True)
 def _own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_loaded", {})
+    monkeypatch.setitem(sys.modules, OBJECTS.__name__, OBJECTS)
 
 
 @pytest.fixture

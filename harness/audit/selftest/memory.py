@@ -110,9 +110,9 @@ def memory(listener: Listener, only: Sequence[str] = (), cases: int = CLEAN_CASE
 
 
 def _clean() -> list[str]:
-    """The listed Triton kernels that are interpreted on the CPU."""
+    """The Triton kernels of attnfuzz itself that are interpreted on the CPU."""
     names, reasons = [], []
-    for name in registry.names():
+    for name in registry.built_in_names():
         kernel = registry.get(name)
         if kernel.backend == _BACKEND and "cpu" in kernel.capabilities.devices:
             reason = kernel.unavailable("cpu")

@@ -8,7 +8,6 @@ from pathlib import Path
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.gate.base.baseline import Recorded, recorded, write_baseline
 from attnfuzz.harness.gate.base.checkout import checkout_at
-from attnfuzz.harness.gate.kernel import why_not_here
 from attnfuzz.harness.gate.measured import measurements
 from attnfuzz.harness.gate.parts.compiles import NoSuchTableError, compile_table
 from attnfuzz.harness.gate.parts.sample import accuracy_cases
@@ -18,8 +17,8 @@ from attnfuzz.harness.gate.side import Side
 from attnfuzz.harness.gate.subjects import Subject, fingerprint, named
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.report.describe import describe_case
-from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.targets import why_not_on
 
 __all__ = ["written"]
 
@@ -32,18 +31,14 @@ def written(plan: Plan, path: Path, listener: Listener) -> Gate:
     """
     start = time.monotonic()
     chosen, broken = named(plan.kernels, None if plan.kernels else _root(plan.folder))
-    for target, error in broken.items():
-        raise (
-            error
-            if isinstance(error, BadArgument)
-            else reject("kernel", target, describe_exception(error), "fix it, or name others")
-        )
+    for error in broken.values():
+        raise error
     if not chosen:
         remedy = "name it by --kernel, or install its package from there (pip install -e .)"
         raise reject("write", str(path), f"no known kernel has a file in {_root(plan.folder)}", remedy)
-    able = [each for each in chosen if why_not_here(each.kernel, plan.device) is None]
+    able = [each for each in chosen if why_not_on(each.kernel, plan.device) is None]
     if not able:
-        reasons = "; ".join(f"{each.name}: {why_not_here(each.kernel, plan.device)}" for each in chosen) or "none is known"
+        reasons = "; ".join(f"{each.name}: {why_not_on(each.kernel, plan.device)}" for each in chosen) or "none is known"
         raise reject(
             "kernel", ", ".join(plan.kernels), f"none can run on {plan.device} here ({reasons})", "choose another device"
         )

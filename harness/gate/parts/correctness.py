@@ -130,7 +130,9 @@ def campaign_part(summary: KernelSummary, done: CampaignFinished, settings: Sett
     failed = bool(findings or done.lost)
     # The number of Cases is the same on every machine; what ends with the time proves nothing.
     to_the_end = not done.lost and settings.max_examples is not None and summary.cases >= settings.max_examples
-    outcome: Outcome = "fail" if failed else "pass"
+    untried = None if failed or done.interrupted or settings.may_be_empty else summary.untried
+    text += f"; {untried}" if untried else ""
+    outcome: Outcome = "fail" if failed else "error" if untried else "pass"
     return Part("campaign", outcome, text, findings, figures, not_kept=done.not_kept or "", complete=to_the_end)
 
 

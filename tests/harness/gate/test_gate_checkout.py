@@ -16,7 +16,7 @@ from support.gate import Repository, git
 from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.gate.base.checkout import Changes, Checkout, changes_since, checkout_at, first_changed_line, worktree
 from attnfuzz.harness.gate.side import base_environment
-from attnfuzz.harness.gate.subjects import files_of, load_kernel, named, why_absent
+from attnfuzz.harness.gate.subjects import files_of, named, why_absent
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument
 
@@ -180,7 +180,7 @@ def test_the_files_of_a_kernel_are_those_that_it_declares_and_what_they_import(i
     importable.write("src/acme/deep/leaf.py", "def broken(:\n")
     importable.write("src/acme/other.py", "")
     importable.edit("one", "import time", "import time\n\ndef later():\n    from acme.tiles import X")
-    kernel = load_kernel("acme.one:KERNEL")
+    kernel = registry.get("acme.one:KERNEL")
     assert repro_line("c.json", kernel.name) == "attnfuzz repro c.json --kernel acme.one:KERNEL"
     root = importable.root.resolve()
     found = [each.relative_to(root / "src/acme").as_posix() for each in files_of(kernel, root)]
@@ -203,15 +203,15 @@ def test_which_kernels_are_gone_and_which_are_broken(importable: Repository) -> 
     asked = ["acme.one:KERNEL", "acme.gone:KERNEL", "acme.two:NONE", "acme.broken:KERNEL", "acme.typo:KERNEL", "no.such.kernel"]
     found, broken = named(asked, importable.root)
     assert [each.name for each in found] == ["acme.one"]
-    assert {name: why_absent(name, error) for name, error in broken.items()} == {
+    assert {name: why_absent(error) for name, error in broken.items()} == {
         "acme.gone:KERNEL": "there is no module acme.gone",
         "acme.two:NONE": "module acme.two has no NONE",
         "acme.broken:KERNEL": None,
         "acme.typo:KERNEL": None,
         "no.such.kernel": "no kernel of that name is known",
     }
-    with pytest.raises(BadArgument, match=r"write package.module:OBJECT"):
-        load_kernel(":KERNEL")
+    with pytest.raises(BadArgument, match=r"it is not of the form package.module:OBJECT"):
+        registry.get(":KERNEL")
 
 
 def in_base(repository: Repository, program: str) -> str:

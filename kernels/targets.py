@@ -1,0 +1,298 @@
+"""Kernels of third parties, by "package.module:OBJECT": the one way in which their code comes into this process.
+
+Its module is imported in a child process first, what it prints goes to stderr, and whatever it does but make a kernel (an error,
+an exit, a signal, no end) is a BadArgument with the reason. Only the user's Ctrl-C stays what it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.support.import_trial import why_fatal
+from attnfuzz.kernels.support.third_party import ThirdPartyError, described, guarded
+
+__all__ = [
+    "MEMBERS",
+    "LeavesProcess",
+    "MissingObject",
+    "checked_name",
+    "instance",
+    "is_target",
+    "is_well_formed",
+    "look_in",
+    "made",
+    "made_here",
+    "missing_members",
+    "object_at",
+    "third_party_frame",
+    "why_not_on",
+]
+
+_packages: set[str] = set()
+"""Top packages of the modules that `made` has imported."""
+
+MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
+"""The members of a Kernel, in the contract's order."""
+
+
+class MissingObject(BadArgument):
+    """Error for a target whose module does not exist, or has no such object; `missing` says which."""
+
+    def __init__(self, text: str, missing: str) -> None:
+        super().__init__(text)
+        self.missing = missing
+
+
+class LeavesProcess(BadArgument):
+    """Error for a kernel whose code ends the process that imports it, asks it to end (SystemExit), or never returns."""
+
+
+class _Unusable(Exception):
+    """Why there is no kernel at a target, and the remedy. `missing`: the module or object that does not exist."""
+
+    def __init__(self, reason: str, remedy: str, missing: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.remedy, self.missing = reason, remedy, missing
+
+
+def is_target(name: str) -> bool:
+    """Whether `name` is a target: no kernel's own name holds a colon."""
+    return ":" in name
+
+
+def is_well_formed(target: str) -> bool:
+    """Whether `target` is "package.module:OBJECT", of identifiers."""
+    module, colon, path = target.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *path.split(".")])
+
+
+def look_in(folder: str | None = None) -> str | None:
+    """Put `folder` (default: the current one) on sys.path, as `python -m` does, and return it.
+
+    Returns None for the default where Python forbids it (`-P`, PYTHONSAFEPATH).
+    """
+    if folder is None:
+        if sys.flags.safe_path:
+            return None
+        folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+    return folder
+
+
+def made(called: str, target: str, *, tried: bool = False) -> Any:
+    """Return the object at `target`, or what it makes if it is a function or a class.
+
+    Args:
+        called: how the kernel was named: by `target`, or by the name of an entry point.
+        target: "package.module:OBJECT".
+        tried: its module need not be imported in a child process first: this process is one.
+
+    Raises:
+        BadArgument: there is none; LeavesProcess, MissingObject: of these kinds.
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    return _run(called, target, made_here, tried=tried)
+
+
+def object_at(target: str) -> Any:
+    """Return the object at `target`, "package.module:OBJECT" or "package.module:OBJECT.attribute".
+
+    Raises:
+        BadArgument: `target` has another form, there is no such module or object, or importing the module failed.
+    """
+    return _run(target, target, _object, tried=False)
+
+
+def made_here(target: str) -> Any:
+    """Do the work of `made`, unguarded: in a child that may end.
+
+    Raises:
+        BaseException: anything.
+    """
+    found = instance(_object(target))
+    _ = [missing_members(found), getattr(found, "name", None)]
+    return found
+
+
+def missing_members(kernel: object) -> list[str]:
+    """The members of a Kernel that `kernel` lacks."""
+    return [name for name in MEMBERS if not hasattr(kernel, name)]
+
+
+def instance(maker: Any) -> Any:
+    """Return `maker` itself, or what it returns if it is a function or a class: an entry point or a target may name either."""
+    if not (inspect.isclass(maker) or inspect.isfunction(maker)):
+        return maker
+    try:
+        parameters = inspect.signature(maker).parameters.values()
+    except ValueError:  # a class of an extension module
+        return maker()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if needed := [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]:
+        raise _Unusable(
+            f"{maker.__name__}({', '.join(needed)}, ...) is not a kernel, and needs arguments to make one",
+            "an attention function becomes one by attnfuzz.kernels.adapters.dense or varlen; name the object that they return",
+        )
+    return maker()
+
+
+def checked_name(kernel: Any) -> str:
+    """Return the name of what must be a kernel.
+
+    Raises:
+        BadArgument: it is not one; the text says what it lacks.
+    """
+    try:
+        return guarded(lambda: _checked(kernel))
+    except ThirdPartyError as raised:
+        error = raised.error
+    if isinstance(error, BadArgument):
+        raise error
+    reason = f"asking for its members failed with {described(error)}"
+    raise _kind(error)(f"kernel={_shown(kernel)}: {reason}; fix that") from error
+
+
+def why_not_on(kernel: Kernel, device: Device) -> str | None:
+    """Say why the kernel cannot run on `device` of this machine; None: it can.
+
+    Raises:
+        BadArgument: the kernel's own code failed.
+    """
+
+    def asked() -> str | None:
+        declared = kernel.capabilities.devices
+        return kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
+
+    try:
+        return guarded(asked)
+    except ThirdPartyError as raised:
+        reason = f"asking whether it runs on {device} failed with {described(raised.error)}"
+        raise _kind(raised.error)(str(reject("kernel", checked_name(kernel), reason, "fix its `unavailable`"))) from raised.error
+
+
+def third_party_frame(error: BaseException) -> str | None:
+    """Return "file:line" of the innermost frame of a third party's kernel in an error's traceback; None: there is none."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _packages:
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
+    return None
+
+
+def _run(called: str, target: str, make: Callable[[str], Any], *, tried: bool) -> Any:
+    where = "" if called == target else f"its entry point {target!r}: "
+    _check_form(called, target)
+    if not tried and (reason := why_fatal([target]).get(target)):
+        text = f"{where}importing {target.partition(':')[0]} failed: {reason}"
+        raise LeavesProcess(str(reject("kernel", called, text, "fix that")))
+    _packages.update({re.split("[.:]", target)[0]} - {"attnfuzz"})
+    try:
+        return guarded(lambda: make(target))
+    except ThirdPartyError as raised:
+        error = raised.error
+    if isinstance(error, BadArgument):
+        raise error
+    if not isinstance(error, _Unusable):
+        raise _kind(error)(
+            str(reject("kernel", called, f"{where}making it failed with {described(error)}", "fix that"))
+        ) from error
+    text = str(reject("kernel", called, f"{where}{error.reason}", error.remedy))
+    if error.missing is not None:
+        raise MissingObject(text, error.missing) from None
+    cause = error.__cause__
+    raise (BadArgument if cause is None else _kind(cause))(text) from cause
+
+
+def _kind(error: BaseException) -> type[BadArgument]:
+    return BadArgument if isinstance(error, Exception) else LeavesProcess
+
+
+def _check_form(called: str, target: str) -> None:
+    module, _, path = target.partition(":")
+    if module.endswith(".py") or "/" in module:
+        remedy = f"give {_dotted(module)}:{path or 'KERNEL'}"
+        raise reject("kernel", called, "a module is named with dots, as for `python -m`", remedy)
+    if not is_well_formed(target):
+        at = "it" if called == target else f"its entry point {target!r}"
+        raise reject(
+            "kernel", called, f"{at} is not of the form package.module:OBJECT", "give such as mypackage.attention:KERNEL"
+        )
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").strip("./").replace("/", ".") or "mypackage.attention"
+
+
+def _object(target: str) -> Any:
+    module, _, path = target.partition(":")
+    holder: Any = _imported(module)
+    for name in path.split("."):
+        if not hasattr(holder, name):
+            raise _lacking(holder, name)
+        holder = getattr(holder, name)
+    return holder
+
+
+def _imported(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise _failed(module, error) from error
+        where = "neither on sys.path nor in the current directory, where PYTHONSAFEPATH or -P forbids to look"
+        if not sys.flags.safe_path:
+            where = f"neither in the current directory ({Path.cwd()}) nor on sys.path"
+        reason, missing = f"module {error.name!r} is {where}", f"there is no module {error.name}"
+        raise _Unusable(reason, "go where it is, or install its package", missing) from None
+    except BaseException as error:  # another package's code: its error is the reason
+        raise _failed(module, error) from error
+
+
+def _failed(module: str, error: BaseException) -> _Unusable:
+    """The module's own error, with the last module-level line of its traceback."""
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.name == "<module>"]
+    at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
+    return _Unusable(f"importing {module} failed with {described(error)}{at}", "fix that, or install what it needs")
+
+
+def _lacking(holder: Any, name: str) -> _Unusable:
+    names = [each for each in vars(holder) if not each.startswith("_")] if hasattr(holder, "__dict__") else []
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    values = ((each, getattr(holder, each, None)) for each in names)
+    kernels = [each for each, value in values if hasattr(value, "compile_key") and not isinstance(value, type)]
+    hint = f"did you mean {close[0]!r}?" if close else f"kernels there: {', '.join(kernels) or 'none'}"
+    kind = "module" if isinstance(holder, ModuleType) else "class" if isinstance(holder, type) else type(holder).__name__
+    called = getattr(holder, "__name__", "")
+    missing = f"module {called} has no {name}" if isinstance(holder, ModuleType) else None
+    return _Unusable(f"the {kind} {called!r} has no {name!r}", hint, missing)
+
+
+def _checked(kernel: Any) -> str:
+    if inspect.isclass(kernel):
+        raise BadArgument(f"kernel={kernel.__name__}: it is a class; give an instance, {kernel.__name__}(...)")
+    missing = missing_members(kernel)
+    if missing or not isinstance(kernel, Kernel):
+        raise BadArgument(f"kernel={_shown(kernel)}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
+    name: object = kernel.name
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise BadArgument(f"kernel={_shown(kernel)}: its name is {name!r}; must be printable text, such as 'mine.attention'")
+    return str(name)
+
+
+def _shown(kernel: Any) -> str:
+    try:
+        return guarded(lambda: repr(kernel))
+    except ThirdPartyError:  # its own __repr__
+        return f"<{type(kernel).__name__}>"
