@@ -12,13 +12,14 @@ from typing import Any
 
 import click
 
+from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
 from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
 from attnfuzz.harness.cli.merge import merge_command
-from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE
 from attnfuzz.harness.cli.report import report_command
 from attnfuzz.harness.cli.repro import repro_command
 from attnfuzz.harness.cli.run import demo_command, run_command
@@ -26,6 +27,7 @@ from attnfuzz.harness.cli.selftest import selftest_group
 from attnfuzz.harness.cli.show import show_command
 from attnfuzz.harness.cli.streams import outlive_readers
 from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.signals import ending, interrupted_once
 from attnfuzz.harness.core.text import dumps, printable
 from attnfuzz.kernels.problem import BadArgument
 
@@ -39,13 +41,25 @@ class _Commands(click.Group):
         """Run the command, and exit with its code."""
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        interim.forget()
         _end_like_ctrl_c(signal.SIGTERM)
         outlive_readers()
+        with interrupted_once():
+            code = self._code(arguments, prog_name, extra)
+            code = _flushed(code if isinstance(code, int) else CLEAN)
+            if args is None:
+                # This process ends now: Ctrl-C while Python does that must not replace the code.
+                for each in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(each, signal.SIG_IGN)
+        sys.exit(code)
+
+    def _code(self, arguments: list[str], prog_name: str | None, extra: dict[str, Any]) -> Any:
         try:
             code = super().main(args=arguments, prog_name=prog_name, **extra)
+            ending()
         except click.Abort:
-            click.echo("interrupted: nothing was found until then", err=True)
-            code = INTERRUPTED
+            ending()
+            code = _interrupted()
         except click.ClickException as error:
             code = _wrong_use(error.format_message(), as_json="--json" in arguments, show=error.show)
         except (BadArgument, OSError) as error:
@@ -56,12 +70,16 @@ class _Commands(click.Group):
             text = f"internal error: {type(error).__name__}: {error}".strip()
             remedy = "This is a fault of attnfuzz, not of a kernel; set ATTNFUZZ_DEBUG=1 to see where."
             code = _wrong_use(f"{text}\n{remedy}", as_json="--json" in arguments)
-        code = _flushed(code if isinstance(code, int) else CLEAN)
-        if args is None:
-            # This process ends now: Ctrl-C while Python does that must not replace the code.
-            for each in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(each, signal.SIG_IGN)
-        sys.exit(code)
+        return code
+
+
+def _interrupted() -> int:
+    """Print what the command has found until Ctrl-C, where it could not do so itself; return the exit code."""
+    if failures := interim.so_far():
+        click.echo(printable("\n".join(["interrupted; failures until then:", *failures])), err=True)
+        return FAILURES
+    click.echo("interrupted: nothing was found until then", err=True)
+    return INTERRUPTED
 
 
 def _flushed(code: int) -> int:

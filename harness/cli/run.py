@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from rich.markup import escape
 
 from attnfuzz.harness.campaign.options import settings_from
+from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -88,7 +89,7 @@ def campaign(
     terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
-        finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures), group=group)
+        finished = run_campaign(kernels, settings, to_all(interim.listen, terminal, recorder, figures), group=group)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
         _show_ledger(terminal.console, known, result)

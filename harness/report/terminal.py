@@ -15,6 +15,7 @@ from rich.text import Text
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
+from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.progress import progress_on
@@ -123,6 +124,9 @@ class Terminal:
             show_finding(self.console, number, each)
         if event.interrupted:
             self.console.print("[yellow]interrupted: the findings until then are above[/]")
+        disturbances = sum((row.disturbances for row in event.summaries), Disturbances()).describe()
+        if disturbances:
+            self.console.print(f"[yellow]{disturbances}[/]", highlight=False, soft_wrap=True)
         for broken in event.broken:
             self.console.print(
                 f"[red]{escape(broken.kernel)} was not tried to the end: {escape(broken.error.splitlines()[0])}[/]"

@@ -44,7 +44,7 @@ def show_conformance(console: Console, done: Conformance) -> None:
     counts = f"{len(done.wrong)} of {len(done.rows)} checks failed" if done.wrong else f"{len(done.rows)} checks"
     verdict = "[bold red]breaks the contract[/]" if done.wrong else "[green]fulfils the contract[/]"
     if not done.wrong and not done.complete:
-        verdict = "[yellow]could not be checked here[/]"
+        verdict = "[yellow]not checked to the end[/]" if done.interrupted else "[yellow]could not be checked here[/]"
     more = f", {hints} hint{'s' * (hints > 1)}" if hints else ""
     console.print(f"{escape(done.kernel)} on {done.device}: {verdict} ({counts}{more}, {done.seconds:.1f} s)", highlight=False)
 
@@ -56,6 +56,7 @@ def conformance_object(done: Conformance) -> dict[str, Any]:
         "device": done.device,
         "right": not done.wrong and done.complete,
         "complete": done.complete,
+        "interrupted": done.interrupted,
         "checks": msgspec.to_builtins(done.rows),
         "seconds": done.seconds,
     }
