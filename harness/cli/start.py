@@ -17,7 +17,7 @@ def main() -> None:
     except KeyboardInterrupt:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
-        print("interrupted: nothing was found until then", file=sys.stderr)
+        sys.stderr.write("interrupted: nothing was found until then\n")
         sys.exit(130)
 
 

@@ -98,7 +98,11 @@ def drop_interrupts() -> Callable[[], None]:
     before = handler.before[signal.SIGINT] if isinstance(handler, _Once) else handler
     # Not SIG_IGN, which processes that are started from here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
-    return lambda: signal.signal(signal.SIGINT, before) and None
+
+    def restore() -> None:
+        signal.signal(signal.SIGINT, before)
+
+    return restore
 
 
 @contextlib.contextmanager

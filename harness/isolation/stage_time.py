@@ -71,7 +71,7 @@ class StageTime:
         self._looked, self._cpu = now, usage.cpu
 
     def restart(self, now: float) -> None:
-        """Begin the stage's time anew, a few times in a task: the process that watches it has not run itself."""
+        """Begin the time of the stage again, a few times in a task: the process that watches it has not run itself."""
         if self._restarts < _MOST_RESTARTS:
             self._restarts += 1
             self._begin = self._looked = now

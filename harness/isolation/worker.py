@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["LOST_CONNECTION", "bind_to", "main"]
 
@@ -118,7 +118,7 @@ def _template(settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=settings["socket"])
     os.set_inheritable(settings["socket"], False)
-    _wire()
+    wire = _wire()
     error = None
     try:
         for target in settings["preload"]:
@@ -131,7 +131,7 @@ def _template(settings: dict[str, Any]) -> None:
     _answer(parent, {"ready": True, "error": error})
     here, children = os.getpid(), set[int]()
     while True:
-        while not _wire().wait([parent.fileno()], _LINGER) and os.getppid() == settings["parent"]:
+        while not wire.wait([parent.fileno()], _LINGER) and os.getppid() == settings["parent"]:
             pass
         request, descriptors = _request(parent) if os.getppid() == settings["parent"] else (None, [])
         if request is None:
@@ -151,7 +151,7 @@ def _template(settings: dict[str, Any]) -> None:
         _answer(parent, {"pid": pid})
 
 
-def _end_alone(run: str, folder: str) -> None:
+def _end_alone(run: str, folder: str) -> NoReturn:
     """End, now that the parent is gone: its reaper kills this process, and finds through it what children left behind."""
     time.sleep(_LINGER)
     # No reaper is left.
