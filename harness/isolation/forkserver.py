@@ -170,9 +170,7 @@ class Forkserver:
                 env=self._environment,
             )
         except OSError as error:
-            if isinstance(explained(error, ""), BadArgument):
-                raise explained(error, "a child process") from None
-            raise ChildError(f"no process can be started: {error.strerror}") from None
+            raise _refused(error) from None
 
     def stop_forking(self) -> None:
         """Spawn every child from now on."""
@@ -182,6 +180,7 @@ class Forkserver:
 
     def usage_of(self, child: Child) -> Usage:
         """Return what a child and the processes that it started (compilers) use."""
+        self.watch_reaper()
         processes = reaper.processes(self.run)
         session = {pid for pid, each in processes.items() if child.pid in (pid, each.session)}
         group = [each for pid, each in processes.items() if reaper.descends(pid, processes, session)]
@@ -246,7 +245,10 @@ class _Template:
         if not self._ready:
             self._ask(None, _START_SECONDS)
             self._ready = True
-        return int(self._ask({"fork": True}, _DEATH_SECONDS * 4, descriptors)["pid"])
+        answer = self._ask({"fork": True}, _DEATH_SECONDS * 4, descriptors)
+        if "errno" in answer:
+            raise _refused(OSError(answer["errno"], os.strerror(answer["errno"])))
+        return int(answer["pid"])
 
     def reap(self, pid: int) -> int | None:
         if self._closed:
@@ -288,6 +290,12 @@ class _Template:
         self._kill()
         self._connection.close()
         os.close(self._log)
+
+
+def _refused(error: OSError) -> BadArgument | ChildError:
+    """Return what to raise where a child process cannot be started."""
+    reason = explained(error, "a child process")
+    return reason if isinstance(reason, BadArgument) else ChildError(f"no process can be started: {error.strerror}")
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:

@@ -141,14 +141,18 @@ def _template(settings: dict[str, Any]) -> None:
             children.discard(request["reap"])
             _reap_orphans(children)
             continue
-        pid = os.fork()
-        if pid == 0:
-            parent.close()
-            _forked(descriptors, here)
+        try:
+            pid = os.fork()
+        except OSError as refused:
+            _answer(parent, {"errno": refused.errno})
+        else:
+            if pid == 0:
+                parent.close()
+                _forked(descriptors, here)
+            children.add(pid)
+            _answer(parent, {"pid": pid})
         for descriptor in descriptors:
             os.close(descriptor)
-        children.add(pid)
-        _answer(parent, {"pid": pid})
 
 
 def _end_alone(run: str, folder: str) -> NoReturn:

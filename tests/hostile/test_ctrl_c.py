@@ -111,8 +111,7 @@ def test_a_handler_that_only_takes_note_is_called_each_time() -> None:
 def test_a_block_that_is_put_off_is_interrupted_once() -> None:
     with interrupted_once():
         with pytest.raises(KeyboardInterrupt), uninterrupted():
-            for _ in range(3):
-                signal.raise_signal(INT)
+            [signal.raise_signal(INT) for _ in range(3)]
         signal.raise_signal(TERM)
 
 

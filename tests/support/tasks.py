@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -137,3 +138,12 @@ def stops(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
     return "done", False
+
+
+def refuse_forks() -> None:
+    """Preloaded: as under a limit on processes, which root does not have."""
+
+    def refuse() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    os.fork = refuse  # type: ignore[assignment]
