@@ -24,7 +24,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
-from attnfuzz.harness.core.signals import uninterrupted
+from attnfuzz.harness.core.signals import ending, interrupted_once, uninterrupted
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
@@ -58,6 +58,19 @@ def run_campaign(
     Raises:
         BadArgument: none of the kernels can run here, or a Case cannot.
     """
+    # Ctrl-C pressed twice must not cost the table of what was found, nor the files that are written last.
+    with interrupted_once():
+        return _run_campaign(kernels, settings, listener, executor, group, broken)
+
+
+def _run_campaign(
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    listener: Listener,
+    executor: Executor | None,
+    group: Callable[[Sequence[Kernel], CampaignContext], WorkerGroup] | None,
+    broken: Sequence[KernelBroke],
+) -> CampaignFinished:
     start, unique = time.monotonic(), list({kernel.name: kernel for kernel in kernels}.values())
     corpus = Corpus(settings.out) if settings.out else None
     if corpus:
@@ -126,14 +139,15 @@ def _run(coordinator: Coordinator, work: Callable[[], None], skipped: Sequence[K
     try:
         try:
             work()
+            ending()
         except KeyboardInterrupt:
+            ending()
             interrupted = True
         except (DeviceLost, WorkersLost) as error:
             lost = str(error)
         if coordinator.errors and len(coordinator.states) == 1:
             raise coordinator.errors[0]
         died = False
-        # A second Ctrl-C must not cost the table of what was found, nor the files that are written last.
         with uninterrupted(drop=True):
             return coordinator.finish(skipped, start, interrupted=interrupted, lost=lost)
     finally:

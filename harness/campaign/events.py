@@ -8,6 +8,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.coverage import Phase, Tally, Worst
+from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import OutputName
@@ -200,6 +201,8 @@ class KernelSummary:
     """Seconds from each death of a child to the next verdict."""
     times: Times | None = None
     """Where the time of its turns went; None where it is not known."""
+    disturbances: Disturbances = field(default_factory=Disturbances)
+    """What others than the kernel did to its child processes, which is no failure of the kernel."""
 
     @property
     def untried(self) -> str | None:

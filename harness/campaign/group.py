@@ -16,7 +16,7 @@ from attnfuzz.harness.campaign.journal import LeftBehind, left_behind
 from attnfuzz.harness.campaign.link import Turn
 from attnfuzz.harness.campaign.process import Answer, Message
 from attnfuzz.harness.campaign.rounds import Round
-from attnfuzz.harness.core.signals import uninterrupted
+from attnfuzz.harness.core.signals import ending, uninterrupted
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Kernel
@@ -133,6 +133,7 @@ class WorkerGroup:
             while self._living or coordinator.unfinished():
                 self._step(coordinator)
         except KeyboardInterrupt:
+            ending()
             self._interrupt(coordinator)
             raise
 

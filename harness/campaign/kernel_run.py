@@ -24,6 +24,7 @@ from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.campaign.supply import Supply
+from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -150,7 +151,7 @@ class KernelRun:
                 verdict = Verdict(status="fail", failures=(lost.failure,))
                 self._keep(lost.failure.identity, lost.case, verdict, shrinks=False)
                 raise
-        replaced, recoveries = self._statistics_before
+        replaced, recoveries, disturbances = self._statistics_before
         now = self._statistics()
         return TurnEnd(
             seconds=self.clock.seconds,
@@ -160,6 +161,7 @@ class KernelRun:
             recoveries=now[1][len(recoveries) :],
             not_tried=tuple(earlier),
             times=self._account.take(),
+            disturbances=now[2] - disturbances,
         )
 
     def _try_earlier(self, earlier: EarlierCase) -> None:
@@ -246,8 +248,9 @@ class KernelRun:
         finally:
             self._campaign.update(self.kernel.name, identity, shrinker.finding)
 
-    def _statistics(self) -> tuple[int, tuple[float, ...]]:
-        return self._context.executor.statistics.replaced, tuple(self._context.executor.statistics.recoveries)
+    def _statistics(self) -> tuple[int, tuple[float, ...], Disturbances]:
+        statistics = self._context.executor.statistics
+        return statistics.replaced, tuple(statistics.recoveries), statistics.disturbances
 
     def _supported(self, case: Case) -> bool:
         return why_not_case(self.kernel, case, self._context.settings.device) is None

@@ -16,6 +16,7 @@ from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.link import TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.rounds import Rounds
+from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.executors import Compiled
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -64,7 +65,7 @@ class KernelState:
         self.times = Times()
         self.compiles, self.compile_seconds = 0, 0.0
         self.started = self.ended = self.broken = False
-        self._replaced, self._recoveries = 0, list[float]()
+        self._replaced, self._recoveries, self._disturbances = 0, list[float](), Disturbances()
         self._keys = {plan.key(kernel, each) for each in plan.variants} if plan.compiled else set[str]()
         self._compiled: set[str] = set()
         self._refused: dict[str, tuple[Case, Failure]] = {}
@@ -191,6 +192,7 @@ class KernelState:
         self.times += end.times
         self._replaced += end.replaced
         self._recoveries += end.recoveries
+        self._disturbances += end.disturbances
         self._earlier = [*end.not_tried, *(self._earlier or ())]
 
     def leave(self, worker: int) -> None:
@@ -225,4 +227,5 @@ class KernelState:
             findings=tuple(self.findings.closed.values()),
             features=dict(self.tally.features),
             times=self.times,
+            disturbances=self._disturbances,
         )

@@ -11,6 +11,7 @@ from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Event, Finding, Phase
 from attnfuzz.harness.campaign.rounds import Round
+from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.strategies.case import Case
@@ -45,6 +46,8 @@ class TurnEnd:
     """Earlier Cases that the turn had no time for."""
     times: Times = field(default_factory=Times)
     """Where the worker's time went since its last turn ended."""
+    disturbances: Disturbances = field(default_factory=Disturbances)
+    """What others than the kernel did to the worker's children."""
 
 
 class Turns(Protocol):

@@ -23,6 +23,7 @@ from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
+from attnfuzz.harness.core.signals import interrupted_once
 from attnfuzz.harness.isolation.isolated import share_of_memory
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.isolation.worker import bind_to
@@ -205,9 +206,10 @@ def main(arguments: list[str]) -> None:
     connection = Connection(int(arguments[0]))
     campaign = _RemoteCampaign(connection)
     try:
-        assignment: Assignment = connection.recv()
-        _work(assignment, campaign)
-        campaign.flush()
+        with interrupted_once():
+            assignment: Assignment = connection.recv()
+            _work(assignment, campaign)
+            campaign.flush()
     except (EOFError, OSError):
         # The campaign is gone: the next run begins with the Cases in flight.
         os._exit(0)

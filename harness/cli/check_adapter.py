@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, WRONG_USE, console, device_option, in_process_option, json_option
+from attnfuzz.harness.cli.options import (
+    CLEAN,
+    FAILURES,
+    INTERRUPTED,
+    WRONG_USE,
+    console,
+    device_option,
+    in_process_option,
+    json_option,
+)
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
@@ -35,4 +44,5 @@ def check_adapter_command(kernel: str, device: str, in_process: bool, as_json: b
         echo(dumps(conformance_object(done)))
     else:
         show_conformance(console(), done)
-    click.get_current_context().exit(FAILURES if done.wrong else CLEAN if done.complete else WRONG_USE)
+    unwrong = INTERRUPTED if done.interrupted else CLEAN if done.complete else WRONG_USE
+    click.get_current_context().exit(FAILURES if done.wrong else unwrong)

@@ -28,6 +28,7 @@ from attnfuzz.harness.cli.options import (
 )
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.signals import ending
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
@@ -182,7 +183,9 @@ def _compile(planned: Sequence[Job], jobs: int | None, seconds: float, corpus: A
                 ]
                 rows += kept
                 progress(job, kept)
+            ending()
     except KeyboardInterrupt:
+        ending()
         return rows, True
     rows.sort(key=lambda row: (row.kernel, row.arch, row.key, row.function))
     return rows, False

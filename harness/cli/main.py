@@ -13,13 +13,14 @@ from typing import Any
 
 import click
 
+from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
 from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
 from attnfuzz.harness.cli.merge import merge_command
-from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE
 from attnfuzz.harness.cli.report import report_command
 from attnfuzz.harness.cli.repro import repro_command
 from attnfuzz.harness.cli.run import demo_command, run_command
@@ -27,6 +28,7 @@ from attnfuzz.harness.cli.selftest import selftest_group
 from attnfuzz.harness.cli.show import show_command
 from attnfuzz.harness.cli.streams import echo, outlive_readers, watched_stdout
 from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.signals import ending, interrupted_once
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.kernels.support.third_party import described
@@ -47,13 +49,15 @@ class _Commands(click.Group):
         """Run the command, and exit with its code."""
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        interim.forget()
         _end_like_ctrl_c(signal.SIGTERM)
         outlive_readers()
-        code = self._ended(arguments, prog_name, extra)
-        if args is None:
-            # This process ends now: Ctrl-C while Python does that must not replace the code.
-            for each in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(each, signal.SIG_IGN)
+        with interrupted_once():
+            code = self._ended(arguments, prog_name, extra)
+            if args is None:
+                # This process ends now: Ctrl-C while Python does that must not replace the code.
+                for each in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(each, signal.SIG_IGN)
         sys.exit(code)
 
     def _ended(self, arguments: list[str], prog_name: str | None, extra: dict[str, Any]) -> int:
@@ -62,12 +66,13 @@ class _Commands(click.Group):
         try:
             with watched_stdout() as has_written:
                 code = super().main(args=arguments, prog_name=prog_name, **extra)
+                ending()
                 code = code if isinstance(code, int) else CLEAN
                 if code == CLEAN and not has_written():
                     code = _wrong_use(_SILENT, as_json=as_json)
         except click.Abort:
-            echo("interrupted: nothing was found until then", err=True)
-            code = INTERRUPTED
+            ending()
+            code = _interrupted()
         except click.ClickException as error:
             code = _wrong_use(error.format_message(), as_json=as_json, text=_shown_by_click(error))
         except (BadArgument, OSError) as error:
@@ -77,6 +82,15 @@ class _Commands(click.Group):
                 raise
             code = _wrong_use(_unexpected(error), as_json=as_json)
         return _flushed(code)
+
+
+def _interrupted() -> int:
+    """Print what the command has found until Ctrl-C, where it could not do so itself; return the exit code."""
+    if failures := interim.so_far():
+        echo("\n".join(["interrupted; failures until then:", *failures]), err=True)
+        return FAILURES
+    echo("interrupted: nothing was found until then", err=True)
+    return INTERRUPTED
 
 
 def _flushed(code: int) -> int:

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from rich.markup import escape
 
 from attnfuzz.harness.campaign.options import settings_from
+from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -91,7 +92,8 @@ def campaign(asked: Asked, settings: Any, known: Known | None, table: Path | Non
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
         broken = [KernelBroke(*each) for each in asked.broken]
-        finished = run_campaign(asked.kernels, settings, to_all(terminal, recorder, figures), group=group, broken=broken)
+        listener = to_all(interim.listen, terminal, recorder, figures)
+        finished = run_campaign(asked.kernels, settings, listener, group=group, broken=broken)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
         _show_ledger(terminal.console, known, result)

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
+from attnfuzz.harness.core.signals import ending
 from attnfuzz.harness.gate.base.base import Base
 from attnfuzz.harness.gate.base.baseline import FromFile
 from attnfuzz.harness.gate.base.commit import Commit
@@ -81,19 +82,23 @@ def _gated(
         try:
             described = executor.describe()
             own = plan.shared(able)
-            for each in gated:
-                run = KernelGateRun(each, own, base, executor, stored, in_force, listener)
-                try:
-                    run.run()
-                except KeyboardInterrupt:
-                    interrupted = True
+            runs = list[KernelGateRun]()
+            try:
+                for each in gated:
+                    runs.append(KernelGateRun(each, own, base, executor, stored, in_force, listener))
+                    runs[-1].run()
+                ending()
+            except KeyboardInterrupt:
+                ending()
+                interrupted = True
+                for run in runs[-1:]:
                     run.skip_the_rest()
-                done.append(KernelGate(each.name, why[each.name] or "", tuple(run.parts), *base.place(each)))
-                if interrupted:
-                    rest = gated[gated.index(each) + 1 :]
-                    part = Part("load", "skipped", "not run: interrupted")
-                    done += [KernelGate(other.name, why[other.name] or "", (part,), *base.place(other)) for other in rest]
-                    break
+            part = Part("load", "skipped", "not run: interrupted")
+            parts = [tuple(run.parts) for run in runs] + [(part,)] * (len(gated) - len(runs))
+            done += [
+                KernelGate(each.name, why[each.name] or "", of_it, *base.place(each))
+                for each, of_it in zip(gated, parts, strict=True)
+            ]
         finally:
             executor.close()
     else:

@@ -51,12 +51,14 @@ class KernelGateRun:
     parts: list[Part] = field(default_factory=list)
     _measured: tuple[Measurement, ...] = ()
     _base_kernel: BaseKernel | None = None
+    _ended: bool = False
 
     def run(self) -> None:
         """Run all parts; after one shows wrong values, the figures of the others would mean nothing, and they are skipped."""
         kernel = self.subject.kernel
         if reason := why_not_on(kernel, self.plan.device):
             self.parts.append(Part("load", "skipped", f"it cannot run on {self.plan.device} here: {reason}"))
+            self._ended = True
             return
         # What one kernel leaves behind in a process must not affect the next.
         self.executor.fresh()
@@ -66,9 +68,12 @@ class KernelGateRun:
                 self._keep(Part(name, "skipped", f"not run: {wrong} failed"), 0.0)
             else:
                 self._step(name, step)
+        self._ended = True
 
     def skip_the_rest(self) -> None:
         """Mark the parts that did not end as skipped, after Ctrl-C."""
+        if self._ended:
+            return
         ended = {each.name for each in self.parts}
         self.parts += [Part(name, "skipped", "not run: interrupted") for name, _ in self._steps if name not in ended]
 

@@ -12,6 +12,7 @@ from attnfuzz.harness.campaign.campaign import executor_for
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.core.signals import ending
 from attnfuzz.harness.gate.ledger import (
     Entry,
     Ledger,
@@ -75,6 +76,7 @@ class Known:
             try:
                 gated = [self._replayed(each, settings) for each in gated]
             except KeyboardInterrupt:
+                ending()
                 interrupted = True
         wrong, notes = spent(self.ledger, gated, self.today)
         errors = [part.summary for each in gated for part in each.parts if part.outcome == "error"]

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from attnfuzz.harness.isolation.wire import Board, connect, receive, send, wait
@@ -80,6 +81,14 @@ class Child:
             return int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, IndexError):
             return 0
+
+    def cpu(self) -> float:
+        """Return the processor seconds that the process has used, and the processes that it has waited for."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError):
+            return 0.0
 
     def output_size(self) -> int:
         """Return the bytes printed during its task. Beyond the limit, only the tail of the output is kept."""

@@ -7,11 +7,11 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,11 @@ from typing import Any
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import TAIL, Child, ChildError
+from attnfuzz.harness.isolation.folders import clear_left_behind, new_folder
+from attnfuzz.harness.isolation.limits import check_open_files, explained
+from attnfuzz.harness.isolation.stage_time import Usage
 from attnfuzz.harness.isolation.wire import Board, wait
+from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["Forkserver"]
 
@@ -40,9 +44,11 @@ class Forkserver:
     """
 
     def __init__(self, preload: Sequence[str] | None, environment: dict[str, str] | None = None) -> None:
+        check_open_files()
+        clear_left_behind()
         self.run = secrets.token_hex(8)
         self._preload = preload
-        self._folder = tempfile.mkdtemp(prefix="attnfuzz-")
+        self._folder, self._lock = new_folder(self.run)
         self._environment = {
             **os.environ,
             **bytecode_variables(),
@@ -51,23 +57,42 @@ class Forkserver:
             "TMPDIR": self._folder,
         }
         self._template: _Template | None = None
-        self._reaper, self._reaper_pipe = self._start_reaper()
+        try:
+            self._reaper, self._reaper_pipe = self._start_reaper()
+        except OSError as error:
+            os.close(self._lock)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise explained(error, "the process that cleans up") from None
         self._owner = os.getpid()
         self._children: set[Child] = set()
 
     def _start_reaper(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
         command = [sys.executable, "-I", "-S", str(_REAPER), str(read), self.run, self._folder]
-        process = subprocess.Popen(
-            command,
-            pass_fds=[read],
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(read)
+        try:
+            process = subprocess.Popen(
+                command,
+                pass_fds=[read],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except BaseException:
+            os.close(write)
+            raise
+        finally:
+            os.close(read)
         return process, write
+
+    def watch_reaper(self) -> None:
+        """Start another reaper where it has been killed; where that fails, `close` cleans up."""
+        if self._reaper_pipe < 0 or self._reaper.poll() is None or self._owner != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            process, pipe = self._start_reaper()
+            os.close(self._reaper_pipe)
+            self._reaper, self._reaper_pipe = process, pipe
 
     def start(self) -> Child:
         """Start a child. It counts as living until `ended`.
@@ -75,6 +100,7 @@ class Forkserver:
         Raises:
             ChildError: the process cannot be started.
         """
+        self.watch_reaper()
         child = self._started()
         self._children.add(child)
         return child
@@ -130,6 +156,8 @@ class Forkserver:
             "bound": how == "spawn" and threading.current_thread() is threading.main_thread(),
             "path": [str(Path(each).absolute()) if Path(each).exists() else each for each in sys.path],
             "preload": list(self._preload or ()),
+            "run": self.run,
+            "folder": self._folder,
         }
         try:
             return subprocess.Popen(
@@ -142,7 +170,7 @@ class Forkserver:
                 env=self._environment,
             )
         except OSError as error:
-            raise ChildError(f"no process can be started: {error.strerror}") from None
+            raise _refused(error) from None
 
     def stop_forking(self) -> None:
         """Spawn every child from now on."""
@@ -150,14 +178,23 @@ class Forkserver:
             self._template.close()
         self._template = self._preload = None
 
-    def memory_of(self, child: Child) -> int:
-        """Return the bytes of memory that a child and the processes that it started (compilers) hold."""
+    def usage_of(self, child: Child) -> Usage:
+        """Return what a child and the processes that it started (compilers) use."""
+        self.watch_reaper()
         processes = reaper.processes(self.run)
         session = {pid for pid, each in processes.items() if child.pid in (pid, each.session)}
-        return sum(each.memory for pid, each in processes.items() if reaper.descends(pid, processes, session))
+        group = [each for pid, each in processes.items() if reaper.descends(pid, processes, session)]
+        own = processes.get(child.pid)
+        return Usage(
+            memory=sum(each.memory for each in group),
+            cpu=sum(each.cpu for each in group),
+            running=any(reaper.runs(each) for each in group),
+            stopped=own is not None and own.state in ("T", "t"),
+        )
 
     def sweep(self) -> int:
         """Kill what ended children left behind, and return how many processes. Living children and their descendants stay."""
+        self.watch_reaper()
         processes, at_work, killed = reaper.processes(self.run), {each.pid for each in self._children}, 0
         for pid in processes:
             if (self._template and pid == self._template.pid) or reaper.descends(pid, processes, at_work):
@@ -190,6 +227,7 @@ class Forkserver:
         if self._reaper.returncode:
             # It was killed, perhaps by a kernel: what it was to do is done here.
             reaper.clear(self.run, self._folder)
+        os.close(self._lock)
 
 
 class _Template:
@@ -207,7 +245,10 @@ class _Template:
         if not self._ready:
             self._ask(None, _START_SECONDS)
             self._ready = True
-        return int(self._ask({"fork": True}, _DEATH_SECONDS * 4, descriptors)["pid"])
+        answer = self._ask({"fork": True}, _DEATH_SECONDS * 4, descriptors)
+        if "errno" in answer:
+            raise _refused(OSError(answer["errno"], os.strerror(answer["errno"])))
+        return int(answer["pid"])
 
     def reap(self, pid: int) -> int | None:
         if self._closed:
@@ -249,6 +290,12 @@ class _Template:
         self._kill()
         self._connection.close()
         os.close(self._log)
+
+
+def _refused(error: OSError) -> BadArgument | ChildError:
+    """Return what to raise where a child process cannot be started."""
+    reason = explained(error, "a child process")
+    return reason if isinstance(reason, BadArgument) else ChildError(f"no process can be started: {error.strerror}")
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:

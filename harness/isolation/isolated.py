@@ -233,7 +233,7 @@ class Isolated:
 
     def compiler(self) -> BackgroundCompiler:
         """Return a Compiler whose compiles run in children of their own, several at once."""
-        supervisor = Supervisor(self._forkserver, memory=self._memory, spares=0, owner=False)
+        supervisor = Supervisor(self._forkserver, memory=self._memory, spares=0, owner=False, disturbed=self.statistics.disturbed)
         return BackgroundCompiler(supervisor, self.device, self._full)
 
     def prepare(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attnfuzz.harness.core.text import encodable
+from attnfuzz.harness.isolation.disturbances import Disturbance
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.kernels.problem import BadArgument
@@ -79,6 +80,16 @@ class Death:
     """Total bytes printed."""
     item: int = 0
     """Of a batch, the number of the Case at work."""
+    stopped: bool = False
+    """It was stopped (SIGSTOP) for longer than its limit."""
+
+    @property
+    def disturbance(self) -> Disturbance | None:
+        """What others than the kernel may have done to the process: a kernel can do it too, but not only once."""
+        if self.stopped:
+            return "stopped"
+        # Without a status: with the process that forks children, whose end is a SIGKILL too.
+        return "killed" if self.why == "exit" and self.status in (None, -signal.SIGKILL) else None
 
     @property
     def signal(self) -> str | None:
@@ -136,6 +147,7 @@ def death_failure(kernel: str, death: Death) -> Failure:
     detail = encodable(f"{where}\n{death.output}".strip())
     if death.why == "hang":
         message = f"{stage} did not end within {death.limit:.3g} s"
+        message = f"{stage} stopped its own process (SIGSTOP)" if death.stopped else message
         return Failure(kernel=kernel, kind="hang", check=stage, message=message, detail=detail)
     if death.why == "memory":
         message = f"the process and what it started held more than {death.limit / _GIB:.1f} GiB"

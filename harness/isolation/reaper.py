@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MARK", "Process", "clear", "descends", "marked", "processes"]
+__all__ = ["MARK", "Process", "clear", "descends", "marked", "processes", "runs"]
 
 MARK = "ATTNFUZZ_RUN"
 """Environment variable that every process of a run inherits, in any session and with any parent."""
@@ -25,13 +25,18 @@ _PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Process:
-    """A living process: its pid, its parent's, its session, the bytes of memory it holds, whether it has the mark."""
+    """A living process: its pid, its parent's, its session, the bytes of memory it holds, whether it has the mark.
+
+    `cpu`: processor seconds that it and the processes it has waited for have used. `state`: a letter, as in /proc/PID/stat.
+    """
 
     pid: int
     parent: int
     session: int
     memory: int
     marked: bool
+    cpu: float
+    state: str
 
 
 def marked(run: str) -> Iterator[Process]:
@@ -44,6 +49,17 @@ def processes(run: str) -> dict[int, Process]:
     everything = {each.pid: each for each in _living(run)}
     roots = {each.pid for each in everything.values() if each.marked}
     return {pid: each for pid, each in everything.items() if descends(pid, everything, roots)}
+
+
+def runs(process: Process) -> bool:
+    """Whether one of its threads runs, or waits for a processor."""
+    if process.state == "R":
+        return True
+    try:
+        threads = list(Path(f"/proc/{process.pid}/task").iterdir())
+        return len(threads) > 1 and any((each / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R" for each in threads)
+    except (OSError, IndexError):
+        return False
 
 
 def descends(pid: int, by_pid: dict[int, Process], roots: set[int]) -> bool:
@@ -73,15 +89,16 @@ def _living(run: str) -> Iterator[Process]:
         except OSError:
             ours = False
         memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-        yield Process(int(folder.name), int(fields[1]), int(fields[3]), memory, ours)
+        cpu = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        yield Process(int(folder.name), int(fields[1]), int(fields[3]), memory, ours, cpu, fields[0].decode())
 
 
-def clear(run: str, folder: str) -> None:
-    """Kill every process of `run` and remove `folder`."""
+def clear(run: str, folder: str, keep: int = 0) -> None:
+    """Kill every process of `run`, except that with the pid `keep`, and remove `folder`."""
     # Until none is left: a process may fork between listing and killing.
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
-        left = processes(run)
+        left = processes(run).keys() - {keep}
         if not left:
             break
         for pid in left:

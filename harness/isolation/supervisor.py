@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attnfuzz.harness.isolation.child import Child, ChildError
+from attnfuzz.harness.isolation.disturbances import Disturbance, Disturbances
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Outcome, Reply, Task
+from attnfuzz.harness.isolation.stage_time import Pauses, StageTime
 from attnfuzz.harness.isolation.wire import wait
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 
 __all__ = ["Running", "Statistics", "Supervisor"]
 
 _TICK = 0.05
-_MEMORY_TICK = 0.5
+_USAGE_TICK, _LATE_TICK = 0.5, 0.1
+"""Seconds between two looks at what a child uses, and where its deadline seems to be over."""
+_LONG_PAUSE = 5.0
 _START_DEADLINE = 180.0
 _ATTEMPTS = 4
 _SWEEP_EVERY = 50
@@ -37,6 +41,11 @@ class Statistics:
     recoveries: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """Why batches had to be run one by one: the first of them."""
+    disturbances: Disturbances = field(default_factory=Disturbances)
+
+    def disturbed(self, what: Disturbance) -> None:
+        """Count an event of the machine."""
+        self.disturbances = self.disturbances.plus(what)
 
 
 @dataclass(slots=True)
@@ -48,9 +57,11 @@ class Running:
     number: int
     started: float
     looked: float
-    memory_checked: float
+    time: StageTime
     again: bool = False
     """Another child ended before it started the task."""
+    disturbed: list[Disturbance] = field(default_factory=list)
+    """How children ended that were, or may have been, killed or stopped from outside."""
 
 
 class _NotBegunError(ChildError):
@@ -66,12 +77,22 @@ class Supervisor:
         memory: bytes that a child and what it starts may hold.
         spares: number of children that are kept ready.
         owner: whether `close` closes the forkserver; else another supervisor uses it as well.
+        disturbed: called with each event of the machine; None: `statistics` counts it.
     """
 
     def __init__(
-        self, forkserver: Forkserver, *, memory: int, warm: Task | None = None, spares: int = 1, owner: bool = True
+        self,
+        forkserver: Forkserver,
+        *,
+        memory: int,
+        warm: Task | None = None,
+        spares: int = 1,
+        owner: bool = True,
+        disturbed: Callable[[Disturbance], None] | None = None,
     ) -> None:
         self.statistics = Statistics()
+        self._disturbed = disturbed or self.statistics.disturbed
+        self._pauses = Pauses()
         self._forkserver, self._memory, self._warm, self._spares = forkserver, memory, warm, spares
         self._owner = owner
         self._hint: Task | None = None
@@ -95,15 +116,16 @@ class Supervisor:
         assert outcome is not None
         return outcome
 
-    def begin(self, task: Task) -> Running:
-        """Send `task` to a child that is free, or to a new one.
+    def begin(self, task: Task, *, fresh: bool = False) -> Running:
+        """Send `task` to a child that is free, or to a new one; with `fresh` always to one that has run no task.
 
         Raises:
             ChildError: a child process cannot be started.
         """
-        child, now, number = self._free_child(), time.monotonic(), next(self._numbers)
+        child, now, number = self._free_child(fresh=fresh), time.monotonic(), next(self._numbers)
         child.send({"task": number, "target": task.target, "payload": task.payload})
-        return Running(task, child, number, now, now, now)
+        self._pauses.begin()
+        return Running(task, child, number, now, now, StageTime(now, child.cpu()))
 
     def finish(self, running: Running, until: float | None = None) -> Outcome | None:
         """Wait for the outcome of a task that `begin` sent; None: it has not ended by `until` (time.monotonic), and was killed.
@@ -111,8 +133,16 @@ class Supervisor:
         Raises:
             ChildError: a child process cannot be started.
         """
+        if self._pauses.since(0.0):
+            # This process may have waited for something else since it sent the task: no event of the machine.
+            running.time.restart(time.monotonic())
         while True:
-            outcome = self._outcome(running, wait([running.child.connection.fileno(), running.child.descriptor], _TICK))
+            ready = wait([running.child.connection.fileno(), running.child.descriptor], _TICK)
+            if pause := self._pauses.since(_TICK):
+                running.time.restart(time.monotonic())
+                if pause > _LONG_PAUSE:
+                    self._disturbed("paused")
+            outcome = self._outcome(running, ready)
             if outcome is not None:
                 return outcome
             if until is not None and time.monotonic() >= until:
@@ -127,6 +157,9 @@ class Supervisor:
         """
         children = [each.child for each in active.values()]
         ready = wait([each for child in children for each in (child.connection.fileno(), child.descriptor)], seconds)
+        if self._pauses.since(seconds):
+            for running in active.values():
+                running.time.restart(time.monotonic())
         for number, running in list(active.items()):
             if (outcome := self._outcome(running, ready)) is not None:
                 del active[number]
@@ -199,11 +232,16 @@ class Supervisor:
         except _NotBegunError:
             if running.again:
                 return Death("exit", "start", 0.0, 0.0, None, self._last_output, 0)
-            fresh = self.begin(running.task)
-            running.child, running.number, running.started = fresh.child, fresh.number, fresh.started
+            self._begin_again(running)
             running.again = True
             return None
+        if isinstance(outcome, Death) and self._to_try_again(running, outcome):
+            self._died = time.monotonic()
+            self._begin_again(running, fresh=True)
+            return None
         if outcome is not None:
+            for each in running.disturbed:
+                self._disturbed(each)
             self.statistics.tasks += 1
             if self.statistics.tasks % _SWEEP_EVERY == 0:
                 self._forkserver.sweep()
@@ -214,15 +252,35 @@ class Supervisor:
                 self._died = time.monotonic()
         return outcome
 
-    def _free_child(self) -> Child:
+    def _begin_again(self, running: Running, *, fresh: bool = False) -> None:
+        new = self.begin(running.task, fresh=fresh)
+        running.child, running.number, running.started, running.time = new.child, new.number, new.started, new.time
+
+    def _to_try_again(self, running: Running, death: Death) -> bool:
+        """Whether the machine may have ended a child, and not the kernel, of which a second end of this kind is."""
+        what = death.disturbance
+        if what is None:
+            return False
+        if what in running.disturbed:
+            # It has ended in the same way twice: neither was from outside.
+            running.disturbed.remove(what)
+            return False
+        running.disturbed.append(what)
+        return True
+
+    def _free_child(self, *, fresh: bool) -> Child:
         for waiting in (self._idle, self._ready):
             while waiting and waiting[0].gone():
                 # It died between two tasks, because of something that an earlier one left behind.
                 child = waiting.pop(0)
                 if waiting is self._idle:
-                    self.late = self._late_death(child)
+                    death = self._late_death(child)
+                    if death.disturbance is not None:
+                        self._disturbed(death.disturbance)
+                    else:
+                        self.late = death
                 self._discard(child)
-        if self._idle:
+        if self._idle and not fresh:
             return self._idle.pop(0)
         start = time.perf_counter()
         try:
@@ -298,14 +356,32 @@ class Supervisor:
         child.output_size()
         stage, since = _stage(child, running)
         limit = running.task.deadlines.get(stage, _START_DEADLINE)
-        if now - since > limit and not child.answers():
+        times, held = running.time, child.memory()
+        times.enter(stage, since)
+        if (late := times.late(now, limit)) and now - times.looked < _LATE_TICK:
+            return None
+        if late or now - times.looked > _USAGE_TICK:
+            usage = self._forkserver.usage_of(child)
+            held, now = max(held, usage.memory), time.monotonic()
+            times.look(now, usage)
+        if held > self._memory:
+            # Before its deadline: what fills the memory does so slowly on a busy machine.
+            return self._death(child, running, "memory", self._memory)
+        if times.stopped(limit) and not child.answers():
+            return self._death(child, running, "hang", limit, stopped=True)
+        if times.late(now, limit) and not child.answers():
             return self._death(child, running, "hang", limit)
-        held = child.memory()
-        if now - running.memory_checked > _MEMORY_TICK:
-            running.memory_checked, held = now, max(held, self._forkserver.memory_of(child))
-        return self._death(child, running, "memory", self._memory) if held > self._memory else None
+        return None
 
-    def _death(self, child: Child, running: Running, why: Literal["exit", "hang", "memory", "pipe"], limit: float) -> Death:
+    def _death(
+        self,
+        child: Child,
+        running: Running,
+        why: Literal["exit", "hang", "memory", "pipe"],
+        limit: float,
+        *,
+        stopped: bool = False,
+    ) -> Death:
         # Before faulthandler's signal, which may interrupt a sleep and let the task go on.
         announced = child.stage(running.number)
         stage, since = _stage(child, running)
@@ -324,7 +400,7 @@ class Supervisor:
         if announced is None:
             self._last_output = output.strip() or f"exit status {status}"
             raise _NotBegunError(self._last_output)
-        return Death(why, stage, seconds, limit, status, output, printed, item)
+        return Death(why, stage, seconds, limit, status, output, printed, item, stopped)
 
     def _discard(self, child: Child, *, killed: bool = False, sweep: bool = True) -> None:
         if child not in self._living:

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["LOST_CONNECTION", "bind_to", "main"]
 
@@ -32,7 +32,8 @@ LOST_CONNECTION = 77
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HIGH = 200
 """The child's own descriptors start here, away from small numbers that a kernel may close by mistake."""
-_LINGER = 20.0
+_LINGER = 1.0
+"""Seconds in which the template process waits for the reaper once its parent is gone."""
 _PATIENCE = 5.0
 """Seconds that the template process waits for a child that was killed."""
 
@@ -117,7 +118,7 @@ def _template(settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=settings["socket"])
     os.set_inheritable(settings["socket"], False)
-    _wire()
+    wire = _wire()
     error = None
     try:
         for target in settings["preload"]:
@@ -130,24 +131,38 @@ def _template(settings: dict[str, Any]) -> None:
     _answer(parent, {"ready": True, "error": error})
     here, children = os.getpid(), set[int]()
     while True:
-        request, descriptors = _request(parent)
+        while not wire.wait([parent.fileno()], _LINGER) and os.getppid() == settings["parent"]:
+            pass
+        request, descriptors = _request(parent) if os.getppid() == settings["parent"] else (None, [])
         if request is None:
-            # The parent is gone. Its reaper kills this process, and finds through it what children left behind.
-            time.sleep(_LINGER)
-            os._exit(0)
+            _end_alone(settings["run"], settings["folder"])
         if "reap" in request:
             _answer(parent, {"status": _reaped(request["reap"])})
             children.discard(request["reap"])
             _reap_orphans(children)
             continue
-        pid = os.fork()
-        if pid == 0:
-            parent.close()
-            _forked(descriptors, here)
+        try:
+            pid = os.fork()
+        except OSError as refused:
+            _answer(parent, {"errno": refused.errno})
+        else:
+            if pid == 0:
+                parent.close()
+                _forked(descriptors, here)
+            children.add(pid)
+            _answer(parent, {"pid": pid})
         for descriptor in descriptors:
             os.close(descriptor)
-        children.add(pid)
-        _answer(parent, {"pid": pid})
+
+
+def _end_alone(run: str, folder: str) -> NoReturn:
+    """End, now that the parent is gone: its reaper kills this process, and finds through it what children left behind."""
+    time.sleep(_LINGER)
+    # No reaper is left.
+    try:
+        importlib.import_module("attnfuzz.harness.isolation.reaper").clear(run, folder, os.getpid())
+    finally:
+        os._exit(0)
 
 
 def _forked(descriptors: list[int], template: int) -> None:

@@ -23,7 +23,7 @@ from attnfuzz.harness.plugin.cases import MARK
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
 from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
 from attnfuzz.harness.plugin.reports import pytest_runtest_makereport
-from attnfuzz.harness.plugin.run import COUNT, close_executors, run_shard, run_stored
+from attnfuzz.harness.plugin.run import COUNT, close_executors, hear_again, hear_no_more, run_shard, run_stored
 
 if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
@@ -49,6 +49,7 @@ __all__ = [
 _FEWEST_SHARDS, _CASES_PER_SHARD = 2, 10
 """A shard of fewer Cases would spend its time on starting a child."""
 
+_INTERRUPTS = "attnfuzz-interrupts"
 _PARTS = "_attnfuzz_parts"
 """An attribute of a test function: its Cases, its shards, and its stored Cases."""
 
@@ -142,8 +143,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Count the tests that share the session's budget, and choose those that run the Cases of --attnfuzz-case."""
     stored_cases.choose_tests(session)
-    fuzzing = (hasattr(getattr(item, "function", None), MARK) for item in session.items)
-    session.config.stash[COUNT] = max(1, sum(fuzzing))
+    fuzzing = sum(hasattr(getattr(item, "function", None), MARK) for item in session.items)
+    session.config.stash[COUNT] = max(1, fuzzing)
+    if fuzzing and not session.config.pluginmanager.hasplugin(_INTERRUPTS):
+        session.config.pluginmanager.register(_Interrupts(session.config), _INTERRUPTS)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> str | None:
@@ -163,3 +166,15 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the child processes."""
     close_executors(config)
+    hear_again(config)
+
+
+class _Interrupts:
+    """Has pytest end undisturbed after Ctrl-C, where it fuzzes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Drop the Ctrl-C that follow."""
+        hear_no_more(self._config)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from attnfuzz.harness.core.github import shown
+from attnfuzz.harness.core.signals import drop_interrupts, interrupted_once
 from attnfuzz.harness.plugin.cases import takes
 from attnfuzz.harness.plugin.options import settings_of
 
@@ -23,29 +24,39 @@ if TYPE_CHECKING:
     from attnfuzz.harness.report.recorder import Recorder
     from attnfuzz.kernels.contract import Kernel
 
-__all__ = ["COUNT", "close_executors", "run_shard", "run_stored"]
+__all__ = ["COUNT", "close_executors", "hear_again", "hear_no_more", "run_shard", "run_stored"]
 
 COUNT: pytest.StashKey[int] = pytest.StashKey()
 """How many tests of the session fuzz a shard."""
 _EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
+_RESTORE: pytest.StashKey[Callable[[], None]] = pytest.StashKey()
 
 
 def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
     """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one that is selected instead."""
-    from attnfuzz.harness.campaign.campaign import run_campaign
-    from attnfuzz.kernels.problem import BadArgument
-
     if cases := request.config.getoption("--attnfuzz-case"):
         _run_cases(kernel, cases, request)
         return
     subject, settings = _subject(kernel, request.config, shard, shards, most)
+    with interrupted_once():
+        _fuzz(subject, settings, request)
+
+
+def _fuzz(subject: Kernel, settings: Settings, request: pytest.FixtureRequest) -> None:
+    from attnfuzz.harness.campaign.campaign import run_campaign
+    from attnfuzz.kernels.problem import BadArgument
+
     try:
         with _recorder(settings, _again(subject, request)) as recorder:
             finished = run_campaign([subject], settings, recorder, _executor(request.config, subject, settings))
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if finished.interrupted:
-        raise KeyboardInterrupt
+        hear_no_more(request.config)
+        if not finished.findings:
+            raise KeyboardInterrupt
+        # pytest shows no test that a KeyboardInterrupt ends: this one has failed, and is the last.
+        request.session.shouldfail = "interrupted by Ctrl-C: no other test was run"
     _record(request, finished, settings)
     if finished.findings or finished.lost:
         pytest.fail(_message(finished, subject, request), pytrace=False)
@@ -65,6 +76,18 @@ def run_stored(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) 
     if stored.case.kernel != subject.name:
         pytest.fail(f"case={str(stored.path)!r}: it is one of {stored.case.kernel}, not of {subject.name}", pytrace=False)
     _run_again(stored, settings)
+
+
+def hear_no_more(config: pytest.Config) -> None:
+    """Drop Ctrl-C until pytest has ended: another would cost the failures that it is about to print."""
+    if _RESTORE not in config.stash:
+        config.stash[_RESTORE] = drop_interrupts()
+
+
+def hear_again(config: pytest.Config) -> None:
+    """Handle Ctrl-C as before `hear_no_more`."""
+    if (restore := config.stash.get(_RESTORE, None)) is not None:
+        restore()
 
 
 def close_executors(config: pytest.Config) -> None:

@@ -79,4 +79,5 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "processes_replaced": row.replaced,
         "seconds_to_recover": list(row.recoveries),
         "times": msgspec.to_builtins(row.times),
+        "disturbances": msgspec.to_builtins(row.disturbances),
     }

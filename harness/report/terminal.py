@@ -17,6 +17,7 @@ from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
 from attnfuzz.harness.core.text import counted, json_line, one_line
+from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
 from attnfuzz.harness.report import groups
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
@@ -135,6 +136,9 @@ class Terminal:
             self.console.print("\n" * (number == 0) + line, highlight=False, soft_wrap=True, markup=False)
         if event.interrupted:
             self.console.print("[yellow]interrupted: the findings until then are above[/]")
+        disturbances = sum((row.disturbances for row in event.summaries), Disturbances()).describe()
+        if disturbances:
+            self.console.print(f"[yellow]{disturbances}[/]", highlight=False, soft_wrap=True)
         for broken in event.broken:
             self.console.print(
                 f"[red]{escape(one_line(broken.kernel))} was not tried to the end: {escape(broken.error.splitlines()[0])}[/]"

@@ -10,6 +10,7 @@ from typing import Literal
 from attnfuzz.harness.campaign.events import Phase, Rate
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.signals import ending
 from attnfuzz.harness.core.statistics import interval
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.executors import Executor, InProcess
@@ -184,7 +185,9 @@ def repeat(case: Case, count: int, where: Where, on_run: Callable[[int, Verdict]
                 for failure in {each.identity: each for each in verdict.failures}.values():
                     failures.setdefault(failure.identity, FailureCount(failure, 0, runs)).runs += 1
                 on_run(runs, verdict)
+            ending()
         except KeyboardInterrupt:
+            ending()
             interrupted = True
     return Repetition(device, count, runs, failed, tuple(failures.values()), interrupted)
 

@@ -15,6 +15,7 @@ from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.plan import variants_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker
+from attnfuzz.harness.core.signals import ending, uninterrupted
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, verdict_or_lost
@@ -84,13 +85,15 @@ def shrink_further(
             with contextlib.suppress(KeyboardInterrupt, DeviceLost):
                 if not lost:
                     shrinker.shrink(seconds)
+            ending()
         finally:
-            # A smaller Case is kept also where an error ends this.
-            finding = shrinker.finding
-            if finding.case != stored.case:
-                corpus = Corpus(folder)
-                corpus.folder = folder
-                path = corpus.write(finding, stored.finding.seed)
+            # A smaller Case is kept also where an error, or Ctrl-C at the last moment, ends this.
+            with uninterrupted():
+                finding = shrinker.finding
+                if finding.case != stored.case:
+                    corpus = Corpus(folder)
+                    corpus.folder = folder
+                    path = corpus.write(finding, stored.finding.seed)
     outcome: Literal["SMALLER", "MINIMAL", "STOPPED"] = "SMALLER" if path else "STOPPED" if finding.partly else "MINIMAL"
     return Reshrunk(
         outcome, device, finding.case, finding.verdict, identity, str(path) if path else None, runner.trials,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -112,3 +113,37 @@ def _daemon() -> None:
         os._exit(0)
     time.sleep(0.2)
     os._exit(4)
+
+
+def once(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    """Say which process this is; the first of them then waits, for what happens to it from outside."""
+    enter("kernel")
+    mark = Path(payload["mark"])
+    if len(list(mark.parent.glob(f"{mark.name}.*"))) < payload.get("times", 1):
+        mark.with_name(f"{mark.name}.{os.getpid()}").touch()
+        time.sleep(60)
+    return "done", False
+
+
+def works(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    """Use so many processor seconds, however long that takes."""
+    enter("kernel")
+    while time.process_time() < payload["seconds"]:
+        pass
+    return "done", False
+
+
+def stops(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    enter("kernel")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+    return "done", False
+
+
+def refuse_forks() -> None:
+    """Preloaded: as under a limit on processes, which root does not have."""
+
+    def refuse() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    os.fork = refuse  # type: ignore[assignment]

@@ -5,8 +5,9 @@ Checks without a call of the kernel run in this process, all others in child pro
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import msgspec
 from attnfuzz.harness.audit.conformance import declared, features
 from attnfuzz.harness.audit.conformance.row import Row, failing, shortened
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.signals import ending
 from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.kernel_ref import shipped
@@ -35,12 +37,13 @@ _DEADLINE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """Results of every check of `kernel` on `device`."""
+    """Results of every check of `kernel` on `device`; `interrupted`: by the user, so that the last row says what was not run."""
 
     kernel: str
     device: Device
     rows: tuple[Row, ...]
     seconds: float
+    interrupted: bool = False
 
     @property
     def wrong(self) -> tuple[Row, ...]:
@@ -82,14 +85,24 @@ def check_adapter(
     """
     start, rows = time.monotonic(), list[Row]()
     kernel = registry.find(target)
-    for row in _rows(target, kernel, device, in_process=in_process):
-        rows.append(row)
-        listener(row)
+    interrupted = False
+    with contextlib.closing(_rows(target, kernel, device, in_process=in_process)) as checks:
+        try:
+            for row in checks:
+                rows.append(row)
+                listener(row)
+            ending()
+        except KeyboardInterrupt:
+            ending()
+            interrupted = True
+            rows.append(_not_run("all else", "interrupted"))
+            listener(rows[-1])
     name = getattr(kernel, "name", target)
-    return Conformance(name if isinstance(name, str) else target, device, tuple(rows), time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Conformance(name if isinstance(name, str) else target, device, tuple(rows), seconds, interrupted)
 
 
-def _rows(target: str, candidate: Any, device: Device, *, in_process: bool) -> Iterator[Row]:
+def _rows(target: str, candidate: Any, device: Device, *, in_process: bool) -> Generator[Row, None, None]:
     wrong = False
     for row in declared.members(candidate):
         yield row

@@ -45,7 +45,7 @@ def show_conformance(console: Console, done: Conformance) -> None:
     counts = f"{len(done.wrong)} of {counted(len(done.rows), 'check')} failed" if done.wrong else counted(len(done.rows), "check")
     verdict = "[bold red]breaks the contract[/]" if done.wrong else "[green]fulfils the contract[/]"
     if not done.wrong and not done.complete:
-        verdict = "[yellow]could not be checked here[/]"
+        verdict = "[yellow]not checked to the end[/]" if done.interrupted else "[yellow]could not be checked here[/]"
     more = f", {counted(hints, 'hint')}" if hints else ""
     console.print(f"{escape(done.kernel)} on {done.device}: {verdict} ({counts}{more}, {done.seconds:.1f} s)", highlight=False)
 
@@ -57,6 +57,7 @@ def conformance_object(done: Conformance) -> dict[str, Any]:
         "device": done.device,
         "right": not done.wrong and done.complete,
         "complete": done.complete,
+        "interrupted": done.interrupted,
         "checks": msgspec.to_builtins(done.rows),
         "seconds": done.seconds,
     }

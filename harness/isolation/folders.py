@@ -1,0 +1,58 @@
+"""The temporary folder of a run, and those that runs left behind of which no process lived on to clean up.
+
+A run holds a lock on a file of its folder while it lives: a folder whose lock can be had is of a run that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+from attnfuzz.harness.isolation import reaper
+
+__all__ = ["clear_left_behind", "new_folder"]
+
+_PREFIX, _OWNER = "attnfuzz-", ".owner"
+_LONGEST = 64
+
+
+def new_folder(run: str) -> tuple[str, int]:
+    """Make the temporary folder of `run`; returns it with the descriptor of its lock, to be closed when the folder is gone."""
+    folder = tempfile.mkdtemp(prefix=_PREFIX)
+    descriptor = os.open(f"{folder}/{_OWNER}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    # Where there are no locks, the file stays empty, and another run leaves the folder alone.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, run.encode())
+    return folder, descriptor
+
+
+def clear_left_behind() -> int:
+    """Kill what is left of runs that were killed together with their reaper, and remove their folders; returns how many."""
+    count = 0
+    try:
+        names = [each for each in os.scandir(tempfile.gettempdir()) if each.name.startswith(_PREFIX)]
+    except OSError:
+        return 0
+    for each in names:
+        with contextlib.suppress(OSError):
+            if each.is_dir(follow_symlinks=False) and each.stat(follow_symlinks=False).st_uid == os.getuid():
+                count += _cleared(Path(each.path))
+    return count
+
+
+def _cleared(folder: Path) -> bool:
+    """Whether the folder is of a run that is gone, and has been removed."""
+    descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run = os.read(descriptor, _LONGEST).decode("ascii", "replace")
+        if not run.isalnum():
+            return False
+        reaper.clear(run, str(folder))
+        return True
+    finally:
+        os.close(descriptor)
