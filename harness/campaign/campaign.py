@@ -20,6 +20,7 @@ from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.processes import WorkerProcesses
+from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
 from attnfuzz.harness.core.signals import uninterrupted
@@ -56,7 +57,9 @@ def run_campaign(
     corpus = Corpus(settings.out) if settings.out else None
     if corpus:
         corpus.check()
-    context = CampaignContext(settings, listener, corpus, None if settings.seconds is None else start + settings.seconds)
+    end = None if settings.seconds is None else start + settings.seconds
+    replays = ReplayRecord(settings.out) if settings.out and settings.replay else None
+    context = CampaignContext(settings, listener, corpus, end, replays)
     if group is None and settings.workers > 1 and executor is None:
         group = WorkerProcesses
     declared = [each for each in unique if settings.device in each.capabilities.devices]

@@ -32,6 +32,7 @@ __all__ = [
     "Listener",
     "Phase",
     "Rate",
+    "ReplayStarted",
     "Shrunk",
     "TrialFinished",
     "Worst",
@@ -126,6 +127,16 @@ class KernelStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayStarted:
+    """Stored Cases of a kernel are about to be tried: `cases` of all that are `stored`, for at most `seconds` of its workers."""
+
+    kernel: str
+    cases: int
+    stored: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompileFinished:
     """One compile is done."""
 
@@ -194,6 +205,10 @@ class KernelSummary:
     """Child processes that died or were killed."""
     refused: int = 0
     """Variants that the compiler refused; no Case of them was tried."""
+    replayed: int = 0
+    """Stored Cases that were tried; `cases` counts them too."""
+    not_replayed: int = 0
+    """Stored Cases that were not tried, since their part of the run was over."""
     unreached: int = 0
     """Variants that were not compiled when the time was over; no Case of them was tried."""
     recoveries: tuple[float, ...] = ()
@@ -250,6 +265,7 @@ Event = (
     | CaseNotKept
     | CaseResumed
     | KernelStarted
+    | ReplayStarted
     | CompileFinished
     | TrialFinished
     | FailureFound
