@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from attnfuzz.harness.campaign.earlier import EarlierCase
+from attnfuzz.harness.isolation.supervisor import Statistics
 
 __all__ = ["ReplayClock", "TrialClock"]
 
@@ -46,30 +47,28 @@ class TrialClock:
 
 
 class ReplayClock:
-    """Seconds of the trials of stored Cases in one turn.
+    """Seconds of the trials of stored Cases in one turn, without those of waiting for a child process.
 
     Args:
-        most: seconds after which no other one begins, not counting the first, which waits for a child process to start; None: no
-            limit.
+        most: seconds after which no other one begins; None: no limit.
+        statistics: of the executor.
     """
 
-    def __init__(self, most: float | None) -> None:
-        self._most, self._first, self._count = most, 0.0, 0
+    def __init__(self, most: float | None, statistics: Statistics) -> None:
+        self._most, self._statistics = most, statistics
         self.seconds = 0.0
 
     @property
     def over(self) -> bool:
         """Whether no other stored Case begins in this turn."""
-        return self._most is not None and self._count > 0 and self.seconds - self._first >= self._most
+        return self._most is not None and self.seconds >= self._most
 
     @contextlib.contextmanager
     def counting(self, earlier: EarlierCase, clock: TrialClock) -> Iterator[None]:
         """Count the trials of a Case if it is a stored one."""
-        before = clock.seconds
+        before = clock.seconds - self._statistics.start_seconds
         try:
             yield
         finally:
             if earlier.stored is not None:
-                self.seconds += clock.seconds - before
-                self._first = self.seconds if self._count == 0 else self._first
-                self._count += 1
+                self.seconds += max(0.0, clock.seconds - self._statistics.start_seconds - before)

@@ -102,7 +102,7 @@ class KernelRun:
         self._until, self._statistics_before = turn.until, self._statistics()
         self.clock.reset()
         self._context.executor.limit(self._context.end)
-        earlier, replays = list(turn.earlier), ReplayClock(turn.replay_seconds)
+        earlier, replays = list(turn.earlier), ReplayClock(turn.replay_seconds, self._context.executor.statistics)
         with self.clock.running():
             try:
                 while earlier and not self._spent() and not (earlier[0].stored and replays.over):

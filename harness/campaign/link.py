@@ -30,7 +30,7 @@ class Turn:
     earlier: tuple[EarlierCase, ...] = ()
     only_earlier: bool = False
     replay_seconds: float | None = None
-    """Seconds after which no more of the stored Cases is tried; the time of the first one is not counted. None: no limit."""
+    """Seconds of trials after which no other stored Case begins; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
