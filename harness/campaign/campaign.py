@@ -73,7 +73,8 @@ def run_campaign(
         # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
         states = _states(runnable, context)
         names = tuple(kernel.name for kernel in runnable)
-        listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
+        examples = states[0].rounds.most
+        listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds, settings.seed, examples))
         for each in skipped:
             listener(each)
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)

@@ -260,6 +260,7 @@ class Coordinator:
             broken=tuple(self.broken),
             lost=lost,
             not_kept=not_kept,
+            seed=self.context.settings.seed,
         )
         self.context.listener(finished)
         return finished

@@ -78,6 +78,9 @@ class CampaignStarted:
     environment: dict[str, Any]
     kernels: tuple[str, ...]
     seconds: float | None
+    seed: int = 0
+    examples: int | None = None
+    """Cases of each kernel, of this shard; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,10 @@ class KernelSummary:
     """Seconds from each death of a child to the next verdict."""
     times: Times | None = None
     """Where the time of its turns went; None where it is not known."""
+    drawn: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Cases by what was drawn and its value, as `Tally.drawn`."""
+    never_drawn: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What the kernel declares and no Case had, by what is drawn (`undrawn.never_drawn`)."""
 
     @property
     def rate(self) -> float:
@@ -251,6 +258,8 @@ class CampaignFinished:
     """Why the run ended early, where a kernel broke the device for this process."""
     not_kept: str | None = None
     """Why Cases could not be written to disk, where they could not; such findings have no path."""
+    seed: int | None = None
+    """None: the results are of runs with several seeds."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -16,6 +16,7 @@ from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.rounds import Rounds
+from attnfuzz.harness.campaign.undrawn import never_drawn
 from attnfuzz.harness.isolation.executors import Compiled
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -221,4 +222,6 @@ class KernelState:
             findings=tuple(self.findings.closed.values()),
             features=dict(self.tally.features),
             times=self.times,
+            drawn={name: dict(counts) for name, counts in self.tally.drawn.items()},
+            never_drawn=never_drawn(self.kernel.capabilities, self._context.settings.device, self.plan.variants, self.tally),
         )

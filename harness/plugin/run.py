@@ -30,12 +30,14 @@ COUNT: pytest.StashKey[int] = pytest.StashKey()
 _EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
 
 
-def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
-    """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one instead."""
+def run_shard(
+    kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest, *, seed: int | None = None
+) -> None:
+    """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one instead. `seed`: the test's own."""
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.kernels.problem import BadArgument
 
-    subject, settings = _subject(kernel, request.config, shard, shards, most)
+    subject, settings = _subject(kernel, request.config, shard, shards, most, seed)
     if cases := request.config.getoption("--attnfuzz-case"):
         _run_cases(subject, cases, shard, settings, request)
         return
@@ -71,7 +73,9 @@ def close_executors(config: pytest.Config) -> None:
         executor.close()
 
 
-def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: int, most: int) -> tuple[Kernel, Settings]:
+def _subject(
+    kernel: Kernel | str, config: pytest.Config, shard: int, shards: int, most: int, seed: int | None = None
+) -> tuple[Kernel, Settings]:
     """The kernel and the settings of a test; the test is skipped where the kernel is not to run, or cannot."""
     from attnfuzz.kernels import registry
     from attnfuzz.kernels.problem import BadArgument
@@ -79,7 +83,7 @@ def _subject(kernel: Kernel | str, config: pytest.Config, shard: int, shards: in
     try:
         subject = registry.get(kernel) if isinstance(kernel, str) else kernel
         only = [registry.get(name).name for name in config.getoption("--attnfuzz-kernel")]
-        settings = settings_of(config, shard=shard, shards=shards, most=most)
+        settings = settings_of(config, shard=shard, shards=shards, most=most, seed=seed)
         if settings.budget is not None:
             settings = replace(settings, budget=settings.budget * _share(config))
     except BadArgument as error:

@@ -24,6 +24,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
         "broken": [{"kernel": each.kernel, "error": each.error} for each in finished.broken],
         "lost": finished.lost,
         "not_kept": finished.not_kept,
+        "seed": finished.seed,
     }
 
 
@@ -61,9 +62,13 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "compile_seconds": row.compile_seconds,
         "refused": row.refused,
         "unreached": row.unreached,
+        "replayed": row.replayed,
+        "not_replayed": row.not_replayed,
         "outputs": {name: msgspec.to_builtins(each) for name, each in row.outputs.items()},
         "failures": len(row.findings),
         "features": row.features,
+        "drawn": row.drawn,
+        "never_drawn": {name: list(values) for name, values in row.never_drawn.items()},
         "processes_replaced": row.replaced,
         "seconds_to_recover": list(row.recoveries),
         "times": msgspec.to_builtins(row.times),

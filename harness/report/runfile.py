@@ -76,11 +76,15 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     refused: int = 0
     unreached: int = 0
     replaced: int = 0
+    replayed: int = 0
+    not_replayed: int = 0
     variants: int = 0
     ended: bool = False
     outputs: dict[str, OutputRecord] = {}
     features: dict[str, int] = {}
     drawn: dict[str, dict[str, int]] = {}
+    never_drawn: dict[str, list[str]] = {}
+    """What the kernel declares and no Case had; empty until the turn is over."""
     stages: dict[str, float] = {}
     """Seconds spent in each stage of all trials, shrinking included."""
 
