@@ -102,7 +102,7 @@ class EarlierCases:
             seconds: of all workers together for this kernel's stored Cases; None: no limit.
         """
         if self._queue is None:
-            self._queue = self._begun(seconds)
+            self._queue = self._begun(None if seconds is None else seconds / workers)
         part = None
         if seconds is not None:
             left = seconds - self._spent - sum(given for _, given in self._given.values())

@@ -131,7 +131,7 @@ class KernelStarted:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStarted:
-    """Stored Cases of a kernel are about to be tried: `cases` of all that are `stored`, for at most `seconds` of its workers."""
+    """Stored Cases of a kernel are about to be tried: `cases` of all that are `stored`, for at most `seconds`."""
 
     kernel: str
     cases: int

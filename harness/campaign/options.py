@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.kernels.contract import Device
 
-__all__ = ["OPTIONS", "Option", "drawn_seed", "settings_from"]
+__all__ = ["OPTIONS", "Option", "drawn_seed", "seed_of", "settings_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
 
     fields: dict[str, Any] = {
         **{name: values[name] for name in ("max_examples", "max_failures", "out", "jobs", "in_process")},
-        "seed": _seed(values),
+        "seed": seed_of(values),
         "device": device,
         "profile": settings.profile(values["profile"]).name,
         "budget": seconds("budget"),
@@ -116,7 +116,12 @@ def drawn_seed() -> int:
     return secrets.randbelow(_SEEDS)
 
 
-def _seed(values: Mapping[str, Any]) -> int:
+def seed_of(values: Mapping[str, Any]) -> int:
+    """Return the seed that the values of the options give, or a new one.
+
+    Raises:
+        BadArgument: a shard is given without one.
+    """
     seed: int | None = values["seed"]
     if seed is None and values.get("shard") is not None:
         reason = "each part would draw a seed of its own, and the parts would try some Cases twice and others never"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import click
 from click.core import ParameterSource
 from rich.markup import escape
 
-from attnfuzz.harness.campaign.options import settings_from
+from attnfuzz.harness.campaign.options import seed_of, settings_from
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    announce,
     asked_for,
     console,
     json_option,
@@ -27,6 +29,8 @@ from attnfuzz.harness.cli.options import (
     out_option,
     run_options,
     seed_option,
+    verbosity_of,
+    verbosity_options,
     writable,
     write_file,
 )
@@ -43,18 +47,25 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.events import CampaignFinished
     from attnfuzz.harness.gate.known import Known, LedgerResult
     from attnfuzz.harness.report.figures import Figures
+    from attnfuzz.harness.report.progress import Verbosity
     from attnfuzz.harness.report.recorder import Recorder
 
-__all__ = ["campaign", "demo_command", "known_failures", "run_command"]
+__all__ = ["announce_run", "campaign", "demo_command", "known_failures", "run_command"]
 
 
 @click.command("run")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @kernels_option
 @run_options
+@verbosity_options
 @json_option
-def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def run_command(
+    kernels: tuple[str, ...], more_kernels: tuple[str, ...], quiet: bool, verbose: bool, as_json: bool, **options: Any
+) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
+    verbosity = verbosity_of(quiet=quiet, verbose=verbose)
+    options["seed"] = seed_of(options)
+    announce_run("runs", (*kernels, *more_kernels), options["seed"], verbosity, err=as_json)
     settings = settings_from(options, resolve_device(options["device"]))
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
@@ -66,7 +77,12 @@ def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json
         settings = replace(settings, workers=useful_workers(settings, len(chosen)))
     known = None if options["ledger"] is None else known_failures(options["ledger"], chosen)
     file = None if options["table"] is None else writable(options["table"], "table")
-    click.get_current_context().exit(campaign(chosen, settings, known, file, as_json=as_json))
+    click.get_current_context().exit(campaign(chosen, settings, known, file, as_json=as_json, verbosity=verbosity))
+
+
+def announce_run(does: str, kernels: tuple[str, ...], seed: int, verbosity: Verbosity, *, err: bool) -> None:
+    """Say at once what is about to run, and its seed."""
+    announce(f"{does} {', '.join(kernels) or 'all kernels'} with seed {seed}", verbosity, err=err)
 
 
 def known_failures(path: str, kernels: list[Kernel]) -> Known:
@@ -77,7 +93,14 @@ def known_failures(path: str, kernels: list[Kernel]) -> Known:
 
 
 def campaign(
-    kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool, group: Any = None
+    kernels: list[Kernel],
+    settings: Any,
+    known: Known | None,
+    table: Path | None,
+    *,
+    as_json: bool,
+    verbosity: Verbosity = "normal",
+    group: Any = None,
 ) -> int:
     """Run a campaign and show it; returns the exit code. `group` makes its workers, as in `run_campaign`."""
     from attnfuzz.harness.campaign.campaign import run_campaign
@@ -85,9 +108,9 @@ def campaign(
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
 
-    terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
+    terminal = Terminal(console(stderr=as_json), live=False if as_json else None, verbosity=verbosity)
     figures = Figures(known.covers) if known else Figures()
-    with _recorder(settings) as recorder:
+    with contextlib.closing(terminal), _recorder(settings) as recorder:
         finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures), group=group)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
@@ -166,8 +189,8 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     terminal = console(stderr=as_json)
     if not as_json:
         terminal.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
-    with _recorder(settings) as recorder:
-        finished = run_campaign([registry.get("demo.varlen")], settings, to_all(Terminal(terminal), recorder))
+    with contextlib.closing(Terminal(terminal, tried=False)) as shown, _recorder(settings) as recorder:
+        finished = run_campaign([registry.get("demo.varlen")], settings, to_all(shown, recorder))
     planted = [each for each in finished.findings if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)
