@@ -74,6 +74,8 @@ OPTIONS = (
     _flag("in-process", "No child processes, for a debugger: a crash of a kernel ends this process."),
     _flag("no-memory-check", "Do not check every access to memory of interpreted kernels (Triton on the CPU)."),
     _flag("no-maps", "Keep no maps of the errors of minimal Cases for `attnfuzz report`."),
+    _flag("statistics", "Show at the end of the session what each fuzz test has tried: Cases, worst errors, all that was drawn.",
+          only="pytest"),
     _flag("plain", "Only one call against the oracle: no sequences of calls, no relations.", only="click"),
     _flag("no-replay", "Do not try the stored Cases first.", only="click"),
     Option("ledger", "Known failures, as those of `attnfuzz gate`: they count only once they are gone.", "FILE", only="click"),

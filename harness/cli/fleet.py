@@ -58,7 +58,7 @@ def fleet_command(
     """
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     options["seed"] = seed_of(options)
-    announce_run("runs on a cluster", (*kernels, *more_kernels), options["seed"], verbosity, err=as_json)
+    announce_run("runs on a cluster", (*kernels, *more_kernels), options["seed"], verbosity, as_json=as_json)
     from attnfuzz.harness.campaign.fleet.cluster import joined, places_in
     from attnfuzz.harness.campaign.fleet.workers import FleetWorkers
 

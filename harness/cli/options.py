@@ -98,10 +98,10 @@ def verbosity_of(*, quiet: bool, verbose: bool) -> Verbosity:
     return "quiet" if quiet else "verbose" if verbose else "normal"
 
 
-def announce(text: str, verbosity: Verbosity, *, err: bool) -> None:
-    """Say at once what a command is about to do: what it imports after that takes seconds."""
-    if verbosity != "quiet":
-        click.echo(f"attnfuzz {versions().get('attnfuzz', '')} {text} ...", err=err)
+def announce(text: str, verbosity: Verbosity, *, as_json: bool) -> None:
+    """Say at once what a command is about to do: what it imports after that takes seconds. Machines need not know."""
+    if verbosity != "quiet" and not as_json:
+        click.echo(f"attnfuzz {versions().get('attnfuzz', '')} {text} ...")
 
 
 def run_options(command: Any) -> Any:

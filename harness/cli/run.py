@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 from rich.markup import escape
 
-from attnfuzz.harness.campaign.options import seed_of, settings_from
+from attnfuzz.harness.campaign.options import settings_from
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -64,9 +64,8 @@ def run_command(
 ) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
-    options["seed"] = seed_of(options)
-    announce_run("runs", (*kernels, *more_kernels), options["seed"], verbosity, err=as_json)
     settings = settings_from(options, resolve_device(options["device"]))
+    announce_run("runs", (*kernels, *more_kernels), settings.seed, verbosity, as_json=as_json)
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
@@ -80,9 +79,9 @@ def run_command(
     click.get_current_context().exit(campaign(chosen, settings, known, file, as_json=as_json, verbosity=verbosity))
 
 
-def announce_run(does: str, kernels: tuple[str, ...], seed: int, verbosity: Verbosity, *, err: bool) -> None:
+def announce_run(does: str, kernels: tuple[str, ...], seed: int, verbosity: Verbosity, *, as_json: bool) -> None:
     """Say at once what is about to run, and its seed."""
-    announce(f"{does} {', '.join(kernels) or 'all kernels'} with seed {seed}", verbosity, err=err)
+    announce(f"{does} {', '.join(kernels) or 'all kernels'} with seed {seed}", verbosity, as_json=as_json)
 
 
 def known_failures(path: str, kernels: list[Kernel]) -> Known:

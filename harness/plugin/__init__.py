@@ -25,6 +25,7 @@ from attnfuzz.harness.plugin.options import (
     session_seed,
 )
 from attnfuzz.harness.plugin.run import COUNT, MARK, close_executors, run_shard, run_stored
+from attnfuzz.harness.plugin.statistics import pytest_runtest_makereport, pytest_terminal_summary
 
 if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
@@ -39,6 +40,8 @@ __all__ = [
     "pytest_generate_tests",
     "pytest_report_collectionfinish",
     "pytest_report_header",
+    "pytest_runtest_makereport",
+    "pytest_terminal_summary",
     "pytest_unconfigure",
     "pytest_xdist_auto_num_workers",
 ]

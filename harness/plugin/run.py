@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attnfuzz.harness.plugin.options import settings_of
+from attnfuzz.harness.plugin.statistics import keep_figures
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.corpus import CaseFile
@@ -49,6 +50,7 @@ def run_shard(
     if finished.interrupted:
         raise KeyboardInterrupt
     _record(request, finished, settings)
+    keep_figures(request.node, finished, settings)
     if finished.findings or finished.lost:
         pytest.fail(_message(finished, subject, request), pytrace=False)
     if finished.not_kept:
@@ -175,6 +177,7 @@ def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings
     for row in finished.summaries:
         properties += [("kernel", row.kernel), ("cases", row.cases), ("shrink_cases", row.shrink_cases)]
         properties += [("seconds", round(row.seconds, 3)), ("compiles", row.compiles), ("processes_replaced", row.replaced)]
+        properties.append(("not_replayed", row.not_replayed))
         for name, each in row.outputs.items():
             properties += [(f"{name}.judged", each.cases), (f"{name}.worst_error_over_budget", f"{each.worst:.4g}")]
             properties.append((f"{name}.wrong", each.failures))

@@ -93,10 +93,10 @@ class Terminal:
 
     def _on_CaseNotKept(self, event: events.CaseNotKept) -> None:  # noqa: N802
         if event.failing:
-            self._say(f"[red]a failing case could not be written: {escape(event.reason)}; it is this:[/]")
+            self._say(f"[red]a failing case could not be written: {escape(event.reason)}; it is this:[/]", always=True)
             self.progress.console.print(event.case.canonical(), highlight=False, soft_wrap=True, markup=False)
         else:
-            self._say(f"[red]the case in flight cannot be noted on disk any more: {escape(event.reason)}[/]")
+            self._say(f"[red]the case in flight cannot be noted on disk any more: {escape(event.reason)}[/]", always=True)
 
     def _on_CaseResumed(self, event: events.CaseResumed) -> None:  # noqa: N802
         self._say(f"[yellow]case {event.case.id} was in flight when a run died: it comes first[/]")
@@ -194,8 +194,8 @@ class Terminal:
         verdict = f"[red]{count} failure{'s' * (count > 1)}[/]" if count else "[green]no failures[/]"
         self.console.print(f"{verdict} in {cases} cases, {event.seconds:.1f} s{seed}", highlight=False)
 
-    def _say(self, text: str) -> None:
-        if self._verbosity == "quiet":
+    def _say(self, text: str, *, always: bool = False) -> None:
+        if self._verbosity == "quiet" and not always:
             return
         self.progress.console.print(text, highlight=False, soft_wrap=True)
 
