@@ -119,7 +119,7 @@ def campaign(
     if table is not None:
         failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
-        write_file(table, figures.markdown(finished, _command(settings.device), failures, notes), "table")
+        write_file(table, figures.markdown(finished, _command(settings.device, settings.seed), failures, notes), "table")
     if finished.not_kept:
         # Only the terminal says so: a machine must not take what is in the folder for all failures.
         return WRONG_USE
@@ -154,8 +154,8 @@ def _run_object(finished: CampaignFinished, figures: Figures, known: Known | Non
     }
 
 
-def _command(device: Device) -> str:
-    """The command line as it was given, less where results go."""
+def _command(device: Device, seed: int) -> str:
+    """The command line as it was given, less where results go, with the seed that was drawn."""
     context = click.get_current_context()
     words = ["attnfuzz", context.command.name or "run", *context.params["kernels"]]
     for option in context.command.params:
@@ -164,7 +164,8 @@ def _command(device: Device) -> str:
         if not left_out and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             values = value if isinstance(value, tuple) else (value,)
             words += [word for each in values for word in (option.opts[0], *([] if each is True else [str(each)]))]
-    return shlex.join([*words, "--device", device])
+    drawn = [] if "--seed" in words else ["--seed", str(seed)]
+    return shlex.join([*words, *drawn, "--device", device])
 
 
 def _recorder(settings: Any) -> Recorder:

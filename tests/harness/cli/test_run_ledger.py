@@ -109,6 +109,8 @@ def test_in_children_too() -> None:
         "--plain",
         "--max-examples",
         "4",
+        "--seed",
+        "0",
         "--ledger",
         path,
         "--json",
