@@ -1,4 +1,4 @@
-"""Which stored Cases a run replays where it has no time for all: newest first, and by turns those not replayed for the longest.
+"""Which stored Cases a run replays where it has no time for all: newest first, alternately with those not replayed for the longest.
 
 `DIR/replayed.json` holds, of each kernel, the names of case files in the order of their latest replay. It is there only after a
 run that could not replay all of them; without it, or where it cannot be read, no file counts as replayed.
@@ -35,7 +35,7 @@ def most_replays(most: int | None) -> int | None:
 def in_turn(stored: Sequence[CaseFile], replayed: Sequence[str]) -> list[CaseFile]:
     """Return the order in which case files are replayed, wherever the run stops.
 
-    The first is the one not replayed for the longest, the second the newest, and so on by turns. Files that were never replayed
+    The first is the one not replayed for the longest, the second the newest, and so on. Files that were never replayed
     come before all others, the newest of them first.
 
     Args:
@@ -45,8 +45,8 @@ def in_turn(stored: Sequence[CaseFile], replayed: Sequence[str]) -> list[CaseFil
     newest = sorted(stored, key=lambda each: (-_written(each.path), each.path.name))
     when = {name: number for number, name in enumerate(replayed)}
     longest_ago = sorted(newest, key=lambda each: when.get(each.path.name, -1))
-    by_turns = (each for pair in zip(longest_ago, newest, strict=True) for each in pair)
-    return list({each.path: each for each in by_turns}.values())
+    alternating = (each for pair in zip(longest_ago, newest, strict=True) for each in pair)
+    return list({each.path: each for each in alternating}.values())
 
 
 def _written(path: Path) -> int:
