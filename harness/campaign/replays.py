@@ -1,4 +1,4 @@
-"""Which stored Cases a run replays where it has no time for all: newest first, alternately with those not replayed for the longest.
+"""Which stored Cases a run replays where it has no time for all: the newest, alternately with those not replayed for longest.
 
 `DIR/replayed.json` holds, of each kernel, the names of case files in the order of their latest replay. It is there only after a
 run that could not replay all of them; without it, or where it cannot be read, no file counts as replayed.
