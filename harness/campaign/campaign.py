@@ -22,6 +22,7 @@ from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.processes import WorkerProcesses
+from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
 from attnfuzz.harness.core.signals import ending, interrupted_once, uninterrupted
@@ -75,7 +76,9 @@ def _run_campaign(
     corpus = Corpus(settings.out) if settings.out else None
     if corpus:
         corpus.check()
-    context = CampaignContext(settings, listener, corpus, None if settings.seconds is None else start + settings.seconds)
+    end = None if settings.seconds is None else start + settings.seconds
+    replays = ReplayRecord(settings.out) if settings.out and settings.replay else None
+    context = CampaignContext(settings, listener, corpus, end, replays)
     if group is None and settings.workers > 1 and executor is None:
         group = WorkerProcesses
     declared = [each for each in unique if _declares(each, settings.device)]
@@ -90,7 +93,8 @@ def _run_campaign(
         unread: list[CaseSkipped] = []
         states = _states(runnable, context, unread)
         names = tuple(kernel.name for kernel in runnable)
-        listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
+        examples = states[0].rounds.most
+        listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds, settings.seed, examples))
         for each in skipped:
             listener(each)
         for event in (*unread, *refused):

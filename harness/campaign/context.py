@@ -10,6 +10,7 @@ from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import Listener
 from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.maps import MapWriter
+from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.kernels.contract import Device
@@ -30,6 +31,8 @@ class CampaignContext:
     listener: Listener = lambda _: None
     corpus: Corpus | None = None
     end: float | None = None
+    replays: ReplayRecord | None = None
+    """Which stored Cases earlier runs have replayed."""
 
     @property
     def shrink_seconds(self) -> float:

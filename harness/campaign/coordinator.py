@@ -24,6 +24,7 @@ from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.marks import Marks
+from attnfuzz.harness.campaign.replays import SHARE
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.isolation.executors import Compiled, Executor
 from attnfuzz.harness.judge.failure import Identity
@@ -85,8 +86,8 @@ class Coordinator:
         if not able:
             return "wait" if left else None
         state = min(able, key=lambda each: (len(each.workers), each.seconds))
-        earlier = state.begin_turn(worker)
-        return Turn(state.kernel.name, self._until(now, len(left)), earlier, only_earlier=state.left_earlier)
+        until = self._until(now, len(left))
+        return state.begin_turn(worker, until, workers=self._workers, seconds=self._replay_seconds())
 
     def able(self) -> int:
         """Return how many workers could begin a turn now: one a kernel without a worker, any number where Cases have no end."""
@@ -111,7 +112,7 @@ class Coordinator:
             return False
         if state.waiting.get(worker):
             return state.waiting_at[worker] != state.compiles or state.rounds.may_give()
-        return bool(state.ready.get(worker) or state.left_earlier or state.rounds.may_give())
+        return bool(state.ready.get(worker) or state.earlier or state.rounds.may_give())
 
     def _until(self, now: float, kernels: int) -> float | None:
         """Return when a turn ends: a kernel has its share of the workers' time in several turns, so that all have some early."""
@@ -121,6 +122,12 @@ class Coordinator:
         self._begun = now if self._begun is None else self._begun
         share = (self.context.end - self._begun) * self._workers / kernels
         return min(self.context.end, now + min(_LONGEST[self.context.settings.device], max(_SHORTEST, share / _PARTS)))
+
+    def _replay_seconds(self) -> float | None:
+        """Return the seconds of all workers together in which a kernel's stored Cases may be tried; None: no limit."""
+        if self.context.end is None or self._begun is None:
+            return None
+        return SHARE * (self.context.end - self._begun) * self._workers / len(self.states)
 
     def _late(self) -> bool:
         return self.context.end is not None and time.monotonic() >= self.context.end
@@ -240,6 +247,10 @@ class Coordinator:
             if not state.ended:
                 state.ended = True
                 self.context.listener(KernelFinished(summaries[-1]))
+        if self.context.replays:
+            stored = [each for each in self.states.values() if each.earlier.stored]
+            missing = [each.kernel.name for each in stored if each.earlier.not_replayed]
+            self.context.replays.update({each.kernel.name: each.earlier.replayed for each in stored}, missing)
         not_kept = next((each.findings.not_kept for each in self.states.values() if each.findings.not_kept), None)
         finished = CampaignFinished(
             summaries=tuple(summaries),
@@ -249,6 +260,7 @@ class Coordinator:
             broken=tuple(self.broken),
             lost=lost,
             not_kept=not_kept,
+            seed=self.context.settings.seed,
         )
         self.context.listener(finished)
         return finished

@@ -14,7 +14,7 @@ from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.problem import LAYOUTS, Layout, OutputName
 from attnfuzz.strategies.case import Case
 
-__all__ = ["EDGES", "Phase", "Tally", "Worst", "bin_of", "drawn_values", "features"]
+__all__ = ["EDGES", "OTHERS", "Phase", "Tally", "Worst", "bin_of", "drawn_values", "features"]
 
 Phase = Literal["replay", "generate", "shrink", "rerun"]
 """Why a Case runs. rerun: a replayed Case once more, since it fails only sometimes, or a Case against the oracle alone."""
@@ -22,7 +22,8 @@ EDGES: Final = (*(round(0.05 * n, 2) for n in range(1, 21)), 2.0, 5.0, 10.0, 100
 """Upper ends of the bins of error over budget; two more bins: above the last of them, and infinite or NaN."""
 
 _MOST_VALUES = 40
-_OTHERS = "others"
+OTHERS = "others"
+"""Stands for the values beyond the first 40."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Tally:
             self.features[feature] = self.features.get(feature, 0) + 1
         for name, value in drawn_values(case):
             counts = self.drawn.setdefault(name, {})
-            key = value if value in counts or len(counts) < _MOST_VALUES else _OTHERS
+            key = value if value in counts or len(counts) < _MOST_VALUES else OTHERS
             counts[key] = counts.get(key, 0) + 1
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Listener",
     "Phase",
     "Rate",
+    "ReplayStarted",
     "Shrunk",
     "TrialFinished",
     "Worst",
@@ -78,6 +79,9 @@ class CampaignStarted:
     environment: dict[str, Any]
     kernels: tuple[str, ...]
     seconds: float | None
+    seed: int = 0
+    examples: int | None = None
+    """Cases of each kernel, of this shard; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,16 @@ class KernelStarted:
     variants: int
     compiles: int
     tally: Tally = field(default_factory=Tally)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayStarted:
+    """Stored Cases of a kernel are about to be tried: `cases` of all that are `stored`, for at most `seconds`."""
+
+    kernel: str
+    cases: int
+    stored: int
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +209,10 @@ class KernelSummary:
     """Child processes that died or were killed."""
     refused: int = 0
     """Variants that the compiler refused; no Case of them was tried."""
+    replayed: int = 0
+    """Stored Cases that were tried; `cases` counts them too."""
+    not_replayed: int = 0
+    """Stored Cases that were not tried, since their part of the run was over."""
     unreached: int = 0
     """Variants that were not compiled when the time was over; no Case of them was tried."""
     recoveries: tuple[float, ...] = ()
@@ -203,6 +221,10 @@ class KernelSummary:
     """Where the time of its turns went; None where it is not known."""
     disturbances: Disturbances = field(default_factory=Disturbances)
     """What others than the kernel did to its child processes, which is no failure of the kernel."""
+    drawn: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Cases by what was drawn and its value, as `Tally.drawn`."""
+    never_drawn: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What the kernel declares and no Case had, by what is drawn (`undrawn.never_drawn`)."""
 
     @property
     def untried(self) -> str | None:
@@ -250,6 +272,8 @@ class CampaignFinished:
     """Why the run ended early, where a kernel broke the device for this process."""
     not_kept: str | None = None
     """Why Cases could not be written to disk, where they could not; such findings have no path."""
+    seed: int | None = None
+    """None: the results are of runs with several seeds."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -271,6 +295,7 @@ Event = (
     | CaseNotKept
     | CaseResumed
     | KernelStarted
+    | ReplayStarted
     | CompileFinished
     | TrialFinished
     | FailureFound

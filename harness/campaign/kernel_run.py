@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
 
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.account import Account
+from attnfuzz.harness.campaign.clocks import ReplayClock, TrialClock
 from attnfuzz.harness.campaign.context import WorkerContext
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
@@ -37,40 +37,6 @@ from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["KernelRun"]
-
-
-class TrialClock:
-    """Seconds of trials; shrinking and error maps have time of their own."""
-
-    def __init__(self) -> None:
-        self._counted, self._since = 0.0, time.monotonic()
-        self._runs = False
-
-    @property
-    def seconds(self) -> float:
-        """Until now."""
-        return self._counted + (time.monotonic() - self._since if self._runs else 0.0)
-
-    def reset(self) -> None:
-        """Begin at 0."""
-        self._counted, self._since = 0.0, time.monotonic()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the block."""
-        yield from self._switched(runs=True)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the block."""
-        yield from self._switched(runs=False)
-
-    def _switched(self, *, runs: bool) -> Iterator[None]:
-        before, self._counted, self._since, self._runs = self._runs, self.seconds, time.monotonic(), runs
-        try:
-            yield
-        finally:
-            self._counted, self._since, self._runs = self.seconds, time.monotonic(), before
 
 
 def _strategy(kernel: Kernel, plan: KernelPlan, settings: Settings, variants: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
@@ -137,11 +103,12 @@ class KernelRun:
         self._until, self._statistics_before = turn.until, self._statistics()
         self.clock.reset()
         self._context.executor.limit(self._context.end)
-        earlier = list(turn.earlier)
+        earlier, replays = list(turn.earlier), ReplayClock(turn.replay_seconds, self._context.executor.statistics)
         with self.clock.running():
             try:
-                while earlier and not self._spent():
-                    self._try_earlier(earlier[0])
+                while earlier and not self._spent() and not (earlier[0].stored and replays.over):
+                    with replays.counting(earlier[0], self.clock):
+                        self._try_earlier(earlier[0])
                     del earlier[0]
                 while not turn.only_earlier and not self._spent() and (self._try_next() or self._wait(turn.until)):
                     pass
@@ -159,6 +126,7 @@ class KernelRun:
             waiting=self._supply.waiting,
             replaced=now[0] - replaced,
             recoveries=now[1][len(recoveries) :],
+            replay_seconds=replays.seconds,
             not_tried=tuple(earlier),
             times=self._account.take(),
             disturbances=now[2] - disturbances,

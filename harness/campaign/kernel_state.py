@@ -9,13 +9,14 @@ from attnfuzz.harness.campaign.compiles import Wanted
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.coverage import Phase, Tally
-from attnfuzz.harness.campaign.earlier import EarlierCase, earlier_cases
+from attnfuzz.harness.campaign.earlier import EarlierCase, EarlierCases
 from attnfuzz.harness.campaign.events import CompileFinished, Finding, KernelStarted, KernelSummary
 from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.journal import LeftBehind
-from attnfuzz.harness.campaign.link import TurnEnd
+from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.rounds import Rounds
+from attnfuzz.harness.campaign.undrawn import never_drawn
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.executors import Compiled
 from attnfuzz.harness.judge.failure import Failure, Identity
@@ -24,9 +25,6 @@ from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 
 __all__ = ["KernelState"]
-
-_EARLIER = 64
-"""Cases of earlier runs of one turn: ten thousand would take a worker seconds to receive, while the others have none."""
 
 
 class KernelState:
@@ -49,18 +47,17 @@ class KernelState:
         left_behind: Sequence[LeftBehind] = (),
     ) -> None:
         self.kernel, self.plan, self._context = kernel, plan, context
-        self._stored, self._left_behind = stored, left_behind
         self.tally = Tally()
-        self.findings = Findings(kernel, context.corpus, context.listener, plan.seed)
         settings = context.settings
+        self.findings = Findings(kernel, context.corpus, context.listener, settings.seed)
         self.rounds = Rounds(settings.max_examples, settings.shard, settings.shards)
+        self.earlier = EarlierCases(kernel, context, self.findings, self.rounds, stored, left_behind)
         self.workers: set[int] = set()
         self.ready: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         """Drawn Cases that can run, and that wait for a compiler, by worker."""
         self.waiting_at: dict[int, int] = {}
         """Compiles that had ended at the end of a worker's turn."""
-        self._earlier: list[EarlierCase] | None = None
         self.seconds = 0.0
         self.times = Times()
         self.compiles, self.compile_seconds = 0, 0.0
@@ -76,22 +73,19 @@ class KernelState:
             self.started = True
             self._context.listener(KernelStarted(self.kernel.name, len(self.plan.variants), len(self._keys), self.tally))
 
-    @property
-    def left_earlier(self) -> bool:
-        """Whether Cases of earlier runs are to be tried."""
-        return bool(self._stored or self._left_behind) if self._earlier is None else bool(self._earlier)
+    def begin_turn(self, worker: int, until: float | None = None, *, workers: int = 1, seconds: float | None = None) -> Turn:
+        """Count a worker as being at this kernel; returns its turn, with the Cases of earlier runs first.
 
-    def begin_turn(self, worker: int) -> tuple[EarlierCase, ...]:
-        """Count a worker as being at this kernel; returns the Cases of earlier runs that it is to try first."""
+        Args:
+            worker: its number.
+            until: the end of its turn.
+            workers: of the campaign.
+            seconds: of all workers together for the kernel's stored Cases.
+        """
         self.start()
         self.workers.add(worker)
-        if self._earlier is None:
-            self._earlier = list(earlier_cases(self.kernel, self._context, self.findings, self._left_behind, self._stored))
-            self.rounds.know(each.case.id for each in self._earlier)
-        # The Cases of one journal file stay together: it goes with the last of them.
-        count = max(_EARLIER, sum(each.left is not None for each in self._earlier))
-        earlier, self._earlier = tuple(self._earlier[:count]), self._earlier[count:]
-        return earlier
+        earlier, part = self.earlier.take(worker, workers, seconds)
+        return Turn(self.kernel.name, until, earlier, only_earlier=bool(self.earlier), replay_seconds=part)
 
     def variant_cases(self) -> dict[str, Case]:
         """Return the smallest Case of each compile key of the variants, simplest first; empty where nothing is compiled."""
@@ -158,11 +152,13 @@ class KernelState:
         if self.broken or self.enough or self.hopeless:
             return not self.workers
         drawn = any(self.ready.values()) or any(self.waiting.values())
-        return not (self.left_earlier or self.workers or drawn or not self.rounds.over)
+        return not (self.earlier or self.workers or drawn or not self.rounds.over)
 
     def count(self, phase: Phase, case: Case, verdict: Verdict) -> None:
         """Count a trial."""
         self.tally.add(phase, case, verdict)
+        if phase in ("replay", "generate"):
+            self.earlier.tried(case)
         if phase == "generate" and self._context.settings.max_examples is not None:
             self.rounds.tried(case.id)
 
@@ -172,20 +168,18 @@ class KernelState:
         Their own Cases may not be tried before: a Case that was in flight comes first, and then shows nothing new.
         """
         finding = self.findings.close(before)
-        for each in self._stored:
+        for each in self.earlier.stored:
             if each.finding.identity is not None:
                 EarlierCase(each.case, stored=each).remove_if_replaced([finding])
         return finding
 
     def resume(self, left: LeftBehind) -> None:
         """Try a Case first that was in flight when a worker died."""
-        cases = list(earlier_cases(self.kernel, self._context, self.findings, [left], ()))
-        # Its round, given out again, must not have it tried once more, which would end the next worker.
-        self.rounds.know([left.case.id])
-        self._earlier = [*cases, *(self._earlier or ())]
+        self.earlier.resume(left)
 
     def end_turn(self, worker: int, end: TurnEnd) -> None:
         """Add a worker's turn."""
+        self.earlier.give_back(worker, end.not_tried, end.replay_seconds)
         self.leave(worker)
         self.ready[worker], self.waiting[worker], self.waiting_at[worker] = end.ready, end.waiting, self.compiles
         self.seconds += end.seconds
@@ -193,10 +187,11 @@ class KernelState:
         self._replaced += end.replaced
         self._recoveries += end.recoveries
         self._disturbances += end.disturbances
-        self._earlier = [*end.not_tried, *(self._earlier or ())]
 
     def leave(self, worker: int) -> None:
         """Count a worker as being at this kernel no more, without Cases of its own."""
+        if worker in self.workers:
+            self.earlier.leave(worker)
         self.workers.discard(worker)
         self.ready.pop(worker, None)
         self.waiting.pop(worker, None)
@@ -221,6 +216,8 @@ class KernelState:
             compile_seconds=self.compile_seconds,
             refused=sum(self.plan.key(self.kernel, each) in refused for each in self.plan.variants) if refused else 0,
             unreached=self.unreached(),
+            replayed=len(self.earlier.replayed),
+            not_replayed=self.earlier.not_replayed,
             replaced=self._replaced,
             recoveries=tuple(self._recoveries),
             outputs=dict(self.tally.outputs),
@@ -228,4 +225,6 @@ class KernelState:
             features=dict(self.tally.features),
             times=self.times,
             disturbances=self._disturbances,
+            drawn={name: dict(counts) for name, counts in self.tally.drawn.items()},
+            never_drawn=never_drawn(self.kernel.capabilities, self._context.settings.device, self.plan.variants, self.tally),
         )

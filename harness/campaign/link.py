@@ -30,6 +30,8 @@ class Turn:
     until: float | None = None
     earlier: tuple[EarlierCase, ...] = ()
     only_earlier: bool = False
+    replay_seconds: float | None = None
+    """Seconds of trials after which no other stored Case begins; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class TurnEnd:
     replaced: int = 0
     recoveries: tuple[float, ...] = ()
     """Seconds from the death of a child to the next verdict."""
+    replay_seconds: float = 0.0
+    """Those of trials of stored Cases."""
     not_tried: tuple[EarlierCase, ...] = ()
     """Earlier Cases that the turn had no time for."""
     times: Times = field(default_factory=Times)

@@ -5,6 +5,7 @@ This module imports neither click nor pytest, so that each is started without th
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.kernels.contract import Device
 
-__all__ = ["OPTIONS", "Option", "settings_from"]
+__all__ = ["OPTIONS", "Option", "drawn_seed", "seed_of", "settings_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Option:
 
 _MOST_GIB = 1 << 20
 _MOST_WORKERS = 1024
+_SEEDS = 1_000_000_000
 _flag = partial(Option, type=bool, default=False)
 # fmt: off
 OPTIONS = (
@@ -58,8 +60,10 @@ OPTIONS = (
     Option("max-failures", "Failures after which a kernel is not tried further.", "N", int,
            pytest_help="Failures after which a shard ends."),
     Option("case", "Run only this case, in its kernel's tests; may be repeated.", "FILE|BLOB", default=[], only="pytest"),
-    Option("seed", "Same seed, same Cases in the same order.", "N", int, default=0),
-    Option("shard", "Try part I of N of this seed's Cases; `attnfuzz merge` joins the folders of all parts.", "I/N",
+    Option("seed", "Same seed, same Cases in the same order [default: a new one for each run, which it prints].", "N", int,
+           pytest_help="Same seed, same Cases in the same order [default: that of `fuzz(..., seed=N)`, else a new one for each "
+                       "session, which it prints]."),
+    Option("shard", "Try part I of N of this --seed's Cases; `attnfuzz merge` joins the folders of all parts.", "I/N",
            only="click"),
     Option("out", "Folder of case files.", "DIR", default=".attnfuzz"),
     Option("workers", "Processes that draw Cases and try them; auto fills the machine.", "N|auto", default="auto", only="click"),
@@ -70,6 +74,8 @@ OPTIONS = (
     _flag("in-process", "No child processes, for a debugger: a crash of a kernel ends this process."),
     _flag("no-memory-check", "Do not check every access to memory of interpreted kernels (Triton on the CPU)."),
     _flag("no-maps", "Keep no maps of the errors of minimal Cases for `attnfuzz report`."),
+    _flag("statistics", "Show at the end of the session what each fuzz test has tried: Cases, worst errors, all that was drawn.",
+          only="pytest"),
     _flag("plain", "Only one call against the oracle: no sequences of calls, no relations.", only="click"),
     _flag("no-replay", "Do not try the stored Cases first.", only="click"),
     Option("ledger", "Known failures, as those of `attnfuzz gate`: they count only once they are gone.", "FILE", only="click"),
@@ -90,7 +96,8 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
         return None if values[name] is None else settings.duration(values[name], name)
 
     fields: dict[str, Any] = {
-        **{name: values[name] for name in ("max_examples", "max_failures", "seed", "out", "jobs", "in_process")},
+        **{name: values[name] for name in ("max_examples", "max_failures", "out", "jobs", "in_process")},
+        "seed": seed_of(values),
         "device": device,
         "profile": settings.profile(values["profile"]).name,
         "budget": seconds("budget"),
@@ -104,6 +111,24 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
         **_shard(values.get("shard")),
     }
     return settings.Settings(**{**fields, **more})
+
+
+def drawn_seed() -> int:
+    """Return a seed for a run that is given none: short enough to be typed."""
+    return secrets.randbelow(_SEEDS)
+
+
+def seed_of(values: Mapping[str, Any]) -> int:
+    """Return the seed that the values of the options give, or a new one.
+
+    Raises:
+        BadArgument: a shard is given without one.
+    """
+    seed: int | None = values["seed"]
+    if seed is None and values.get("shard") is not None:
+        reason = "each part would draw a seed of its own, and the parts would try some Cases twice and others never"
+        raise reject("shard", values["shard"], reason, "give the same --seed N to all parts")
+    return drawn_seed() if seed is None else seed
 
 
 def _shard(text: str | None) -> dict[str, int]:

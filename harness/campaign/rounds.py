@@ -64,6 +64,18 @@ class Rounds:
         if self._most is not None:
             self._most = max(0, self._most - len(new))
 
+    def forget(self, ids: Iterable[str]) -> None:
+        """Count Cases as not tried that `know` has counted, and that will not be tried either."""
+        old = set(ids) & self._known
+        self._known -= old
+        if self._most is not None:
+            self._most += len(old)
+
+    @property
+    def most(self) -> int | None:
+        """Cases that are left for this shard beyond those that are known; None: no limit."""
+        return self._most
+
     def may_give(self) -> bool:
         """Whether `take` returns a round now."""
         if self._returned:

@@ -8,9 +8,17 @@ from typing import Any
 
 import click
 
-from attnfuzz.harness.campaign.options import settings_from
-from attnfuzz.harness.cli.options import asked_for, json_option, kernels_option, run_options, writable
-from attnfuzz.harness.cli.run import campaign, known_failures
+from attnfuzz.harness.campaign.options import seed_of, settings_from
+from attnfuzz.harness.cli.options import (
+    asked_for,
+    json_option,
+    kernels_option,
+    run_options,
+    verbosity_of,
+    verbosity_options,
+    writable,
+)
+from attnfuzz.harness.cli.run import announce_run, campaign, known_failures
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.kernels.problem import reject
 
@@ -31,12 +39,15 @@ __all__ = ["fleet_command"]
 )
 @kernels_option
 @run_options
+@verbosity_options
 @json_option
 def fleet_command(
     kernels: tuple[str, ...],
     more_kernels: tuple[str, ...],
     address: str,
     workers_per_gpu: int | None,
+    quiet: bool,
+    verbose: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -45,6 +56,9 @@ def fleet_command(
     This node must be able to run the kernels as well: it compiles their variants. Options are those of `attnfuzz run`; --workers
     limits the workers of all nodes together.
     """
+    verbosity = verbosity_of(quiet=quiet, verbose=verbose)
+    options["seed"] = seed_of(options)
+    announce_run("runs on a cluster", (*kernels, *more_kernels), options["seed"], verbosity, as_json=as_json)
     from attnfuzz.harness.campaign.fleet.cluster import joined, places_in
     from attnfuzz.harness.campaign.fleet.workers import FleetWorkers
 
@@ -59,5 +73,5 @@ def fleet_command(
         places = places_in(settings.device, address, workers_per_gpu, most)
         settings = replace(settings, workers=places.count)
         group = partial(FleetWorkers, places=places)
-        code = campaign(asked, settings, known, file, as_json=as_json, group=group)
+        code = campaign(asked, settings, known, file, as_json=as_json, verbosity=verbosity, group=group)
     click.get_current_context().exit(code)

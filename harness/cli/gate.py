@@ -12,6 +12,7 @@ from attnfuzz.harness.cli.options import (
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    announce,
     console,
     deadline_option,
     device_option,
@@ -19,6 +20,8 @@ from attnfuzz.harness.cli.options import (
     no_memory_check_option,
     out_option,
     seed_option,
+    verbosity_of,
+    verbosity_options,
     writable,
     write_file,
 )
@@ -30,6 +33,7 @@ from attnfuzz.kernels.problem import BadArgument
 if TYPE_CHECKING:
     from attnfuzz.harness.gate.plan import Choice
     from attnfuzz.harness.gate.result import Gate
+    from attnfuzz.harness.report.progress import Verbosity
 
 __all__ = ["gate_command"]
 
@@ -63,6 +67,7 @@ __all__ = ["gate_command"]
 @click.option("--annotate", is_flag=True, help="Print GitHub annotations [default: in GitHub Actions].")
 @deadline_option
 @no_memory_check_option
+@verbosity_options
 @json_option
 def gate_command(
     base: str | None,
@@ -89,12 +94,15 @@ def gate_command(
     annotate: bool,
     deadline: str | None,
     no_memory_check: bool,
+    quiet: bool,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Gate the kernels that a change touches: corpus, campaign, accuracy, determinism, compile table and speed.
 
     Exit 0: all pass, or the ledger allows the failures; 1: a kernel or a ledger entry fails; 2: wrong use, or a part cannot run.
     """
+    verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.gate.gate import gate
     from attnfuzz.harness.gate.plan import Plan
@@ -125,15 +133,17 @@ def gate_command(
         compile=compile,
         architectures=tuple(each.strip() for each in arch.split(",") if each.strip()) if arch else (),
     )
+    against = f"writes {write}" if write else f"gates against {base or baseline}"
+    announce(f"{against} with seed {seed}", verbosity, as_json=as_json)
     files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
     try:
-        with GateProgress(console(stderr=as_json)) as progress:
+        with GateProgress(console(stderr=as_json), verbosity) as progress:
             done = gate(plan, progress)
     except BadArgument as error:
         # A report that is empty, or missing, counts as green in some places.
         _write_reports(not_begun(str(error)), files)
         raise
-    _report(done, files, annotate=annotate, as_json=as_json)
+    _report(done, files, annotate=annotate, as_json=as_json, verbosity=verbosity)
     click.get_current_context().exit(_code(done))
 
 
@@ -145,7 +155,7 @@ def _absent_or_full(path: str) -> Path:
     return file
 
 
-def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool) -> None:
+def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool, verbosity: Verbosity) -> None:
     from attnfuzz.harness.core.github import on_github
     from attnfuzz.harness.gate.report import github
     from attnfuzz.harness.gate.report import terminal as report
@@ -153,7 +163,7 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
     if as_json:
         echo(dumps(report.gate_object(done)))
     else:
-        report.show_gate(console(), done)
+        report.show_gate(console(), done, verbosity)
     if annotate or on_github():
         for line in github.annotation_lines(done):
             # Not among the JSON.

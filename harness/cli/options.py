@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnfuzz.harness.campaign.options import OPTIONS, Option
+from attnfuzz.harness.cli.streams import echo_before
+from attnfuzz.harness.core.environment import versions
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -19,12 +21,15 @@ from attnfuzz.kernels.problem import BadArgument, reject
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from attnfuzz.harness.report.progress import Verbosity
+
 __all__ = [
     "CLEAN",
     "FAILURES",
     "INTERRUPTED",
     "WRONG_USE",
     "Asked",
+    "announce",
     "asked_for",
     "check_owner",
     "console",
@@ -38,6 +43,8 @@ __all__ = [
     "out_option",
     "run_options",
     "seed_option",
+    "verbosity_of",
+    "verbosity_options",
     "writable",
     "write_file",
     "writing",
@@ -68,9 +75,36 @@ def _click_option(option: Option) -> _Decorator:
 
 
 _RUN = {option.name: _click_option(option) for option in OPTIONS if option.only != "pytest"}
-device_option, seed_option, out_option, deadline_option, in_process_option, no_memory_check_option = (
-    _RUN[name] for name in ("device", "seed", "out", "deadline", "in-process", "no-memory-check")
+device_option, out_option, deadline_option, in_process_option, no_memory_check_option = (
+    _RUN[name] for name in ("device", "out", "deadline", "in-process", "no-memory-check")
 )
+seed_option = click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Same seed, same Cases in the same order."
+)
+
+
+def verbosity_options(command: Any) -> Any:
+    """Declare -q and -v; the command takes `quiet` and `verbose`."""
+    verbose = click.option("-v", "--verbose", is_flag=True, help="Also show each replay and compile, and each kernel's start.")
+    quiet = click.option("-q", "--quiet", is_flag=True, help="Show failures and the last line only.")
+    return quiet(verbose(command))
+
+
+def verbosity_of(*, quiet: bool, verbose: bool) -> Verbosity:
+    """Return how much is shown.
+
+    Raises:
+        BadArgument: both are given.
+    """
+    if quiet and verbose:
+        raise reject("quiet", quiet, "--verbose is given as well", "leave one of the two out")
+    return "quiet" if quiet else "verbose" if verbose else "normal"
+
+
+def announce(text: str, verbosity: Verbosity, *, as_json: bool) -> None:
+    """Say at once what a command is about to do: what it imports after that takes seconds. Machines need not know."""
+    if verbosity != "quiet" and not as_json:
+        echo_before(f"attnfuzz {versions().get('attnfuzz', '')} {text} ...")
 
 
 def run_options(command: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from attnfuzz.harness.cli.options import (
     INTERRUPTED,
     WRONG_USE,
     Asked,
+    announce,
     asked_for,
     console,
     json_option,
@@ -30,6 +32,8 @@ from attnfuzz.harness.cli.options import (
     out_option,
     run_options,
     seed_option,
+    verbosity_of,
+    verbosity_options,
     writable,
     write_file,
 )
@@ -47,19 +51,25 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.events import CampaignFinished
     from attnfuzz.harness.gate.known import Known, LedgerResult
     from attnfuzz.harness.report.figures import Figures
+    from attnfuzz.harness.report.progress import Verbosity
     from attnfuzz.harness.report.recorder import Recorder
 
-__all__ = ["campaign", "demo_command", "known_failures", "run_command"]
+__all__ = ["announce_run", "campaign", "demo_command", "known_failures", "run_command"]
 
 
 @click.command("run")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @kernels_option
 @run_options
+@verbosity_options
 @json_option
-def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def run_command(
+    kernels: tuple[str, ...], more_kernels: tuple[str, ...], quiet: bool, verbose: bool, as_json: bool, **options: Any
+) -> None:
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
+    verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     settings = settings_from(options, resolve_device(options["device"]))
+    announce_run("runs", (*kernels, *more_kernels), settings.seed, verbosity, as_json=as_json)
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
@@ -70,7 +80,12 @@ def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json
         settings = replace(settings, workers=max(1, useful_workers(settings, len(asked.kernels))))
     known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
     file = None if options["table"] is None else writable(options["table"], "table")
-    click.get_current_context().exit(campaign(asked, settings, known, file, as_json=as_json))
+    click.get_current_context().exit(campaign(asked, settings, known, file, as_json=as_json, verbosity=verbosity))
+
+
+def announce_run(does: str, kernels: tuple[str, ...], seed: int, verbosity: Verbosity, *, as_json: bool) -> None:
+    """Say at once what is about to run, and its seed."""
+    announce(f"{does} {', '.join(kernels) or 'all kernels'} with seed {seed}", verbosity, as_json=as_json)
 
 
 def known_failures(path: str, kernels: Sequence[Kernel]) -> Known:
@@ -80,7 +95,16 @@ def known_failures(path: str, kernels: Sequence[Kernel]) -> Known:
     return read_known(Path(path), kernels, date.today())
 
 
-def campaign(asked: Asked, settings: Any, known: Known | None, table: Path | None, *, as_json: bool, group: Any = None) -> int:
+def campaign(
+    asked: Asked,
+    settings: Any,
+    known: Known | None,
+    table: Path | None,
+    *,
+    as_json: bool,
+    verbosity: Verbosity = "normal",
+    group: Any = None,
+) -> int:
     """Run a campaign and show it; returns the exit code. `group` makes its workers, as in `run_campaign`."""
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.campaign.events import KernelBroke
@@ -88,9 +112,9 @@ def campaign(asked: Asked, settings: Any, known: Known | None, table: Path | Non
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
 
-    terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
+    terminal = Terminal(console(stderr=as_json), live=False if as_json else None, verbosity=verbosity)
     figures = Figures(known.covers) if known else Figures()
-    with _recorder(settings) as recorder:
+    with contextlib.closing(terminal), _recorder(settings) as recorder:
         broken = [KernelBroke(*each) for each in asked.broken]
         listener = to_all(interim.listen, terminal, recorder, figures)
         finished = run_campaign(asked.kernels, settings, listener, group=group, broken=broken)
@@ -102,7 +126,7 @@ def campaign(asked: Asked, settings: Any, known: Known | None, table: Path | Non
     if table is not None:
         failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
-        write_file(table, figures.markdown(finished, _command(settings.device), failures, notes), "table")
+        write_file(table, figures.markdown(finished, _command(settings.device, settings.seed), failures, notes), "table")
     untried = () if settings.may_be_empty else finished.untried
     for kernel, reason in untried:
         echo(f"error: kernel={kernel!r}: {reason}", err=True)
@@ -141,8 +165,8 @@ def _run_object(finished: CampaignFinished, figures: Figures, known: Known | Non
     }
 
 
-def _command(device: Device) -> str:
-    """The command line as it was given, less where results go."""
+def _command(device: Device, seed: int) -> str:
+    """The command line as it was given, less where results go, with the seed that was drawn."""
     context = click.get_current_context()
     words = ["attnfuzz", context.command.name or "run", *context.params["kernels"]]
     for option in context.command.params:
@@ -151,7 +175,8 @@ def _command(device: Device) -> str:
         if not left_out and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             values = value if isinstance(value, tuple) else (value,)
             words += [word for each in values for word in (option.opts[0], *([] if each is True else [str(each)]))]
-    return shlex.join([*words, "--device", device])
+    drawn = [] if "--seed" in words else ["--seed", str(seed)]
+    return shlex.join([*words, *drawn, "--device", device])
 
 
 def _recorder(settings: Any) -> Recorder:
@@ -175,8 +200,8 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     terminal = console(stderr=as_json)
     if not as_json:
         terminal.print("A sequence without queries returns before its dK and dV are written (flash-attention issue 2421).\n")
-    with _recorder(settings) as recorder:
-        finished = run_campaign([registry.get("demo.varlen")], settings, to_all(Terminal(terminal), recorder))
+    with contextlib.closing(Terminal(terminal, tried=False)) as shown, _recorder(settings) as recorder:
+        finished = run_campaign([registry.get("demo.varlen")], settings, to_all(shown, recorder))
     planted = [each for each in finished.findings if each.identity.kind == "unwritten" and each.identity.output in ("dk", "dv")]
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)

@@ -16,12 +16,19 @@ import click
 
 from attnfuzz.harness.core.github import shown
 
-__all__ = ["command_github", "echo", "outlive_readers", "watched_stdout"]
+__all__ = ["command_github", "echo", "echo_before", "outlive_readers", "watched_stdout"]
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text to stdout, or stderr with `err`; what a terminal or GitHub's runner would obey in it is spelled out."""
     click.echo(shown(text), err=err, nl=nl)
+
+
+def echo_before(text: str) -> None:
+    """Print a line to stdout that is not a result: a command that prints no more than this has none."""
+    echo(text)
+    if isinstance(sys.stdout, _Outliving):
+        sys.stdout.written = False
 
 
 def command_github(line: str, *, err: bool = False) -> None:

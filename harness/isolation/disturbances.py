@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from attnfuzz.harness.core.text import counted
+
 __all__ = ["Disturbance", "Disturbances"]
 
 Disturbance = Literal["killed", "stopped", "paused"]
@@ -41,5 +43,5 @@ class Disturbances:
             if count:
                 texts.append(f"{count} child process{'es were' if count > 1 else ' was'} {what} from outside")
         if self.paused:
-            texts.append(f"attnfuzz itself did not run for seconds, {self.paused} time{'s' * (self.paused > 1)}")
+            texts.append(f"attnfuzz itself did not run for seconds, {counted(self.paused, 'time')}")
         return "; ".join(texts) + (": not counted as failures, their cases were tried again" if texts else "")

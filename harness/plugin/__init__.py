@@ -19,9 +19,16 @@ import pytest
 from attnfuzz.harness.core.github import shown
 from attnfuzz.harness.core.text import counted, one_line
 from attnfuzz.harness.plugin import cases as stored_cases
+from attnfuzz.harness.plugin import statistics
 from attnfuzz.harness.plugin.cases import MARK
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
-from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
+from attnfuzz.harness.plugin.options import (
+    pytest_addoption,
+    pytest_configure,
+    pytest_configure_node,
+    pytest_report_header,
+    session_seed,
+)
 from attnfuzz.harness.plugin.reports import pytest_runtest_makereport
 from attnfuzz.harness.plugin.run import COUNT, close_executors, hear_again, hear_no_more, run_shard, run_stored
 
@@ -35,6 +42,7 @@ __all__ = [
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_configure",
+    "pytest_configure_node",
     "pytest_generate_tests",
     "pytest_report_collectionfinish",
     "pytest_report_header",
@@ -58,7 +66,12 @@ pin_worker(os.environ.get("PYTEST_XDIST_WORKER"))
 
 
 def fuzz(
-    kernel: Kernel | str, *, max_examples: int = 60, shards: int | None = None, cases: Sequence[str] = ()
+    kernel: Kernel | str,
+    *,
+    max_examples: int = 60,
+    shards: int | None = None,
+    cases: Sequence[str] = (),
+    seed: int | None = None,
 ) -> Callable[..., None]:
     """Return a test function that fuzzes `kernel` (an object, or the name of an installed one).
 
@@ -68,6 +81,8 @@ def fuzz(
         shards: number of tests, so that xdist's workers share the work; by default one for each worker, of at least ten Cases
             each, and at least two. The Cases are the same for any number of shards.
         cases: earlier failures, as blobs (AF1-...) or paths of case files: each is its own test, run every time.
+        seed: from which the Cases are drawn, the same ones in every session, unless --attnfuzz-seed says otherwise; by default
+            each session draws a new one, and prints it.
 
     Returns:
         A function to assign to a name that starts with `test_`.
@@ -76,6 +91,8 @@ def fuzz(
     for name, value in (("max_examples", max_examples), ("shards", shards)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value!r}: nothing would be tried; give 1 or more")
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed={seed!r}: must not be negative; give 0 or more")
     if isinstance(cases, str):
         raise ValueError(f"cases={cases!r}: one case; give a list of cases")  # noqa: TRY004 - of the same kind as the others
 
@@ -88,7 +105,7 @@ def fuzz(
         if isinstance(shard, str):
             run_stored(kernel, shard, request)
         else:
-            run_shard(kernel, *shard, max_examples, request)
+            run_shard(kernel, *shard, max_examples, request, seed=seed)
 
     setattr(test, MARK, kernel if isinstance(kernel, str) else kernel.name)
     setattr(test, _PARTS, (max_examples, shards, tuple(cases)))
@@ -135,7 +152,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say why no test takes a Case of --attnfuzz-case."""
+    """Print what each fuzz test has tried, and why no test takes a Case of --attnfuzz-case."""
+    statistics.show_statistics(terminalreporter, config)
     for line in stored_cases.untaken_lines(config):
         terminalreporter.write_line(f"ERROR: {line}", red=True)
 
@@ -155,11 +173,11 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     kernels = list(dict.fromkeys(name for name in names if name))
     if not kernels:
         return None
-    values = {name: config.getoption(f"--attnfuzz-{name}") for name in ("device", "profile", "budget", "max-examples", "seed")}
+    values = {name: config.getoption(f"--attnfuzz-{name}") for name in ("device", "profile", "budget", "max-examples")}
     budget = values["budget"] or (
         f"{counted(values['max-examples'], 'case')} a kernel" if values["max-examples"] else "as the tests say"
     )
-    settings = f"device={values['device']} profile={values['profile']} seed={values['seed']} budget={budget}"
+    settings = f"device={values['device']} profile={values['profile']} seed={session_seed(config)} budget={budget}"
     return shown(f"attnfuzz: {', '.join(map(one_line, kernels))} in {counted(sum(map(bool, names)), 'test')}; {settings}")
 
 

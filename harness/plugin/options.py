@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from attnfuzz.harness.campaign.options import OPTIONS, settings_from
+from attnfuzz.harness.campaign.options import OPTIONS, drawn_seed, settings_from
 from attnfuzz.harness.core.github import shown
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.kernels.contract import Device
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_report_header", "settings_of"]
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_configure_node", "pytest_report_header", "session_seed", "settings_of"]
 
 _OPTIONS = {option.name: option for option in OPTIONS if option.only != "click"}
+_SEED: pytest.StashKey[int] = pytest.StashKey()
+_FOR_WORKERS = "attnfuzz_seed"
+"""The key of the session's seed in what xdist gives to its workers."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from attnfuzz.kernels.problem import BadArgument, reject
 
     device = config.getoption("--attnfuzz-device")
+    workers: dict[str, Any] = getattr(config, "workerinput", {})
+    given = config.getoption("--attnfuzz-seed")
+    config.stash[_SEED] = given if given is not None else workers.get(_FOR_WORKERS, drawn_seed())
     try:
         # Whether there is CUDA is asked only where it is named: that imports torch, which other packages' sessions do not need.
         if device not in ("auto", "cpu", "cuda"):
@@ -50,6 +56,17 @@ def pytest_configure(config: pytest.Config) -> None:
             resolve_device(device)
     except BadArgument as error:
         raise pytest.UsageError(shown(str(error))) from None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give xdist's worker the session's seed: all of them draw from the same rounds."""
+    node.workerinput[_FOR_WORKERS] = session_seed(node.config)
+
+
+def session_seed(config: pytest.Config) -> int:
+    """Return the seed of all tests that have none of their own: of --attnfuzz-seed, else one that was drawn for this session."""
+    return config.stash[_SEED]
 
 
 def _readable(config: pytest.Config) -> None:
@@ -77,9 +94,17 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def settings_of(
-    config: pytest.Config, *, device: Device | None = None, shard: int = 0, shards: int = 1, most: int = 1
+    config: pytest.Config,
+    *,
+    device: Device | None = None,
+    shard: int = 0,
+    shards: int = 1,
+    most: int = 1,
+    seed: int | None = None,
 ) -> Settings:
     """Return the Settings of one of `shards` shards, which together try `most` Cases where no option says otherwise.
+
+    `seed`: the test's own; None: the session's.
 
     Raises:
         BadArgument: an option is wrong.
@@ -87,6 +112,8 @@ def settings_of(
     from attnfuzz.harness.core.environment import resolve_device
 
     values = {option.key: config.getoption(f"--attnfuzz-{name}") for name, option in _OPTIONS.items()}
+    if values["seed"] is None:
+        values["seed"] = session_seed(config) if seed is None else seed
     examples = values["max_examples"]
     if examples is None and values["budget"] is None:
         examples = most

@@ -9,6 +9,7 @@ import pytest
 
 from attnfuzz.harness.core.github import shown
 from attnfuzz.harness.plugin.cases import MARK
+from attnfuzz.harness.plugin.statistics import add_figures
 
 __all__ = ["pytest_runtest_makereport"]
 
@@ -29,6 +30,7 @@ def pytest_runtest_makereport(
         error.__suppress_context__ = True
     report = yield
     if own:
+        add_figures(item, report)
         report.sections = [(title, shown(text)) for title, text in report.sections]
         report.user_properties = [(name, shown(str(value))) for name, value in report.user_properties]
         if report.longrepr is not None and not isinstance(report.longrepr, tuple):

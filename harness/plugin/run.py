@@ -15,6 +15,7 @@ from attnfuzz.harness.core.github import shown
 from attnfuzz.harness.core.signals import drop_interrupts, interrupted_once
 from attnfuzz.harness.plugin.cases import takes
 from attnfuzz.harness.plugin.options import settings_of
+from attnfuzz.harness.plugin.statistics import keep_figures
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.corpus import CaseFile
@@ -32,12 +33,14 @@ _EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
 _RESTORE: pytest.StashKey[Callable[[], None]] = pytest.StashKey()
 
 
-def run_shard(kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest) -> None:
-    """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one that is selected instead."""
+def run_shard(
+    kernel: Kernel | str, shard: int, shards: int, most: int, request: pytest.FixtureRequest, *, seed: int | None = None
+) -> None:
+    """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one that is selected. `seed`: the test's own."""
     if cases := request.config.getoption("--attnfuzz-case"):
         _run_cases(kernel, cases, request)
         return
-    subject, settings = _subject(kernel, request.config, shard, shards, most)
+    subject, settings = _subject(kernel, request.config, shard, shards, most, seed=seed)
     with interrupted_once():
         _fuzz(subject, settings, request)
 
@@ -58,6 +61,7 @@ def _fuzz(subject: Kernel, settings: Settings, request: pytest.FixtureRequest) -
         # pytest shows no test that a KeyboardInterrupt ends: this one has failed, and is the last.
         request.session.shouldfail = "interrupted by Ctrl-C: no other test was run"
     _record(request, finished, settings)
+    keep_figures(request.node, finished, settings)
     if finished.findings or finished.lost:
         pytest.fail(_message(finished, subject, request), pytrace=False)
     if finished.not_kept:
@@ -97,7 +101,14 @@ def close_executors(config: pytest.Config) -> None:
 
 
 def _subject(
-    kernel: Kernel | str, config: pytest.Config, shard: int, shards: int, most: int, *, must_run: bool = False
+    kernel: Kernel | str,
+    config: pytest.Config,
+    shard: int,
+    shards: int,
+    most: int,
+    *,
+    seed: int | None = None,
+    must_run: bool = False,
 ) -> tuple[Kernel, Settings]:
     """The kernel and the settings of a test; skipped where the kernel is not to run, or cannot, failed where it `must_run`."""
     from attnfuzz.kernels import registry
@@ -107,7 +118,7 @@ def _subject(
     try:
         subject = registry.get(kernel) if isinstance(kernel, str) else kernel
         only = [registry.get(name).name for name in config.getoption("--attnfuzz-kernel")]
-        settings = settings_of(config, shard=shard, shards=shards, most=most)
+        settings = settings_of(config, shard=shard, shards=shards, most=most, seed=seed)
         if settings.budget is not None:
             settings = replace(settings, budget=settings.budget * _share(config))
         reason = why_not_on(subject, settings.device)
@@ -217,6 +228,7 @@ def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings
     for row in finished.summaries:
         properties += [("kernel", row.kernel), ("cases", row.cases), ("shrink_cases", row.shrink_cases)]
         properties += [("seconds", round(row.seconds, 3)), ("compiles", row.compiles), ("processes_replaced", row.replaced)]
+        properties.append(("not_replayed", row.not_replayed))
         for name, each in row.outputs.items():
             properties += [(f"{name}.judged", each.cases), (f"{name}.worst_error_over_budget", f"{each.worst:.4g}")]
             properties.append((f"{name}.wrong", each.failures))

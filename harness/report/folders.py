@@ -224,6 +224,7 @@ def _finished(merged: MergedRuns, findings: Sequence[Finding]) -> CampaignFinish
         interrupted=any(each.state == "interrupted" for each in merged.runs),
         broken=tuple(KernelBroke(each.what, each.reason) for each in merged.broken),
         lost="; ".join(merged.lost) or None,
+        seed=_seed(merged.runs),
     )
 
 
@@ -256,7 +257,17 @@ def _summary(record: KernelRecord, findings: Sequence[Finding]) -> KernelSummary
         outputs=outputs,
         findings=tuple(findings),
         features=record.features,
+        replayed=record.replayed,
+        not_replayed=record.not_replayed,
+        drawn=record.drawn,
+        never_drawn={name: tuple(values) for name, values in record.never_drawn.items()},
     )
+
+
+def _seed(runs: Sequence[RunRecord]) -> int | None:
+    """Return the seed of all runs; None where they have several, or a file says something else."""
+    seeds = {each.settings.get("seed", 0) for each in runs if isinstance(each.settings.get("seed", 0), int)}
+    return next(iter(seeds)) if len(seeds) == 1 else None
 
 
 def _unfinished(merged: MergedRuns) -> list[str]:

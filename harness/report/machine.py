@@ -27,6 +27,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
         "untried": [{"kernel": kernel, "reason": reason} for kernel, reason in finished.untried],
         "lost": finished.lost,
         "not_kept": finished.not_kept,
+        "seed": finished.seed,
     }
 
 
@@ -73,9 +74,13 @@ def _summary_object(row: KernelSummary) -> dict[str, Any]:
         "compile_seconds": row.compile_seconds,
         "refused": row.refused,
         "unreached": row.unreached,
+        "replayed": row.replayed,
+        "not_replayed": row.not_replayed,
         "outputs": {name: msgspec.to_builtins(each) for name, each in row.outputs.items()},
         "failures": len(row.findings),
         "features": row.features,
+        "drawn": row.drawn,
+        "never_drawn": {name: list(values) for name, values in row.never_drawn.items()},
         "processes_replaced": row.replaced,
         "seconds_to_recover": list(row.recoveries),
         "times": msgspec.to_builtins(row.times),

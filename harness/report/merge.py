@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnfuzz.harness.campaign.undrawn import in_none_of
 from attnfuzz.harness.report.runfile import Broken, FailureRecord, KernelRecord, Number, OutputRecord, Refused, RunRecord
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
@@ -101,7 +102,17 @@ def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
     one = KernelRecord(kernel=other.kernel, ended=True) if one is None else one
     numbers: dict[str, Any] = {
         name: getattr(one, name) + getattr(other, name)
-        for name in ("cases", "shrink_cases", "reruns", "seconds", "compiles", "compile_seconds", "refused", "replaced")
+        for name in (
+            "cases",
+            "shrink_cases",
+            "reruns",
+            "seconds",
+            "compiles",
+            "compile_seconds",
+            "refused",
+            "replaced",
+            "replayed",
+        )
     }
     kinds = dict.fromkeys((*one.drawn, *other.drawn))
     return KernelRecord(
@@ -109,6 +120,9 @@ def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
         variants=max(one.variants, other.variants),
         # Each run counts the variants that it had no time for: the fewest are those that none has reached.
         unreached=other.unreached if first else min(one.unreached, other.unreached),
+        # Each run counts those that it had no time for, too.
+        not_replayed=other.not_replayed if first else min(one.not_replayed, other.not_replayed),
+        never_drawn=_never_drawn([other] if first else [one, other]),
         ended=one.ended and other.ended,
         outputs={
             name: _both(one.outputs.get(name, OutputRecord()), other.outputs.get(name, OutputRecord()))
@@ -119,6 +133,12 @@ def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
         stages={name: one.stages.get(name, 0.0) + other.stages.get(name, 0.0) for name in {**one.stages, **other.stages}},
         **numbers,
     )
+
+
+def _never_drawn(records: Sequence[KernelRecord]) -> dict[str, list[str]]:
+    """Return what none of the runs has drawn; one without Cases, or without an end, says nothing of it."""
+    ended = [each.never_drawn for each in records if each.cases and each.ended]
+    return {name: list(values) for name, values in in_none_of(ended).items()} if ended else {}
 
 
 def _both(one: OutputRecord, other: OutputRecord) -> OutputRecord:

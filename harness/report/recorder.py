@@ -88,7 +88,11 @@ class Recorder:
 
     def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
         self._begun = True
-        self._run.settings = {**_plain(event.settings), **({} if event.seconds is None else {"seconds": event.seconds})}
+        self._run.settings = {
+            **_plain(event.settings),
+            "seed": event.seed,
+            **({} if event.seconds is None else {"seconds": event.seconds}),
+        }
         self._run.environment = _plain(event.environment)
 
     def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
@@ -125,6 +129,8 @@ class Recorder:
         row, kernel = event.summary, self._kernel(event.summary.kernel)
         kernel.ended, kernel.seconds, kernel.refused, kernel.replaced = True, row.seconds, row.refused, row.replaced
         kernel.compiles, kernel.compile_seconds, kernel.unreached = row.compiles, row.compile_seconds, row.unreached
+        kernel.replayed, kernel.not_replayed = row.replayed, row.not_replayed
+        kernel.never_drawn = {name: list(values) for name, values in row.never_drawn.items()}
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self._over = True

@@ -80,11 +80,15 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     refused: Count = 0
     unreached: Count = 0
     replaced: Count = 0
+    replayed: Count = 0
+    not_replayed: Count = 0
     variants: Count = 0
     ended: bool = False
     outputs: dict[str, OutputRecord] = {}
     features: dict[str, Count] = {}
     drawn: dict[str, dict[str, Count]] = {}
+    never_drawn: dict[str, list[str]] = {}
+    """What the kernel declares and no Case had; empty until the turn is over."""
     stages: dict[str, Seconds] = {}
     """Seconds spent in each stage of all trials, shrinking included."""
 

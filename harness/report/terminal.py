@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 from rich.console import Console
@@ -16,15 +15,16 @@ from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
+from attnfuzz.harness.campaign.undrawn import never_drawn_text
 from attnfuzz.harness.core.text import counted, json_line, one_line
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
 from attnfuzz.harness.report import groups
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
-from attnfuzz.harness.report.progress import progress_on
+from attnfuzz.harness.report.progress import Heartbeat, Pace, Verbosity, progress_on, seconds_text
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
-__all__ = ["Terminal", "show_finding", "show_stored", "summary_table"]
+__all__ = ["Terminal", "never_drawn_lines", "show_finding", "show_stored", "summary_table"]
 
 _MOST_PASTED = 1 << 15
 """Letters of a Case that is printed as a blob too: a command line takes about 128,000."""
@@ -34,16 +34,32 @@ _REPLACED = "that is fine: where a child process dies or holds too much memory, 
 
 
 class Terminal:
-    """Listens to a campaign and shows it on `console`."""
+    """Listens to a campaign and shows it on `console`.
 
-    def __init__(self, console: Console, *, live: bool | None = None) -> None:
-        self.console = console
-        self.progress = progress_on(console, bar=True, note=True, left=True, live=live)
+    Args:
+        console: where it is shown.
+        live: show progress that is renewed in place; by default where `console` is a terminal. Elsewhere it is a line each 30 s.
+        verbosity: how much is shown.
+        tried: show at the end what the kernels declare and no Case had.
+    """
+
+    def __init__(
+        self, console: Console, *, live: bool | None = None, verbosity: Verbosity = "normal", tried: bool = True
+    ) -> None:
+        self.console, self._verbosity, self._tried = console, verbosity, tried
+        self._live = (console.is_terminal if live is None else live) and verbosity != "quiet"
+        self.progress = progress_on(console, bar=True, note=True, live=self._live)
         self.task: TaskID | None = None
-        self.cases = self.failures = self.compiled = self.to_compile = self.trying = 0
-        self._seconds: float | None = None
-        self._started = self._shown = 0.0
+        self.failures = self.compiled = self.to_compile = self.trying = self.kernels = self.kernels_done = 0
+        self._pace, self._shown = Pace(), 0.0
+        self._replays: dict[str, Pace] = {}
         self._announced: set[Identity] = set()
+        self._heartbeat = Heartbeat(self.beat)
+
+    def close(self) -> None:
+        """End the progress display, whether or not the campaign has come to its end."""
+        self._heartbeat.stop()
+        self.progress.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -52,17 +68,30 @@ class Terminal:
             handler(event)
 
     def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
+        self._pace = Pace(event.seconds, None if event.examples is None else event.examples * len(event.kernels))
+        self.kernels = len(event.kernels)
+        if self._verbosity == "quiet":
+            return
         described: dict[str, Any] = event.environment
         versions = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
         if "unchecked" in described:
             self.console.print(f"[yellow]{escape(described['unchecked'])}[/]", highlight=False, soft_wrap=True)
-        changed = " ".join(f"{name}={value}" for name, value in event.settings.items()) or "all default"
+        changed = " ".join(f"{name}={value}" for name, value in event.settings.items() if name != "seed") or "all default"
         self.console.print(f"[bold]attnfuzz[/] on {described['device']}, {described['cores']} cores; {versions}", highlight=False)
         budget = "no time limit" if event.seconds is None else f"{event.seconds:g} s for {counted(len(event.kernels), 'kernel')}"
-        self.console.print(f"settings: {changed}; budget: {budget}", highlight=False, soft_wrap=True, markup=False)
-        self._seconds, self._started = event.seconds, time.monotonic()
-        self.task = self.progress.add_task("attnfuzz", total=event.seconds, note="")
+        text = f"settings: {changed}; budget: {budget}; seed: {event.seed}"
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self.task = self.progress.add_task("attnfuzz", total=event.seconds or self._pace.wanted, note="")
         self.progress.start()
+        if not self._live:
+            self._heartbeat.start()
+
+    def beat(self) -> None:
+        """Print how far the run is, where there is no terminal."""
+        done = f"{self.kernels_done} of {self.kernels} kernels done, " if self.kernels > 1 else ""
+        counts = f"{counted(self._pace.cases, 'case')}, {done}{counted(self.failures, 'failure')}"
+        text = f"after {seconds_text(self._pace.elapsed)}: {counts}{self._pace.text()}"
+        self._say(text)
 
     def _on_KernelSkipped(self, event: events.KernelSkipped) -> None:  # noqa: N802
         self._say(f"[yellow]{escape(one_line(event.kernel))}: not run here: {escape(event.reason)}[/]")
@@ -72,10 +101,10 @@ class Terminal:
 
     def _on_CaseNotKept(self, event: events.CaseNotKept) -> None:  # noqa: N802
         if event.failing:
-            self._say(f"[red]a failing case could not be written: {escape(event.reason)}; it is this:[/]")
+            self._say(f"[red]a failing case could not be written: {escape(event.reason)}; it is this:[/]", always=True)
             self.progress.console.print(json_line(event.case.canonical()), highlight=False, soft_wrap=True, markup=False)
         else:
-            self._say(f"[red]the case in flight cannot be noted on disk any more: {escape(event.reason)}[/]")
+            self._say(f"[red]the case in flight cannot be noted on disk any more: {escape(event.reason)}[/]", always=True)
 
     def _on_CaseResumed(self, event: events.CaseResumed) -> None:  # noqa: N802
         self._say(f"[yellow]case {event.case.id} was in flight when a run died: it comes first[/]")
@@ -83,26 +112,49 @@ class Terminal:
     def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
         self.trying += 1
         self.to_compile += event.compiles
+        if self._verbosity == "verbose":
+            self._say(f"{escape(one_line(event.kernel))}: begins, with {event.variants} variants and {event.compiles} compiles")
         self._show("trying", now=True)
 
-    def _on_CompileFinished(self, _: events.CompileFinished) -> None:  # noqa: N802
+    def _on_ReplayStarted(self, event: events.ReplayStarted) -> None:  # noqa: N802
+        self._replays[event.kernel] = Pace(event.seconds, event.cases)
+        of = f" of {event.stored:,}" if event.stored > event.cases else ""
+        cases = f"{event.cases:,}{of} stored case{'s' * (event.stored != 1)}"
+        most = "" if event.seconds is None else f", for at most {seconds_text(event.seconds)}"
+        self._say(f"{escape(one_line(event.kernel))}: replaying {cases}{most}")
+
+    def _replay_step(self, event: events.TrialFinished) -> str:
+        """Count a replayed Case; returns what the progress display says of it."""
+        if (pace := self._replays.get(event.kernel)) is None:
+            return "running earlier cases"
+        pace.count()
+        return f"replaying {pace.cases:,} of {pace.wanted:,} stored cases{pace.text()};"
+
+    def _on_CompileFinished(self, event: events.CompileFinished) -> None:  # noqa: N802
         self.compiled += 1
+        if self._verbosity == "verbose":
+            ending = f"refused: {escape(event.error)}" if event.error else f"{event.seconds:.1f} s"
+            self._say(f"{escape(one_line(event.kernel))}: compiled {escape(event.config)}: {ending}")
         self._show("compiling")
 
     def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
-        self.cases += event.phase in ("replay", "generate")
-        self._show({"shrink": "shrinking", "replay": "running earlier cases"}.get(event.phase, "trying"))
+        if event.phase in ("replay", "generate"):
+            self._pace.count()
+        step = self._replay_step(event) if event.phase == "replay" else "shrinking" if event.phase == "shrink" else "trying"
+        if event.phase == "replay" and self._verbosity == "verbose":
+            self._say(f"{escape(one_line(event.kernel))}: replayed {event.case.id}: {event.verdict.status}")
+        self._show(step)
 
     def _show(self, step: str, *, now: bool = False) -> None:
         """Show how far the run is, a few times a second at most: a GPU ends a thousand trials in that time."""
-        elapsed = time.monotonic() - self._started
+        elapsed = self._pace.elapsed
         if self.task is None or not (now or elapsed - self._shown >= _SHOW_EVERY):
             return
         self._shown = elapsed
         compiled = f", {self.compiled} of {max(self.compiled, self.to_compile)} compiled" if self.to_compile else ""
-        counts = f"{counted(self.cases, 'case')}, {counted(self.failures, 'failure')}"
-        note = f"{step} {counted(self.trying, 'kernel')}: {counts}{compiled}"
-        done = min(elapsed, self._seconds) if self._seconds is not None else None
+        counts = f"{counted(self._pace.cases, 'case')}, {counted(self.failures, 'failure')}"
+        note = f"{step} {counted(self.trying, 'kernel')}: {counts}{compiled}{self._pace.text()}"
+        done = float(self._pace.cases) if self._pace.seconds is None else min(elapsed, self._pace.seconds)
         self.progress.update(self.task, completed=done, note=note)
 
     def _on_FailureFound(self, event: events.FailureFound) -> None:  # noqa: N802
@@ -120,16 +172,19 @@ class Terminal:
     def _on_KernelFinished(self, event: events.KernelFinished) -> None:  # noqa: N802
         row = event.summary
         self.trying -= 1
+        self.kernels_done += 1
         compiles = f", {counted(row.compiles, 'variant')} compiled in {row.compile_seconds:.1f} s" if row.compiles else ""
         compiles += f" ([red]{row.refused} refused by the compiler[/], and not tried)" if row.refused else ""
         compiles += f", [yellow]{row.unreached} not reached by the compiler in this time[/]" if row.unreached else ""
+        compiles += f", [yellow]{_not_replayed(row)}[/]" if row.not_replayed else ""
         replaced = f", {counted(row.replaced, 'process', 'processes')} replaced ({_REPLACED})" if row.replaced else ""
         cases = f"{counted(row.cases, 'case')} in {row.seconds:.1f} s ({row.rate:.1f} cases/s)"
         self._say(f"{escape(one_line(row.kernel))}: {cases}{compiles}{replaced}")
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
-        self.progress.stop()
-        self.console.print(summary_table(event.summaries))
+        self.close()
+        if self._verbosity != "quiet":
+            self.console.print(summary_table(event.summaries))
         for number, each in enumerate(event.findings, 1):
             show_finding(self.console, number, each)
         for number, line in enumerate(groups.described(event.findings)):
@@ -148,16 +203,32 @@ class Terminal:
             self.console.print(f"[red]{escape(text)}[/]", highlight=False, soft_wrap=True)
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
+        for line in never_drawn_lines(event) if self._tried and self._verbosity != "quiet" else ():
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
         cases, count = sum(row.cases for row in event.summaries), len(event.findings)
         whole = not event.untried and not event.broken
         verdict = f"[red]{counted(count, 'failure')}[/]" if count else f"[{'green' if whole else 'yellow'}]no failures[/]"
         causes = len(set(groups.groups_of(event.findings)))
         verdict += f", likely of {counted(causes, 'cause')}," if causes < count else ""
         left = "" if whole else "; [yellow]not every kernel was tried[/]"
-        self.console.print(f"{verdict} in {counted(cases, 'case')}, {event.seconds:.1f} s{left}", highlight=False)
+        seed = "" if event.seed is None else f"; the same cases again: --seed {event.seed}"
+        self.console.print(f"{verdict} in {counted(cases, 'case')}, {event.seconds:.1f} s{left}{seed}", highlight=False)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, always: bool = False) -> None:
+        if self._verbosity == "quiet" and not always:
+            return
         self.progress.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _not_replayed(row: KernelSummary) -> str:
+    cases = f"{row.not_replayed:,} stored case{'s' * (row.not_replayed != 1)}"
+    return f"{cases} not replayed: their part of the run was over"
+
+
+def never_drawn_lines(event: events.CampaignFinished) -> list[str]:
+    """Return a line for each kernel of which Cases had not all that it declares."""
+    texts = {row.kernel: never_drawn_text(row.never_drawn) for row in event.summaries}
+    return [f"{kernel}: declared, and in no case: {text}" for kernel, text in texts.items() if text]
 
 
 def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
@@ -171,6 +242,7 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
             figures = row.outputs.get(name, Worst())
             unjudged = f" (+{figures.unjudged} not judged)" if figures.unjudged else ""
             unjudged += f" ({figures.doubted} in part)" if figures.doubted else ""
+            unjudged += f" (not replayed: {row.not_replayed})" if row.not_replayed and number == 0 else ""
             unjudged += f" ({counted(row.unreached, 'variant')} not reached)" if row.unreached and number == 0 else ""
             wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
             title = escape(one_line(row.kernel)) if number == 0 else ""

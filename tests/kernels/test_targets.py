@@ -80,6 +80,8 @@ def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def attnfuzz(*arguments: str) -> Result:
     if arguments[0] in ("run", "repro"):
         arguments = (*arguments, "--device", "cpu", "--in-process")
+    if arguments[0] == "run" and "--seed" not in arguments:
+        arguments = (*arguments, "--seed", "0")
     sys.argv = ["attnfuzz", *arguments]
     return CliRunner().invoke(cli.main, list(arguments))
 

@@ -123,7 +123,19 @@ def resumed(events: Sequence[Event]) -> list[CaseResumed]:
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """`attnfuzz run` with its results in `folder`/out and its temporary files in `folder`/tmp."""
-    command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", "run", "--device", "cpu", "--plain", "--no-maps"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "attnfuzz.harness.cli",
+        "run",
+        "--device",
+        "cpu",
+        "--plain",
+        "--no-maps",
+        "--seed",
+        "0",
+    ]
     (folder / "tmp").mkdir(exist_ok=True)
     path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(

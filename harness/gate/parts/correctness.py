@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case
+from attnfuzz.harness.report.progress import seconds_text
 from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
@@ -68,14 +70,15 @@ def stored_cases(out: str, corpora: Sequence[str]) -> tuple[CaseFile, ...]:
 def replay(
     kernel: Kernel, device: Device, stored: Iterable[CaseFile], executor: Executor, progress: Progress = lambda _: None
 ) -> Part:
-    """Run every stored Case of `kernel` again, as often as its failure rate demands."""
+    """Run every stored Case of `kernel` again, as often as its failure rate demands, whatever the budget of the campaign."""
     findings: list[Finding] = []
     skipped: list[str] = []
     own = [each for each in stored if each.case.kernel == kernel.name]
     cases = [replace(each, case=with_config(kernel, each.case)) for each in own]
-    runner = TrialRunner(executor)
+    runner, start = TrialRunner(executor), time.monotonic()
     for number, each in enumerate(cases):
-        progress(f"{number} of {counted(len(cases), 'case')}")
+        left = f", about {seconds_text((time.monotonic() - start) / number * (len(cases) - number))} left" if number else ""
+        progress(f"replaying {number:,} of {counted(len(cases), 'stored case')}{left}")
         if reason := why_not_case(kernel, each.case, device):
             skipped.append(f"{each.path.name}: {reason}")
             continue

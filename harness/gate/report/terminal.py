@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, Self
 
 import msgspec
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 from attnfuzz.harness.core.text import counted, one_line, printable
 from attnfuzz.harness.gate.result import Finding, Gate, GateEvent, KernelGate, Outcome, Part, PartFinished
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
-from attnfuzz.harness.report.progress import ProgressView, progress_on
+from attnfuzz.harness.report.progress import Heartbeat, ProgressView, Verbosity, progress_on, seconds_text
 
 __all__ = ["GateProgress", "gate_object", "markdown", "show_gate"]
 
@@ -23,16 +24,42 @@ _MOST_DETAIL = 3000
 
 
 class GateProgress(ProgressView):
-    """Shows the running part, and a line for each part that has ended; a context that restores the terminal."""
+    """Shows the running part, and a line for each part that has ended; a context that restores the terminal.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        super().__init__(progress_on(console, note=True))
+    Where there is no terminal, a line each 30 s says what is running.
+
+    Args:
+        console: where it is shown.
+        verbosity: quiet: only parts that could not be run; verbose: also a line for each part that begins.
+    """
+
+    def __init__(self, console: Console, verbosity: Verbosity = "normal") -> None:
+        self._console, self._verbosity = console, verbosity
+        super().__init__(progress_on(console, note=True, live=False if verbosity == "quiet" else None))
         self._task: TaskID | None = None
         self._doing: tuple[str, str] | None = None
+        self._note, self._start = "", time.monotonic()
+        self._heartbeat = Heartbeat(self.beat)
+
+    def __enter__(self) -> Self:
+        if not self._console.is_terminal and self._verbosity != "quiet":
+            self._heartbeat.start()
+        return super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._heartbeat.stop()
+        super().__exit__()
+
+    def beat(self) -> None:
+        """Print what is running."""
+        doing = f"{' '.join(self._doing)} {self._note}".strip() if self._doing else "loading"
+        text = f"after {seconds_text(time.monotonic() - self._start)}: {doing}"
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def __call__(self, event: GateEvent) -> None:
         """Show one event."""
+        if self._verbosity == "quiet" and not (isinstance(event, PartFinished) and event.part.outcome == "error"):
+            return
         if isinstance(event, PartFinished):
             part = event.part
             style, seconds = _STYLES[part.outcome], f" ({part.seconds:.1f} s)" if part.seconds >= 0.05 else ""
@@ -42,16 +69,23 @@ class GateProgress(ProgressView):
             return
         if self._doing != (event.kernel, event.part):
             self._doing = (event.kernel, event.part)
+            if self._verbosity == "verbose":
+                text = escape(f"{event.kernel} {event.part}: begins")
+                self.bars.console.print(text, highlight=False, soft_wrap=True)
             if self._task is not None:
                 self.bars.remove_task(self._task)
             self._task = self.bars.add_task(escape(f"{event.kernel} {event.part}"), total=None, note="")
+        self._note = event.note
         if self._task is not None:
             self.bars.update(self._task, note=escape(event.note))
 
 
-def show_gate(console: Console, done: Gate) -> None:
-    """Print the table of kernels and parts, every finding with its Case, the ledger's errors, and one line of verdict."""
-    if done.kernels:
+def show_gate(console: Console, done: Gate, verbosity: Verbosity = "normal") -> None:
+    """Print the table of kernels and parts, every finding with its Case, the ledger's errors, and one line of verdict.
+
+    quiet: neither the table nor notes.
+    """
+    if done.kernels and verbosity != "quiet":
         table = Table()
         for column in ("kernel", "part", "verdict", "why"):
             table.add_column(column, no_wrap=column != "why")
@@ -70,7 +104,7 @@ def show_gate(console: Console, done: Gate) -> None:
     for text, line in done.stale:
         where = f"{done.ledger}:{line}: " if line else f"{done.ledger}: "
         console.print(f"[red]{escape(where + text)}[/]", highlight=False, soft_wrap=True)
-    for note in done.notes:
+    for note in done.notes if verbosity != "quiet" else ():
         console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
     if done.interrupted:
         console.print("[yellow]interrupted: the findings so far are above[/]")

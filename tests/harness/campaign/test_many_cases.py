@@ -75,13 +75,16 @@ def test_reading_stored_cases_is_quick_enough_for_many(tmp_path: Path) -> None:
 
     settings = Settings(max_examples=1, out=str(tmp_path), plain=True)
     run_campaign([KERNEL], settings, listen, FunctionExecutor(lambda _: PASS))
-    assert len([each for each in events if isinstance(each, TrialFinished) and each.phase == "replay"]) == 400
+    assert len([each for each in events if isinstance(each, TrialFinished)]) == 1
     assert first[0] < 1.0, "a busy machine takes five times as long"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_share_the_stored_cases_and_draw_none_before(workers: int, tmp_path: Path) -> None:
+def test_workers_share_the_stored_cases_and_draw_none_before(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """150 stored Cases are three turns' worth."""
+    monkeypatch.setattr("attnfuzz.harness.campaign.replays.SHARE", 1.0)
     problem = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
     failure = Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong")
     corpus, verdict = Corpus(tmp_path), Verdict(status="fail", failures=(failure,))
@@ -120,5 +123,5 @@ def test_three_thousand_cases_do_not_fill_the_memory(monkeypatch: pytest.MonkeyP
     assert (len(backlog), len(backlog._left), len(backlog._cases)) == (0, 0, 0)
     assert (len(rounds._untried), len(rounds._round_of), len(rounds._undrawn), len(rounds._returned)) == (0, 0, 0, 0)
     assert len(rounds._known) == 3000
-    assert (len(state.findings.closed), len(state.findings._open), len(state._earlier or ())) == (0, 0, 0)
+    assert (len(state.findings.closed), len(state.findings._open), len(state.earlier._queue or ())) == (0, 0, 0)
     assert (len(coordinator.compiles._active), len(coordinator.compiles._queue)) == (0, 0)

@@ -40,7 +40,19 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*arguments: str, cases: int = CASES) -> Result:
-    given = ["run", "--device", "cpu", "--in-process", "--plain", "--no-replay", "--max-examples", str(cases), *arguments]
+    given = [
+        "run",
+        "--device",
+        "cpu",
+        "--in-process",
+        "--plain",
+        "--no-replay",
+        "--seed",
+        "0",
+        "--max-examples",
+        str(cases),
+        *arguments,
+    ]
     return CliRunner().invoke(cli.main, given)
 
 
@@ -97,6 +109,8 @@ def test_in_children_too() -> None:
         "--plain",
         "--max-examples",
         "4",
+        "--seed",
+        "0",
         "--ledger",
         path,
         "--json",

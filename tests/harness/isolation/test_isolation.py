@@ -350,7 +350,7 @@ def test_a_case_that_ended_two_runs_is_told_and_not_tried_again(tmp_path: Path) 
 
 
 def started(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    options = ["--device", "cpu", "--out", str(tmp_path / "out"), "--max-examples", "4000", "--workers", "1"]
+    options = ["--device", "cpu", "--out", str(tmp_path / "out"), "--max-examples", "4000", "--workers", "1", "--seed", "0"]
     command = [*COMMAND, "run", *options, *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}

@@ -79,6 +79,9 @@ PASSING = "from attnfuzz.harness.plugin import fuzz\nfrom acme import Kernel\n\n
 FAILING = "from attnfuzz.harness.plugin import fuzz\nfrom acme import Faulty\n\ntest_kernel = fuzz(Faulty(), max_examples=40)\n"
 
 
+OPTIONS_OF_ALL = ("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", "--attnfuzz-seed", "0")
+
+
 @pytest.fixture
 def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A folder with the kernels of a team named acme, as importable as an installed package."""
@@ -94,7 +97,7 @@ def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 
 def pytest_here(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     """The tests of `folder` in this process, which is faster."""
-    return folder.runpytest_inprocess("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", *arguments)
+    return folder.runpytest_inprocess(*OPTIONS_OF_ALL, *arguments)
 
 
 def pytest_alone(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
@@ -104,7 +107,7 @@ def pytest_alone(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 
 def pytest_of(folder: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     """The tests of `folder` in a process of their own, where the plugin is found as users have it: by its entry point."""
-    return folder.runpytest_subprocess("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", *arguments)
+    return folder.runpytest_subprocess(*OPTIONS_OF_ALL, *arguments)
 
 
 def test_five_lines_gate_a_correct_kernel(acme: pytest.Pytester) -> None:
@@ -256,7 +259,9 @@ def test_other_peoples_sessions_are_left_alone(pytester: pytest.Pytester) -> Non
 def config(device: str = "auto", **changed: Any) -> Any:
     values = {f"--attnfuzz-{option.name}": option.default for option in OPTIONS} | {"--attnfuzz-device": device}
     values |= {f"--attnfuzz-{name.replace('_', '-')}": value for name, value in changed.items()}
-    return SimpleNamespace(getoption=values.__getitem__)
+    session = SimpleNamespace(getoption=values.__getitem__, stash=pytest.Stash())
+    session.stash[plugin_options._SEED] = values["--attnfuzz-seed"] or 12345
+    return session
 
 
 @pytest.mark.parametrize(
@@ -436,7 +441,6 @@ def test_the_tests_of_a_session_share_its_budget(
     if workers:
         monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
     session = config("cpu", budget="8s")
-    session.stash = pytest.Stash()
     session.stash[plugin_run.COUNT] = tests
     assert plugin_run._share(session) == share
 
@@ -523,6 +527,13 @@ def test_a_failure_under_xdist_is_short_and_in_junit_with_its_figures(acme: pyte
     outcomes = result.parseoutcomes()
     assert (outcomes["passed"] >= 2, outcomes["failed"] >= 1) == (True, True), outcomes
     result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.fnmatch_lines(
+        [
+            "seed 0: the same cases again by --attnfuzz-seed 0",
+            "test_acme.py::test_kernel (acme.faulty): *, [1-9]* failure*",
+            "test_good.py::test_kernel (acme.flash): 12 cases, 0 failures; worst error / budget 0.??*",
+        ]
+    )
     suite = ElementTree.parse(acme.path / "junit.xml").getroot()
     found: dict[str, list[dict[str, str]]] = {"acme.flash": [], "acme.faulty": []}
     for case in suite.iter("testcase"):
@@ -545,7 +556,7 @@ def test_a_failure_under_xdist_is_short_and_in_junit_with_its_figures(acme: pyte
 
 def test_stop_at_first_and_last_failed(acme: pytest.Pytester) -> None:
     acme.makepyfile(test_a=FAILING.replace("max_examples=40", "max_examples=40, shards=1"), test_b=PASSING)
-    options = ("--attnfuzz-device", "cpu", "--attnfuzz-in-process", "--attnfuzz-out", "found")
+    options = ("--attnfuzz-device", "cpu", "--attnfuzz-in-process", "--attnfuzz-out", "found", "--attnfuzz-seed", "0")
     first = acme.runpytest_inprocess("-x", *options)
     first.assert_outcomes(failed=1)
     first.stdout.fnmatch_lines(["*stopping after 1 failures*"])

@@ -1,0 +1,88 @@
+"""Which of a kernel's declared abilities none of the Cases had: what was not tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from attnfuzz.harness.campaign.coverage import OTHERS, Tally
+from attnfuzz.kernels.contract import Capabilities, Device
+from attnfuzz.strategies.shapes import Variant
+
+__all__ = ["in_none_of", "never_drawn", "never_drawn_text"]
+
+YES = "yes"
+_MOST = 4
+"""Values of one ability that a text names."""
+
+
+def never_drawn(can: Capabilities, device: Device, variants: Sequence[Variant], tally: Tally) -> dict[str, tuple[str, ...]]:
+    """Return the declared values that no Case had, by what is drawn; empty where there was no Case.
+
+    An ability that a Case has or has not is in the result with the one value "yes".
+
+    Args:
+        can: what the kernel declares.
+        device: of the run.
+        variants: what Cases are drawn from; their Configs count as declared.
+        tally: counts of the Cases.
+    """
+    if not tally.cases:
+        return {}
+    missing = {
+        name: tuple(each for each in values if each not in tally.drawn.get(name, {})) for name, values in _valued(can, device)
+    }
+    if OTHERS not in (configs := tally.drawn.get("Config", {})):
+        declared = dict.fromkeys(str(each.config) for each in variants if each.config)
+        missing["Config"] = tuple(each for each in declared if each not in configs)
+    missing |= {name: () if seen else (YES,) for name, seen in _abilities(can, tally)}
+    return {name: values for name, values in missing.items() if values}
+
+
+def _valued(can: Capabilities, device: Device) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield what is drawn, and its declared values as `drawn_values` writes them."""
+    yield "dtype", can.dtypes_for(device)
+    yield "causal", tuple(each or "no" for each in can.causal)
+    yield "packing", can.packings
+    yield "dim_qk x dim_v", tuple(f"{dim_qk} x {dim_v}" for dim_qk, dim_v in can.dims)
+    yield "groups", tuple(map(str, can.groups or ()))
+
+
+def _abilities(can: Capabilities, tally: Tally) -> Iterator[tuple[str, bool]]:
+    """Yield each declared ability, and whether a Case had it."""
+    for name, declared in (("window", can.window), ("softcap", can.softcap)):
+        if declared:
+            yield name, YES in tally.drawn.get(name, {})
+    for name, declared in (("score_mod", can.score_mod), ("mask_mod", can.mask_mod)):
+        if declared:
+            yield name, bool(tally.drawn.get(name, {}).keys() - {"none"})
+    if can.layouts:
+        yield "layouts other than plain", bool(tally.drawn.get("layout", {}).keys() - {"plain"})
+    features = {
+        "zero-length queries": can.zero_q,
+        "zero-length keys": can.zero_k,
+        "q shorter than k": can.unequal,
+        "q longer than k": can.unequal,
+        "slack rows": can.slack,
+    }
+    for name, declared in features.items():
+        if declared:
+            yield name, name in tally.features
+
+
+def in_none_of(parts: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
+    """Return what was drawn in none of the parts of a run, of what was not drawn in each."""
+    first, *others = parts
+    common = {
+        name: tuple(each for each in values if all(each in other.get(name, ()) for other in others))
+        for name, values in first.items()
+    }
+    return {name: values for name, values in common.items() if values}
+
+
+def never_drawn_text(missing: Mapping[str, Sequence[str]]) -> str:
+    """Return the result of `never_drawn` in words, such as "dtype float32; window"; empty where nothing is missing."""
+    texts = []
+    for name, values in missing.items():
+        more = f" and {len(values) - _MOST} more" if len(values) > _MOST else ""
+        texts.append(name if tuple(values) == (YES,) else f"{name} {', '.join(values[:_MOST])}{more}")
+    return "; ".join(texts)
