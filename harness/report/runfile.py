@@ -116,6 +116,8 @@ class FailureRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     cases_to_find: int = 0
     seconds_to_find: float = 0.0
     shrink_trials: int = 0
+    explanation: list[tuple[str, str]] = []
+    """What matters of the minimal Case, title and text."""
 
 
 class Refused(msgspec.Struct, kw_only=True):

@@ -15,12 +15,14 @@ from rich.text import Text
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
+from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
+from attnfuzz.harness.report.explained import explanation_rows
 from attnfuzz.harness.report.progress import progress_on
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
-__all__ = ["Terminal", "show_finding", "show_stored", "summary_table"]
+__all__ = ["Terminal", "show_explanation", "show_finding", "show_stored", "summary_table"]
 
 _SHOW_EVERY = 0.2
 """Seconds between two updates of the progress display."""
@@ -83,7 +85,7 @@ class Terminal:
 
     def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
         self.cases += event.phase in ("replay", "generate")
-        self._show({"shrink": "shrinking", "replay": "running earlier cases"}.get(event.phase, "trying"))
+        self._show({"shrink": "shrinking", "explain": "explaining", "replay": "running earlier cases"}.get(event.phase, "trying"))
 
     def _show(self, step: str, *, now: bool = False) -> None:
         """Show how far the run is, a few times a second at most: a GPU ends a thousand trials in that time."""
@@ -174,11 +176,18 @@ def show_finding(console: Console, number: int, finding: Finding, again: str | N
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     for line in describe_verdict(finding.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
+    show_explanation(console, finding.explanation)
     if finding.path:
         line = f"{again} {quoted(finding.path)}" if again else repro_line(finding.path, finding.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
     else:
         console.print(f"   its case, in no file: {finding.case.canonical()}", highlight=False, soft_wrap=True, markup=False)
+
+
+def show_explanation(console: Console, explanation: Explanation | None) -> None:
+    """Print which parts of a minimal Case matter, and what failing Cases have in common."""
+    for title, text in explanation_rows(explanation):
+        console.print(f"   {title:<20} {text}", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_stored(console: Console, stored: CaseFile) -> None:
@@ -192,6 +201,7 @@ def show_stored(console: Console, stored: CaseFile) -> None:
     if finding.device:
         versions = ", ".join(f"{name} {version}" for name, version in finding.versions.items()) or "?"
         console.print(f"   {'on':<20} {finding.device}; {versions}", highlight=False, soft_wrap=True, markup=False)
+    show_explanation(console, finding.explanation)
     line = repro_line(str(stored.path), stored.case.kernel, finding.target)
     console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(stored.case.canonical(), highlight=False, soft_wrap=True, markup=False)
