@@ -1,8 +1,8 @@
 """The parts of a Case, and neighbours of a Case: Cases that differ from it in one part alone.
 
-To explain a failure, each part of its minimal Case is varied on its own (harness/campaign/explainer.py). Neighbours are Cases that
-a campaign could draw: patterns, scales and lengths from the same sets, within the same limits. Whether the kernel takes one is
-for `supports` to say.
+To explain a failure, each part of its minimal Case is varied on its own (harness/campaign/explainer.py). Neighbours are Cases
+that a campaign could draw: patterns, scales and lengths from the same sets, within the same limits. Whether the kernel takes one
+is for `supports` to say.
 """
 
 from __future__ import annotations
@@ -23,22 +23,9 @@ __all__ = ["LENGTHS", "PARTS", "differences", "in_room", "neighbours", "tiles_fo
 LENGTHS: Final = ("seqlen_q", "seqlen_k", "both lengths")
 """The parts that are lengths: of queries, of keys, and of both at once."""
 PARTS: Final = (
-    *(
-        "check",
-        "causal",
-        "config",
-        "dtype",
-        *LENGTHS,
-        "batch",
-        "groups",
-        "kv_heads",
-        "window",
-        "softcap",
-        "score_mod",
-        "mask_mod",
-    ),
-    *("dims", "seed", "pattern", "softmax_scale", "q_scale", "k_scale", "v_scale", "do_scale", "packing", "slack_q", "slack_k"),
-    *("layouts", "needs"),
+    *("check", "causal", "config", "dtype", *LENGTHS, "batch", "groups", "kv_heads", "window", "softcap", "score_mod"),
+    *("mask_mod", "dims", "seed", "pattern", "softmax_scale", "q_scale", "k_scale", "v_scale", "do_scale", "packing"),
+    *("slack_q", "slack_k", "layouts", "needs"),
 )
 """All parts, in the order in which they are varied and shown."""
 _SCALES = ("q_scale", "k_scale", "v_scale", "do_scale")
@@ -273,8 +260,8 @@ def _changes(can: Capabilities, p: Problem, device: Device, part: str) -> Iterat
         case "kv_heads":
             yield from ({"heads": p.groups * kv, "kv_heads": kv} for kv in (1, 2, 3) if kv != p.kv_heads)
         case "groups":
-            others = [each for each in can.groups or (1, 2, 3) if each != p.groups]
-            yield from ({"heads": p.kv_heads * each} for each in others[:_MOST_OTHERS])
+            groups = [each for each in can.groups or (1, 2, 3) if each != p.groups]
+            yield from ({"heads": p.kv_heads * each} for each in groups[:_MOST_OTHERS])
         case "packing":
             yield from ({"packing": each} for each in can.packings)
         case "layouts":

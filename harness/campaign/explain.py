@@ -191,11 +191,6 @@ def _candidates(case: Case, name: str, lengths: _Lengths, every: _Lengths) -> It
             yield from _bounds(at, lengths)
 
 
-def _many(lengths: _Lengths) -> bool:
-    fails = sum(lengths.values())
-    return min(fails, len(lengths) - fails) >= _LEAST
-
-
 def _tile_rules(case: Case, text: str, at: int) -> Iterator[tuple[str, _Rule]]:
     for tile, size in _tiles_for(case, text):
         yield f"{text} not a multiple of {tile}", lambda *pair, size=size: pair[at] % size != 0

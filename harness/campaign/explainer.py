@@ -6,6 +6,7 @@ run and passes in another, a pass says nothing, and no part is named.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -152,12 +153,15 @@ class Explainer:
         if problem.batch > 1 and problem.packing == "ragged":
             return None
         outcomes = {**self._outcomes.get(part, {}), self._finding.case: "fails"}
-        side = {"seqlen_q": lambda p: p.seqlens_q[0], "seqlen_k": lambda p: p.seqlens_k[0]}.get(
-            part, lambda p: min(p.seqlens_q[0], p.seqlens_k[0])
-        )
-        lengths = sorted((side(each.problem), outcome) for each, outcome in outcomes.items() if outcome in ("fails", "passes"))
-        changes = [(low, high) for (low, before), (high, after) in zip(lengths, lengths[1:], strict=False) if before != after]
+        lengths = sorted((_length(each, part), outcome) for each, outcome in outcomes.items() if outcome in ("fails", "passes"))
+        changes = [(low, high) for (low, before), (high, after) in itertools.pairwise(lengths) if before != after]
         # One change is a bound; with several, tiles are the likely cause, and lengths around them were tried.
         if len(changes) != 1 or changes[0][1] - changes[0][0] < 2:
             return None
         return sum(changes[0]) // 2
+
+
+def _length(case: Case, part: str) -> int:
+    """Return the length of its first sequence; of both lengths the shorter one."""
+    n_q, n_k = case.problem.seqlens_q[0], case.problem.seqlens_k[0]
+    return n_q if part == "seqlen_q" else n_k if part == "seqlen_k" else min(n_q, n_k)

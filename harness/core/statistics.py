@@ -1,4 +1,4 @@
-"""Confidence intervals, of ratios by a paired bootstrap and of rates by Wilson, and Fisher's exact test. Standard library only."""
+"""Intervals of ratios by a paired bootstrap and of rates by Wilson, and Fisher's exact test. Standard library only."""
 
 from __future__ import annotations
 
