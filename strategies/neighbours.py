@@ -162,8 +162,8 @@ def neighbours(kernel: Kernel, case: Case, device: Device) -> dict[str, list[Cas
     by_part = {name: list(makers[name]() if name in makers else _other_problems(kernel.capabilities, case, device, name))
                for name in PARTS}  # fmt: skip
     # A replaced value may be spelled as the Case's own, or leave no room for another part.
-    return {name: unique for name, found in by_part.items()
-            if (unique := [each for each in dict.fromkeys(found) if differences(case, each) == (name,)])}  # fmt: skip
+    return {name: unique for name, cases in by_part.items()
+            if (unique := [each for each in dict.fromkeys(cases) if differences(case, each) == (name,)])}  # fmt: skip
 
 
 def _problem(case: Case, **changes: object) -> Iterator[Case]:
@@ -224,6 +224,8 @@ def _other_lengths(case: Case, part: str) -> Iterator[Case]:
             n, other = (n_q, n_k) if part == "seqlen_q" else (n_k, n_q)
             edges = (tile + by for tile in tiles for by in (0, -1, 1, tile))
             lengths = [n + 1, n - 1, *edges, other, other + 1, other - 1]
+        if p.batch > 1 and p.packing == "ragged":
+            lengths = [*lengths[:2], tiles[0]]
         for length in dict.fromkeys(each for each in lengths if each >= 0):
             yield from with_lengths(case, part, i, length)
 

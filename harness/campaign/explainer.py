@@ -23,7 +23,7 @@ _MOST_TRIALS = 64
 _CONFIRMATIONS = 2
 _SHARE = 1 / 6
 """Part of the time for shrinking that an explanation may take, where shrinking has left it."""
-_MOST_BISECTIONS = 6
+_MOST_BISECTIONS = 10
 _TIME_IS_UP = "the time for shrinking is over"
 
 
