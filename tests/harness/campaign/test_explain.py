@@ -7,26 +7,36 @@ import math
 import random
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 from support.runs import FunctionExecutor
 from support.subjects import Subject
 
 from attnfuzz.harness.campaign import explainer
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.contrast import Contrast, common_to, properties
 from attnfuzz.harness.campaign.corpus import Corpus, StoredFinding, read_case
-from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, TrialFinished
 from attnfuzz.harness.campaign.explain import Common, Explanation, Outcome, Part, explanation_of, outcome_of
 from attnfuzz.harness.campaign.minimise import Minimiser
 from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.core.statistics import fisher
 from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.report.explained import explanation_rows
+from attnfuzz.harness.report.html import page
+from attnfuzz.harness.report.machine import finding_object
+from attnfuzz.harness.report.recorder import Recorder
+from attnfuzz.harness.report.runfile import RunRecord, runs_of
+from attnfuzz.harness.report.terminal import show_finding, show_stored
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case, Recipe
@@ -94,7 +104,8 @@ FAULTS: list[tuple[str, Case, Callable[[Case], bool], dict[str, tuple[str, ...]]
     ("diagonal offset", case_of(1, 2, causal="bottom_right"), lambda c: bool(c.problem.causal) and 0 < q_of(c) != k_of(c) > 0,
      {"causal": (), "seqlen_q": ("seqlen_q != seqlen_k",), "seqlen_k": ("seqlen_q != seqlen_k",)}),
     ("second key tile", case_of(1, 33), lambda c: k_of(c) > c.config.tile("tile_n"),
-     {"seqlen_k": ("seqlen_k > tile_n=32", "from 33 keys on"), "config": ("num_warps=4 or tile_n=32 (changed together in each Config tried)",)}),
+     {"seqlen_k": ("seqlen_k > tile_n=32", "from 33 keys on"),
+      "config": ("num_warps=4 or tile_n=32 (changed together in each Config tried)",)}),
     ("from 65 keys", case_of(1, 65), lambda c: k_of(c) >= 65, {"seqlen_k": ("from 65 keys on",)}),
     ("found far above its bound", case_of(1, 200), lambda c: k_of(c) >= 77, {"seqlen_k": ("from 77 keys on",)}),
     ("exactly 17", case_of(17, 1), lambda c: 17 in c.problem.seqlens_q, {"seqlen_q": ("exactly 17 queries",)}),
@@ -432,6 +443,64 @@ def test_properties_are_true_of_their_case() -> None:
     found = set(properties(case_of(2, 33, causal="bottom_right", heads=2)))
     assert {"causal=bottom_right", "seqlen_q != seqlen_k", "seqlen_k not a multiple of tile_n", "groups > 1"} <= found
     assert not {"seqlen_k = 0", "several sequences", "a window", "seqlen_q > tile_m"} & found
+
+
+def failing_run(tmp_path: Path, listener: Callable[[Event], None] = lambda _: None, interrupt: str = "") -> KernelSummary:
+    """A campaign of a kernel that is wrong under a causal mask in grouped heads; `interrupt`: Ctrl-C in that phase."""
+    kernel = registry.get("torch.reference_cpu")
+    wrong = Failure(kernel=kernel.name, kind="mismatch", output="o", check="element", message="O is wrong")
+
+    def listen(event: Event) -> None:
+        listener(event)
+        if isinstance(event, TrialFinished) and event.phase == interrupt:
+            raise KeyboardInterrupt
+
+    def verdict(case: Case) -> Verdict:
+        failing = case.problem.causal is not None and case.problem.groups > 1
+        return Verdict(status="fail", failures=(wrong,)) if failing else PASS
+
+    settings = Settings(device="cpu", max_examples=150, out=str(tmp_path), maps=False)
+    done = run_campaign([kernel], settings, listen, FunctionExecutor(verdict))
+    assert done.interrupted == bool(interrupt)
+    return done.summaries[0]
+
+
+def test_a_campaign_explains_its_finding_everywhere(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    summary = failing_run(tmp_path, recorder)
+    [finding] = summary.findings
+    assert finding.explanation is not None
+    assert {each.part for each in finding.explanation.parts if each.passes} == {"causal", "groups"}
+    assert {each.property for each in finding.explanation.common} == {"causal=top_left", "groups > 1"}
+    assert all(each.failing == each.of_failing > 10 for each in finding.explanation.common)
+    # In its file, and in all that is printed of it.
+    stored = read_case(Path(str(finding.path)))
+    assert stored.finding.explanation == finding.explanation
+    rows = explanation_rows(finding.explanation)
+    assert [title for title, _ in rows] == ["matters", "does not matter", "in common", "in common"]
+    assert finding_object(finding)["explanation"]["text"] == [f"{title}: {text}" for title, text in rows]
+    assert json.loads(json.dumps(finding_object(finding)))["explanation"]["parts"][0]["part"] == "causal"
+    [run] = runs_of(tmp_path)
+    assert isinstance(run, RunRecord)
+    assert run.failures[0].explanation == rows
+    shown = StringIO()
+    show_finding(Console(file=shown, width=400), 1, finding)
+    show_stored(Console(file=shown, width=400), stored)
+    for title, text in rows:
+        assert shown.getvalue().count(f"   {title:<20} {text}\n") == 2
+    html = page(merged([run], []), tmp_path, pictures=0).text
+    assert "<h4>What matters</h4>" in html
+    assert "causal=top_left (passes without)" in html
+
+
+def test_ctrl_c_while_it_is_explained_keeps_the_minimal_case(tmp_path: Path) -> None:
+    summary = failing_run(tmp_path, interrupt="explain")
+    [finding] = summary.findings
+    assert finding.minimal
+    assert (finding.case.problem.seqlens_q, finding.case.problem.heads) == ((1,), 2)
+    assert finding.explanation is not None
+    assert finding.explanation.ended == "it was interrupted"
+    assert read_case(Path(str(finding.path))).finding.explanation == finding.explanation
 
 
 # --- files
