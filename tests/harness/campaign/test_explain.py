@@ -33,6 +33,7 @@ from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.report.explained import explanation_rows
 from attnfuzz.harness.report.html import page
 from attnfuzz.harness.report.machine import finding_object
+from attnfuzz.harness.report.merge import merge_runs
 from attnfuzz.harness.report.recorder import Recorder
 from attnfuzz.harness.report.runfile import RunRecord, runs_of
 from attnfuzz.harness.report.terminal import show_finding, show_stored
@@ -265,7 +266,7 @@ def test_a_failure_with_a_rate_is_not_explained() -> None:
 @pytest.mark.parametrize("rate", [0.5, 0.8, 0.9, 0.95, 0.99])
 def test_nothing_false_is_said_of_a_random_failure(rate: float) -> None:
     """Shrinking took it for one that shows every time."""
-    for seed in range(20):
+    for seed in range(10):
         chance = random.Random(f"{rate} {seed}")
         explanation = explained(case_of(), of(lambda _, chance=chance: chance.random() < rate))
         assert not any(each.passes for each in explanation.parts), seed
@@ -488,7 +489,7 @@ def test_a_campaign_explains_its_finding_everywhere(tmp_path: Path) -> None:
     show_stored(Console(file=shown, width=400), stored)
     for title, text in rows:
         assert shown.getvalue().count(f"   {title:<20} {text}\n") == 2
-    html = page(merged([run], []), tmp_path, pictures=0).text
+    html = page(merge_runs([run]), tmp_path, pictures=0).text
     assert "<h4>What matters</h4>" in html
     assert "causal=top_left (passes without)" in html
 
