@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.campaign.events import Finding, Rate
+from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps, one_line
 from attnfuzz.harness.judge.diagnosis.model import Pattern
@@ -62,6 +63,7 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     rate: Rate | None = None
     target: str | None = None
+    explanation: Explanation | None = None
 
     @classmethod
     def of(cls, finding: Finding, seed: int) -> StoredFinding:
@@ -78,6 +80,7 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
             versions=finding.verdict.versions,
             rate=finding.rate,
             target=origin.target if origin else None,
+            explanation=finding.explanation,
         )
 
     @classmethod
@@ -100,7 +103,7 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
         """As JSON; empty where nothing is known."""
         if self == StoredFinding():
             return {}
-        optional = ("pattern", "rate", "target")
+        optional = ("pattern", "rate", "target", "explanation")
         data: dict[str, Any] = msgspec.to_builtins(self)
         return {name: value for name, value in data.items() if name not in optional or value is not None}
 

@@ -16,8 +16,11 @@ from attnfuzz.strategies.case import Case
 
 __all__ = ["EDGES", "OTHERS", "Phase", "Tally", "Worst", "bin_of", "drawn_values", "features"]
 
-Phase = Literal["replay", "generate", "shrink", "rerun"]
-"""Why a Case runs. rerun: a replayed Case once more, since it fails only sometimes, or a Case against the oracle alone."""
+Phase = Literal["replay", "generate", "shrink", "explain", "rerun"]
+"""Why a Case runs. explain: as a neighbour of a minimal Case.
+
+rerun: a replayed Case once more, since it fails only sometimes, or a Case against the oracle alone.
+"""
 EDGES: Final = (*(round(0.05 * n, 2) for n in range(1, 21)), 2.0, 5.0, 10.0, 100.0, 1000.0)
 """Upper ends of the bins of error over budget; two more bins: above the last of them, and infinite or NaN."""
 
@@ -65,7 +68,7 @@ class Tally:
         """Count one trial."""
         for stage, seconds in verdict.seconds.items():
             self.stages[stage] = self.stages.get(stage, 0.0) + seconds
-        if phase == "shrink":
+        if phase in ("shrink", "explain"):
             self.shrink_cases += 1
         elif phase == "rerun":
             self.reruns += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.coverage import Phase, Tally, Worst
+from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -59,6 +60,8 @@ class Finding:
     shrink_trials: int = 0
     rate: Rate | None = None
     """None: it fails every time."""
+    explanation: Explanation | None = None
+    """Which parts of the minimal Case matter; None: not shrunk, and nothing is known."""
 
     @property
     def minimal(self) -> bool:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from attnfuzz.harness.campaign.contrast import Contrast
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import CaseNotKept, FailureFound, Finding, Listener, Shrunk
+from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
 from attnfuzz.kernels.contract import Kernel
@@ -88,6 +90,17 @@ class Findings:
         """Close every open finding as far as it is shrunk."""
         for before in list(self._open):
             self.close(before)
+
+    def compare(self, contrast: Contrast) -> None:
+        """Add to closed findings, and to their files, what their Cases have in common that passing Cases have not."""
+        for identity, finding in self.closed.items():
+            explanation = finding.explanation or Explanation()
+            common = contrast.common(identity)
+            if common == explanation.common:
+                continue
+            self.closed[identity] = dataclasses.replace(finding, explanation=replace(explanation, common=common))
+            if finding.path is not None and Path(finding.path).exists():
+                self.write(self.closed[identity])
 
     def keep(self, finding: Finding, *, minimal: bool = False) -> None:
         """Open and close a finding that is not to be shrunk, unless its failure is known."""

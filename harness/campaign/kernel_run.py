@@ -19,10 +19,10 @@ from attnfuzz.harness.campaign.context import WorkerContext
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
+from attnfuzz.harness.campaign.minimise import Minimiser
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.outcomes import OutOfTime
@@ -208,13 +208,9 @@ class KernelRun:
             keys = {variant: self.plan.key(self.kernel, variant) for variant in ready}
             compiled = self._campaign.ready(self.kernel.name, set(keys.values()))
             ready = tuple(each for each in ready if keys[each] in compiled)
-        shrinker = Shrinker(opened, self._runner, self._supported, ready)
-        try:
-            # What ends it leaves the simplest Case so far.
-            with contextlib.suppress(OutOfTime):
-                shrinker.shrink(self._context.shrink_seconds)
-        finally:
-            self._campaign.update(self.kernel.name, identity, shrinker.finding)
+        update = functools.partial(self._campaign.update, self.kernel.name, identity)
+        minimiser = Minimiser(self.kernel, self._context.settings.device, ready, self.plan.limits, self._runner)
+        minimiser.minimise(opened, self._context.shrink_seconds, update)
 
     def _statistics(self) -> tuple[int, tuple[float, ...], Disturbances]:
         statistics = self._context.executor.statistics

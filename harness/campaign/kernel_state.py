@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.compiles import Wanted
 from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.contrast import Contrast
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.coverage import Phase, Tally
 from attnfuzz.harness.campaign.earlier import EarlierCase, EarlierCases
@@ -47,7 +48,7 @@ class KernelState:
         left_behind: Sequence[LeftBehind] = (),
     ) -> None:
         self.kernel, self.plan, self._context = kernel, plan, context
-        self.tally = Tally()
+        self.tally, self._contrast = Tally(), Contrast()
         settings = context.settings
         self.findings = Findings(kernel, context.corpus, context.listener, settings.seed)
         self.rounds = Rounds(settings.max_examples, settings.shard, settings.shards)
@@ -157,6 +158,7 @@ class KernelState:
     def count(self, phase: Phase, case: Case, verdict: Verdict) -> None:
         """Count a trial."""
         self.tally.add(phase, case, verdict)
+        self._contrast.add(phase, case, verdict)
         if phase in ("replay", "generate"):
             self.earlier.tried(case)
         if phase == "generate" and self._context.settings.max_examples is not None:
@@ -205,6 +207,7 @@ class KernelState:
         """Return counts and findings so far; a finding that is being shrunk is closed."""
         self.keep_refused()
         self.findings.close_all()
+        self.findings.compare(self._contrast)
         refused = self._refused.keys()
         return KernelSummary(
             kernel=self.kernel.name,

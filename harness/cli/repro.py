@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["repro_command"]
 
-_WAYS = ("sanitize", "script", "repeat", "shrink", "pdb")
+_WAYS = ("sanitize", "script", "repeat", "shrink", "explain", "pdb")
 """Options that each say how a Case is run: at most one of them."""
 _SENSELESS = {
     "sanitize": {"in_process": "compute-sanitizer watches a process of its own"},
@@ -70,7 +70,8 @@ _LONGEST = 300
 @click.option("--script", metavar="FILE", help="Write one Python file that shows the failure without the harness; - for stdout.")
 @click.option("--repeat", type=int, metavar="N", help="Run it N times, and show how often and how it fails.")
 @click.option("--shrink", is_flag=True, help="Shrink further; a smaller case file is written beside this one.")
-@click.option("--budget", metavar="60s", help="Time for --shrink [default: 60s].")
+@click.option("--explain", is_flag=True, help="Vary each part of the case, and show which matter; the case file holds it then.")
+@click.option("--budget", metavar="60s", help="Time for --shrink or --explain [default: 60s].")
 @click.option("--plot", metavar="FILE.png", help="Draw error over budget of each output (.png, .svg, .pdf, or into a folder).")
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
 @json_option
@@ -104,6 +105,8 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
                 code = _repeated(stored, options["repeat"], where, as_json=as_json)
             case "shrink":
                 code = _shrunk(stored, 60.0 if budget is None else duration(budget), where, as_json=as_json)
+            case "explain":
+                code = _explained(stored, 60.0 if budget is None else duration(budget), where, as_json=as_json)
             case "pdb":
                 code = _debugged(stored, where)
             case _:
@@ -130,8 +133,8 @@ def _way(options: Mapping[str, Any]) -> str | None:
         if _is_set(options[name]):
             option = _OPTION.get(name, name.replace("_", "-"))
             raise reject(name, options[name], reason, f"leave --{option} out")
-    if options["budget"] is not None and way != "shrink":
-        raise reject("budget", options["budget"], "it limits shrinking", "give it with --shrink")
+    if options["budget"] is not None and way not in ("shrink", "explain"):
+        raise reject("budget", options["budget"], "it limits shrinking", "give it with --shrink or --explain")
     if way == "script" and options["script"] == "-" and options["as_json"]:
         raise reject("script", "-", "the script itself would be between the JSON", "give --script a file, or leave --json out")
     return way
@@ -237,6 +240,21 @@ def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) ->
         echo(dumps(reshrunk_object(done)))
     else:
         show_reshrunk(console(), stored, done)
+    return CLEAN if done.outcome == "FIXED" else FAILURES
+
+
+def _explained(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) -> int:
+    from attnfuzz.harness.report.progress import progress_on
+    from attnfuzz.harness.repro.explain import explain_stored
+    from attnfuzz.harness.repro.report import explained_object, show_explained
+
+    with progress_on(console(stderr=True), note=True) as progress:
+        task = progress.add_task("explaining", total=None, note="")
+        done = explain_stored(stored, seconds, where, lambda trial, _: progress.update(task, note=f"trial {trial}"))
+    if as_json:
+        click.echo(dumps(explained_object(stored, done)))
+    else:
+        show_explained(console(), stored, done)
     return CLEAN if done.outcome == "FIXED" else FAILURES
 
 

@@ -1,4 +1,4 @@
-"""Confidence intervals: of ratios of head to base by a paired bootstrap, and of rates by Wilson. Standard library only."""
+"""Intervals of ratios by a paired bootstrap and of rates by Wilson, and Fisher's exact test. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Ratio", "interval", "paired_ratio_of_medians", "paired_ratio_of_rms"]
+__all__ = ["Ratio", "fisher", "interval", "paired_ratio_of_medians", "paired_ratio_of_rms"]
 
 _RESAMPLES = 1000
 _CONFIDENCE = 0.99
@@ -76,3 +76,21 @@ def interval(failed: int, runs: int) -> tuple[float, float]:
     middle = (share + spread / 2) / (1 + spread)
     half = _Z / (1 + spread) * math.sqrt(share * (1 - share) / runs + spread / (4 * runs))
     return (0.0 if failed == 0 else middle - half), (1.0 if failed == runs else middle + half)
+
+
+def fisher(having: int, of: int, other_having: int, other_of: int) -> float:
+    """Return the p-value of Fisher's exact test, one-sided: of at least `having` by chance.
+
+    Of `of` Cases of one kind `having` have a property, of `other_of` Cases of another kind `other_having`.
+    """
+    total, with_it = of + other_of, having + other_having
+    whole = _log_choose(total, of)
+    most = min(of, with_it)
+    terms = (_log_choose(with_it, n) + _log_choose(total - with_it, of - n) - whole for n in range(having, most + 1))
+    return min(1.0, math.fsum(math.exp(each) for each in terms))
+
+
+def _log_choose(n: int, k: int) -> float:
+    if not 0 <= k <= n:
+        return -math.inf
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

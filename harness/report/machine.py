@@ -9,10 +9,12 @@ import msgspec
 
 from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelSummary
+from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.report.explained import explanation_rows
 from attnfuzz.harness.report.groups import groups_of
 
-__all__ = ["campaign_object", "finding_object", "verdict_object"]
+__all__ = ["campaign_object", "explanation_object", "finding_object", "verdict_object"]
 
 
 def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
@@ -44,6 +46,7 @@ def finding_object(finding: Finding) -> dict[str, Any]:
         "seconds_to_find": finding.seconds_to_find,
         "shrink_trials": finding.shrink_trials,
         "rate": list(finding.rate) if finding.rate else None,
+        "explanation": explanation_object(finding.explanation),
     }
 
 
@@ -54,6 +57,13 @@ def _failures(findings: Sequence[Finding]) -> list[dict[str, Any]]:
         {**finding_object(each), "group": findings[first].identity.fingerprint}
         for each, first in zip(findings, groups, strict=True)
     ]
+
+
+def explanation_object(explanation: Explanation | None) -> dict[str, Any] | None:
+    """An explanation as plain values, with its text line by line; None where there is none."""
+    if explanation is None:
+        return None
+    return {**msgspec.to_builtins(explanation), "text": [f"{title}: {text}" for title, text in explanation_rows(explanation)]}
 
 
 def verdict_object(verdict: Verdict) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from attnfuzz.harness.campaign.coverage import Tally
 from attnfuzz.harness.campaign.events import Event, Finding
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.report.describe import describe_case
+from attnfuzz.harness.report.explained import explanation_rows
 from attnfuzz.harness.report.runfile import (
     FORMAT,
     FailureRecord,
@@ -131,6 +132,10 @@ class Recorder:
         kernel.compiles, kernel.compile_seconds, kernel.unreached = row.compiles, row.compile_seconds, row.unreached
         kernel.replayed, kernel.not_replayed = row.replayed, row.not_replayed
         kernel.never_drawn = {name: list(values) for name, values in row.never_drawn.items()}
+        for finding in row.findings:
+            # What failing Cases have in common is known at the end.
+            if (record := self._failures.get(finding.identity)) is not None:
+                record.explanation = self._record(finding).explanation
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self._over = True
@@ -172,6 +177,7 @@ class Recorder:
             cases_to_find=finding.cases_to_find,
             seconds_to_find=finding.seconds_to_find,
             shrink_trials=finding.shrink_trials,
+            explanation=[(title, text[:_MOST_TEXT]) for title, text in explanation_rows(finding.explanation)],
         )
 
     def _write(self) -> None:

@@ -124,6 +124,8 @@ class FailureRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     cases_to_find: Count = 0
     seconds_to_find: Seconds = 0.0
     shrink_trials: Count = 0
+    explanation: list[tuple[str, str]] = []
+    """What matters of the minimal Case, title and text."""
 
 
 class Refused(msgspec.Struct, kw_only=True):

@@ -15,21 +15,25 @@ from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
+from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.campaign.undrawn import never_drawn_text
 from attnfuzz.harness.core.text import counted, json_line, one_line
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
 from attnfuzz.harness.report import groups
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
+from attnfuzz.harness.report.explained import explanation_rows
 from attnfuzz.harness.report.progress import Heartbeat, Pace, Verbosity, progress_on, seconds_text
 from attnfuzz.kernels.problem import OUTPUT_NAMES
 
-__all__ = ["Terminal", "never_drawn_lines", "show_finding", "show_stored", "summary_table"]
+__all__ = ["Terminal", "never_drawn_lines", "show_explanation", "show_finding", "show_stored", "summary_table"]
 
 _MOST_PASTED = 1 << 15
 """Letters of a Case that is printed as a blob too: a command line takes about 128,000."""
 _SHOW_EVERY = 0.2
 """Seconds between two updates of the progress display."""
+_STEPS = {"shrink": "shrinking", "explain": "explaining"}
+"""What the progress display says of the phase of a trial."""
 _REPLACED = "that is fine: where a child process dies or holds too much memory, a new one takes its place"
 
 
@@ -140,7 +144,7 @@ class Terminal:
     def _on_TrialFinished(self, event: events.TrialFinished) -> None:  # noqa: N802
         if event.phase in ("replay", "generate"):
             self._pace.count()
-        step = self._replay_step(event) if event.phase == "replay" else "shrinking" if event.phase == "shrink" else "trying"
+        step = self._replay_step(event) if event.phase == "replay" else _STEPS.get(event.phase, "trying")
         if event.phase == "replay" and self._verbosity == "verbose":
             self._say(f"{escape(one_line(event.kernel))}: replayed {event.case.id}: {event.verdict.status}")
         self._show(step)
@@ -261,6 +265,7 @@ def show_finding(console: Console, number: int, finding: Finding, again: str | N
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     for line in describe_verdict(finding.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
+    show_explanation(console, finding.explanation)
     if finding.path:
         line = f"{again} {quoted(finding.path)}" if again else repro_line(finding.path, finding.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
@@ -279,6 +284,12 @@ def _shrunk(finding: Finding) -> str:
     return f"shrunk in {counted(finding.shrink_trials, 'trial')}{', partly shrunk' * finding.partly}"
 
 
+def show_explanation(console: Console, explanation: Explanation | None) -> None:
+    """Print which parts of a minimal Case matter, and what failing Cases have in common."""
+    for title, text in explanation_rows(explanation):
+        console.print(f"   {title:<20} {text}", highlight=False, soft_wrap=True, markup=False)
+
+
 def show_stored(console: Console, stored: CaseFile) -> None:
     """A case file: the Case, what was found, and its canonical JSON."""
     console.print(f"[bold]{escape(one_line(str(stored.path)))}[/] (case {stored.case.id})", highlight=False, soft_wrap=True)
@@ -291,6 +302,7 @@ def show_stored(console: Console, stored: CaseFile) -> None:
     if finding.device:
         versions = ", ".join(f"{name} {version}" for name, version in finding.versions.items()) or "?"
         console.print(f"   {'on':<20} {one_line(f'{finding.device}; {versions}')}", highlight=False, soft_wrap=True, markup=False)
+    show_explanation(console, finding.explanation)
     line = repro_line(str(stored.path), stored.case.kernel, finding.target)
     console.print(f"   {'run it again':<20} {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(json_line(stored.case.canonical()), highlight=False, soft_wrap=True, markup=False)

@@ -11,11 +11,21 @@ from rich.markup import escape
 from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding, repro_line
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
-from attnfuzz.harness.report.machine import verdict_object
+from attnfuzz.harness.report.machine import explanation_object, verdict_object
+from attnfuzz.harness.report.terminal import show_explanation
+from attnfuzz.harness.repro.explain import Explained
 from attnfuzz.harness.repro.reproduce import Repetition, Reproduction
 from attnfuzz.harness.repro.reshrink import Reshrunk
 
-__all__ = ["repetition_object", "reshrunk_object", "show_repetition", "show_reproduction", "show_reshrunk"]
+__all__ = [
+    "explained_object",
+    "repetition_object",
+    "reshrunk_object",
+    "show_explained",
+    "show_repetition",
+    "show_reproduction",
+    "show_reshrunk",
+]
 
 
 def repetition_object(stored: CaseFile, done: Repetition) -> dict[str, Any]:
@@ -74,7 +84,33 @@ def reshrunk_object(done: Reshrunk) -> dict[str, Any]:
         "seconds": done.seconds,
         "partly": done.partly,
         "rate": list(done.rate) if done.rate else None,
+        "explanation": explanation_object(done.explanation),
     }
+
+
+def explained_object(stored: CaseFile, done: Explained) -> dict[str, Any]:
+    """The result as plain values."""
+    return {
+        "outcome": done.outcome,
+        "device": done.device,
+        "case": stored.case.to_object(),
+        "explanation": explanation_object(done.explanation) if done.outcome == "EXPLAINED" else None,
+        "trials": done.trials,
+        "seconds": done.seconds,
+        "written": done.written,
+    }
+
+
+def show_explained(console: Console, stored: CaseFile, done: Explained) -> None:
+    """Print the Case, what fails, and which parts matter."""
+    word = "[bold red]EXPLAINED[/]" if done.outcome == "EXPLAINED" else "[bold green]FIXED[/] it does not fail any more"
+    _say(console, f"{word}: {escape(str(stored.path))} on {done.device}, {done.trials} trials in {done.seconds:.1f} s")
+    _case(console, stored)
+    for line in describe_verdict(done.verdict):
+        _say(console, f"   {line}", markup=False)
+    if done.outcome == "EXPLAINED":
+        show_explanation(console, done.explanation)
+        _say(console, f"   {done.why_not or 'the case file holds this explanation now'}", markup=False)
 
 
 def show_reshrunk(console: Console, stored: CaseFile, done: Reshrunk) -> None:
@@ -98,6 +134,7 @@ def show_reshrunk(console: Console, stored: CaseFile, done: Reshrunk) -> None:
         _say(console, f"   {line}", markup=False)
     if done.rate:
         _say(console, f"   shows in {done.rate[0]} of {done.rate[1]} runs")
+    show_explanation(console, done.explanation)
     if done.path:
         _say(console, f"   run it again:        {repro_line(done.path, done.case.kernel)}", markup=False)
 
@@ -122,5 +159,7 @@ def show_reproduction(console: Console, stored: CaseFile, done: Reproduction) ->
         console.print(f"   {name:<20} {value}", highlight=False, soft_wrap=True, markup=False)
     for line in describe_verdict(done.verdict):
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
+    if done.outcome == "FAILED":
+        show_explanation(console, stored.finding.explanation)
     if done.verdict.failure is not None and done.verdict.failure.detail:
         console.print(done.verdict.failure.detail, highlight=False, soft_wrap=True, markup=False)

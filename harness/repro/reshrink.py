@@ -12,20 +12,21 @@ from typing import Literal
 
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
 from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.explain import Explanation
+from attnfuzz.harness.campaign.minimise import Minimiser
 from attnfuzz.harness.campaign.plan import variants_of
-from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.shrink import Shrinker
+from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.core.signals import ending, uninterrupted
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, verdict_or_lost
 from attnfuzz.harness.trial.errors import DeviceLost
-from attnfuzz.harness.trial.supports import why_not_case
-from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Reshrunk", "shrink_further"]
+__all__ = ["Reshrunk", "identity_in", "minimiser_for", "shrink_further"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,12 @@ class Reshrunk:
     seconds: float
     partly: bool
     rate: tuple[int, int] | None
+    explanation: Explanation | None = None
+
+
+def minimiser_for(kernel: Kernel, device: Device, runner: TrialRunner) -> Minimiser:
+    """Return what shrinks and explains a stored Case: within all variants of its kernel, and the limits of short runs."""
+    return Minimiser(kernel, device, variants_of(kernel, Settings(device=device)), PROFILES["quick"].limits[device], runner)
 
 
 def shrink_further(
@@ -69,27 +76,25 @@ def shrink_further(
     start = time.monotonic()
     with where.runner(device, kernel, lambda _, case, __: on_trial(runner.trials, case)) as runner:
         verdict, lost = verdict_or_lost(runner, stored.case, stored.rate)
-        identity = _identity_in(stored, verdict)
+        identity = identity_in(stored, verdict)
         if identity is None:
             spent = time.monotonic() - start
             return Reshrunk("FIXED", device, stored.case, verdict, None, None, runner.trials, spent, False, stored.rate)
-        finding = Finding(identity, stored.case, verdict, rate=stored.rate)
-        shrinker = Shrinker(
-            finding,
-            runner,
-            lambda case: why_not_case(kernel, case, device) is None,
-            variants_of(kernel, Settings(device=device)),
-        )
+        finding = Finding(identity, stored.case, verdict, rate=stored.rate, shrunk=True, partly=True)
+
+        def keep(now: Finding) -> None:
+            nonlocal finding
+            finding = now
+
         path = None
         try:
             with contextlib.suppress(KeyboardInterrupt, DeviceLost):
                 if not lost:
-                    shrinker.shrink(seconds)
+                    minimiser_for(kernel, device, runner).minimise(finding, seconds, keep)
             ending()
         finally:
             # A smaller Case is kept also where an error, or Ctrl-C at the last moment, ends this.
             with uninterrupted():
-                finding = shrinker.finding
                 if finding.case != stored.case:
                     corpus = Corpus(folder)
                     corpus.folder = folder
@@ -97,11 +102,11 @@ def shrink_further(
     outcome: Literal["SMALLER", "MINIMAL", "STOPPED"] = "SMALLER" if path else "STOPPED" if finding.partly else "MINIMAL"
     return Reshrunk(
         outcome, device, finding.case, finding.verdict, identity, str(path) if path else None, runner.trials,
-        time.monotonic() - start, finding.partly, finding.rate,
+        time.monotonic() - start, finding.partly, finding.rate, finding.explanation,
     )  # fmt: skip
 
 
-def _identity_in(stored: CaseFile, verdict: Verdict) -> Identity | None:
+def identity_in(stored: CaseFile, verdict: Verdict) -> Identity | None:
     """The failure to follow: the one in the file, if it shows, else the first."""
     before = stored.finding.identity
     identities = [each.identity for each in verdict.failures]

@@ -95,7 +95,10 @@ def test_a_relation_that_is_judged_again_is_not_a_case_of_shrinking() -> None:
     again = executor.cases[first + 1]
     assert (again.check, again.problem) == ("oracle", executor.cases[first].problem)
     assert announced["rerun"] == run.summary().reruns == 1
-    assert announced["shrink"] == run.summary().shrink_cases == finding.shrink_trials
+    assert announced["shrink"] == finding.shrink_trials
+    assert finding.explanation is not None
+    assert announced["explain"] == finding.explanation.trials
+    assert announced["shrink"] + announced["explain"] == run.summary().shrink_cases
 
 
 def test_a_replay_runs_until_its_own_failure_shows_and_keeps_the_others(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def repro(*arguments: str, stdin: str = "") -> Result:
         (["--sanitize", "memcheck", "--pdb"], "pdb=True: --sanitize and --pdb are two ways to run a case; give one of them"),
         (["--script", "x.py", "--repeat", "3"], "repeat=3: --script and --repeat are two ways to run a case; give one of them"),
         (["--repeat", "3", "--shrink"], "shrink=True: --repeat and --shrink are two ways to run a case; give one of them"),
-        (["--budget", "5s"], "budget='5s': it limits shrinking; give it with --shrink"),
+        (["--budget", "5s"], "budget='5s': it limits shrinking; give it with --shrink or --explain"),
+        (["--shrink", "--explain"], "explain=True: --shrink and --explain are two ways to run a case; give one of them"),
         (["--pdb", "--json"], "as_json=True: a debugger talks to a person; leave --json out"),
         (["--pdb", "--deadline", "5s"], "deadline='5s': nothing ends what runs in a debugger; leave --deadline out"),
         (["--script", "x.py", "--deadline", "5s"], "a script is written without running the kernel; leave --deadline out"),
@@ -322,3 +323,44 @@ def test_the_run_for_a_plot_checks_memory_no_more_than_the_run_before(where: str
     checked = json.loads(CliRunner().invoke(cli.main, arguments).stdout)
     assert checked["verdict"]["failures"][0]["kind"] == "exception"
     assert "memory accesses are checked" in checked["no_plot"]
+
+
+# --- explained
+
+
+def test_a_stored_case_is_explained_and_its_file_holds_that() -> None:
+    path = stored("acme.element", seed=7, unknown="stays")
+    result = repro(path, "--explain")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("EXPLAINED: case.json on cpu, ")
+    assert "   does not matter      fails alike with each value tried of " in result.stdout
+    assert result.stdout.endswith("   the case file holds this explanation now\n")
+    found = json.loads(Path(path).read_text())["found"]
+    assert (found["seed"], found["unknown"]) == (7, "stays")
+    assert found["explanation"]["trials"] > 10
+    [line] = [each for each in result.stdout.splitlines() if "does not matter" in each]
+    for shown in (CliRunner().invoke(cli.main, ["show", path]), repro(path)):
+        assert line in shown.stdout
+
+
+def test_an_explanation_as_json_and_of_a_blob() -> None:
+    blob = blob_of(case_of("acme.element"))
+    result = json.loads(repro(blob, "--explain", "--budget", "60s", "--json").stdout)
+    assert (result["outcome"], result["written"]) == ("EXPLAINED", False)
+    assert result["explanation"]["parts"]
+    assert result["explanation"]["text"][0].startswith(("matters: ", "does not matter: "))
+    assert "   a blob holds no explanation\n" in repro(blob, "--explain").stdout
+
+
+def test_what_does_not_fail_is_not_explained() -> None:
+    path = stored("acme.right")
+    before = Path(path).read_text()
+    result = repro(path, "--explain")
+    assert (result.exit_code, Path(path).read_text()) == (0, before)
+    assert result.stdout.startswith("FIXED it does not fail any more: case.json on cpu")
+
+
+def test_shrinking_a_stored_case_explains_it() -> None:
+    result = json.loads(repro(stored("acme.element"), "--shrink", "--json").stdout)
+    assert result["explanation"]["parts"]
+    assert read_case(result["path"]).finding.explanation is not None
