@@ -16,8 +16,9 @@ import torch
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Kind
 from attnfuzz.harness.judge.truth import Truth, Truths
+from attnfuzz.harness.repro.script.lines import GRADIENTS
 from attnfuzz.harness.repro.script.script import Script
-from attnfuzz.harness.repro.script.short_text import GRADIENTS, LINES, Values, body, once_of, turned
+from attnfuzz.harness.repro.script.short_text import LINES, Values, body, once_of, turned
 from attnfuzz.harness.repro.script.trying import Ran, run_script
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import check_runnable
@@ -212,8 +213,8 @@ def _limits(kernel: Kernel, stored: CaseFile, inputs: Inputs, device: Device) ->
     case, identity = stored.case, stored.finding.identity
     failing = identity.output if identity else None
     wanted: tuple[OutputName, ...] = ("o", *GRADIENTS)
-    if failing in ("o", "lse"):
-        wanted = ("o",) if failing == "o" else ("o", "lse")
+    if failing is not None:
+        wanted = ("o",) if failing == "o" else ("o", failing)
     truths = Truths(inputs, kernel.capabilities.deviations, device)
     truths.count_ties()
     limits = {
