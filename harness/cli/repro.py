@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attnfuzz.harness.cli.complete import complete_cases
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -51,7 +52,7 @@ _OPTION = {"as_json": "json"}
 
 
 @click.command("repro")
-@click.argument("case", metavar="CASE")
+@click.argument("case", metavar="CASE", shell_complete=complete_cases)
 @kernel_option
 @device_option
 @deadline_option

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from rich.markup import escape
 
 from attnfuzz.harness.campaign.options import settings_from
+from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -49,7 +50,7 @@ __all__ = ["campaign", "demo_command", "known_failures", "run_command"]
 
 
 @click.command("run")
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=complete_kernels)
 @kernels_option
 @run_options
 @json_option

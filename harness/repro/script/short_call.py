@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.isolation.kernel_ref import global_of
-from attnfuzz.harness.repro.script.lines import GRADIENTS, literal, wrapped
+from attnfuzz.harness.repro.script.lines import GRADIENTS, literal, where, wrapped
 from attnfuzz.harness.repro.script.script import kernel_lines
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted
@@ -26,6 +26,7 @@ _OWN = {
     "base64", "built", "c", "cu_seqlens_k", "cu_seqlens_q", "d", "data", "dk", "do", "dq", "dv", "error", "exact",
     "exit", "expected", "expected_lse", "float", "get", "got", "gradients", "inputs",
     "isinstance", "k", "list", "lse", "map", "mask", "name", "o", "pairwise", "parts", "print", "problem", "q",
+    "q64", "k64", "v64",
     "right", "runtime", "scaled_dot_product_attention", "scores", "slice", "sys", "torch", "tuple", "v", "values",
     "weights", "wrong", "x", "zip", "zlib",
 }  # fmt: skip
@@ -76,6 +77,7 @@ def _plaincall_lines(kernel: Kernel, problem: Problem) -> bool:
 
 
 def call_lines(kernel: Kernel, config: Config, inputs: Inputs, outputs: Collection[OutputName], device: Device) -> Call:
+    """Return the call that gives `outputs`."""
     backward = bool({*GRADIENTS} & {*outputs})
     if isinstance(kernel, Adapted) and (places := functions_of(kernel)):
         return _adapted(kernel, places, config, inputs, device, backward=backward)

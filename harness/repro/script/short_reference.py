@@ -117,6 +117,7 @@ def _mask(problem: Problem, device: Device, sizes: tuple[str, str], shift: str) 
 
 
 def comparison_lines(problem: Problem, limits: Mapping[OutputName, float]) -> list[str]:
+    """Return the lines that compare each output with what is expected, and end the script."""
     rows = []
     for name, limit in limits.items():
         by_query = name in ("o", "lse", "dq")
