@@ -115,9 +115,13 @@ def _check_answer(options: dict[str, Any], *, as_json: bool) -> None:
     if options["yes"] and options["dry_run"]:
         raise reject("dry-run", True, "--yes removes, and --dry-run removes nothing", "leave one of them out")
     asks = not (options["yes"] or options["dry_run"])
-    if asks and (as_json or not click.get_text_stream("stdin").isatty()):
+    if asks and (as_json or not _on_terminal()):
         reason = "files are removed after a question, and there is no terminal for it" if not as_json else "--json asks nothing"
         raise reject("yes", False, reason, "add --yes, or --dry-run to see what would be removed")
+
+
+def _on_terminal() -> bool:
+    return click.get_text_stream("stdin").isatty()
 
 
 def _listed(kernels: Sequence[str], targets: Sequence[str], out: str) -> Listing:
