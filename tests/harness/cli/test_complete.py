@@ -74,9 +74,9 @@ def test_each_shell_has_its_source(shell: type[BashComplete]) -> None:
 def test_it_is_fast_and_imports_no_backend() -> None:
     """Thrice half a second, in time of a core: other tests run at the same time."""
     program = (
-        "import atexit, sys\natexit.register(lambda: print('\\n', *sys.modules))\nfrom attnfuzz.harness.cli.main import main\n"
+        "import atexit, sys\natexit.register(lambda: print('\\n', *sys.modules))\n"
+        "from attnfuzz.harness.cli.main import main\nmain(prog_name='attnfuzz')"
     )
-    program += "main(prog_name='attnfuzz')"
     environment = {**os.environ, VARIABLE: "bash_complete", "COMP_WORDS": "attnfuzz run triton.v", "COMP_CWORD": "2"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/", env=environment)
