@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,8 @@ def _check_answer(options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _on_terminal() -> bool:
-    return click.get_text_stream("stdin").isatty()
+    stdin: Any = sys.stdin
+    return stdin is not None and bool(stdin.isatty())
 
 
 def _listed(kernels: Sequence[str], targets: Sequence[str], out: str) -> Listing:
