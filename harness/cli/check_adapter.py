@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -22,7 +23,7 @@ __all__ = ["check_adapter_command"]
 
 
 @click.command("check-adapter")
-@click.argument("kernel", metavar="KERNEL")
+@click.argument("kernel", metavar="KERNEL", shell_complete=complete_kernels)
 @device_option
 @in_process_option
 @json_option

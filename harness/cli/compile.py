@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attnfuzz.harness.cli.complete import complete_cases, complete_kernels
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -43,7 +44,7 @@ _MOST_REASONS = 3
 
 
 @click.command("compile")
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=complete_kernels)
 @click.option("--arch", metavar="sm_80,sm_90a,sm_100a", help="Architectures [default: all that each kernel declares].")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiles at once [default: the cores].")
 @click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Variants of a kernel, spread out [default: all].")
@@ -54,7 +55,12 @@ _MOST_REASONS = 3
 )
 @click.option("--write", "written", metavar="FILE", help="Write the table to FILE, for a later --baseline.")
 @click.option("--markdown", metavar="FILE", help="Write the table as Markdown, between the marks of an existing page.")
-@click.option("--case", metavar="FILE", help="Compile the kernel of one case file again: FIXED (exit 0) or FAILED (1).")
+@click.option(
+    "--case",
+    metavar="FILE",
+    shell_complete=complete_cases,
+    help="Compile the kernel of one case file again: FIXED (exit 0) or FAILED (1).",
+)
 @kernel_option
 @out_option
 @json_option
@@ -87,9 +93,11 @@ def compile_command(
     corpus.check()
     archs = None if arch is None else _architectures(arch)
     if owner is not None and case is None:
-        raise reject("kernel", owner, "it is for --case", "give the kernel without --kernel")
+        kernels = (*kernels, owner)
     planned, left = _one(case, kernels, owner, archs) if case else _planned(asked_for(kernels), archs, most=most, cover=cover)
-    rows, interrupted = _compile(planned, jobs, seconds, None if case else corpus, as_json=as_json)
+    uncaptured: dict[Left, None] = {}
+    rows, interrupted = _compile(planned, jobs, seconds, None if case else corpus, uncaptured, as_json=as_json)
+    left = (*left, *uncaptured)
     compilers, compared = _compilers(), None
     if before is not None and baseline is not None:
         chosen = {(each.case.kernel, each.arch) for each in planned}
@@ -164,8 +172,10 @@ def _one(
     return tuple(Job(case, each, key) for each in wanted), ()
 
 
-def _compile(planned: Sequence[Job], jobs: int | None, seconds: float, corpus: Any, *, as_json: bool) -> tuple[list[Row], bool]:
-    """Return (rows, interrupted): Ctrl-C keeps the rows until then."""
+def _compile(
+    planned: Sequence[Job], jobs: int | None, seconds: float, corpus: Any, left: dict[Left, None], *, as_json: bool
+) -> tuple[list[Row], bool]:
+    """Return (rows, interrupted): Ctrl-C keeps the rows until then. What cannot be compiled after all is added to `left`."""
     import msgspec
 
     from attnfuzz.harness.compile import compile as compiling
@@ -174,7 +184,8 @@ def _compile(planned: Sequence[Job], jobs: int | None, seconds: float, corpus: A
     rows: list[Row] = []
     try:
         with Progressing(console(stderr=as_json), len(planned)) as progress:
-            for job, results in compiling.compiled(planned, jobs or compiling.default_width(), deadline=seconds):
+            width = jobs or compiling.default_width()
+            for job, results in compiling.compiled(planned, width, deadline=seconds, left=lambda each: left.update({each: None})):
                 kept = [
                     each
                     if each.ok or corpus is None
@@ -213,7 +224,7 @@ def _write(targets: dict[str, Path], rows: Sequence[Row], left: Sequence[Left], 
 def _command() -> str:
     """Return the command line, without the options that say where the table goes."""
     context = click.get_current_context()
-    words = ["attnfuzz", "compile", *context.params["kernels"]]
+    words = ["attnfuzz", "compile", *context.params["kernels"], *filter(None, [context.params["owner"]])]
     for name, option in (("arch", "--arch"), ("most", "--max")):
         if context.params[name] is not None:
             words += [option, str(context.params[name])]

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from attnfuzz.harness.campaign.options import seed_of, settings_from
+from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.options import (
     asked_for,
     json_option,
@@ -26,7 +27,7 @@ __all__ = ["fleet_command"]
 
 
 @click.command("fleet")
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=complete_kernels)
 @click.option(
     "--address",
     default="auto",

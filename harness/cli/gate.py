@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -43,7 +44,12 @@ __all__ = ["gate_command"]
 @click.option("--baseline", metavar="FILE", help="Gate what changed since FILE was written.")
 @click.option("--write", metavar="FILE", help="Measure the kernels as they are, and write FILE for a later --baseline.")
 @click.option(
-    "--kernel", "kernels", multiple=True, metavar="NAME|MODULE:OBJECT", help="Gate this kernel, changed or not; repeatable."
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME|MODULE:OBJECT",
+    shell_complete=complete_kernels,
+    help="Gate this kernel, changed or not; repeatable.",
 )
 @click.option("--all", "everything", is_flag=True, help="Gate every kernel of the checkout, changed or not.")
 @device_option

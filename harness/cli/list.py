@@ -9,6 +9,7 @@ from typing import Any, get_args
 import click
 import msgspec
 
+from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.options import asked_for, console, json_option, kernels_option
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.text import dumps, one_line
@@ -27,7 +28,7 @@ _SHORTEST_REASON = 16
 
 
 @click.command("list")
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=complete_kernels)
 @kernels_option
 @json_option
 def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool) -> None:

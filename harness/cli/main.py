@@ -16,6 +16,7 @@ import click
 from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
+from attnfuzz.harness.cli.corpus import corpus_group
 from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
@@ -163,6 +164,7 @@ for _command in (
     run_command,
     show_command,
     repro_command,
+    corpus_group,
     gate_command,
     compile_command,
     check_adapter_command,

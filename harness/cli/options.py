@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnfuzz.harness.campaign.options import OPTIONS, Option
+from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.streams import echo_before
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.kernels import registry
@@ -56,10 +57,19 @@ _Decorator = Callable[[Any], Any]
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 _KERNEL_HELP = "A kernel by its name, or one from anywhere: package.module:OBJECT, seen from the current folder."
 kernels_option = click.option(
-    "--kernel", "more_kernels", multiple=True, metavar="MODULE:OBJECT", help=f"{_KERNEL_HELP} As KERNEL; may be repeated."
+    "--kernel",
+    "more_kernels",
+    multiple=True,
+    metavar="MODULE:OBJECT",
+    shell_complete=complete_kernels,
+    help=f"{_KERNEL_HELP} As KERNEL; may be repeated.",
 )
 kernel_option = click.option(
-    "--kernel", "owner", metavar="MODULE:OBJECT", help=f"The case's kernel, where its name alone does not find it. {_KERNEL_HELP}"
+    "--kernel",
+    "owner",
+    metavar="MODULE:OBJECT",
+    shell_complete=complete_kernels,
+    help=f"The case's kernel, where its name alone does not find it. {_KERNEL_HELP}",
 )
 
 

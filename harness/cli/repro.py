@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attnfuzz.harness.cli.complete import complete_cases
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -43,9 +44,8 @@ _WAYS = ("sanitize", "script", "repeat", "shrink", "explain", "pdb")
 _SENSELESS = {
     "sanitize": {"in_process": "compute-sanitizer watches a process of its own"},
     "script": {
-        "in_process": "a script is written without running the kernel",
-        "deadline": "a script is written without running the kernel",
-        "no_memory_check": "a script is written without running the kernel",
+        "in_process": "a script runs in a process of its own",
+        "no_memory_check": "a script does not run under the harness",
     },
     "pdb": {"as_json": "a debugger talks to a person", "deadline": "nothing ends what runs in a debugger"},
 }
@@ -56,7 +56,7 @@ _LONGEST = 300
 
 
 @click.command("repro")
-@click.argument("case", metavar="CASE")
+@click.argument("case", metavar="CASE", shell_complete=complete_cases)
 @kernel_option
 @device_option
 @deadline_option
@@ -67,7 +67,14 @@ _LONGEST = 300
     metavar="memcheck|racecheck|initcheck",
     help="Run it under NVIDIA's compute-sanitizer: exit 0 clean, 1 if that reports anything [deadline: 10m for all of it].",
 )
-@click.option("--script", metavar="FILE", help="Write one Python file that shows the failure without the harness; - for stdout.")
+@click.option(
+    "--script",
+    metavar="FILE",
+    help="Write a script of at most 40 lines that shows the failure, for others; - for stdout.",
+)
+@click.option(
+    "--exact", is_flag=True, help="With --script: the case's own tensors, to the bit, and the expected outputs in the file."
+)
 @click.option("--repeat", type=int, metavar="N", help="Run it N times, and show how often and how it fails.")
 @click.option("--shrink", is_flag=True, help="Shrink further; a smaller case file is written beside this one.")
 @click.option("--explain", is_flag=True, help="Vary each part of the case, and show which matter; the case file holds it then.")
@@ -100,7 +107,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
             case "sanitize":
                 code = _sanitized(stored, options["sanitize"], where, as_json=as_json)
             case "script":
-                code = _script(stored, options["script"], where, as_json=as_json)
+                code = _script(stored, options["script"], where, exact=options["exact"], as_json=as_json)
             case "repeat":
                 code = _repeated(stored, options["repeat"], where, as_json=as_json)
             case "shrink":
@@ -135,6 +142,11 @@ def _way(options: Mapping[str, Any]) -> str | None:
             raise reject(name, options[name], reason, f"leave --{option} out")
     if options["budget"] is not None and way not in ("shrink", "explain"):
         raise reject("budget", options["budget"], "it limits shrinking", "give it with --shrink or --explain")
+    if options["exact"]:
+        if way != "script":
+            raise reject("exact", True, "it is a way to write a script", "give it with --script FILE")
+        if options["deadline"] is not None:
+            raise reject("deadline", options["deadline"], "an exact script is written without running it", "leave --deadline out")
     if way == "script" and options["script"] == "-" and options["as_json"]:
         raise reject("script", "-", "the script itself would be between the JSON", "give --script a file, or leave --json out")
     return way
@@ -179,21 +191,31 @@ def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> i
     return CLEAN if done.clean else FAILURES
 
 
-def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> int:
+def _script(stored: CaseFile, target: str, where: Where, *, exact: bool, as_json: bool) -> int:
     """Write the script; the file stays as it was if there is an error."""
     from attnfuzz.harness.repro.script.script import script_of
+    from attnfuzz.harness.repro.script.short import DEADLINE, short_script
 
-    device, _ = where.device_for(stored.case)
-    script = script_of(stored, device)
-    if target == "-":
+    # Known before the script runs, which takes seconds.
+    fresh = target != "-" and not Path(target).exists()
+    file = None if target == "-" else writable(target, "script")
+    try:
+        device, _ = where.device_for(stored.case)
+        script = script_of(stored, device) if exact else short_script(stored, device, where.deadline or DEADLINE)
+    except BaseException:
+        if fresh and file is not None:
+            file.unlink(missing_ok=True)
+        raise
+    if file is None:
         echo(script.text, nl=False)
     else:
-        file = writable(target, "script")
         write_file(file, script.text, "script")
         if as_json:
-            echo(dumps({"script": str(file), "device": device, "note": script.note, "case": stored.case.to_object()}))
+            result = {"script": str(file), "exact": exact, "device": device, "note": script.note, "case": stored.case.to_object()}
+            echo(dumps(result))
         else:
-            echo(f"written: {file}; run it by `python {file}`: exit 0 is OK, 1 is FAILED")
+            ran = "" if exact else "; it was run, and shows the failure"
+            echo(f"written: {file}{ran}; run it by `python {file}`: exit 0 is OK, 1 is FAILED")
     if script.note and not as_json:
         echo(f"note: {script.note}", err=True)
     return CLEAN
@@ -252,7 +274,7 @@ def _explained(stored: CaseFile, seconds: float, where: Where, *, as_json: bool)
         task = progress.add_task("explaining", total=None, note="")
         done = explain_stored(stored, seconds, where, lambda trial, _: progress.update(task, note=f"trial {trial}"))
     if as_json:
-        click.echo(dumps(explained_object(stored, done)))
+        echo(dumps(explained_object(stored, done)))
     else:
         show_explained(console(), stored, done)
     return CLEAN if done.outcome == "FIXED" else FAILURES

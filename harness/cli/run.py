@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from attnfuzz.harness.campaign.options import settings_from
 from attnfuzz.harness.cli import interim
+from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -58,7 +59,7 @@ __all__ = ["announce_run", "campaign", "demo_command", "known_failures", "run_co
 
 
 @click.command("run")
-@click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=complete_kernels)
 @kernels_option
 @run_options
 @verbosity_options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from attnfuzz.harness.cli.complete import complete_cases
 from attnfuzz.harness.cli.options import check_owner, console, json_option, kernel_option
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.text import dumps
@@ -12,7 +13,7 @@ __all__ = ["show_command"]
 
 
 @click.command("show")
-@click.argument("case", metavar="CASE")
+@click.argument("case", metavar="CASE", shell_complete=complete_cases)
 @kernel_option
 @json_option
 def show_command(case: str, owner: str | None, as_json: bool) -> None:

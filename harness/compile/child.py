@@ -20,6 +20,7 @@ from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child, may_catch
 from attnfuzz.kernels.contract import BuildError, Config
+from attnfuzz.kernels.errors import NotLowered
 from attnfuzz.kernels.lowering import Lowers, Unit, shared_limit
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.support import cache
@@ -45,7 +46,10 @@ class Lowered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lower(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, bool]:
-    """Compile in a child. `payload`: kernel (as shipped), problem, config, arch. The result is a list of Lowered."""
+    """Compile in a child. `payload`: kernel (as shipped), problem, config, arch.
+
+    The result is a list of Lowered, or why there is none.
+    """
     mark_as_child()
     enter("compile")
     kernel = unpacked(payload["kernel"])
@@ -55,6 +59,8 @@ def lower(payload: dict[str, Any], enter: Callable[[str], None]) -> tuple[Any, b
         units = kernel.lower(problem, Config(payload["config"]), arch)
     except BadArgument:
         raise
+    except NotLowered as error:
+        return {"left": cut(str(error))}, False
     except BaseException as error:  # the kernel's own code: that is the finding
         if not may_catch(error):
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ DEADLINE = 600.0
 """Seconds that all functions of one variant may take together by default."""
 _FEW = 3
 """Variants that `--cover` compiles again in other forms."""
+_NO_LOWER = 'not lowered: it has no `lower` (attnfuzz.kernels.lowering.Lowers; an adapter has one with backend="triton")'
 _BLOCK = 128
 """Length that is a whole number of blocks of every mask."""
 
@@ -135,7 +136,7 @@ def why_left(kernel: Kernel) -> Left | None:
     if "cuda" not in kernel.capabilities.devices:
         return Left(kernel.name, "it does not run on CUDA")
     if not isinstance(kernel, Lowers):
-        return Left(kernel.name, "not lowered: it has no `lower` (attnfuzz.kernels.lowering.Lowers)")
+        return Left(kernel.name, _NO_LOWER)
     reason = kernel.cannot_lower()
     return Left(kernel.name, f"not lowered: {reason}", missing=True) if reason else None
 
@@ -177,8 +178,12 @@ def _strided(problem: Problem) -> Problem:
     return replace(problem, **dict.fromkeys(LAYOUTS, Layout(pitch=8)))
 
 
-def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> Iterator[tuple[Job, list[Row]]]:
+def compiled(
+    jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE, left: Callable[[Left], None] = lambda _: None
+) -> Iterator[tuple[Job, list[Row]]]:
     """Compile `width` variants at once, each in a child process; yield each with its rows as it is done.
+
+    `left`: called, in place of rows, for a variant whose code cannot be had without a GPU.
 
     Raises:
         BadArgument: a child cannot find a kernel, or a tool is missing.
@@ -206,7 +211,11 @@ def compiled(jobs: Sequence[Job], width: int, *, deadline: float = DEADLINE) -> 
     ]
     try:
         for index, outcome in supervisor.run_all(tasks, max(1, min(width, len(tasks)))):
-            yield jobs[index], _rows(jobs[index], outcome)
+            if not isinstance(outcome, Error | Death) and isinstance(outcome.result, dict):
+                left(Left(jobs[index].case.kernel, f"not lowered: {outcome.result['left']}", missing=True))
+                yield jobs[index], []
+            else:
+                yield jobs[index], _rows(jobs[index], outcome)
     finally:
         supervisor.close()
 

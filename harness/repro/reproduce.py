@@ -27,7 +27,20 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, OutputName, reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["FailureCount", "Repetition", "Reproduction", "Where", "map_errors", "repeat", "reproduce", "verdict_or_lost"]
+__all__ = [
+    "FailureCount",
+    "Repetition",
+    "Reproduction",
+    "Where",
+    "map_errors",
+    "outcome_of",
+    "repeat",
+    "reproduce",
+    "verdict_or_lost",
+]
+
+
+Outcome = Literal["FIXED", "FAILED", "UNJUDGED"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +100,7 @@ class Where:
 class Reproduction:
     """A Case run again on `device`: the last Verdict of `runs`."""
 
-    outcome: Literal["FIXED", "FAILED", "UNJUDGED"]
+    outcome: Outcome
     """UNJUDGED: nothing failed, but the output that failed before (or, where that is not known, none) could be judged."""
     device: Device
     verdict: Verdict
@@ -112,10 +125,14 @@ def reproduce(
     device, kernel, case = where.prepared(case)
     with where.runner(device, kernel) as runner:
         verdict, _ = verdict_or_lost(runner, case, rate)
-    outcome: Literal["FIXED", "FAILED", "UNJUDGED"] = "FAILED" if verdict.failure else "FIXED"
-    if outcome == "FIXED" and _unjudged(verdict, output):
-        outcome = "UNJUDGED"
-    return Reproduction(outcome, device, verdict, max(1, runner.trials))
+    return Reproduction(outcome_of(verdict, output), device, verdict, max(1, runner.trials))
+
+
+def outcome_of(verdict: Verdict, output: OutputName | None) -> Outcome:
+    """What a Verdict says of a failure of `output`, or of any where it is None."""
+    if verdict.failure:
+        return "FAILED"
+    return "UNJUDGED" if _unjudged(verdict, output) else "FIXED"
 
 
 def verdict_or_lost(runner: TrialRunner, case: Case, rate: Rate | None = None) -> tuple[Verdict, bool]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from attnfuzz.kernels.adapters.adapted import Adapted
+from attnfuzz.kernels.adapters.adapted import Adapted, AdaptedTriton
 from attnfuzz.kernels.adapters.call import Call
 from attnfuzz.kernels.adapters.signature import read, source_files
 from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue
@@ -47,7 +47,7 @@ def dense(
             `softmax_scale` (or `scale`, `sm_scale`), `causal` (or `is_causal`), `window_size` (two numbers, -1 for no limit),
             `softcap`, and a flag for LSE (`return_lse`, `return_softmax_lse` or `return_attn_probs`).
         name: the kernel's name; default: the function's own.
-        backend: "triton" prepares Triton's interpreter on the CPU.
+        backend: "triton" prepares Triton's interpreter on the CPU, and lets `attnfuzz compile` capture the launches.
         layout: "bhsd": the function takes and returns `(batch, heads, seqlen, dim)`.
         lse: whether it returns LSE `(batch, heads, seqlen_q)`, float32, natural log: "auto": if it has a flag for it; True:
             always, second in the tuple. +inf in a row that sees no key, flash-attention's convention, is read as -inf.
@@ -110,7 +110,8 @@ def _adapted(
     sources = tuple(dict.fromkeys([*source_files(call.function), *(str(Path(each).absolute()) for each in files)]))
     if not sources:
         raise reject("files", files, f"the source of {call.signature.name} is not found", "name the files that make it up")
-    return Adapted(name=name, backend=backend, files=sources, capabilities=can, call=call, choices=chosen)
+    kind = AdaptedTriton if backend == "triton" else Adapted
+    return kind(name=name, backend=backend, files=sources, capabilities=can, call=call, choices=chosen)
 
 
 def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:

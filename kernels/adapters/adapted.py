@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from attnfuzz.kernels.adapters.call import Call, Running
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, why_unsupported
@@ -11,7 +12,10 @@ from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 from attnfuzz.kernels.triton import runtime
 
-__all__ = ["Adapted"]
+if TYPE_CHECKING:
+    from attnfuzz.kernels.lowering import Unit
+
+__all__ = ["Adapted", "AdaptedTriton"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +67,26 @@ class Adapted:
         if self.backend == "triton":
             runtime.load(device)
         return Running(self.call, config, contiguous=not self.capabilities.layouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedTriton(Adapted):
+    """A Kernel around a function that launches Triton functions, whose machine code can be compiled (`lowering.Lowers`)."""
+
+    def cannot_lower(self) -> str | None:
+        """The package that is missing, or None."""
+        from attnfuzz.kernels.triton.machine_code import lower
+
+        return lower.cannot_lower()
+
+    def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
+        """List what the function launches for `problem`: it is called on CPU tensors, and its launches are captured.
+
+        Raises:
+            NotLowered: the function fails without a GPU, or launches no Triton function.
+        """
+        from attnfuzz.kernels.triton.machine_code import capture, lower
+
+        backward = any(each in self.capabilities.outputs for each in ("dq", "dk", "dv"))
+        calls = capture.captured_calls(self.build(problem, config, "cuda"), problem, backward=backward)
+        return lower.units(calls, arch)

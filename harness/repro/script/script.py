@@ -35,7 +35,7 @@ from attnfuzz.oracles.formats import Format, half_ulp, rounded
 from attnfuzz.strategies.case import CALLS, RELATIONS
 from attnfuzz.strategies.earlier_calls import earlier_problems
 
-__all__ = ["Script", "script_of", "unshown"]
+__all__ = ["Script", "kernel_lines", "script_of", "unshown"]
 
 _MOST_BYTES = 16 << 20
 """Bytes of all tensors that a script may hold, before they are packed."""
@@ -71,7 +71,7 @@ def script_of(stored: CaseFile, device: Device) -> Script:
     """
     kernel, note = check_runnable(stored.case, device), unshown(stored, device)
     stored = replace(stored, case=with_config(kernel, stored.case))
-    imported = _kernel_lines(kernel)
+    imported = kernel_lines(kernel)
     packed, data = _packed(stored, kernel, device)
     _, future, source = Path(runtime.__file__).read_text(encoding="utf-8").partition("from __future__ import annotations\n")
     # The repr of a Config writes its keys without quotes, where they would be code.
@@ -102,7 +102,7 @@ def unshown(stored: CaseFile, device: Device) -> str | None:
     return None
 
 
-def _kernel_lines(kernel: Kernel) -> str:
+def kernel_lines(kernel: Kernel) -> str:
     """Return the import of a kernel as KERNEL."""
     name, origin = kernel.name, registry.origin(kernel.name)
     target = origin.target if origin else None if registry.is_local(name) else registry.target(name)

@@ -160,7 +160,7 @@ def test_a_missing_compiler_is_said_and_the_rest_compiled(tmp_path: Path) -> Non
         (("--write", "/proc/no/where.json"), "it cannot be written"),
         (("--out", "/proc/no"), "failing Cases could not be written there"),
         (("--case", "missing.json"), "case='missing.json': it names its own kernel"),
-        (("--kernel", "acme.product"), "kernel='acme.product': it is for --case"),
+        (("--kernel", "no.kernel"), "no kernel of that name"),
         (("--deadline", "soon"), "deadline='soon'"),
         (("no.kernel",), "no kernel of that name"),
     ],

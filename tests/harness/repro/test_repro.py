@@ -60,7 +60,14 @@ def repro(*arguments: str, stdin: str = "") -> Result:
         (["--shrink", "--explain"], "explain=True: --shrink and --explain are two ways to run a case; give one of them"),
         (["--pdb", "--json"], "as_json=True: a debugger talks to a person; leave --json out"),
         (["--pdb", "--deadline", "5s"], "deadline='5s': nothing ends what runs in a debugger; leave --deadline out"),
-        (["--script", "x.py", "--deadline", "5s"], "a script is written without running the kernel; leave --deadline out"),
+        (["--script", "x.py", "--in-process"], "a script runs in a process of its own; leave --in-process out"),
+        (["--script", "x.py", "--no-memory-check"], "a script does not run under the harness; leave --no-memory-check out"),
+        (
+            ["--script", "x.py", "--exact", "--deadline", "5s"],
+            "an exact script is written without running it",
+        ),
+        (["--exact"], "exact=True: it is a way to write a script; give it with --script FILE"),
+        (["--exact", "--repeat", "2"], "exact=True: it is a way to write a script; give it with --script FILE"),
         (["--script", "-", "--json"], "the script itself would be between the JSON; give --script a file, or leave --json out"),
         (["--sanitize", "memcheck", "--in-process"], "compute-sanitizer watches a process of its own; leave --in-process out"),
         (["--repeat", "0"], "repeat=0: must be positive; give 1 or more"),
@@ -80,14 +87,57 @@ def test_what_makes_no_sense_together_is_refused(arguments: list[str], message: 
 # --- a script
 
 
-def test_a_script_is_written_to_a_file_or_to_stdout() -> None:
+@pytest.mark.parametrize(
+    ("found", "more", "reason"),
+    [
+        ({"kind": "relation", "check": "split_batch"}, {}, "related calls are compared"),
+        ({"kind": "aggregate"}, {}, "only all of them together"),
+        ({"kind": "contract"}, {}, "the form of an output is wrong"),
+        ({"kind": "guard"}, {}, "memory beside a tensor is written to"),
+        ({"kind": "nondeterministic"}, {}, "equal calls differ"),
+        ({"kind": "out-of-memory"}, {}, "it takes all memory"),
+        ({"kind": "mismatch"}, {"check": "twice"}, "the failure needs calls before (check twice)"),
+        ({"kind": "relation"}, {"check": "split_batch"}, "related calls (check split_batch)"),
+        ({"kind": "mismatch"}, {"rate": [1, 3]}, "it fails in 1 of 3 runs"),
+        ({"kind": "mismatch"}, {"problem": {"needs": {"dlse": True}}}, "the gradient of LSE is given"),
+        ({"kind": "mismatch"}, {"problem": {"mask_mod": ["ge", ["q_idx"], ["kv_idx"]]}}, "a score_mod or mask_mod"),
+        (
+            {"kind": "mismatch"},
+            {"problem": {"packing": "dense", "seqlens_q": [3, 3], "seqlens_k": [4, 4], "slack_q": 1}},
+            "rows beyond the sequences of a dense batch",
+        ),
+        (
+            {"kind": "mismatch"},
+            {"problem": {"seqlens_q": [1 << 22], "seqlens_k": [1 << 22]}},
+            "too large for a float64",
+        ),
+    ],
+)
+def test_what_no_short_script_shows_is_said_in_words_and_nothing_is_written(
+    found: dict[str, Any], more: dict[str, Any], reason: str
+) -> None:
+    content = case_of("acme.element").to_object()
+    content["problem"] |= more.get("problem", {})
+    if "check" in more:
+        content["check"] = more["check"]
+    identity = {"kernel": "acme.element", "output": None, "check": "element", **found}
+    content["found"] = {"identity": identity, **({"rate": more["rate"]} if "rate" in more else {})}
+    Path("case.json").write_text(json.dumps(content))
+    result = repro("case.json", "--script", "x.py")
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert "write the exact script instead: add --exact" in result.stderr
+    assert not Path("x.py").exists()
+
+
+def test_an_exact_script_is_written_to_a_file_or_to_stdout() -> None:
     path = stored("acme.element", identity={"kernel": "acme.element", "kind": "uninitialised", "output": None, "check": "load"})
-    result = repro(path, "--script", "new/shown.py")
+    result = repro(path, "--script", "new/shown.py", "--exact")
     assert result.exit_code == 0
     assert result.stdout == "written: new/shown.py; run it by `python new/shown.py`: exit 0 is OK, 1 is FAILED\n"
     assert result.stderr.startswith("note: a failure of kind uninitialised is seen by attnfuzz's memory checker")
-    assert repro(path, "--script", "-").stdout == Path("new/shown.py").read_text()
-    told = json.loads(repro(path, "--script", "new/shown.py", "--json").stdout)
+    assert repro(path, "--script", "-", "--exact").stdout == Path("new/shown.py").read_text()
+    told = json.loads(repro(path, "--script", "new/shown.py", "--json", "--exact").stdout)
     assert (told["script"], told["device"]) == ("new/shown.py", "cpu")
     assert told["note"].startswith("a failure of kind uninitialised")
 

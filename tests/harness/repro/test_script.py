@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_a_script_is_refused(name: str, tmp_path: Path) -> None:
     changed, message = REFUSED[name]
     (tmp_path / "case.json").write_text(json.dumps(case_of(**changed).to_object()))
-    arguments = [str(tmp_path / "case.json"), "--device", "cpu", "--script", str(tmp_path / "shown.py")]
+    arguments = [str(tmp_path / "case.json"), "--device", "cpu", "--exact", "--script", str(tmp_path / "shown.py")]
     result = CliRunner().invoke(cli.main, ["repro", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
