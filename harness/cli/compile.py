@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnfuzz.harness.cli.options import (
+    asked_for,
     CLEAN,
     FAILURES,
     INTERRUPTED,
@@ -116,7 +117,7 @@ def _architectures(text: str) -> tuple[str, ...]:
 
 
 def _kernels(names: Sequence[str]) -> list[Any]:
-    return [registry.get(name) for name in dict.fromkeys(names or registry.names())]
+    return asked_for(tuple(names))
 
 
 def _one(

@@ -22,6 +22,7 @@ from attnfuzz.harness.cli.options import (
     writable,
     write_file,
 )
+from attnfuzz.harness.cli.project import current_project, project_line, project_object
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
@@ -99,14 +100,17 @@ def gate_command(
     from attnfuzz.harness.gate.plan import Plan
     from attnfuzz.harness.gate.report.terminal import GateProgress
 
+    project = current_project()
     plan = Plan(
         device=resolve_device(device),
         base=base,
         baseline=None if baseline is None else Path(baseline),
         write=None if write is None else _absent_or_full(write),
         kernels=kernels,
+        known=project.kernels if project else (),
         everything=everything,
-        folder=Path.cwd(),
+        # Kernels of a project are imported from its folder.
+        folder=Path(project.folder) if project and project.kernels and not kernels else Path.cwd(),
         out=out,
         corpora=corpus,
         ledger=None if ledger is None else Path(ledger),
@@ -124,6 +128,8 @@ def gate_command(
         architectures=tuple(each.strip() for each in arch.split(",") if each.strip()) if arch else (),
     )
     files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
+    if line := project_line():
+        console(stderr=as_json).print(line, highlight=False, soft_wrap=True, markup=False)
     with GateProgress(console(stderr=as_json)) as progress:
         done = gate(plan, progress)
     _report(done, files, annotate=annotate, as_json=as_json)
@@ -144,7 +150,7 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
     from attnfuzz.harness.gate.report.junit import junit
 
     if as_json:
-        click.echo(dumps(report.gate_object(done)))
+        click.echo(dumps({**report.gate_object(done), "project": project_object()}))
     else:
         report.show_gate(console(), done)
     if annotate or github.on_github():

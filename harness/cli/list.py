@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
@@ -10,6 +11,7 @@ import click
 import msgspec
 
 from attnfuzz.harness.cli.options import asked_for, console, json_option, kernels_option
+from attnfuzz.harness.cli.project import current_project
 from attnfuzz.harness.core.text import dumps, printable
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
@@ -32,13 +34,24 @@ _SHORTEST_REASON = 16
 def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool) -> None:
     """List all kernels and where each can run on this machine, or show what the named ones can do."""
     named = asked_for(kernels, more_kernels) if kernels or more_kernels else []
-    rows = [_row(kernel.name) for kernel in named] or [_row(name) for name in registry.names()]
+    rows = [_row(kernel.name) for kernel in named] or [_row(name) for name in _listed()]
     if as_json:
         click.echo(dumps({"kernels": rows}))
         return
     width = console().width
     details = (line for each in zip(named, rows, strict=False) for line in _details(*each, width))
     click.echo(printable("\n".join(details if named else _table(rows, width))))
+
+
+def _listed() -> tuple[str, ...]:
+    """Return the names of all kernels, and the targets of the project's that cannot be imported: their rows say why."""
+    project, broken = current_project(), []
+    for each in project.kernels if project else ():
+        try:
+            registry.get(each, None if sys.flags.safe_path else project.folder)
+        except BadArgument:
+            broken.append(each)
+    return tuple(sorted({*registry.names(), *broken}))
 
 
 def _row(name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
 from attnfuzz.harness.cli.merge import merge_command
 from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.cli.project import blamed, project_defaults
 from attnfuzz.harness.cli.report import report_command
 from attnfuzz.harness.cli.repro import repro_command
 from attnfuzz.harness.cli.run import demo_command, run_command
@@ -62,6 +63,21 @@ class _Commands(click.Group):
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_IGN)
         sys.exit(code)
+
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, whose options have the project's settings as defaults."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and ctx.command is main:
+            ctx.default_map = dict(project_defaults(ctx, command, rest))
+        return name, command, rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of a value that is the project's names its file."""
+        try:
+            return super().invoke(ctx)
+        except BadArgument as error:
+            raise blamed(ctx, error) from error.__cause__
 
 
 def _flushed(code: int) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnfuzz.harness.campaign.options import OPTIONS, Option
+from attnfuzz.harness.cli.project import kernel_from_project, kernels_from_project
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -79,17 +80,18 @@ def run_options(command: Any) -> Any:
 
 
 def asked_for(kernels: tuple[str, ...], more: tuple[str, ...] = ()) -> list[Kernel]:
-    """Return the kernels named by KERNEL and --kernel, each once; by default all that are listed.
+    """Return the kernels named by KERNEL and --kernel, each once; by default those of the project, or all that are listed.
 
     Raises:
         BadArgument: there is no kernel of a name, or the object is not one.
     """
-    chosen = {kernel.name: kernel for kernel in map(registry.get, (*kernels, *more) or registry.names())}
-    return list(chosen.values())
+    named = [*kernels, *more]
+    chosen = map(registry.get, named) if named else kernels_from_project() or map(registry.get, registry.names())
+    return list({kernel.name: kernel for kernel in chosen}.values())
 
 
 def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:
-    """Make the kernel of a case file known, from --kernel where it is given.
+    """Make the kernel of a case file known, from --kernel where it is given, else from the project's kernels.
 
     Raises:
         BadArgument: --kernel names another one; or it is not installed, and the file names the object that it was.
@@ -98,7 +100,7 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
         if (kernel := registry.get(owner)).name != case_kernel:
             reason = f"it calls itself {kernel.name!r}, and {path} is a case of {case_kernel!r}"
             raise reject("kernel", owner, reason, "name the case's own kernel")
-    elif isinstance(target, str):
+    elif kernel_from_project(case_kernel) is None and isinstance(target, str):
         try:
             registry.get(case_kernel)
         except registry.UnknownKernel:

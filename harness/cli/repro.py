@@ -25,6 +25,7 @@ from attnfuzz.harness.cli.options import (
     write_file,
 )
 from attnfuzz.harness.cli.picture import Picture
+from attnfuzz.harness.cli.project import on_command_line
 from attnfuzz.harness.core.environment import prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
@@ -76,7 +77,8 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.repro.reproduce import Where
 
-    way = _way({**options, "as_json": as_json})
+    # What a project sets for all commands is no contradiction to a way that has no use for it.
+    way = _way({name: value if on_command_line(name) else None for name, value in {**options, "as_json": as_json}.items()})
     stored = stored_case(case)
     deadline, budget = options["deadline"], options["budget"]
     where = Where(

@@ -30,6 +30,7 @@ from attnfuzz.harness.cli.options import (
     writable,
     write_file,
 )
+from attnfuzz.harness.cli.project import project_line, project_object
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
@@ -86,6 +87,8 @@ def campaign(
     from attnfuzz.harness.report.terminal import Terminal
 
     terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
+    if line := project_line():
+        terminal.console.print(line, highlight=False, soft_wrap=True, markup=False)
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
         finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures), group=group)
@@ -126,6 +129,7 @@ def _run_object(finished: CampaignFinished, figures: Figures, known: Known | Non
         failure["known"] = [asdict(each) for each in waivers]
     return {
         **run,
+        "project": project_object(),
         "ledger": str(known.ledger.path) if known else None,
         "ledger_errors": [{"error": text, "line": line} for text, line in result.wrong],
         "notes": [*result.entries, *result.notes],

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
-from attnfuzz.harness.plugin.options import pytest_addoption, pytest_configure, pytest_report_header
+from attnfuzz.harness.plugin.options import (
+    pytest_addoption,
+    pytest_cmdline_main,
+    pytest_configure,
+    pytest_report_header,
+)
 from attnfuzz.harness.plugin.run import COUNT, MARK, close_executors, run_shard, run_stored
 
 if TYPE_CHECKING:
@@ -27,6 +32,7 @@ __all__ = [
     "default_shards",
     "fuzz",
     "pytest_addoption",
+    "pytest_cmdline_main",
     "pytest_collection_finish",
     "pytest_configure",
     "pytest_generate_tests",

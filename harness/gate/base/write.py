@@ -30,7 +30,8 @@ def written(plan: Plan, path: Path, listener: Listener) -> Gate:
         BadArgument: no kernel can run here, or one cannot be loaded.
     """
     start = time.monotonic()
-    chosen, broken = named(plan.kernels, None if plan.kernels else _root(plan.folder))
+    targets = plan.kernels or plan.known
+    chosen, broken = named(targets, None if targets else _root(plan.folder))
     for target, error in broken.items():
         raise (
             error
@@ -44,7 +45,7 @@ def written(plan: Plan, path: Path, listener: Listener) -> Gate:
     if not able:
         reasons = "; ".join(f"{each.name}: {why_not_here(each.kernel, plan.device)}" for each in chosen) or "none is known"
         raise reject(
-            "kernel", ", ".join(plan.kernels), f"none can run on {plan.device} here ({reasons})", "choose another device"
+            "kernel", ", ".join(targets), f"none can run on {plan.device} here ({reasons})", "choose another device"
         )
     kernels: dict[str, Recorded] = {}
     done: list[KernelGate] = []
