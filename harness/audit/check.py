@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from attnfuzz.kernels.problem import BadArgument, OutputName, reject
+from attnfuzz.kernels.problem import OutputName, reject
 from attnfuzz.strategies.case import Case, case_from_object
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ class CheckFailure:
 class CheckResult:
     """The result of `check`. It has no truth value: ask `ok`.
 
-    `ok`: Cases were tried, every output was judged, and none failed; `reason` says why not. `never_drawn`: features that the kernel
-    declares and no Case had. `seconds`: of the call; `seconds_to_first`: until the first verdict.
+    `ok`: Cases were tried, every output was judged, and none failed; `reason` says why not. `never_drawn`: features that the
+    kernel declares and no Case had. `seconds`: of the call; `seconds_to_first`: until the first verdict.
     """
 
     ok: bool
@@ -231,7 +232,7 @@ class Checker:
         payload = {
             "kernel": reference(kernel),
             "title": title(kernel),
-            "folder": os.getcwd(),
+            "folder": str(Path.cwd()),
             "path": [os.path.abspath(each) if os.path.exists(each) else each for each in sys.path],  # noqa: PTH100, PTH110
             "device": self.device,
             "configs": None if configs is None else [dict(each) for each in configs],
@@ -293,8 +294,8 @@ def check(
 ) -> CheckResult:
     """Try a kernel, as it is on disk now, and shrink what fails: `Checker(device).check(kernel, seconds, **options)`.
 
-    The processes that it keeps ready end with this one; a Checker of your own can be closed. It prints nothing, and leaves nothing
-    else behind.
+    The processes that it keeps ready end with this one; a Checker of your own can be closed. It prints nothing, and
+    leaves nothing else behind.
 
     Raises:
         BadArgument: as `Checker.check`.

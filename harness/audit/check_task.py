@@ -7,10 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-
 
 from attnfuzz.harness.audit.subject import LoadError, as_kernel, import_from_sources, loaded
 from attnfuzz.harness.campaign.blob import blob_of
@@ -24,7 +21,6 @@ from attnfuzz.harness.isolation.kernel_ref import inherited
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.kernels.contract import Capabilities, Kernel
-from attnfuzz.kernels.errors import reject
 
 __all__ = ["result_of", "run", "runs_here"]
 
@@ -122,8 +118,17 @@ def load_failure(name: str, kind: Any, message: str, detail: str) -> dict[str, A
     identity = Identity(kernel=name, kind=kind, output=None, check="import", message=re.sub(r"\d+", "#", plain)[:120])
     return {
         "id": identity.key,
-        **{"kernel": name, "kind": kind, "output": None, "check": "import", "message": message, "detail": detail},
-        **{"case": None, "blob": None, "path": None, "minimal": True, "text": f"{name}: its module fails: {message}"},
+        "kernel": name,
+        "kind": kind,
+        "output": None,
+        "check": "import",
+        "message": message,
+        "detail": detail,
+        "case": None,
+        "blob": None,
+        "path": None,
+        "minimal": True,
+        "text": f"{name}: its module fails: {message}",
     }
 
 

@@ -29,7 +29,7 @@ _LISTS = {
     "kernels": 'give a list, such as kernels = ["mypackage.attention:KERNEL"]',
     "corpus": 'give a list, such as corpus = ["tests/cases"]',
 }
-_OPTIONS = {option.name: option for option in OPTIONS if option.name not in ("kernel", "case")}
+_OPTIONS = {option.name: option for option in OPTIONS if option.name not in ("kernel", "case", "events")}
 KEYS = (*_LISTS, *_OPTIONS)
 """Keys that the table may have."""
 _PATHS = ("out", "ledger", "table")
@@ -105,7 +105,7 @@ def read_project(path: Path) -> Project | None:
     if not isinstance(data, dict):
         raise _wrong(path, f"tool.attnfuzz={_short(data)}: it is not a table", f"begin it with the line {_TABLE}")
     if path.parent.stat().st_mode & stat.S_IWOTH and path.stat().st_uid not in (0, os.getuid()):
-        raise _wrong(path, "another user owns it, in a folder that all can write to", "remove it, or work in a folder of your own")
+        raise _wrong(path, "another user owns it, in a folder that all can write to", "remove it, or use a folder of your own")
     return Project(path, tuple(_list(path, "kernels", data)), _values(path, data))
 
 

@@ -6,10 +6,18 @@ import sys
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, WRONG_USE, console, device_option, in_process_option, json_option
+from attnfuzz.harness.cli.options import (
+    CLEAN,
+    FAILURES,
+    WRONG_USE,
+    console,
+    device_option,
+    echo_json,
+    in_process_option,
+    json_option,
+)
 from attnfuzz.harness.cli.project import current_project, on_command_line
 from attnfuzz.harness.core.environment import prepare, resolve_device
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.registry import look_in
 
 __all__ = ["check_adapter_command"]
@@ -38,7 +46,7 @@ def check_adapter_command(kernel: str, device: str, in_process: bool, as_json: b
     with ConformanceProgress(console(stderr=as_json)) as progress:
         done = check_adapter(kernel, where, progress, in_process=in_process)
     if as_json:
-        click.echo(dumps(conformance_object(done)))
+        echo_json(conformance_object(done))
     else:
         show_conformance(console(), done)
     click.get_current_context().exit(FAILURES if done.wrong else CLEAN if done.complete else WRONG_USE)

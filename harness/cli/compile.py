@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnfuzz.harness.cli.options import (
-    asked_for,
     CLEAN,
     FAILURES,
     INTERRUPTED,
     WRONG_USE,
+    asked_for,
     check_owner,
     console,
+    echo_json,
     json_option,
     kernel_option,
     out_option,
@@ -26,7 +27,6 @@ from attnfuzz.harness.cli.options import (
     writing,
 )
 from attnfuzz.harness.core.environment import versions
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 
@@ -218,7 +218,7 @@ def _report(
             "versions": _compilers(),
             "interrupted": interrupted,
         }
-        click.echo(dumps(result | ({} if compared is None else {"compared": as_object(compared)})))
+        echo_json(result | ({} if compared is None else {"compared": as_object(compared)}))
         return
     terminal = console()
     show(terminal, rows, left)

@@ -10,7 +10,7 @@ import click
 
 from attnfuzz.harness.campaign.options import settings_from
 from attnfuzz.harness.cli.options import asked_for, json_option, kernels_option, run_options, writable
-from attnfuzz.harness.cli.run import campaign, known_failures
+from attnfuzz.harness.cli.run import campaign, event_lines, known_failures
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.kernels.problem import reject
 
@@ -55,9 +55,10 @@ def fleet_command(
     chosen = asked_for(kernels, more_kernels)
     known = None if options["ledger"] is None else known_failures(options["ledger"], chosen)
     file = None if options["table"] is None else writable(options["table"], "table")
+    lines = event_lines(options["events"], as_json=as_json)
     with joined(address):
         places = places_in(settings.device, address, workers_per_gpu, most)
         settings = replace(settings, workers=places.count)
         group = partial(FleetWorkers, places=places)
-        code = campaign(chosen, settings, known, file, as_json=as_json, group=group)
+        code = campaign(chosen, settings, known, file, lines, as_json=as_json, group=group)
     click.get_current_context().exit(code)

@@ -15,6 +15,7 @@ from attnfuzz.harness.cli.options import (
     console,
     deadline_option,
     device_option,
+    echo_json,
     json_option,
     no_memory_check_option,
     out_option,
@@ -24,7 +25,6 @@ from attnfuzz.harness.cli.options import (
 )
 from attnfuzz.harness.cli.project import current_project, project_line, project_object
 from attnfuzz.harness.core.environment import resolve_device
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
     from attnfuzz.harness.gate.report.junit import junit
 
     if as_json:
-        click.echo(dumps({**report.gate_object(done), "project": project_object()}))
+        echo_json({**report.gate_object(done), "project": project_object()})
     else:
         report.show_gate(console(), done)
     if annotate or github.on_github():

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from attnfuzz.harness.cli.options import asked_for, console, json_option, kernels_option
+from attnfuzz.harness.cli.options import asked_for, console, echo_json, json_option, kernels_option
 from attnfuzz.harness.cli.project import current_project
-from attnfuzz.harness.core.text import dumps, printable
+from attnfuzz.harness.core.text import printable
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
@@ -36,7 +36,7 @@ def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_jso
     named = asked_for(kernels, more_kernels) if kernels or more_kernels else []
     rows = [_row(kernel.name) for kernel in named] or [_row(name) for name in _listed()]
     if as_json:
-        click.echo(dumps({"kernels": rows}))
+        echo_json({"kernels": rows})
         return
     width = console().width
     details = (line for each in zip(named, rows, strict=False) for line in _details(*each, width))

@@ -18,7 +18,7 @@ from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
 from attnfuzz.harness.cli.merge import merge_command
-from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, JSON_FORMAT, WRONG_USE
 from attnfuzz.harness.cli.project import blamed, project_defaults
 from attnfuzz.harness.cli.report import report_command
 from attnfuzz.harness.cli.repro import repro_command
@@ -63,7 +63,6 @@ class _Commands(click.Group):
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_IGN)
         sys.exit(code)
-
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, whose options have the project's settings as defaults."""
@@ -115,7 +114,7 @@ def _wrong_use(message: str, *, as_json: bool, show: Callable[[], None] | None =
     """Print what is wrong, with `as_json` as JSON too; return the exit code."""
     if as_json:
         with contextlib.suppress(OSError):  # stdout itself may be what is wrong
-            click.echo(dumps({"error": message}))
+            click.echo(dumps({"format": JSON_FORMAT, "error": message}))
     if show is not None:
         show()
     else:

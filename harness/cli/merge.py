@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 from rich.markup import escape
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console, json_option
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console, echo_json, json_option
 from attnfuzz.kernels.problem import reject
 
 __all__ = ["merge_command"]
@@ -41,7 +40,7 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
             "incomplete": list(merged.incomplete),
             "without_case": list(merged.without_case),
         }
-        click.echo(dumps({**machine.campaign_object(finished), **more}))
+        echo_json({**machine.campaign_object(finished), **more})
     else:
         terminal = console()
         Terminal(terminal, live=False)(finished)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import click
 
 from attnfuzz.harness.campaign.options import OPTIONS, Option
 from attnfuzz.harness.cli.project import kernel_from_project, kernels_from_project
+from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -23,12 +24,14 @@ __all__ = [
     "CLEAN",
     "FAILURES",
     "INTERRUPTED",
+    "JSON_FORMAT",
     "WRONG_USE",
     "asked_for",
     "check_owner",
     "console",
     "deadline_option",
     "device_option",
+    "echo_json",
     "in_process_option",
     "json_option",
     "kernel_option",
@@ -42,6 +45,8 @@ __all__ = [
     "writing",
 ]
 
+JSON_FORMAT = 1
+"""Version of the JSON that commands print. Keys may be added; what one means or is called changes with this number alone."""
 CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 _Decorator = Callable[[Any], Any]
 
@@ -107,6 +112,14 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
             raise BadArgument(
                 f"kernel={case_kernel!r}: no kernel of that name is installed; it was found at {target}: add --kernel {target}"
             ) from None
+
+
+def echo_json(content: Mapping[str, Any]) -> None:
+    """Print the result of the current command as JSON: docs/reference/json.md says what is in it, by its format."""
+    context, words = click.get_current_context(), list[str]()
+    while context.parent is not None:
+        context, words = context.parent, [context.info_name or "", *words]
+    click.echo(dumps({"format": JSON_FORMAT, "command": " ".join(words), **content}))
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -1,4 +1,4 @@
-"""`[tool.attnfuzz]` on the command line: defaults of a command's options, its kernels, and which settings a run has from there."""
+"""`[tool.attnfuzz]` on the command line: defaults of a command's options, its kernels, and what a run has from there."""
 
 from __future__ import annotations
 

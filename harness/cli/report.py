@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, console, json_option, writable, write_file
-from attnfuzz.harness.core.text import dumps, printable
+from attnfuzz.harness.cli.options import CLEAN, console, echo_json, json_option, writable, write_file
+from attnfuzz.harness.core.text import printable
 from attnfuzz.kernels.problem import BadArgument, reject
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
             "without_picture": list(content.without),
             "bytes": len(content.text.encode()),
         }
-        click.echo(dumps(result))
+        echo_json(result)
     else:
         failures = f"{len(merged.failures)} failure{'' if len(merged.failures) == 1 else 's'}"
         click.echo(f"{target}: {failures} in {merged.cases} cases of {len(merged.kernels)} kernels, {content.pictures} pictures")

@@ -17,6 +17,7 @@ from attnfuzz.harness.cli.options import (
     console,
     deadline_option,
     device_option,
+    echo_json,
     in_process_option,
     json_option,
     kernel_option,
@@ -27,7 +28,6 @@ from attnfuzz.harness.cli.options import (
 from attnfuzz.harness.cli.picture import Picture
 from attnfuzz.harness.cli.project import on_command_line
 from attnfuzz.harness.core.environment import prepare, resolve_device
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -147,13 +147,15 @@ def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: 
     done = reproduce(stored.case, where, rate=stored.rate, output=identity.output if identity else None)
     if as_json:
         result = {
+            "way": "once",
             "outcome": done.outcome,
             "device": done.device,
+            "ids": [each.identity.key for each in done.verdict.failures],
             "verdict": machine.verdict_object(done.verdict),
             "runs": done.runs,
             "case": stored.case.to_object(),
         }
-        click.echo(dumps({**result, **(picture.draw(done, where) if picture else {})}))
+        echo_json({**result, **(picture.draw(done, where) if picture else {})})
     else:
         show_reproduction(console(), stored, done)
         if picture:
@@ -167,7 +169,7 @@ def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> i
 
     done = sanitize(stored.case, tool, where.device, deadline=where.deadline)
     if as_json:
-        click.echo(dumps(sanitized_object(stored, done)))
+        echo_json({"way": "sanitize", **sanitized_object(stored, done)})
     else:
         show_sanitized(console(), stored, done)
     return CLEAN if done.clean else FAILURES
@@ -185,7 +187,9 @@ def _script(stored: CaseFile, target: str, where: Where, *, as_json: bool) -> in
         file = writable(target, "script")
         write_file(file, script.text, "script")
         if as_json:
-            click.echo(dumps({"script": str(file), "device": device, "note": script.note, "case": stored.case.to_object()}))
+            echo_json(
+                {"way": "script", "script": str(file), "device": device, "note": script.note, "case": stored.case.to_object()}
+            )
         else:
             click.echo(f"written: {file}; run it by `python {file}`: exit 0 is OK, 1 is FAILED")
     if script.note and not as_json:
@@ -209,7 +213,7 @@ def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> i
 
         done = repeat(stored.case, count, where, each)
     if as_json:
-        click.echo(dumps(repetition_object(stored, done)))
+        echo_json({"way": "repeat", **repetition_object(stored, done)})
     else:
         show_repetition(console(), stored, done)
     return FAILURES if done.failed else INTERRUPTED if done.interrupted else CLEAN
@@ -231,7 +235,7 @@ def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) ->
             lambda trial, case: progress.update(task, note=f"trial {trial}: {lengths(case)}"),
         )  # fmt: skip
     if as_json:
-        click.echo(dumps(reshrunk_object(done)))
+        echo_json({"way": "shrink", **reshrunk_object(done)})
     else:
         show_reshrunk(console(), stored, done)
     return CLEAN if done.outcome == "FIXED" else FAILURES

@@ -19,9 +19,11 @@ from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
     INTERRUPTED,
+    JSON_FORMAT,
     WRONG_USE,
     asked_for,
     console,
+    echo_json,
     json_option,
     kernels_option,
     out_option,
@@ -32,11 +34,11 @@ from attnfuzz.harness.cli.options import (
 )
 from attnfuzz.harness.cli.project import project_line, project_object
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import machine
 from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,9 +46,10 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.events import CampaignFinished
     from attnfuzz.harness.gate.known import Known, LedgerResult
     from attnfuzz.harness.report.figures import Figures
+    from attnfuzz.harness.report.lines import EventLines
     from attnfuzz.harness.report.recorder import Recorder
 
-__all__ = ["campaign", "demo_command", "known_failures", "run_command"]
+__all__ = ["campaign", "demo_command", "event_lines", "known_failures", "run_command"]
 
 
 @click.command("run")
@@ -67,7 +70,35 @@ def run_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json
         settings = replace(settings, workers=useful_workers(settings, len(chosen)))
     known = None if options["ledger"] is None else known_failures(options["ledger"], chosen)
     file = None if options["table"] is None else writable(options["table"], "table")
-    click.get_current_context().exit(campaign(chosen, settings, known, file, as_json=as_json))
+    lines = event_lines(options["events"], as_json=as_json)
+    click.get_current_context().exit(campaign(chosen, settings, known, file, lines, as_json=as_json))
+
+
+def event_lines(target: str | None, *, as_json: bool) -> EventLines | None:
+    """Return the listener that --events asks for; it goes on without its file where that cannot be written any more.
+
+    Raises:
+        BadArgument: it cannot be written.
+    """
+    if target is None:
+        return None
+    from attnfuzz.harness.report.lines import EventLines
+
+    if target == "-":
+        if as_json:
+            raise reject("events", target, "the JSON of --json would be among them", "give --events a file, or leave --json out")
+        return EventLines(lambda line: click.echo(line, nl=False), JSON_FORMAT)
+    file = writable(target, "events").open("w", encoding="utf-8", buffering=1)  # as long as the process lives
+
+    def write(line: str) -> None:
+        try:
+            file.write(line)
+        except OSError as error:
+            click.echo(f"warning: {target}: events cannot be written any more ({error.strerror})", err=True)
+            lines.stop()
+
+    lines = EventLines(write, JSON_FORMAT)
+    return lines
 
 
 def known_failures(path: str, kernels: list[Kernel]) -> Known:
@@ -78,25 +109,33 @@ def known_failures(path: str, kernels: list[Kernel]) -> Known:
 
 
 def campaign(
-    kernels: list[Kernel], settings: Any, known: Known | None, table: Path | None, *, as_json: bool, group: Any = None
+    kernels: list[Kernel],
+    settings: Any,
+    known: Known | None,
+    table: Path | None,
+    lines: EventLines | None = None,
+    *,
+    as_json: bool,
+    group: Any = None,
 ) -> int:
     """Run a campaign and show it; returns the exit code. `group` makes its workers, as in `run_campaign`."""
+    on_stdout = as_json or click.get_current_context().params.get("events") == "-"
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.gate.known import LedgerResult
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
 
-    terminal = Terminal(console(stderr=True), live=False) if as_json else Terminal(console())
+    terminal = Terminal(console(stderr=True), live=False) if on_stdout else Terminal(console())
     if line := project_line():
         terminal.console.print(line, highlight=False, soft_wrap=True, markup=False)
     figures = Figures(known.covers) if known else Figures()
     with _recorder(settings) as recorder:
-        finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures), group=group)
+        finished = run_campaign(kernels, settings, to_all(terminal, recorder, figures, *filter(None, [lines])), group=group)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
         _show_ledger(terminal.console, known, result)
     if as_json:
-        click.echo(dumps(_run_object(finished, figures, known, result)))
+        echo_json(_run_object(finished, figures, known, result))
     if table is not None:
         failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
@@ -142,7 +181,7 @@ def _command(device: Device) -> str:
     words = ["attnfuzz", context.command.name or "run", *context.params["kernels"]]
     for option in context.command.params:
         name, value = str(option.name), context.params[str(option.name)]
-        left_out = name in ("kernels", "device", "out", "table", "as_json")
+        left_out = name in ("kernels", "device", "out", "table", "events", "as_json")
         if not left_out and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             values = value if isinstance(value, tuple) else (value,)
             words += [word for each in values for word in (option.opts[0], *([] if each is True else [str(each)]))]
@@ -176,7 +215,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)
     if as_json:
-        click.echo(dumps({**machine.campaign_object(finished), "reproduced": worked}))
+        echo_json({**machine.campaign_object(finished), "reproduced": worked})
     else:
         terminal.print("found, shrunk and reproduced" if worked else "[red]the planted bug was not found and reproduced[/]")
     click.get_current_context().exit(CLEAN if worked else FAILURES)

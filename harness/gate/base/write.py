@@ -44,9 +44,7 @@ def written(plan: Plan, path: Path, listener: Listener) -> Gate:
     able = [each for each in chosen if why_not_here(each.kernel, plan.device) is None]
     if not able:
         reasons = "; ".join(f"{each.name}: {why_not_here(each.kernel, plan.device)}" for each in chosen) or "none is known"
-        raise reject(
-            "kernel", ", ".join(targets), f"none can run on {plan.device} here ({reasons})", "choose another device"
-        )
+        raise reject("kernel", ", ".join(targets), f"none can run on {plan.device} here ({reasons})", "choose another device")
     kernels: dict[str, Recorded] = {}
     done: list[KernelGate] = []
     backends = sorted({each.kernel.backend for each in able})
