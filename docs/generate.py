@@ -1,9 +1,13 @@
-"""Write docs/reference/cli.md and docs/reference/api.md from the code: `python docs/generate.py`, `--check` to compare only."""
+"""Write cli.md, api.md and attnfuzz.schema.json in docs/reference/ from the code: `python docs/generate.py`.
+
+With `--check`, only compare.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -119,9 +123,16 @@ def signature(value: Any) -> str:
     return text if len(text) <= 300 else "(...)"
 
 
+def schema_file() -> str:
+    """Return the JSON Schema of what commands print."""
+    from attnfuzz.harness.cli.schema import json_schema
+
+    return json.dumps(json_schema(), indent=1, sort_keys=True) + "\n"
+
+
 def main(arguments: list[str]) -> int:
     """Write the pages; with --check, name those that are stale."""
-    pages = {FOLDER / "cli.md": cli_page(), FOLDER / "api.md": api_page()}
+    pages = {FOLDER / "cli.md": cli_page(), FOLDER / "api.md": api_page(), FOLDER / "attnfuzz.schema.json": schema_file()}
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in arguments:
         for path in stale:

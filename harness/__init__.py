@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from attnfuzz.kernels.support.lazy import lazy
 
 if TYPE_CHECKING:
+    from attnfuzz.harness.audit.check import CheckedOutput, Checker, CheckFailure, CheckResult, check
     from attnfuzz.harness.campaign.blob import stored_case
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.campaign.events import (
@@ -31,6 +32,10 @@ __all__ = [
     "CampaignFinished",
     "CampaignStarted",
     "Case",
+    "CheckFailure",
+    "CheckResult",
+    "CheckedOutput",
+    "Checker",
     "Event",
     "Failure",
     "FailureFound",
@@ -47,6 +52,7 @@ __all__ = [
     "TrialFinished",
     "Verdict",
     "Where",
+    "check",
     "fuzz",
     "reproduce",
     "run_campaign",
@@ -58,6 +64,7 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy(
         __name__,
         {
+            "attnfuzz.harness.audit.check": "CheckFailure CheckResult CheckedOutput Checker check",
             "attnfuzz.harness.campaign.blob": "stored_case",
             "attnfuzz.harness.campaign.campaign": "run_campaign",
             "attnfuzz.harness.campaign.events": "CampaignFinished CampaignStarted Event FailureFound Finding"

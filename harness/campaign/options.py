@@ -79,6 +79,7 @@ OPTIONS = (
     _flag("plain", "Only one call against the oracle: no sequences of calls, no relations.", only="click"),
     _flag("no-replay", "Do not try the stored Cases first.", only="click"),
     Option("ledger", "Known failures, as those of `attnfuzz gate`: they count only once they are gone.", "FILE", only="click"),
+    Option("events", "Write events as lines of JSON, each at once; - for stdout.", "FILE|-", only="click"),
     Option("table", "Write figures of every kernel and output as Markdown.", "FILE", only="click"),
 )
 # fmt: on

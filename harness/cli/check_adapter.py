@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from attnfuzz.harness.cli.complete import complete_kernels
@@ -12,12 +14,13 @@ from attnfuzz.harness.cli.options import (
     WRONG_USE,
     console,
     device_option,
+    echo_json,
     in_process_option,
     json_option,
 )
-from attnfuzz.harness.cli.streams import echo
+from attnfuzz.harness.cli.project import current_project, on_command_line
 from attnfuzz.harness.core.environment import prepare, resolve_device
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.kernels.registry import look_in
 
 __all__ = ["check_adapter_command"]
 
@@ -39,10 +42,13 @@ def check_adapter_command(kernel: str, device: str, in_process: bool, as_json: b
     if in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(where)
+    project = current_project()
+    if project and not on_command_line("kernel") and not sys.flags.safe_path:
+        look_in(project.folder)
     with ConformanceProgress(console(stderr=as_json)) as progress:
         done = check_adapter(kernel, where, progress, in_process=in_process)
     if as_json:
-        echo(dumps(conformance_object(done)))
+        echo_json(conformance_object(done))
     else:
         show_conformance(console(), done)
     unwrong = INTERRUPTED if done.interrupted else CLEAN if done.complete else WRONG_USE

@@ -20,6 +20,7 @@ from attnfuzz.harness.cli.options import (
     asked_for,
     check_owner,
     console,
+    echo_json,
     json_option,
     kernel_option,
     out_option,
@@ -30,7 +31,6 @@ from attnfuzz.harness.cli.options import (
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.signals import ending
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 
@@ -250,7 +250,7 @@ def _report(
             "versions": _compilers(),
             "interrupted": interrupted,
         }
-        echo(dumps(result | ({} if compared is None else {"compared": as_object(compared)})))
+        echo_json(result | ({} if compared is None else {"compared": as_object(compared)}))
         return
     from rich.markup import escape
 

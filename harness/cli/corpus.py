@@ -16,6 +16,7 @@ from attnfuzz.harness.cli.options import (
     console,
     deadline_option,
     device_option,
+    echo_json,
     in_process_option,
     json_option,
     kernels_option,
@@ -23,7 +24,6 @@ from attnfuzz.harness.cli.options import (
     out_option,
 )
 from attnfuzz.harness.cli.streams import echo
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import reject
 
@@ -54,7 +54,7 @@ def list_cases(kernels: tuple[str, ...], out: str, as_json: bool) -> None:
 
     listing = listed(out, kernels)
     if as_json:
-        echo(dumps(listing_object(listing)))
+        echo_json(listing_object(listing))
     else:
         show_listing(console(), listing)
 
@@ -189,7 +189,7 @@ def _finish(
     from attnfuzz.harness.repro.stored_report import removal_object, show_left
 
     if as_json:
-        echo(dumps(removal_object(removed, left, kept, dry_run=options["dry_run"], interrupted=interrupted)))
+        echo_json(removal_object(removed, left, kept, dry_run=options["dry_run"], interrupted=interrupted))
     else:
         show_left(console(), left)
         verb = "would be removed" if options["dry_run"] else "removed"

@@ -19,7 +19,7 @@ from attnfuzz.harness.cli.options import (
     verbosity_options,
     writable,
 )
-from attnfuzz.harness.cli.run import announce_run, campaign, known_failures
+from attnfuzz.harness.cli.run import announce_run, campaign, event_lines, known_failures
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.kernels.problem import reject
 
@@ -70,9 +70,10 @@ def fleet_command(
     asked = asked_for(kernels, more_kernels)
     known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
     file = None if options["table"] is None else writable(options["table"], "table")
+    lines = event_lines(options["events"], as_json=as_json)
     with joined(address):
         places = places_in(settings.device, address, workers_per_gpu, most)
         settings = replace(settings, workers=places.count)
         group = partial(FleetWorkers, places=places)
-        code = campaign(asked, settings, known, file, as_json=as_json, verbosity=verbosity, group=group)
+        code = campaign(asked, settings, known, file, lines, as_json=as_json, verbosity=verbosity, group=group)
     click.get_current_context().exit(code)

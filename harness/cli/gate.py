@@ -17,6 +17,7 @@ from attnfuzz.harness.cli.options import (
     console,
     deadline_option,
     device_option,
+    echo_json,
     json_option,
     no_memory_check_option,
     out_option,
@@ -26,9 +27,9 @@ from attnfuzz.harness.cli.options import (
     writable,
     write_file,
 )
-from attnfuzz.harness.cli.streams import command_github, echo
+from attnfuzz.harness.cli.project import current_project, project_line, project_object
+from attnfuzz.harness.cli.streams import command_github
 from attnfuzz.harness.core.environment import resolve_device
-from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
 
 if TYPE_CHECKING:
@@ -115,14 +116,17 @@ def gate_command(
     from attnfuzz.harness.gate.report.terminal import GateProgress
     from attnfuzz.harness.gate.result import not_begun
 
+    project = current_project()
     plan = Plan(
         device=resolve_device(device),
         base=base,
         baseline=None if baseline is None else Path(baseline),
         write=None if write is None else _absent_or_full(write),
         kernels=kernels,
+        known=project.kernels if project else (),
         everything=everything,
-        folder=Path.cwd(),
+        # Kernels of a project are imported from its folder.
+        folder=Path(project.folder) if project and project.kernels and not kernels else Path.cwd(),
         out=out,
         corpora=corpus,
         ledger=None if ledger is None else Path(ledger),
@@ -142,6 +146,8 @@ def gate_command(
     against = f"writes {write}" if write else f"gates against {base or baseline}"
     announce(f"{against} with seed {seed}", verbosity, as_json=as_json)
     files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
+    if line := project_line():
+        console(stderr=as_json).print(line, highlight=False, soft_wrap=True, markup=False)
     try:
         with GateProgress(console(stderr=as_json), verbosity) as progress:
             done = gate(plan, progress)
@@ -167,7 +173,7 @@ def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool
     from attnfuzz.harness.gate.report import terminal as report
 
     if as_json:
-        echo(dumps(report.gate_object(done)))
+        echo_json({**report.gate_object(done), "project": project_object()})
     else:
         report.show_gate(console(), done, verbosity)
     if annotate or on_github():

@@ -10,9 +10,9 @@ import click
 import msgspec
 
 from attnfuzz.harness.cli.complete import complete_kernels
-from attnfuzz.harness.cli.options import asked_for, console, json_option, kernels_option
+from attnfuzz.harness.cli.options import asked_for, console, echo_json, every_kernel, json_option, kernels_option
 from attnfuzz.harness.cli.streams import echo
-from attnfuzz.harness.core.text import dumps, one_line
+from attnfuzz.harness.core.text import one_line
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
 from attnfuzz.kernels.targets import checked_name
@@ -34,12 +34,12 @@ _SHORTEST_REASON = 16
 def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool) -> None:
     """List all kernels and where each can run on this machine, or show what the named ones can do."""
     names = (*kernels, *more_kernels)
-    asked = asked_for(names)
+    asked = asked_for(names) if names else every_kernel()
     named = asked.kernels if names else ()
     rows = [*map(_row, asked.kernels), *(_broken(*each) for each in asked.broken)]
     rows = rows if names else sorted(rows, key=lambda row: str(row["kernel"]))
     if as_json:
-        echo(dumps({"kernels": rows}))
+        echo_json({"kernels": rows})
         return
     width = console().width
     details = (line for each in zip(named, rows, strict=False) for line in _details(*each, width))

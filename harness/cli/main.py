@@ -21,7 +21,8 @@ from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
 from attnfuzz.harness.cli.merge import merge_command
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, JSON_FORMAT, WRONG_USE
+from attnfuzz.harness.cli.project import blamed, project_defaults
 from attnfuzz.harness.cli.report import report_command
 from attnfuzz.harness.cli.repro import repro_command
 from attnfuzz.harness.cli.run import demo_command, run_command
@@ -83,6 +84,20 @@ class _Commands(click.Group):
                 raise
             code = _wrong_use(_unexpected(error), as_json=as_json)
         return _flushed(code)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, whose options have the project's settings as defaults."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and ctx.command is main:
+            ctx.default_map = dict(project_defaults(ctx, command, rest))
+        return name, command, rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of a value that is the project's names its file."""
+        try:
+            return super().invoke(ctx)
+        except BadArgument as error:
+            raise blamed(ctx, error) from error.__cause__
 
 
 def _interrupted() -> int:
@@ -147,7 +162,7 @@ def _wrong_use(message: str, *, as_json: bool, text: str = "") -> int:
     """Print what is wrong, by default after "error:", with `as_json` as JSON too; return the exit code."""
     if as_json:
         with contextlib.suppress(OSError):  # stdout itself may be what is wrong
-            echo(dumps({"error": message}))
+            echo(dumps({"format": JSON_FORMAT, "error": message}))
     # An outcome of `repro` says itself that it is an error.
     echo(text or (message if message.startswith("ERROR ") else f"error: {message}"), err=True)
     return WRONG_USE

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 from rich.markup import escape
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console, json_option
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console, echo_json, json_option
 from attnfuzz.harness.cli.streams import echo
-from attnfuzz.harness.core.text import counted, dumps
+from attnfuzz.harness.core.text import counted
 from attnfuzz.kernels.problem import reject
 
 __all__ = ["merge_command"]
@@ -43,7 +43,7 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
             "without_case": list(merged.without_case),
             "left_out": list(merged.left_out),
         }
-        echo(dumps({**machine.campaign_object(finished), **more}))
+        echo_json({**machine.campaign_object(finished), **more})
     else:
         terminal = console()
         Terminal(terminal, live=False)(finished)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,10 @@ import click
 
 from attnfuzz.harness.campaign.options import OPTIONS, Option
 from attnfuzz.harness.cli.complete import complete_kernels
-from attnfuzz.harness.cli.streams import echo_before
+from attnfuzz.harness.cli.project import current_project, kernel_from_project, kernels_from_project, load_from_project
+from attnfuzz.harness.cli.streams import echo, echo_before
 from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -28,6 +30,7 @@ __all__ = [
     "CLEAN",
     "FAILURES",
     "INTERRUPTED",
+    "JSON_FORMAT",
     "WRONG_USE",
     "Asked",
     "announce",
@@ -36,6 +39,8 @@ __all__ = [
     "console",
     "deadline_option",
     "device_option",
+    "echo_json",
+    "every_kernel",
     "in_process_option",
     "json_option",
     "kernel_option",
@@ -51,6 +56,8 @@ __all__ = [
     "writing",
 ]
 
+JSON_FORMAT = 1
+"""Version of the JSON that commands print. Keys may be added; what one means or is called changes with this number alone."""
 CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 _Decorator = Callable[[Any], Any]
 
@@ -133,28 +140,45 @@ class Asked:
 
 
 def asked_for(kernels: Sequence[str], more: Sequence[str] = ()) -> Asked:
-    """Return the kernels named by KERNEL and --kernel, each once; by default all that are listed.
+    """Return the kernels named by KERNEL and --kernel, each once; by default those of the project, or all that are listed.
 
     Raises:
         BadArgument: there is no kernel of a name, or it cannot be loaded.
     """
     names = tuple(dict.fromkeys((*kernels, *more)))
-    registry.try_first(names or registry.names())
-    chosen, broken = dict[str, Kernel](), list[tuple[str, str]]()
-    for each in names or registry.names():
+    if not names:
+        chosen = kernels_from_project()
+        return _each_once(chosen) if chosen else every_kernel()
+    registry.try_first(names)
+    return _each_once(map(registry.get, names))
+
+
+def every_kernel() -> Asked:
+    """Return all kernels that are listed, those of the project among them, and why others of them cannot be loaded."""
+    project = current_project()
+    registry.try_first(registry.names())
+    first = _loadable(project.kernels if project else (), load_from_project)
+    # A kernel of the project is listed from then on.
+    rest = _loadable(registry.names(), registry.get)
+    return Asked(_each_once((*first.kernels, *rest.kernels)).kernels, (*first.broken, *rest.broken))
+
+
+def _loadable(names: Sequence[str], load: Callable[[str], Kernel]) -> Asked:
+    kernels, broken = list[Kernel](), list[tuple[str, str]]()
+    for each in names:
         try:
-            kernel = registry.get(each)
+            kernels.append(load(each))
         except BadArgument as error:
-            if names:
-                raise
             broken.append((each, str(error)))
-        else:
-            chosen[kernel.name] = kernel
-    return Asked(tuple(chosen.values()), tuple(broken))
+    return Asked(tuple(kernels), tuple(broken))
+
+
+def _each_once(kernels: Iterable[Kernel]) -> Asked:
+    return Asked(tuple({kernel.name: kernel for kernel in kernels}.values()))
 
 
 def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:
-    """Make the kernel of a case file known, from --kernel where it is given.
+    """Make the kernel of a case file known, from --kernel where it is given, else from the project's kernels.
 
     Raises:
         BadArgument: --kernel names another one; or it is not installed, and the file names the object that it was.
@@ -163,13 +187,21 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
         if (kernel := registry.get(owner)).name != case_kernel:
             reason = f"it calls itself {kernel.name!r}, and {path} is a case of {case_kernel!r}"
             raise reject("kernel", owner, reason, "name the case's own kernel")
-    elif isinstance(target, str):
+    elif kernel_from_project(case_kernel) is None and isinstance(target, str):
         try:
             registry.get(case_kernel)
         except registry.UnknownKernel:
             raise BadArgument(
                 f"kernel={case_kernel!r}: no kernel of that name is installed; it was found at {target}: add --kernel {target}"
             ) from None
+
+
+def echo_json(content: Mapping[str, Any]) -> None:
+    """Print the result of the current command as JSON: docs/reference/json.md says what is in it, by its format."""
+    context, words = click.get_current_context(), list[str]()
+    while context.parent is not None:
+        context, words = context.parent, [context.info_name or "", *words]
+    echo(dumps({"format": JSON_FORMAT, "command": " ".join(words), **content}))
 
 
 def console(*, stderr: bool = False) -> Console:

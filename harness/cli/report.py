@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, console, json_option, writable, write_file
+from attnfuzz.harness.cli.options import CLEAN, console, echo_json, json_option, writable, write_file
 from attnfuzz.harness.cli.streams import echo
-from attnfuzz.harness.core.text import counted, dumps
+from attnfuzz.harness.core.text import counted
 from attnfuzz.kernels.problem import BadArgument, reject
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
             "without_picture": list(content.without),
             "bytes": len(content.text.encode()),
         }
-        echo(dumps(result))
+        echo_json(result)
     else:
         tried = f"{counted(merged.cases, 'case')} of {counted(len(merged.kernels), 'kernel')}"
         drawn = counted(content.pictures, "picture")

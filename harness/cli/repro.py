@@ -19,6 +19,7 @@ from attnfuzz.harness.cli.options import (
     console,
     deadline_option,
     device_option,
+    echo_json,
     in_process_option,
     json_option,
     kernel_option,
@@ -27,9 +28,10 @@ from attnfuzz.harness.cli.options import (
     write_file,
 )
 from attnfuzz.harness.cli.picture import Picture
+from attnfuzz.harness.cli.project import on_command_line
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import prepare, resolve_device
-from attnfuzz.harness.core.text import counted, dumps
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report import machine
 from attnfuzz.kernels.problem import BadArgument, reject
 
@@ -88,7 +90,8 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.repro.reproduce import Where
 
-    way = _way({**options, "as_json": as_json})
+    # What a project sets for all commands is no contradiction to a way that has no use for it.
+    way = _way({name: value if on_command_line(name) else None for name, value in {**options, "as_json": as_json}.items()})
     stored = stored_case(case)
     deadline, budget = options["deadline"], options["budget"]
     where = Where(
@@ -165,13 +168,15 @@ def _again(stored: CaseFile, where: Where, picture: Picture | None, *, as_json: 
     done = reproduce(stored.case, where, rate=stored.rate, output=identity.output if identity else None)
     if as_json:
         result = {
+            "way": "once",
             "outcome": done.outcome,
             "device": done.device,
+            "ids": [each.identity.key for each in done.verdict.failures],
             "verdict": machine.verdict_object(done.verdict),
             "runs": done.runs,
             "case": stored.case.to_object(),
         }
-        echo(dumps({**result, **(picture.draw(done, where) if picture else {})}))
+        echo_json({**result, **(picture.draw(done, where) if picture else {})})
     else:
         show_reproduction(console(), stored, done)
         if picture:
@@ -185,7 +190,7 @@ def _sanitized(stored: CaseFile, tool: str, where: Where, *, as_json: bool) -> i
 
     done = sanitize(stored.case, tool, where.device, deadline=where.deadline)
     if as_json:
-        echo(dumps(sanitized_object(stored, done)))
+        echo_json({"way": "sanitize", **sanitized_object(stored, done)})
     else:
         show_sanitized(console(), stored, done)
     return CLEAN if done.clean else FAILURES
@@ -212,7 +217,7 @@ def _script(stored: CaseFile, target: str, where: Where, *, exact: bool, as_json
         write_file(file, script.text, "script")
         if as_json:
             result = {"script": str(file), "exact": exact, "device": device, "note": script.note, "case": stored.case.to_object()}
-            echo(dumps(result))
+            echo_json({"way": "script", **result})
         else:
             ran = "" if exact else "; it was run, and shows the failure"
             echo(f"written: {file}{ran}; run it by `python {file}`: exit 0 is OK, 1 is FAILED")
@@ -237,7 +242,7 @@ def _repeated(stored: CaseFile, count: int, where: Where, *, as_json: bool) -> i
 
         done = repeat(stored.case, count, where, each)
     if as_json:
-        echo(dumps(repetition_object(stored, done)))
+        echo_json({"way": "repeat", **repetition_object(stored, done)})
     else:
         show_repetition(console(), stored, done)
     return FAILURES if done.failed else INTERRUPTED if done.interrupted else CLEAN
@@ -259,7 +264,7 @@ def _shrunk(stored: CaseFile, seconds: float, where: Where, *, as_json: bool) ->
             lambda trial, case: progress.update(task, note=f"trial {trial}: {lengths(case)}"),
         )  # fmt: skip
     if as_json:
-        echo(dumps(reshrunk_object(done)))
+        echo_json({"way": "shrink", **reshrunk_object(done)})
     else:
         show_reshrunk(console(), stored, done)
     return CLEAN if done.outcome == "FIXED" else FAILURES
@@ -274,7 +279,7 @@ def _explained(stored: CaseFile, seconds: float, where: Where, *, as_json: bool)
         task = progress.add_task("explaining", total=None, note="")
         done = explain_stored(stored, seconds, where, lambda trial, _: progress.update(task, note=f"trial {trial}"))
     if as_json:
-        echo(dumps(explained_object(stored, done)))
+        echo_json({"way": "explain", **explained_object(stored, done)})
     else:
         show_explained(console(), stored, done)
     return CLEAN if done.outcome == "FIXED" else FAILURES

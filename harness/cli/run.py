@@ -23,11 +23,13 @@ from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
     INTERRUPTED,
+    JSON_FORMAT,
     WRONG_USE,
     Asked,
     announce,
     asked_for,
     console,
+    echo_json,
     json_option,
     kernels_option,
     out_option,
@@ -38,13 +40,15 @@ from attnfuzz.harness.cli.options import (
     writable,
     write_file,
 )
+from attnfuzz.harness.cli.project import project_line, project_object
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
-from attnfuzz.harness.core.text import counted, dumps
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report import machine
 from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import reject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,10 +56,11 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.events import CampaignFinished
     from attnfuzz.harness.gate.known import Known, LedgerResult
     from attnfuzz.harness.report.figures import Figures
+    from attnfuzz.harness.report.lines import EventLines
     from attnfuzz.harness.report.progress import Verbosity
     from attnfuzz.harness.report.recorder import Recorder
 
-__all__ = ["announce_run", "campaign", "demo_command", "known_failures", "run_command"]
+__all__ = ["announce_run", "campaign", "demo_command", "event_lines", "known_failures", "run_command"]
 
 
 @click.command("run")
@@ -81,7 +86,35 @@ def run_command(
         settings = replace(settings, workers=max(1, useful_workers(settings, len(asked.kernels))))
     known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
     file = None if options["table"] is None else writable(options["table"], "table")
-    click.get_current_context().exit(campaign(asked, settings, known, file, as_json=as_json, verbosity=verbosity))
+    lines = event_lines(options["events"], as_json=as_json)
+    click.get_current_context().exit(campaign(asked, settings, known, file, lines, as_json=as_json, verbosity=verbosity))
+
+
+def event_lines(target: str | None, *, as_json: bool) -> EventLines | None:
+    """Return the listener that --events asks for; it goes on without its file where that cannot be written any more.
+
+    Raises:
+        BadArgument: it cannot be written.
+    """
+    if target is None:
+        return None
+    from attnfuzz.harness.report.lines import EventLines
+
+    if target == "-":
+        if as_json:
+            raise reject("events", target, "the JSON of --json would be among them", "give --events a file, or leave --json out")
+        return EventLines(lambda line: echo(line, nl=False), JSON_FORMAT)
+    file = writable(target, "events").open("w", encoding="utf-8", buffering=1)  # as long as the process lives
+
+    def write(line: str) -> None:
+        try:
+            file.write(line)
+        except OSError as error:
+            echo(f"warning: {target}: events cannot be written any more ({error.strerror})", err=True)
+            lines.stop()
+
+    lines = EventLines(write, JSON_FORMAT)
+    return lines
 
 
 def announce_run(does: str, kernels: tuple[str, ...], seed: int, verbosity: Verbosity, *, as_json: bool) -> None:
@@ -101,29 +134,33 @@ def campaign(
     settings: Any,
     known: Known | None,
     table: Path | None,
+    lines: EventLines | None = None,
     *,
     as_json: bool,
     verbosity: Verbosity = "normal",
     group: Any = None,
 ) -> int:
     """Run a campaign and show it; returns the exit code. `group` makes its workers, as in `run_campaign`."""
+    on_stdout = as_json or click.get_current_context().params.get("events") == "-"
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.campaign.events import KernelBroke
     from attnfuzz.harness.gate.known import LedgerResult
     from attnfuzz.harness.report.figures import Figures
     from attnfuzz.harness.report.terminal import Terminal
 
-    terminal = Terminal(console(stderr=as_json), live=False if as_json else None, verbosity=verbosity)
+    terminal = Terminal(console(stderr=on_stdout), live=False if on_stdout else None, verbosity=verbosity)
+    if (line := project_line()) and verbosity != "quiet":
+        terminal.console.print(line, highlight=False, soft_wrap=True, markup=False)
     figures = Figures(known.covers) if known else Figures()
     with contextlib.closing(terminal), _recorder(settings) as recorder:
         broken = [KernelBroke(*each) for each in asked.broken]
-        listener = to_all(interim.listen, terminal, recorder, figures)
+        listener = to_all(interim.listen, terminal, recorder, figures, *filter(None, [lines]))
         finished = run_campaign(asked.kernels, settings, listener, group=group, broken=broken)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
     if known:
         _show_ledger(terminal.console, known, result)
     if as_json:
-        echo(dumps(_run_object(finished, figures, known, result)))
+        echo_json(_run_object(finished, figures, known, result))
     if table is not None:
         failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
@@ -160,6 +197,7 @@ def _run_object(finished: CampaignFinished, figures: Figures, known: Known | Non
         failure["known"] = [asdict(each) for each in waivers]
     return {
         **run,
+        "project": project_object(),
         "ledger": str(known.ledger.path) if known else None,
         "ledger_errors": [{"error": text, "line": line} for text, line in result.wrong],
         "notes": [*result.entries, *result.notes],
@@ -172,7 +210,7 @@ def _command(device: Device, seed: int) -> str:
     words = ["attnfuzz", context.command.name or "run", *context.params["kernels"]]
     for option in context.command.params:
         name, value = str(option.name), context.params[str(option.name)]
-        left_out = name in ("kernels", "device", "out", "table", "as_json")
+        left_out = name in ("kernels", "device", "out", "table", "events", "as_json")
         if not left_out and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             values = value if isinstance(value, tuple) else (value,)
             words += [word for each in values for word in (option.opts[0], *([] if each is True else [str(each)]))]
@@ -207,7 +245,7 @@ def demo_command(out: str, seed: int, as_json: bool) -> None:
     reproduced = [_again(each.path, device, terminal) for each in planted if each.path]
     worked = bool(reproduced) and all(reproduced)
     if as_json:
-        echo(dumps({**machine.campaign_object(finished), "reproduced": worked}))
+        echo_json({**machine.campaign_object(finished), "reproduced": worked})
     else:
         terminal.print("found, shrunk and reproduced" if worked else "[red]the planted bug was not found and reproduced[/]")
     click.get_current_context().exit(CLEAN if worked else FAILURES)

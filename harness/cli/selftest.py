@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, console, device_option, json_option, seed_option
-from attnfuzz.harness.cli.streams import echo
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, console, device_option, echo_json, json_option, seed_option
 from attnfuzz.harness.core.environment import resolve_device
-from attnfuzz.harness.core.text import dumps
 
 __all__ = ["selftest_group"]
 
@@ -35,7 +33,7 @@ def selftest_faults_command(kernels: tuple[str, ...], device: str, workers: int,
     with progress:
         done = faults(resolve_device(device), progress, kernels, workers=workers)
     if as_json:
-        echo(dumps({"right": done.right, "leaks_wrong": list(done.leaks.wrong), **msgspec.to_builtins(done)}))
+        echo_json({"right": done.right, "leaks_wrong": list(done.leaks.wrong), **msgspec.to_builtins(done)})
     else:
         show_faults(console(), done)
     click.get_current_context().exit(CLEAN if done.right else FAILURES)
@@ -59,7 +57,7 @@ def selftest_memory_command(faults: tuple[str, ...], cases: int, seed: int, as_j
     with FaultProgress(console(stderr=as_json)) as progress:
         done = memory(progress, faults, cases, seed)
     if as_json:
-        echo(dumps({"right": done.right, **msgspec.to_builtins(done)}))
+        echo_json({"right": done.right, **msgspec.to_builtins(done)})
     else:
         show_memory(console(), done)
     click.get_current_context().exit(CLEAN if done.right else FAILURES)

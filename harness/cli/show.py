@@ -5,9 +5,7 @@ from __future__ import annotations
 import click
 
 from attnfuzz.harness.cli.complete import complete_cases
-from attnfuzz.harness.cli.options import check_owner, console, json_option, kernel_option
-from attnfuzz.harness.cli.streams import echo
-from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.cli.options import check_owner, console, echo_json, json_option, kernel_option
 
 __all__ = ["show_command"]
 
@@ -25,6 +23,6 @@ def show_command(case: str, owner: str | None, as_json: bool) -> None:
     if owner is not None:
         check_owner(owner, case, stored.case.kernel, None)
     if as_json:
-        echo(dumps({"case": stored.case.to_object(), "found": stored.finding.to_object(), "path": str(stored.path)}))
+        echo_json({"case": stored.case.to_object(), "found": stored.finding.to_object(), "path": str(stored.path)})
     else:
         show_stored(console(), stored)

@@ -43,7 +43,7 @@ def gate(plan: Plan, listener: Listener, today: date | None = None) -> Gate:
     start = time.monotonic()
     Corpus(plan.out).check()
     if plan.write is not None:
-        with importing_from(plan.folder, plan.kernels):
+        with importing_from(plan.folder, plan.kernels or plan.known):
             return written(plan, plan.write, listener)
     today = today or date.today()
     ledger = _ledger(plan, today)
@@ -53,7 +53,7 @@ def gate(plan: Plan, listener: Listener, today: date | None = None) -> Gate:
     else:
         assert plan.base is not None
         base = Commit(plan.folder, plan.base, plan.device)
-    targets = tuple(plan.kernels) or (base.kernels if isinstance(base, FromFile) else ())
+    targets = plan.kernels or plan.known or (base.kernels if isinstance(base, FromFile) else ())
     with importing_from(plan.folder, targets), base:
         return _gated(plan, targets, base, ledger, listener, today, start)
 

@@ -28,6 +28,8 @@ class Plan:
     write: Path | None = None
     kernels: tuple[str, ...] = ()
     """Names, or package.module:OBJECT: gated whether or not they changed."""
+    known: tuple[str, ...] = ()
+    """The same, in place of all kernels of the checkout, or of the baseline: gated if they changed."""
     everything: bool = False
     """All kernels of the checkout, or of the baseline, whether or not they changed."""
     folder: Path = Path()

@@ -49,6 +49,8 @@ class Finding:
     part: PartName
     kernel: str
     message: str
+    id: str | None = None
+    """The identity of a Trial's failure as one word (`Identity.key`)."""
     kind: Kind | None = None
     output: OutputName | None = None
     check: str = ""
@@ -76,6 +78,7 @@ class Finding:
             part=part,
             kernel=identity.kernel,
             message=message,
+            id=identity.key,
             kind=identity.kind,
             output=identity.output,
             check=identity.check,

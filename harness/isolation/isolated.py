@@ -37,7 +37,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DEADLINE", "ExecutionError", "Isolated", "memory_cap", "share_of_memory"]
+__all__ = ["DEADLINE", "ExecutionError", "Isolated", "child_variables", "memory_cap", "share_of_memory"]
 
 DEADLINE = 60.0
 """Seconds that a stage of a Trial may take by default."""
@@ -71,6 +71,7 @@ class Isolated:
         memory_check: check every memory access of interpreted kernels.
         variables: additional environment variables of the children.
         spares: children that are kept ready; by default 1, on CUDA 2.
+        forkserver: starts the children; by default one for this executor. `close` closes it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Isolated:
         memory_check: bool = True,
         variables: Mapping[str, str] | None = None,
         spares: int | None = None,
+        forkserver: Forkserver | None = None,
     ) -> None:
         self.device = device
         self._memory_check = memory_check
@@ -95,7 +97,7 @@ class Isolated:
         self._hangs: set[tuple[str, str]] = set()
         self._last_kernel: str | None = None
         self._warm_key: tuple[str, str] | None = None
-        self._forkserver = Forkserver(preloads(device, backends), {**_VARIABLES[device], **(variables or {})})
+        self._forkserver = forkserver or Forkserver(preloads(device, backends), child_variables(device) | dict(variables or {}))
         self.run = self._forkserver.run
         self._memory = memory_cap() if memory is None else memory
         warm = Task("attnfuzz.harness.isolation.tasks:warm", {"device": device}, {})
@@ -336,6 +338,11 @@ class Isolated:
             device=described["device"],
             versions=described["versions"],
         )
+
+
+def child_variables(device: Device) -> dict[str, str]:
+    """Return the environment variables of processes from which children for kernels on `device` are forked."""
+    return dict(_VARIABLES[device])
 
 
 def share_of_memory(device: Device, workers: int) -> int:

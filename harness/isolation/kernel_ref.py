@@ -21,8 +21,9 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["global_of", "shipped", "unpacked"]
+__all__ = ["global_of", "import_from", "inherited", "packed", "shipped", "unpacked", "unpickled"]
 
+_inherited: set[str] = set()
 _packed: dict[bytes, dict[str, Any]] = {}
 _unpacked: dict[str, Kernel] = {}
 
@@ -34,9 +35,26 @@ def shipped(name: str) -> dict[str, Any]:
         BadArgument: a child could not find it; the text gives the reason and the remedy.
     """
     kernel = registry.get(name)
+    if name in _inherited:
+        return {"name": name}
     if not registry.is_local(name):
         origin = registry.origin(name)
         return {"name": name} if origin is None else {"name": name, "target": origin.target, "folder": origin.folder}
+    return packed(kernel, name)
+
+
+def inherited(kernel: Kernel) -> Kernel:
+    """Register a kernel that child processes have from this process, of which they are forks."""
+    _inherited.add(kernel.name)
+    return registry.register(kernel)
+
+
+def packed(kernel: Any, name: str) -> dict[str, Any]:
+    """Return `kernel`, called `name`, as a pickle with the files of its modules.
+
+    Raises:
+        BadArgument: it has no pickle, or one that a child could not read.
+    """
     try:
         content = pickle.dumps(kernel)
     except Exception as error:  # the object's own methods may raise anything
@@ -66,11 +84,16 @@ def unpacked(parcel: dict[str, Any]) -> Kernel:
         return registry.get(parcel["name"], tried=True)
     key = hashlib.sha256(parcel["pickle"].encode()).hexdigest()
     if key not in _unpacked:
-        for name, file in parcel["modules"].items():
-            _imported(name, file)
-        content = pickle.loads(base64.b64decode(parcel["pickle"]))
-        _unpacked[key] = getattr(sys.modules[content[0]], content[1]) if isinstance(content, tuple) else content
+        _unpacked[key] = unpickled(parcel)
     return registry.register(_unpacked[key])
+
+
+def unpickled(parcel: dict[str, Any]) -> Any:
+    """Import the modules that the pickle of `packed` names, and return its object."""
+    for name, file in parcel["modules"].items():
+        import_from(name, file)
+    content = pickle.loads(base64.b64decode(parcel["pickle"]))
+    return getattr(sys.modules[content[0]], content[1]) if isinstance(content, tuple) else content
 
 
 def global_of(kernel: Kernel) -> tuple[str, str] | None:
@@ -93,7 +116,7 @@ def _file(module: str) -> Path | None:
     return Path(file).absolute() if file else None
 
 
-def _imported(name: str, file: str) -> None:
+def import_from(name: str, file: str) -> None:
     """Import `name` as usual, or from the parent's own file: a test module may not be on sys.path."""
     if name in sys.modules:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -63,6 +64,18 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """First 8 hex digits of the identity's SHA-256."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:8]
+
+    @property
+    def key(self) -> str:
+        """The identity as one word, the same in every run, on every machine and for every seed: "mine/mismatch/dq/elementwise".
+
+        Kernel, kind, output (or "-") and check; where the message tells bugs apart, also a hash of it without digits and folders.
+        """
+        parts = [self.kernel, self.kind, self.output or "-", self.check]
+        if self.message:
+            message = re.sub(r"(?:~|\.{1,2})?(?:/[^\s/'\":,;()]+)+/(?=[^\s/])", "", self.message)
+            parts.append(hashlib.sha256(message.encode("utf-8", "backslashreplace")).hexdigest()[:8])
+        return "/".join(re.sub(r"\s+", "_", part) for part in parts)
 
     def __str__(self) -> str:
         output = OUTPUT_TITLES[self.output] if self.output else self.check

@@ -24,6 +24,7 @@ from attnfuzz.harness.plugin.cases import MARK
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
 from attnfuzz.harness.plugin.options import (
     pytest_addoption,
+    pytest_cmdline_main,
     pytest_configure,
     pytest_configure_node,
     pytest_report_header,
@@ -39,6 +40,7 @@ __all__ = [
     "default_shards",
     "fuzz",
     "pytest_addoption",
+    "pytest_cmdline_main",
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_configure",

@@ -1,20 +1,35 @@
-"""The options of a run for pytest, as --attnfuzz-...: their checks, and the Settings of a shard."""
+"""The options of a run for pytest, as --attnfuzz-...: their checks, and the Settings of a shard.
+
+An option that is not on the command line has the value of `[tool.attnfuzz]` in the pyproject.toml of the root folder, if any.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from attnfuzz.harness.campaign.options import OPTIONS, drawn_seed, settings_from
+from attnfuzz.harness.campaign.project import find_project
 from attnfuzz.harness.core.github import shown
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.kernels.contract import Device
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_configure_node", "pytest_report_header", "session_seed", "settings_of"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_cmdline_main",
+    "pytest_configure",
+    "pytest_configure_node",
+    "pytest_report_header",
+    "session_seed",
+    "settings_of",
+]
 
+_FROM: pytest.StashKey[tuple[str, dict[str, Any]]] = pytest.StashKey()
+"""The project's file, and the values of options that are from there."""
 _OPTIONS = {option.name: option for option in OPTIONS if option.only != "click"}
 _SEED: pytest.StashKey[int] = pytest.StashKey()
 _FOR_WORKERS = "attnfuzz_seed"
@@ -33,13 +48,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             more = {"action": "store_true"}
         elif isinstance(option.default, list):
             more["action"] = "append"
-        group.addoption(f"--attnfuzz-{name}", default=option.default, help=text, **more)
+        # None until the command line, the project and the defaults are known (`_complete`).
+        group.addoption(f"--attnfuzz-{name}", default=None, help=text, **more)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
+    """Complete the options before xdist asks for the number of workers, which get them from this process."""
+    _complete(config)
+    return (yield)
+
+
+def _complete(config: pytest.Config) -> None:
+    """Give each option that is not on the command line its value by the project, or its default."""
+    from attnfuzz.kernels.problem import BadArgument
+
+    left = {name: option for name, option in _OPTIONS.items() if getattr(config.option, _attribute(name), None) is None}
+    if not left or _FROM in config.stash:
+        return
+    try:
+        project = None if hasattr(config, "workerinput") else find_project(config.rootpath)
+    except BadArgument as error:
+        raise pytest.UsageError(str(error)) from None
+    values = dict(project.values) if project else {}
+    config.stash[_FROM] = (str(project.path) if project else "", {n: values[o.key] for n, o in left.items() if o.key in values})
+    for name, option in left.items():
+        default = list(option.default) if isinstance(option.default, list) else option.default
+        setattr(config.option, _attribute(name), values.get(option.key, default))
+
+
+def _attribute(name: str) -> str:
+    return f"attnfuzz_{name.replace('-', '_')}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse wrong options before anything runs."""
     from attnfuzz.kernels.problem import BadArgument, reject
 
+    _complete(config)
     device = config.getoption("--attnfuzz-device")
     workers: dict[str, Any] = getattr(config, "workerinput", {})
     given = config.getoption("--attnfuzz-seed")
@@ -87,10 +133,19 @@ def _readable(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Return the options that differ from their defaults."""
+    """Return the options that differ from their defaults, and those that the project sets."""
+    path, of_project = config.stash.get(_FROM, ("", {}))
     values = {name: config.getoption(f"--attnfuzz-{name}") for name in _OPTIONS}
-    changed = " ".join(f"{name}={value}" for name, value in values.items() if value != _OPTIONS[name].default)
-    return shown(f"attnfuzz: {changed}") if changed else None
+    lines = {
+        "attnfuzz": {n: value for n, value in values.items() if value != _OPTIONS[n].default and n not in of_project},
+        f"attnfuzz, from {path}": of_project,
+    }
+    text = "\n".join(f"{title}: {_words(each)}" for title, each in lines.items() if each)
+    return shown(text) or None
+
+
+def _words(values: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def settings_of(

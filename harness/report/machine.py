@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelSummary
 from attnfuzz.harness.campaign.explain import Explanation
@@ -14,13 +15,13 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.explained import explanation_rows
 from attnfuzz.harness.report.groups import groups_of
 
-__all__ = ["campaign_object", "explanation_object", "finding_object", "verdict_object"]
+__all__ = ["campaign_object", "explanation_object", "finding_object", "summary_object", "verdict_object"]
 
 
 def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
     """A campaign's result."""
     return {
-        "kernels": [_summary_object(row) for row in finished.summaries],
+        "kernels": [summary_object(row) for row in finished.summaries],
         "skipped": [{"kernel": each.kernel, "reason": each.reason} for each in finished.skipped],
         "failures": _failures(finished.findings),
         "seconds": finished.seconds,
@@ -36,8 +37,10 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
 def finding_object(finding: Finding) -> dict[str, Any]:
     """One failure with its minimal Case."""
     return {
+        "id": finding.identity.key,
         "identity": msgspec.to_builtins(finding.identity),
         "case": finding.case.to_object(),
+        "blob": blob_of(finding.case, finding.rate),
         "verdict": verdict_object(finding.verdict),
         "partly_shrunk": finding.partly,
         "path": finding.path,
@@ -72,7 +75,8 @@ def verdict_object(verdict: Verdict) -> dict[str, Any]:
     return plain
 
 
-def _summary_object(row: KernelSummary) -> dict[str, Any]:
+def summary_object(row: KernelSummary) -> dict[str, Any]:
+    """One kernel's row."""
     return {
         "kernel": row.kernel,
         "cases": row.cases,

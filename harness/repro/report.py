@@ -40,6 +40,7 @@ def repetition_object(stored: CaseFile, done: Repetition) -> dict[str, Any]:
         "interrupted": done.interrupted,
         "failures": [
             {
+                "id": each.failure.identity.key,
                 "identity": msgspec.to_builtins(each.failure.identity),
                 "runs": each.runs,
                 "first": each.first,
@@ -76,6 +77,7 @@ def reshrunk_object(done: Reshrunk) -> dict[str, Any]:
         "outcome": done.outcome,
         "device": done.device,
         "case": done.case.to_object(),
+        "id": done.identity.key if done.identity else None,
         "identity": msgspec.to_builtins(done.identity) if done.identity else None,
         "verdict": verdict_object(done.verdict),
         "path": done.path,

@@ -30,7 +30,8 @@ def written(plan: Plan, path: Path, listener: Listener) -> Gate:
         BadArgument: no kernel can run here, or one cannot be loaded.
     """
     start = time.monotonic()
-    chosen, broken = named(plan.kernels, None if plan.kernels else _root(plan.folder))
+    targets = plan.kernels or plan.known
+    chosen, broken = named(targets, None if targets else _root(plan.folder))
     for error in broken.values():
         raise error
     if not chosen:
@@ -39,9 +40,7 @@ def written(plan: Plan, path: Path, listener: Listener) -> Gate:
     able = [each for each in chosen if why_not_on(each.kernel, plan.device) is None]
     if not able:
         reasons = "; ".join(f"{each.name}: {why_not_on(each.kernel, plan.device)}" for each in chosen) or "none is known"
-        raise reject(
-            "kernel", ", ".join(plan.kernels), f"none can run on {plan.device} here ({reasons})", "choose another device"
-        )
+        raise reject("kernel", ", ".join(targets), f"none can run on {plan.device} here ({reasons})", "choose another device")
     kernels: dict[str, Recorded] = {}
     done: list[KernelGate] = []
     backends = sorted({each.kernel.backend for each in able})

@@ -1,0 +1,353 @@
+"""The JSON that commands print, as types: `json_schema` makes a JSON Schema of them (docs/reference/attnfuzz.schema.json).
+
+The commands make their objects elsewhere; a test compares what they print with this.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from attnfuzz.harness.campaign.account import Times
+from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.gate.result import Outcome, PartName, Waiver
+from attnfuzz.harness.judge.failure import Identity, Kind
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.problem import OutputName
+
+__all__ = ["json_schema"]
+
+_Format = Literal[1]
+_Case = dict[str, Any]
+"""As a case file has it."""
+
+
+class Project(msgspec.Struct):
+    """Settings from a pyproject.toml."""
+
+    path: str
+    settings: dict[str, Any]
+
+
+class KernelRow(msgspec.Struct):
+    """One kernel of a run. `wrong`: Cases in which something was wrong with it, by what."""
+
+    kernel: str
+    cases: int
+    shrink_cases: int
+    reruns: int
+    seconds: float
+    cases_per_second: float
+    compiles: int
+    compile_seconds: float
+    refused: int
+    unreached: int
+    outputs: dict[OutputName, Worst]
+    failures: int
+    features: dict[str, int]
+    processes_replaced: int
+    seconds_to_recover: list[float]
+    times: Times | None
+    wrong: Any = None
+
+
+class Skipped(msgspec.Struct):
+    """A kernel that cannot run here."""
+
+    kernel: str
+    reason: str
+
+
+class Broken(msgspec.Struct):
+    """A kernel that was not tried to the end."""
+
+    kernel: str
+    error: str
+
+
+class RunFailure(msgspec.Struct):
+    """One bug. `known`: entries of the ledger that let it through; `repro`: the command that runs its Case again."""
+
+    id: str
+    identity: Identity
+    case: _Case
+    blob: str
+    verdict: Verdict
+    partly_shrunk: bool
+    path: str | None
+    repro: str | None
+    cases_to_find: int
+    seconds_to_find: float
+    shrink_trials: int
+    rate: tuple[int, int] | None
+    known: list[Waiver] | None = None
+
+
+class LedgerError(msgspec.Struct):
+    """A wrong entry of the ledger, and its line."""
+
+    error: str
+    line: int
+
+
+class Run(msgspec.Struct):
+    """What `attnfuzz run --json` prints, and `fleet`."""
+
+    format: _Format
+    command: Literal["run", "fleet"]
+    kernels: list[KernelRow]
+    skipped: list[Skipped]
+    failures: list[RunFailure]
+    seconds: float
+    interrupted: bool
+    broken: list[Broken]
+    lost: str | None
+    not_kept: str | None
+    project: Project | None
+    ledger: str | None
+    ledger_errors: list[LedgerError]
+    notes: list[str]
+
+
+class ReproOnce(msgspec.Struct):
+    """What `attnfuzz repro --json` prints. `ids`: the identities of the failures of `verdict`."""
+
+    format: _Format
+    command: Literal["repro"]
+    way: Literal["once"]
+    outcome: Literal["FIXED", "FAILED", "UNJUDGED"]
+    device: Device
+    ids: list[str]
+    verdict: Verdict
+    runs: int
+    case: _Case
+    plot: str | None = None
+    no_plot: str = ""
+
+
+class RepeatFailure(msgspec.Struct):
+    """One bug among the runs of a Case: in how many, and first in which."""
+
+    id: str
+    identity: Identity
+    runs: int
+    first: int
+    message: str
+
+
+class ReproRepeat(msgspec.Struct):
+    """What `attnfuzz repro --repeat N --json` prints. `interval`: of the rate, 95 % confidence."""
+
+    format: _Format
+    command: Literal["repro"]
+    way: Literal["repeat"]
+    device: Device
+    asked: int
+    runs: int
+    failed: int
+    rate: float | None
+    interval: tuple[float, float]
+    interrupted: bool
+    failures: list[RepeatFailure]
+    case: _Case
+
+
+class ReproShrink(msgspec.Struct):
+    """What `attnfuzz repro --shrink --json` prints."""
+
+    format: _Format
+    command: Literal["repro"]
+    way: Literal["shrink"]
+    outcome: Literal["SMALLER", "MINIMAL", "STOPPED", "FIXED"]
+    device: Device
+    case: _Case
+    id: str | None
+    identity: Identity | None
+    verdict: Verdict
+    path: str | None
+    repro: str | None
+    trials: int
+    seconds: float
+    partly: bool
+    rate: tuple[int, int] | None
+
+
+class ReproScript(msgspec.Struct):
+    """What `attnfuzz repro --script FILE --json` prints."""
+
+    format: _Format
+    command: Literal["repro"]
+    way: Literal["script"]
+    script: str
+    device: Device
+    note: str | None
+    case: _Case
+
+
+class GateFinding(msgspec.Struct):
+    """One bug of a gated kernel. `id`: None where no Case shows it, as for a slower kernel."""
+
+    part: PartName
+    kernel: str
+    message: str
+    id: str | None
+    kind: Kind | None
+    output: OutputName | None
+    check: str
+    detail: str
+    case: str | None
+    blob: str | None
+    described: dict[str, str]
+    waiver: Waiver | None
+    repro: str | None
+
+
+class GatePart(msgspec.Struct):
+    """One part of a kernel's gate."""
+
+    name: PartName
+    outcome: Outcome
+    summary: str
+    findings: list[GateFinding]
+    figures: dict[str, Any]
+    seconds: float
+    not_kept: str
+    complete: bool
+
+
+class GateKernel(msgspec.Struct):
+    """One kernel's gate."""
+
+    kernel: str
+    outcome: Outcome
+    why: str
+    file: str
+    line: int
+    parts: list[GatePart]
+
+
+class Gate(msgspec.Struct):
+    """What `attnfuzz gate --json` prints."""
+
+    format: _Format
+    command: Literal["gate"]
+    outcome: Literal["pass", "fail", "error", "interrupted", "known", "skipped"]
+    against: str
+    kernels: list[GateKernel]
+    untouched: int
+    ledger: str | None
+    ledger_errors: list[LedgerError]
+    notes: list[str]
+    seconds: float
+    environment: dict[str, Any]
+    interrupted: bool
+    written: str | None
+    project: Project | None
+
+
+class ListedKernel(msgspec.Struct):
+    """One kernel and where it runs here; `reasons`: why not elsewhere, by device."""
+
+    kernel: str
+    backend: str
+    packings: list[str]
+    dtypes: list[str]
+    dims: list[tuple[int, int]]
+    causal: list[str | None]
+    outputs: list[OutputName]
+    runs_on: list[Device]
+    reasons: dict[str, str]
+
+
+class KernelList(msgspec.Struct):
+    """What `attnfuzz list --json` prints."""
+
+    format: _Format
+    command: Literal["list"]
+    kernels: list[ListedKernel]
+
+
+class CheckedFailure(msgspec.Struct):
+    """One bug, as `attnfuzz.harness.CheckFailure`."""
+
+    id: str
+    kernel: str
+    kind: Kind
+    output: OutputName | None
+    check: str
+    message: str
+    detail: str
+    case: _Case | None
+    blob: str | None
+    path: str | None
+    minimal: bool
+    text: str
+
+
+class Checked(msgspec.Struct):
+    """One output over all Cases of a check."""
+
+    cases: int
+    unjudged: int
+    worst: float
+    wrong: int
+
+
+class Check(msgspec.Struct):
+    """What `attnfuzz.harness.CheckResult.to_object` returns."""
+
+    format: _Format
+    command: Literal["check"]
+    ok: bool
+    reason: str
+    kernel: str
+    device: Device
+    seed: int
+    failures: list[CheckedFailure]
+    cases: int
+    outputs: dict[OutputName, Checked]
+    never_drawn: list[str]
+    seconds: float
+    seconds_to_first: float | None
+
+
+class WrongUse(msgspec.Struct):
+    """What a command with --json prints for exit code 2, if it has no result."""
+
+    format: _Format
+    error: str
+
+
+class EventLine(msgspec.Struct):
+    """A line of `attnfuzz run --events`; what else is in it depends on `event`. `after`: seconds since the start."""
+
+    format: _Format
+    event: Literal["started", "progress", "failure", "shrunk", "kernel", "finished"]
+    after: float
+
+
+_DOCUMENTS = (Run, ReproOnce, ReproRepeat, ReproShrink, ReproScript, Gate, KernelList, Check, WrongUse, EventLine)
+_NUMBERS = {"anyOf": [{"type": "number"}, {"enum": ["inf", "-inf", "nan"]}]}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of every document, each by its name in `$defs`. A number may be "inf", "-inf" or "nan"."""
+    _, components = msgspec.json.schema_components(_DOCUMENTS, ref_template="#/$defs/{name}")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "attnfuzz, format 1",
+        "anyOf": [{"$ref": f"#/$defs/{each.__name__}"} for each in _DOCUMENTS if each is not EventLine],
+        "$defs": {name: _with_infinities(each) for name, each in sorted(components.items())},
+    }
+
+
+def _with_infinities(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        if schema.get("type") == "number":
+            return {**{name: value for name, value in schema.items() if name != "type"}, **_NUMBERS}
+        if isinstance(text := schema.get("description"), str):
+            schema = {**schema, "description": " ".join(text.split())}
+        return {name: _with_infinities(each) for name, each in schema.items()}
+    return [_with_infinities(each) for each in schema] if isinstance(schema, list) else schema

@@ -1,0 +1,179 @@
+"""What commands print with --json is as docs/reference/attnfuzz.schema.json says, and a bug has one identity in all of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.peers import Raising, Right, Skewed
+from support.schema import SCHEMA, wrong
+
+from attnfuzz.harness.cli import gate as gate_commands
+from attnfuzz.harness.cli import main as cli
+from attnfuzz.harness.cli.schema import json_schema
+from attnfuzz.harness.gate import gate as gating
+from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, Waiver
+from attnfuzz.harness.judge.failure import Failure, Identity
+from attnfuzz.kernels import registry
+
+KEY = "torch.skewed/mismatch/dk/"
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attnfuzz"])
+    subjects = [Right("torch.right"), Skewed("torch.skewed"), Raising("torch.raising")]
+    for kernel in subjects:
+        registry.register(kernel)
+    yield
+    for kernel in subjects:
+        registry.unregister(kernel.name)
+
+
+def printed(name: str, *arguments: str, code: int | tuple[int, ...] = 0) -> dict[str, Any]:
+    """What a command prints, which is as the definition `name` says."""
+    result = CliRunner().invoke(cli.main, [*arguments, "--json"])
+    assert result.exit_code in ((code,) if isinstance(code, int) else code), result.output
+    content: dict[str, Any] = json.loads(result.stdout)
+    assert not list(wrong(content, name))
+    assert not list(wrong(content, {"anyOf": SCHEMA["anyOf"]}))
+    return content
+
+
+def run(*arguments: str, seed: int = 0, cases: int = 8, name: str = "Run") -> dict[str, Any]:
+    more = ["--device", "cpu", "--in-process", "--plain", "--no-replay", "--max-examples", str(cases), "--seed", str(seed)]
+    return printed(name, "run", *more, *arguments, code=(0, 1))
+
+
+def test_the_schema_is_the_codes() -> None:
+    assert json_schema() == SCHEMA
+
+
+def test_run() -> None:
+    content = run("torch.right", "torch.skewed", "torch.raising")
+    assert (content["format"], content["command"]) == (1, "run")
+    ids = {each["id"] for each in content["failures"]}
+    assert any(each.startswith(KEY) for each in ids)
+    assert any(each.startswith("torch.raising/exception/-/") for each in ids)
+
+
+def test_repro_in_each_way() -> None:
+    (failure,) = run("torch.skewed")["failures"]
+    path = failure["path"]
+    here = ("repro", path, "--device", "cpu", "--in-process")
+    once = printed("ReproOnce", *here, code=1)
+    assert once["ids"] == [failure["id"]]
+    assert once["outcome"] == "FAILED"
+    repeated = printed("ReproRepeat", *here, "--repeat", "2", code=1)
+    assert [each["id"] for each in repeated["failures"]] == [failure["id"]]
+    shrunk = printed("ReproShrink", *here, "--shrink", "--budget", "2s", code=1)
+    assert shrunk["id"] == failure["id"]
+    blob = printed("ReproOnce", "repro", failure["blob"], *here[2:], code=1)
+    assert blob["case"] == once["case"]
+
+
+def test_list() -> None:
+    rows = printed("KernelList", "list")["kernels"]
+    assert {"torch.right", "triton.varlen"} <= {each["kernel"] for each in rows}
+    (one,) = printed("KernelList", "list", "torch.skewed")["kernels"]
+    assert one["runs_on"] == ["cpu"]
+
+
+def test_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object itself: tests/harness/gate/test_gate.py makes it of kernels, which takes a minute."""
+    identity = Identity(kernel="torch.skewed", kind="mismatch", output="dk", check="element")
+    finding = Finding.of("campaign", identity, "dK: wrong", case="x.json", blob="AF1-x", described=(("heads", "1"),))
+    known = Finding("speed", "torch.skewed", "slower", waiver=Waiver(1, "#12", "2030-01-01"))
+    parts = (Part("load", "pass", "1 s"), Part("campaign", "fail", "1 failure", (finding,)), Part("speed", "known", "", (known,)))
+    kernels = (KernelGate("torch.skewed", "x.py changed", parts, "x.py", 3),)
+    done = Gate("main", kernels, 1, ("a note",), "ledger.toml", (("stale", 3),), 1.5, {"cores": 2})
+    monkeypatch.setattr(gating, "gate", lambda *_: done)
+    content = printed("Gate", "gate", "--base", "main", "--device", "cpu", code=1)
+    assert content["kernels"][0]["parts"][1]["findings"][0]["id"] == identity.key == KEY + "element"
+    assert gate_commands
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "torch.rihgt"),
+        ("run", "--budget", "soon"),
+        ("repro", "none.json"),
+        ("gate",),
+        ("list", "x:y"),
+        ("run", "--nonsense"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_use(arguments: tuple[str, ...]) -> None:
+    assert printed("WrongUse", *arguments, code=2)["error"]
+
+
+def test_events_are_lines_that_come_before_the_end(tmp_path: Path) -> None:
+    content = run("torch.right", "torch.skewed", "--events", "events.jsonl")
+    lines = [json.loads(each) for each in Path("events.jsonl").read_text().splitlines()]
+    for each in lines:
+        assert not [text for text in wrong(each, "EventLine") if "is not in the schema" not in text]
+    kinds = [each["event"] for each in lines if each["event"] != "progress"]
+    assert kinds[0] == "started"
+    assert kinds[-1] == "finished"
+    assert kinds.index("failure") < kinds.index("shrunk") < kinds.index("finished")
+    shrunk = next(each for each in lines if each["event"] == "shrunk")
+    assert shrunk["id"] == content["failures"][0]["id"]
+    assert shrunk["blob"] == content["failures"][0]["blob"]
+
+
+def test_events_on_stdout_leave_the_text_to_stderr() -> None:
+    arguments = ["run", "torch.right", "--device", "cpu", "--in-process", "--max-examples", "1", "--events", "-"]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert [json.loads(each)["format"] for each in result.stdout.splitlines()]
+    assert "no failures in 1 cases" in result.stderr
+    refused = CliRunner().invoke(cli.main, [*arguments, "--json"])
+    assert refused.exit_code == 2
+    assert "leave --json out" in refused.stderr
+
+
+# --- identities
+
+
+def test_a_bug_has_the_same_identity_for_every_seed_and_file() -> None:
+    keys = {each["id"] for seed in (0, 1, 2) for each in run("torch.skewed", seed=seed, cases=4)["failures"]}
+    assert len(keys) == 1
+
+
+def key(message: str = "", **changed: Any) -> str:
+    return Failure(**{"kernel": "mine", "kind": "exception", "check": "forward", "message": message, **changed}).identity.key
+
+
+PINNED = {
+    "mine/mismatch/dq/element": {"kind": "mismatch", "output": "dq", "check": "element", "message": "dQ: 7 of 9 elements"},
+    "mine/hang/-/kernel": {"kind": "hang", "check": "kernel", "message": "kernel did not end within 60 s"},
+    "my_kernel/race/o/store": {"kernel": "my kernel", "kind": "race", "output": "o", "check": "store"},
+}
+
+
+@pytest.mark.parametrize("expected", list(PINNED))
+def test_identities_are_words_that_stay(expected: str) -> None:
+    """A change of these is a change of the format: users keep them."""
+    assert key(**{"message": "", **PINNED[expected]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("ValueError: no more than 5 keys, not 17", "ValueError: no more than 5 keys, not 6", True),
+        ("OSError: /home/me/kernel.cu: no such file", "OSError: /tmp/build/x/kernel.cu: no such file", True),
+        ("at 0x7f3a in f", "at 0x55d0 in f", True),
+        ("ValueError: no keys", "ValueError: no queries", False),
+        ("SIGSEGV at kernel.py:forward", "SIGSEGV at kernel.py:backward", False),
+        ("1 / 2 is a ratio", "1 * 2 is a product", False),
+    ],
+)
+def test_messages_count_without_numbers_and_folders(one: str, other: str, same: bool) -> None:
+    assert (key(one) == key(other)) is same
