@@ -13,6 +13,7 @@ from attnfuzz.harness.campaign.events import (
     CampaignFinished,
     CampaignStarted,
     CaseSkipped,
+    Event,
     KernelBroke,
     KernelSkipped,
     Listener,
@@ -95,10 +96,9 @@ def _run_campaign(
         names = tuple(kernel.name for kernel in runnable)
         examples = states[0].rounds.most
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds, settings.seed, examples))
-        for each in skipped:
+        events: tuple[Event, ...] = (*skipped, *unread, *refused)
+        for each in events:
             listener(each)
-        for event in (*unread, *refused):
-            listener(event)
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
         coordinator.broken += refused
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work

@@ -12,7 +12,7 @@ from attnfuzz.harness.core.statistics import Ratio, paired_ratio_of_rms
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.result import Finding, Part
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Kind
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName
 from attnfuzz.strategies.case import Case, Recipe
@@ -156,7 +156,8 @@ def determinism(
             message = f"{OUTPUT_TITLES[name]} differs between two runs, though declared deterministic, in {len(differ)} of "
             message += counted(len(runs), "Case")
             described = tuple(describe_case(differ[0]))
-            findings.append(Finding("determinism", kernel, message, "nondeterministic", name, "twice", described=described))
+            kind: Kind = "nondeterministic"
+            findings.append(Finding("determinism", kernel, message, kind=kind, output=name, check="twice", described=described))
     if not declared and not in_base:
         return Part("determinism", "skipped", "no output is declared deterministic")
     titles = ", ".join(OUTPUT_TITLES[name] for name in declared) or "nothing"
