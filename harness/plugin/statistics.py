@@ -5,7 +5,7 @@ The figures of a shard travel with the report of its test, so that xdist's contr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,9 +44,9 @@ def keep_figures(item: pytest.Item, finished: CampaignFinished, settings: Settin
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Add the figures of a shard to the report of its test."""
-    report: Any = yield
+    report = yield
     if call.when == "call" and _FIGURES in item.stash:
         setattr(report, _OF_REPORT, item.stash[_FIGURES])
     return report
@@ -124,8 +124,7 @@ def _worst(shards: list[dict[str, Any]]) -> dict[str, float]:
 def _title(output: str) -> str:
     from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 
-    titles: Mapping[str, str] = OUTPUT_TITLES
-    return titles.get(output, output)
+    return {str(name): title for name, title in OUTPUT_TITLES.items()}.get(output, output)
 
 
 def _drawn(shards: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
