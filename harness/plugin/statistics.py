@@ -122,8 +122,7 @@ def _worst(shards: list[dict[str, Any]]) -> dict[str, float]:
 def _title(output: str) -> str:
     from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 
-    titles: Mapping[str, str] = OUTPUT_TITLES
-    return titles.get(output, output)
+    return {str(name): title for name, title in OUTPUT_TITLES.items()}.get(output, output)
 
 
 def _drawn(shards: list[dict[str, Any]]) -> dict[str, dict[str, int]]:

@@ -111,7 +111,7 @@ class Pace:
     seconds: float | None = None
     wanted: int | None = None
     cases: int = 0
-    _started: float = field(default_factory=time.monotonic)
+    _started: float = field(default_factory=lambda: time.monotonic())
     _first: float | None = None
 
     @property
