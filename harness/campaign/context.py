@@ -97,5 +97,5 @@ class WorkerContext:
 
 def shrink_seconds(settings: Settings, end: float | None) -> float:
     """Return how long one failure may be shrunk: as the profile says, and after the end only for the grace of the settings."""
-    most = PROFILES[settings.profile].shrink
+    most = PROFILES[settings.profile].shrink if settings.shrink is None else settings.shrink
     return most if end is None else min(most, max(0.0, end + settings.grace - time.monotonic()))

@@ -109,6 +109,8 @@ class Settings:
     """Bytes that a child process may hold; by default half of the machine's memory, shared by xdist's workers."""
     workers: int = 1
     """Processes that draw Cases and run them; with 1, this process draws."""
+    shrink: float | None = None
+    """Seconds that shrinking one failure may take, by default as the profile says."""
 
     def __post_init__(self) -> None:
         if self.out == "":
@@ -127,6 +129,8 @@ class Settings:
             raise reject("shard", self.shard, f"there are {self.shards} shards", "count shards from 0, and have at least 1")
         if self.deadline is not None and not self.deadline > 0:
             raise reject("deadline", self.deadline, "must be positive", "give a positive number of seconds")
+        if self.shrink is not None and not self.shrink > 0:
+            raise reject("shrink", self.shrink, "must be positive", "give a positive number of seconds")
         if self.memory is not None and self.memory < 1 << 30:
             raise reject("memory", self.memory, "a process that has imported torch holds half of that", "give 1 GiB or more")
         if self.workers < 1:

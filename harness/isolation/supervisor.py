@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -147,6 +148,7 @@ class Supervisor:
                 return outcome
             if until is not None and time.monotonic() >= until:
                 self._discard(running.child)
+                self._count(running)
                 return None
 
     def ended(self, active: dict[int, Running], seconds: float) -> Iterator[tuple[int, Outcome]]:
@@ -240,8 +242,7 @@ class Supervisor:
             self._begin_again(running, fresh=True)
             return None
         if outcome is not None:
-            for each in running.disturbed:
-                self._disturbed(each)
+            self._count(running)
             self.statistics.tasks += 1
             if self.statistics.tasks % _SWEEP_EVERY == 0:
                 self._forkserver.sweep()
@@ -251,6 +252,10 @@ class Supervisor:
             if isinstance(outcome, Death):
                 self._died = time.monotonic()
         return outcome
+
+    def _count(self, running: Running) -> None:
+        for each in running.disturbed:
+            self._disturbed(each)
 
     def _begin_again(self, running: Running, *, fresh: bool = False) -> None:
         new = self.begin(running.task, fresh=fresh)
@@ -399,6 +404,8 @@ class Supervisor:
         self._discard(child, killed=True)
         if announced is None:
             self._last_output = output.strip() or f"exit status {status}"
+            if why == "exit" and status in (None, -signal.SIGKILL) and not running.again:
+                running.disturbed.append("killed")
             raise _NotBegunError(self._last_output)
         return Death(why, stage, seconds, limit, status, output, printed, item, stopped)
 

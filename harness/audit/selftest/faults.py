@@ -35,6 +35,8 @@ _DEADLINE: dict[Device, float] = {"cpu": 3.0, "cuda": 5.0}
 _MEMORY: dict[Device, int | None] = {"cpu": 1 << 30, "cuda": None}
 _FOUR = {("crash", "0x1"), ("exception", "1x1"), ("hang", "1x17"), ("mismatch", "1x1")}
 """(kind, lengths of the minimal Case) of the kernel with four bugs."""
+_SHRINK = 1200.0
+"""Seconds that shrinking a fault may take: much more than it needs on a machine that does nothing else."""
 _MEMORY_GROWTH = 64 << 20
 _READY = 5
 
@@ -140,6 +142,7 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
                     deadline=_DEADLINE[device],
                     memory=_MEMORY[device],
                     workers=workers,
+                    shrink=_SHRINK,
                 )
                 summaries += summaries_of(names, settings, listener, executor) if names else ()
         rows = tuple(_row(device, summary) for summary in summaries)
