@@ -70,7 +70,9 @@ SCORES: dict[str, tuple[Any, str]] = {
     "a name of a million letters": (load("x" * 1_000_000), NAME),
     "no name": (load(""), NAME),
     "a number for a name": (load(1), "a tensor is (name, sizes, fill, gradient)"),
-    "two tensors of one name": (["add", load(), load(sizes=("kv_heads",), index=(["int", 0],))[2]], "two different tensors have it"),
+    "two tensors of one name": (
+        ["add", load(), load(sizes=("kv_heads",), index=(["int", 0],))[2]], "two different tensors have it"
+    ),
     "code for a fill": (load(fill=CODE), "captured.fill="),
     "code for a size": (load(sizes=(CODE,)), "captured.sizes="),
     "a size of 400 digits": (load(sizes=(digits(400),)), "is the limit"),
