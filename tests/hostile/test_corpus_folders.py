@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,7 +124,7 @@ def test_a_kernel_of_a_long_name_has_a_case_file_and_finds_it_again(monkeypatch:
     result = attnfuzz(*command, "--json")
     assert [each.kernel for each in (stored.case for stored in Corpus("out").of(name))] == [name]
     assert json.loads(result.stdout)["kernels"][0]["kernel"] == name
-    assert os.listdir("out/cases") == [file.name]
+    assert list(Path("out/cases").iterdir()) == [file]
 
 
 def test_what_could_not_be_written_is_a_line_that_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,10 @@ def test_a_pipe_that_takes_the_files_place_is_refused(tmp_path: Path, monkeypatc
         return real(*arguments)
 
     monkeypatch.setattr(files.os, "open", swapped)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(BadArgument, match="it is not a regular file"):
         read(path)
-    assert len(os.listdir("/proc/self/fd")) == before, "its descriptor is closed"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before, "its descriptor is closed"
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +99,12 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypat
 
 def test_no_descriptor_goes_to_children_or_is_kept(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     with opened(tmp_path / "x") as descriptor:
         assert not os.get_inheritable(descriptor)
     with pytest.raises(ZeroDivisionError), opened(tmp_path / "x"):
         _ = 1 / 0
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 NOT_DECODED = {

@@ -52,7 +52,7 @@ def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def case(kernel: str = "acme.tiles", **config: Any) -> Case:
-    packing: Any = "dense" if kernel == "acme.tiles" else "ragged"
+    packing: Any = "ragged" if kernel in ("triton.varlen", "torch.reference_cpu") else "dense"
     problem = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=8, dim_v=8, dtype="float32", packing=packing)
     if kernel == "acme.tiles":
         problem = structs.replace(problem, needs=structs.replace(problem.needs, outputs=("o", "dq", "dk", "dv")))
