@@ -85,7 +85,7 @@ _LONGEST = 300
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
 @json_option
 def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -> None:
-    """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1), UNJUDGED or ERROR (2)."""
+    """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1), UNJUDGED or an error (2)."""
     from attnfuzz.harness.campaign.blob import stored_case
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.repro.reproduce import Where

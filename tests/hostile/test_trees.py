@@ -71,8 +71,7 @@ SCORES: dict[str, tuple[Any, str]] = {
     "no name": (load(""), NAME),
     "a number for a name": (load(1), "a tensor is (name, sizes, fill, gradient)"),
     "two tensors of one name": (
-        ["add", load(), load(sizes=("kv_heads",), index=(["int", 0],))[2]],
-        "two different tensors have it",
+        ["add", load(), load(sizes=("kv_heads",), index=(["int", 0],))[2]], "two different tensors have it"
     ),
     "code for a fill": (load(fill=CODE), "captured.fill="),
     "code for a size": (load(sizes=(CODE,)), "captured.sizes="),
