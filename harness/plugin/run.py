@@ -248,6 +248,7 @@ def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.Fixture
     """Each failure: identity, minimal Case, what was seen, the line that runs it again, and the Case to paste."""
     from io import StringIO
 
+    from attnfuzz.harness.report import groups
     from attnfuzz.harness.report.console import SafeConsole
     from attnfuzz.harness.report.terminal import show_finding
     from attnfuzz.kernels import registry
@@ -261,4 +262,5 @@ def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.Fixture
         blob = _blob(finding)
         console.print(f"   without that file:   {again} {blob}", highlight=False, soft_wrap=True, markup=False)
         console.print(f'   to keep it:          fuzz(..., cases=["{blob}"])', highlight=False, soft_wrap=True, markup=False)
-    return "\n".join(filter(None, (text.getvalue().strip(), finished.lost)))
+    together = "\n".join(groups.described(finished.findings))
+    return "\n".join(filter(None, (text.getvalue().strip(), together, finished.lost)))
