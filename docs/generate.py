@@ -22,9 +22,9 @@ MODULES = ("attnfuzz.harness", "attnfuzz.kernels", "attnfuzz.kernels.expressions
 EXIT_CODES = """\
 | exit code | of all commands | in addition |
 |---|---|---|
-| 0 | clean | `repro`: FIXED; `gate`: passed, or let through by the ledger; `selftest`: all as it should be |
+| 0 | clean: all was tried | `repro`: FIXED; `gate`: passed, or let through by the ledger; `selftest`: all as it should be |
 | 1 | failures were found | `repro`: FAILED; `check-adapter`: the contract is not fulfilled |
-| 2 | wrong use, a broken file or environment, a kernel that cannot run here, a case that cannot be written | `repro`: ERROR |
+| 2 | wrong use, a broken file or environment, a kernel that could not be tried, a case not written | `repro`: ERROR, UNJUDGED |
 | 130 | interrupted, with nothing found | |
 """
 NOTE = "<!-- Written by docs/generate.py from the code; a test compares. -->\n"

@@ -3,7 +3,7 @@
 A target, "package.module:OBJECT", is accepted wherever a kernel's name is. The kernel is then known in this process under its own
 name as well, which its Cases hold; `origin` returns the target, by which other processes import it.
 
-Every kernel of a third party comes by `targets.made`: its module is imported in a child process first, what it prints goes to
+Every kernel of a third party comes by `targets.load`: its module is imported in a child process first, what it prints goes to
 stderr, and whatever ends that import or makes no kernel is a BadArgument with the reason.
 """
 
@@ -27,8 +27,8 @@ from attnfuzz.kernels.targets import (
     instance,
     is_target,
     is_well_formed,
+    load,
     look_in,
-    made,
     missing_members,
     object_at,
 )
@@ -190,19 +190,19 @@ def find(name: str, *, tried: bool = False) -> Any:
     """
     if is_target(name):
         look_in()
-        return made(name, name, tried=tried)
+        return load(name, name, tried=tried)
     if known := _registered.get(name) or _loaded.get(name):
         return known
     if target := {**_BUILT_IN, **_HIDDEN}.get(name):
         module, _, attribute = target.partition(":")
         return instance(getattr(importlib.import_module(module), attribute))
     if name in _origins:
-        return made(name, _origins[name].target, tried=tried)
+        return load(name, _origins[name].target, tried=tried)
     if name.startswith(_FAULT) and (fault := _fault(name.removeprefix(_FAULT))) is not None:
         return fault
     for point in _entry_points():
         if point.name == name:
-            return made(name, _target_of(point), tried=tried)
+            return load(name, _target_of(point), tried=tried)
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
     raise UnknownKernel(f"kernel={name!r}: no kernel of that name is installed; {hint}")
@@ -228,7 +228,7 @@ def _at(target: str, folder: str | None, *, tried: bool = False) -> Kernel:
     known = next((name for name, each in _origins.items() if each.target == target and name in _loaded), None)
     if known is not None:
         return _loaded[known]
-    kernel: Kernel = made(target, target, tried=tried)
+    kernel: Kernel = load(target, target, tried=tried)
     name = checked_name(kernel)
     # An entry point of the same name is most likely the same kernel, as installed: the target takes precedence.
     other = _loaded.get(name) if name in _origins else None if name not in {**_BUILT_IN, **_HIDDEN} else get(name)

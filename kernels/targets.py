@@ -30,9 +30,9 @@ __all__ = [
     "instance",
     "is_target",
     "is_well_formed",
+    "load",
+    "load_here",
     "look_in",
-    "made",
-    "made_here",
     "missing_members",
     "object_at",
     "third_party_frame",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _packages: set[str] = set()
-"""Top packages of the modules that `made` has imported."""
+"""Top packages of the modules that `load` has imported."""
 
 MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
 """The members of a Kernel, in the contract's order."""
@@ -92,7 +92,7 @@ def look_in(folder: str | None = None) -> str | None:
     return folder
 
 
-def made(called: str, target: str, *, tried: bool = False) -> Any:
+def load(called: str, target: str, *, tried: bool = False) -> Any:
     """Return the object at `target`, or what it makes if it is a function or a class.
 
     Args:
@@ -104,7 +104,7 @@ def made(called: str, target: str, *, tried: bool = False) -> Any:
         BadArgument: there is none; LeavesProcess, MissingObject: of these kinds.
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
-    return _run(called, target, made_here, tried=tried)
+    return _run(called, target, load_here, tried=tried)
 
 
 def object_at(target: str) -> Any:
@@ -116,15 +116,15 @@ def object_at(target: str) -> Any:
     return _run(target, target, _object, tried=False)
 
 
-def made_here(target: str) -> Any:
-    """Do the work of `made`, unguarded: in a child that may end.
+def load_here(target: str) -> Any:
+    """Do the work of `load`, unguarded: in a child that may end.
 
     Raises:
         BaseException: anything.
     """
-    found = instance(_object(target))
-    _ = [missing_members(found), getattr(found, "name", None)]
-    return found
+    kernel = instance(_object(target))
+    _ = [missing_members(kernel), getattr(kernel, "name", None)]
+    return kernel
 
 
 def missing_members(kernel: object) -> list[str]:

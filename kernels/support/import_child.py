@@ -41,19 +41,26 @@ def main(arguments: list[str]) -> None:
     faulthandler.enable(all_threads=False)
     report, me = settings["report"], os.getpid()
     os.set_inheritable(report, False)
-    # Behind this process's own places: modules of the current folder must not stand in for those of the standard library.
-    sys.path += [each for each in settings["path"] if each not in sys.path]
-    targets: Any = importlib.import_module("attnfuzz.kernels.targets")
+    targets = _targets(settings["path"])
     sys.path[:] = settings["path"]
     sys.meta_path.insert(0, _TorchSeen(report))
     for target in settings["targets"]:
         with contextlib.suppress(BaseException):
-            targets.made_here(target)
+            targets.load_here(target)
         if os.getpid() != me:
-            # A fork that the module made and let return.
+            # A fork that the module load and let return.
             os._exit(0)
         _write(report, "survived\n")
     os._exit(0)
+
+
+def _targets(path: list[str]) -> Any:
+    """Import attnfuzz from where this process finds it: modules of the current folder must not stand in for it or for others."""
+    try:
+        return importlib.import_module("attnfuzz.kernels.targets")
+    except ModuleNotFoundError:  # the parent has it from elsewhere
+        sys.path += [each for each in path if each not in sys.path]
+        return importlib.import_module("attnfuzz.kernels.targets")
 
 
 def _write(report: int, text: str) -> None:

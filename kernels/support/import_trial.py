@@ -1,6 +1,6 @@
 """A third party's kernel imported in a child process first: a module may end the process that imports it, or never return.
 
-The child only says whether it survived. What a module raises is seen when this process imports it, in the same words as ever.
+The child only says whether it survived. What a module raises is seen when this process imports it, in the same words.
 While the child imports torch, so does this process: a trial costs little more than the module's own time.
 """
 

@@ -133,7 +133,7 @@ def test_a_gate_of_what_cannot_be_tried_ends_with_2_and_says_so_everywhere(row: 
     prefix, reason = GATED[row]
     text = (repository.root / "src/acme/two.py").read_text().replace("acme.two", "acme.one")
     if not prefix:
-        text += "\nimport dataclasses\nKernel.capabilities = dataclasses.replace(Acme.capabilities, devices=('cuda',))\n"
+        text += "\nimport msgspec\nKernel.capabilities = msgspec.structs.replace(Acme.capabilities, devices=('cuda',))\n"
     repository.write("src/acme/one.py", prefix + text)
     options = ("--json", "--junit", "junit.xml", "--markdown", "page.md", "--max-examples", "1")
     ran = repository.gate("--base", "main", "--kernel", "acme.one:KERNEL", *options)

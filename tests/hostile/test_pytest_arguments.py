@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # and so Triton, whose library aborts the process when it is loaded twice
 
+from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.plugin import run as plugin_run
 from attnfuzz.harness.repro import reproduce as reproducing
@@ -16,7 +18,10 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support import import_trial
 from attnfuzz.strategies.case import Case
 
+# pytester forgets modules that are first imported inside: what must be imported once only is imported here.
+assert campaign
 assert plugin_run
+assert torch._dynamo
 TESTS = """
 from attnfuzz.harness.plugin import fuzz
 
@@ -75,7 +80,10 @@ def test_a_case_where_no_test_is_of_attnfuzz_is_a_usage_error(folder: pytest.Pyt
     assert "the tests here are of no kernel" in result.stderr.str()
 
 
-@pytest.mark.parametrize("case", [OTHER, OWN], ids=["of another kernel", "of the tests' kernel"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(OTHER, id="of another kernel"), pytest.param(OWN, id="of the tests' kernel", marks=pytest.mark.slow)],
+)
 def test_with_xdist_as_well(case: str, folder: pytest.Pytester) -> None:
     options = ("-n", "2", "-p", "no:cacheprovider", "--attnfuzz-device", "cpu", "--attnfuzz-in-process")
     result = folder.runpytest_subprocess(*options, "--attnfuzz-case", case)
