@@ -69,7 +69,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """The identity as one word, the same in every run, on every machine and for every seed: "mine/mismatch/dq/elementwise".
 
-        Kernel, kind, output (or "-") and check; where the message tells bugs apart, also a hash of it without digits and folders.
+        Kernel, kind, output (or "-") and check; where bugs differ by their message, also a hash of it without digits and folders.
         """
         parts = [self.kernel, self.kind, self.output or "-", self.check]
         if self.message:
