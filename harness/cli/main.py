@@ -163,8 +163,7 @@ def _wrong_use(message: str, *, as_json: bool, text: str = "") -> int:
     if as_json:
         with contextlib.suppress(OSError):  # stdout itself may be what is wrong
             echo(dumps({"format": JSON_FORMAT, "error": message}))
-    # An outcome of `repro` says itself that it is an error.
-    echo(text or (message if message.startswith("ERROR ") else f"error: {message}"), err=True)
+    echo(text or f"error: {message}", err=True)
     return WRONG_USE
 
 

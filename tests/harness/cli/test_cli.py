@@ -157,7 +157,7 @@ def stored(**changed: Any) -> str:
 
 def assert_refused(result: Result, message: str) -> None:
     assert result.exit_code == 2, result.output
-    assert result.stderr == f"{'' if message.startswith('ERROR ') else 'error: '}{message}\n"
+    assert result.stderr == f"error: {message}\n"
     assert [each for each in result.stdout.splitlines() if not each.endswith(" ...")] == [], "but for what was announced"
     assert "Traceback" not in result.output
 
@@ -211,7 +211,7 @@ def test_wrong_use_ends_with_2_and_one_clear_line(name: str, as_json: bool, monk
     if as_json:
         result = attnfuzz(*arguments, "--json")
         assert json.loads(result.stdout) == {"error": message}
-        assert result.stderr == f"{'' if message.startswith('ERROR ') else 'error: '}{message}\n"
+        assert result.stderr == f"error: {message}\n"
         assert result.exit_code == 2
     else:
         assert_refused(attnfuzz(*arguments), message)
