@@ -103,9 +103,7 @@ def gate_command(
     """
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     from attnfuzz.harness.campaign.settings import duration
-    from attnfuzz.harness.gate.gate import gate
     from attnfuzz.harness.gate.plan import Plan
-    from attnfuzz.harness.gate.report.terminal import GateProgress
 
     plan = Plan(
         device=resolve_device(device),
@@ -133,6 +131,9 @@ def gate_command(
     )
     against = f"writes {write}" if write else f"gates against {base or baseline}"
     announce(f"{against} with seed {seed}", verbosity, as_json=as_json)
+    from attnfuzz.harness.gate.gate import gate
+    from attnfuzz.harness.gate.report.terminal import GateProgress
+
     files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
     with GateProgress(console(stderr=as_json), verbosity) as progress:
         done = gate(plan, progress)
