@@ -111,9 +111,7 @@ def gate_command(
     """
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     from attnfuzz.harness.campaign.settings import duration
-    from attnfuzz.harness.gate.gate import gate
     from attnfuzz.harness.gate.plan import Plan
-    from attnfuzz.harness.gate.report.terminal import GateProgress
     from attnfuzz.harness.gate.result import not_begun
 
     project = current_project()
@@ -145,6 +143,9 @@ def gate_command(
     )
     against = f"writes {write}" if write else f"gates against {base or baseline}"
     announce(f"{against} with seed {seed}", verbosity, as_json=as_json)
+    from attnfuzz.harness.gate.gate import gate
+    from attnfuzz.harness.gate.report.terminal import GateProgress
+
     files = {name: writable(path, name) for name, path in (("markdown", markdown), ("junit", junit)) if path is not None}
     if line := project_line():
         console(stderr=as_json).print(line, highlight=False, soft_wrap=True, markup=False)
