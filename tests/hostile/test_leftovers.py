@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def begin() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
+    """Starts a run whose only task never ends; it goes with the test, also with one that fails."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(place: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PARENT, str(TESTS), str(place)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+Begin = Callable[[Path], subprocess.Popen[str]]
+
+
 def wait_until(ready: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and not ready():
@@ -76,9 +95,9 @@ def test_a_reaper_that_was_killed_is_replaced(number: signal.Signals, place: Pat
     assert not list(reaper.marked(forkserver.run))
 
 
-def test_another_reaper_cleans_up_where_the_first_was_killed(place: Path) -> None:
+def test_another_reaper_cleans_up_where_the_first_was_killed(place: Path, begin: Begin) -> None:
     """And then the parent itself: the second reaper has the work of the first."""
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(TESTS), str(place)], stdout=subprocess.PIPE, text=True)
+    parent = begin(place)
     assert parent.stdout is not None
     run, _, first, _ = parent.stdout.readline().split()
     os.kill(int(first), signal.SIGKILL)
@@ -100,8 +119,8 @@ def _reapers(run: str) -> set[int]:
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["reaper and parent", "parent a moment later"])
-def test_without_a_reaper_the_rest_ends_by_itself(at_once: bool, place: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(TESTS), str(place)], stdout=subprocess.PIPE, text=True)
+def test_without_a_reaper_the_rest_ends_by_itself(at_once: bool, place: Path, begin: Begin) -> None:
+    parent = begin(place)
     assert parent.stdout is not None
     run, folder, first, _ = parent.stdout.readline().split()
     # Stopped, the parent starts no other.
@@ -114,8 +133,8 @@ def test_without_a_reaper_the_rest_ends_by_itself(at_once: bool, place: Path) ->
     wait_until(lambda: not Path(folder).exists(), 10)
 
 
-def test_the_next_run_clears_what_nobody_could(place: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(TESTS), str(place)], stdout=subprocess.PIPE, text=True)
+def test_the_next_run_clears_what_nobody_could(place: Path, begin: Begin) -> None:
+    parent = begin(place)
     assert parent.stdout is not None
     run, folder, first, template = parent.stdout.readline().split()
     stray = subprocess.Popen(["sleep", "600"], env={reaper.MARK: run})
