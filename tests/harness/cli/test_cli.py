@@ -453,7 +453,8 @@ def test_json_of_the_whole_way() -> None:
     assert result.exit_code == 1
     assert "attnfuzz on cpu" in result.stderr
     found = json.loads(result.stdout)
-    keys = {"kernels", "skipped", "failures", "seconds", "interrupted", "broken", "lost", "not_kept", "seed"}
+    keys = {"kernels", "skipped", "failures", "seconds", "interrupted", "broken", "untried", "lost", "not_kept", "seed"}
+    keys |= {"format", "command", "project"}
     assert set(found) == keys | {"ledger", "ledger_errors", "notes"}
     assert (found["skipped"], found["interrupted"], found["lost"]) == ([], False, None)
     [row] = found["kernels"]

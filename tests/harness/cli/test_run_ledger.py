@@ -175,6 +175,9 @@ def test_a_failure_that_is_gone_fails() -> None:
     gone = "entry 1 (torch.right: mismatch in dK, #12): it did not show in the corpus nor in the campaign"
     assert error == {"error": f"{gone}; take the entry out", "line": 1}
     done = run("torch.right", "--ledger", ledger(entry), "--budget", "1ms", cases=4000)
+    assert done.exit_code == 2, "no Case was tried"
+    assert gone not in done.stdout
+    done = run("torch.right", "--ledger", ledger(entry), "--budget", "3s", cases=4000)
     assert done.exit_code == 0, "a campaign that time ended proves nothing"
     assert f"{gone}; give the entry its case file" in done.stdout
     stored = Path(case_file())
