@@ -46,9 +46,10 @@ def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_jso
 def _listed() -> tuple[str, ...]:
     """Return the names of all kernels, and the targets of the project's that cannot be imported: their rows say why."""
     project, broken = current_project(), []
+    folder = None if project is None or sys.flags.safe_path else project.folder
     for each in project.kernels if project else ():
         try:
-            registry.get(each, None if sys.flags.safe_path else project.folder)
+            registry.get(each, folder)
         except BadArgument:
             broken.append(each)
     return tuple(sorted({*registry.names(), *broken}))
