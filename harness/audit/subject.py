@@ -207,9 +207,9 @@ def import_from_sources() -> None:
         path = self.get_filename(fullname)
         if path.startswith(installed):
             return before(self, fullname)
-        return cast("CodeType", self.source_to_code(self.get_data(path), path))
+        return self.source_to_code(self.get_data(path), path)
 
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
 
 
 def _import(module: str) -> None:

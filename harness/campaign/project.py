@@ -140,7 +140,8 @@ def _value(path: Path, option: Option, value: Any) -> Any:
         _check_text(path, option.name, value, value)
     if option.name == "device" and value not in ("auto", "cpu", "cuda"):
         raise _refused(path, option.name, value, "no such device", "use auto, cpu or cuda")
-    if (option.least is not None and not value >= option.least) or (option.most is not None and not value <= option.most):
+    number: Any = value
+    if (option.least is not None and not number >= option.least) or (option.most is not None and not number <= option.most):
         limits = f"at least {option.least:g}" + (f" and at most {option.most:g}" if option.most is not None else "")
         raise _refused(path, option.name, value, f"must be {limits}", "give a number of that range")
     return value

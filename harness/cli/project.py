@@ -69,7 +69,7 @@ def current_project() -> Project | None:
 
 def blamed(context: click.Context, error: BadArgument) -> BadArgument:
     """Return `error`, with the project's file if the value that it names comes from there and not from the command line."""
-    project = context.meta.get(_META)
+    project: Project | None = context.meta.get(_META)
     if project is None:
         return error
     given = {each.partition("=")[0].removeprefix("--").replace("-", "_") for each in context.meta[_GIVEN] if each[:2] == "--"}

@@ -49,8 +49,6 @@ class Finding:
     part: PartName
     kernel: str
     message: str
-    id: str | None = None
-    """The identity of a Trial's failure as one word (`Identity.key`)."""
     kind: Kind | None = None
     output: OutputName | None = None
     check: str = ""
@@ -64,6 +62,8 @@ class Finding:
     """The Case in words: (name, value)."""
     waiver: Waiver | None = None
     """The ledger's entry that lets it through."""
+    id: str | None = None
+    """The identity of a Trial's failure as one word (`Identity.key`)."""
 
     @property
     def again(self) -> tuple[tuple[str, str], ...]:
