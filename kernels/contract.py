@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import keyword
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
+from attnfuzz.kernels.errors import check_name, shown
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem, reject
+from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Config(Mapping[str, ConfigValue]):
     """A kernel's own choices (tile sizes, stages, threads, variant): a frozen, hashable mapping with sorted names.
 
     Raises:
-        BadArgument: a name is not an identifier, or is a keyword.
+        BadArgument: a name cannot be that of a Python argument.
     """
 
     __slots__ = ("_items",)
@@ -51,8 +51,7 @@ class Config(Mapping[str, ConfigValue]):
     def __init__(self, values: Mapping[str, ConfigValue] | None = None, /, **named: ConfigValue) -> None:
         items = {**(values or {}), **named}
         for name in items:
-            if not name.isidentifier() or keyword.iskeyword(name):
-                raise reject("config", name, "a choice is named as a Python argument is", "use an identifier, no keyword")
+            check_name("config", name, "a choice is named as a Python argument is")
         self._items: dict[str, ConfigValue] = dict(sorted(items.items()))
 
     def __getitem__(self, name: str) -> ConfigValue:
@@ -306,20 +305,20 @@ def _why_not_form(can: Capabilities, problem: Problem, device: Device) -> str | 
         return f"groups={problem.groups}: supports {', '.join(map(str, can.groups))}"
     for name in LAYOUTS:
         if not can.layouts and getattr(problem, name) != Layout():
-            return f"{name}={getattr(problem, name)}: only contiguous tensors"
+            return f"{name}={shown(getattr(problem, name))}: only contiguous tensors"
     return None
 
 
 def _why_not_lengths(can: Capabilities, problem: Problem) -> str | None:
     if not can.zero_q and 0 in problem.seqlens_q:
-        return f"seqlens_q={problem.seqlens_q}: no sequences without queries"
+        return f"seqlens_q={shown(problem.seqlens_q)}: no sequences without queries"
     if not can.zero_k and 0 in problem.seqlens_k:
-        return f"seqlens_k={problem.seqlens_k}: no sequences without keys"
+        return f"seqlens_k={shown(problem.seqlens_k)}: no sequences without keys"
     short = min((n for n in problem.seqlens_k if n), default=can.min_seqlen_k)
     if short < can.min_seqlen_k:
-        return f"seqlens_k={problem.seqlens_k}: at least {can.min_seqlen_k} keys a sequence"
+        return f"seqlens_k={shown(problem.seqlens_k)}: at least {can.min_seqlen_k} keys a sequence"
     if not can.unequal and problem.seqlens_q != problem.seqlens_k:
-        return f"seqlens_q={problem.seqlens_q}, seqlens_k={problem.seqlens_k}: only equal lengths"
+        return f"seqlens_q={shown(problem.seqlens_q)}, seqlens_k={shown(problem.seqlens_k)}: only equal lengths"
     if not can.slack and (problem.slack_q or problem.slack_k):
         return f"slack_q={problem.slack_q}, slack_k={problem.slack_k}: no rows beyond the last sequence"
     longest = max(problem.seqlens_q + problem.seqlens_k)
@@ -333,11 +332,11 @@ def _why_not_scores(can: Capabilities, problem: Problem) -> str | None:
         return f"causal={problem.causal!r}: supports {', '.join(map(repr, can.causal))}"
     for name in ("window", "softcap", "score_mod", "mask_mod"):
         if getattr(problem, name) not in (None, 0, (None, None)) and not getattr(can, name):
-            return f"{name}={getattr(problem, name)!r}: not supported"
+            return f"{name}={shown(getattr(problem, name))}: not supported"
     tensors = tensors_of(problem)
     if not can.captured and tensors:
         names = ", ".join(each.name for each in tensors)
-        return f"score_mod, mask_mod: they read {names}; captured tensors are not supported"
+        return f"score_mod, mask_mod: they read {names[:200]}; captured tensors are not supported"
     if not can.captured_gradients and any(each.gradient for each in tensors):
         return "score_mod: gradients of captured tensors are not supported"
     if not can.scale_any and problem.scale <= 0:

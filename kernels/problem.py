@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject, shown
 from attnfuzz.kernels.expressions.ranges import Sizes, why_outside
 from attnfuzz.kernels.expressions.tree import DEEPEST, captured, parse, size_of, to_data
 
@@ -25,6 +25,7 @@ __all__ = [
     "Packing",
     "Problem",
     "reject",
+    "shown",
 ]
 
 Dtype = Literal["float16", "bfloat16", "float32"]

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.kernels.problem import BadArgument, Problem, reject, shown
 
 __all__ = [
     "CALLS",
@@ -166,6 +166,8 @@ def case_from_json(text: str | bytes) -> Case:
     """
     try:
         data = msgspec.json.decode(text)
+    except RecursionError:
+        raise BadCase("case: it is nested too deeply; give a file that `attnfuzz run` wrote") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadCase(f"case: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
     return case_from_object(data)
@@ -177,7 +179,7 @@ def case_from_object(data: object) -> Case:
         raise BadCase("case: not a JSON object; give a file that `attnfuzz run` wrote")
     if type(data.get("format")) is not int or data["format"] != FORMAT:
         raise BadCase(
-            f"case.format={data.get('format')!r}: this attnfuzz reads format {FORMAT}; "
+            f"case.format={shown(data.get('format'))}: this attnfuzz reads format {FORMAT}; "
             "reproduce it with the version that wrote it, or find it again"
         )
     for name in ("kernel", "problem"):
@@ -185,11 +187,12 @@ def case_from_object(data: object) -> Case:
             raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config and check")
     unknown = sorted(data.keys() - _KEYS)
     if unknown:
-        raise BadCase(f"case.{unknown[0]}: no such part; a Case has format, kernel, problem, recipe, config and check")
+        part = shown(unknown[0])[1:-1]
+        raise BadCase(f"case.{part}: no such part; a Case has format, kernel, problem, recipe, config and check")
     kernel = _part(data, "kernel", str)
     if ":" in kernel:
         # package.module:OBJECT would be imported, and a file from anywhere must not choose what is imported.
-        raise BadCase(f"case.kernel={kernel!r}: a kernel's own name is expected; give --kernel what it is found by")
+        raise BadCase(f"case.kernel={shown(kernel)}: a kernel's own name is expected; give --kernel what it is found by")
     return Case(
         kernel=kernel,
         problem=_part(data, "problem", Problem),

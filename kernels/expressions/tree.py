@@ -12,13 +12,12 @@ are functions of this module; `Captured` is a tensor other than q, k and v, read
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
-from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.errors import check_name, reject, shown
 
 __all__ = [
     "DEEPEST",
@@ -87,6 +86,7 @@ INT32 = range(-(2**31) + 1, 2**31)
 """Range of an index and of every intermediate whole number: int32 without its smallest, which a compiler cannot negate."""
 DEEPEST = 100
 """Limit for the nesting of nodes in a tree, leaf included."""
+_MOST_NODES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,7 @@ class Captured:
     gradient: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or keyword.iskeyword(self.name):
-            raise reject("captured.name", self.name, "it names a tensor", "give a Python identifier that is not a keyword")
+        check_name("captured.name", self.name, "it names a tensor")
         if self.fill not in get_args(Fill):
             raise reject("captured.fill", self.fill, "there is no such fill", f"use one of {', '.join(get_args(Fill))}")
         if not self.sizes or any(size not in _SIZES and not (type(size) is int and size > 0) for size in self.sizes):
@@ -254,7 +253,7 @@ def _kind(op: str, args: tuple[Expression, ...], value: object) -> Kind:
         return "bool"
     if op == "where" and len(args) == 3 and kinds[0] == "bool" and kinds[1] == kinds[2] and kinds[1] in _NUMBERS:
         return kinds[1]
-    operands = f"({', '.join(kinds)})" if kinds else repr(value)
+    operands = f"({', '.join((*kinds[:4], *['...'] * (len(kinds) > 4)))})" if kinds else shown(value)
     raise reject(
         "expression", op, f"no operation on {operands}", "see kernels/expressions/tree.py for the operations; `to_float` converts"
     )
@@ -415,8 +414,13 @@ def parse(data: Data, *, deepest: int = DEEPEST) -> Expression:
 def _check(data: Data, deepest: int) -> None:
     """Check what `_parsed` cannot: its cache takes 1, True and 1.0 for one key, and deep data would exhaust the stack."""
     stack: list[tuple[Any, int]] = [(data, 1)]
+    nodes = 0
     while stack:
         at, depth = stack.pop()
+        nodes += 1
+        if nodes > _MOST_NODES:
+            reason = f"its tree has more than {_MOST_NODES} nodes, beyond what compilers take"
+            raise reject("expression", str(data[0]), reason, "write a smaller tree")
         if not isinstance(at, tuple):
             raise reject("expression", at, "an argument is a node", 'write ("const", 1.0) for a number')
         if not at or not isinstance(at[0], str):
