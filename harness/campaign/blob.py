@@ -15,14 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding, read_case
+from attnfuzz.harness.campaign.corpus import CaseFile, case_file_of, read_case
 from attnfuzz.harness.campaign.events import Rate
-from attnfuzz.strategies.case import BadCase, Case, case_from_json
+from attnfuzz.harness.core.files import Unreadable
+from attnfuzz.strategies.case import BadCase, Case
 
 __all__ = ["blob_of", "case_from_blob", "is_blob", "stored_case"]
 
 _VERSION = 1
-_FORM = re.compile(r"AF(\d+)-(.*)", re.DOTALL)
+_FORM = re.compile(r"AF([0-9]+)-(.*)", re.DOTALL)
 _MOST = 1 << 20
 """Bytes that a Case may have: a blob that unpacks to more is none."""
 
@@ -50,9 +51,10 @@ def case_from_blob(text: str) -> CaseFile:
     short = text if len(text) <= 24 else f"{text[:21]}..."
     if form is None:
         raise BadCase(f"case={short!r}: not a blob; a blob begins with AF{_VERSION}-")
-    if int(form[1]) != _VERSION:
+    if form[1] != str(_VERSION):
+        version = form[1] if len(form[1]) <= 9 else f"{form[1][:9]}..."
         raise BadCase(
-            f"case={short!r}: a blob of version {form[1]}, and this attnfuzz reads version {_VERSION}; "
+            f"case={short!r}: a blob of version {version}, and this attnfuzz reads version {_VERSION}; "
             "use the attnfuzz that printed it, or a case file"
         )
     try:
@@ -65,10 +67,9 @@ def case_from_blob(text: str) -> CaseFile:
     if not whole:
         raise BadCase(f"case={short!r}: the blob is cut or changed; paste all of it, without blanks")
     try:
-        case, data = case_from_json(content), msgspec.json.decode(content)
-    except BadCase as error:
+        return case_file_of(content, Path(text))
+    except (BadCase, Unreadable) as error:
         raise BadCase(f"case={short!r}: {error}") from None
-    return CaseFile(case, StoredFinding.read(data.get("found")), Path(text))
 
 
 def stored_case(text: str) -> CaseFile:

@@ -12,6 +12,7 @@ from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import (
     CampaignFinished,
     CampaignStarted,
+    CaseSkipped,
     KernelSkipped,
     Listener,
 )
@@ -68,11 +69,14 @@ def run_campaign(
         executing.prepare()
         runnable, skipped = _sorted_out(unique, settings.device)
         # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
-        states = _states(runnable, context)
+        unread: list[CaseSkipped] = []
+        states = _states(runnable, context, unread)
         names = tuple(kernel.name for kernel in runnable)
         listener(CampaignStarted(settings.changed(), executing.describe(), names, settings.seconds))
         for each in skipped:
             listener(each)
+        for file in unread:
+            listener(file)
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
         return _run(coordinator, work, skipped, start)
@@ -84,11 +88,13 @@ def run_campaign(
                 executing.close()
 
 
-def _states(kernels: Sequence[Kernel], context: CampaignContext) -> list[KernelState]:
-    """Return the kernels' states, with what earlier runs have stored and left in flight."""
+def _states(kernels: Sequence[Kernel], context: CampaignContext, unread: list[CaseSkipped]) -> list[KernelState]:
+    """Return the kernels' states, with what earlier runs have stored and left in flight; `unread` gets what cannot be read."""
     settings, corpus = context.settings, context.corpus
     stored = corpus.of_all([each.name for each in kernels]) if corpus and settings.replay else {}
-    left = list(left_behind(settings.out)) if settings.out and settings.replay else []
+    left = []
+    if settings.out and settings.replay:
+        left = list(left_behind(settings.out, lambda path, reason: unread.append(CaseSkipped(str(path), reason))))
     return [
         KernelState(
             kernel,

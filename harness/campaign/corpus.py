@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.campaign.events import Finding, Rate
-from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.harness.judge.failure import Identity, Place
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "Corpus",
     "StoredFinding",
     "again_line",
+    "case_file_of",
+    "content_of",
     "quoted",
     "read_case",
     "repro_line",
@@ -38,6 +40,9 @@ _MOST_RUNS = 1000
 """Largest number of runs in a rate: a file with more was not written here."""
 _LARGEST = 64 << 20
 """Bytes of a case file: a batch of a million sequences has a few."""
+_REMEDY = "give a file that `attnfuzz run` wrote"
+_MOST_NAME = 80
+"""Letters of a kernel's or a check's name in the name of a file, which may have 255."""
 
 
 class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,26 +129,36 @@ def read_case(path: Path | str) -> CaseFile:
         BadCase: the file is missing, broken, or of another version.
     """
     path = Path(path)
+    content = content_of(path)
     try:
-        kind = path.stat()
-        # Reading a pipe or a device may not end.
-        if not (stat.S_ISREG(kind.st_mode) or stat.S_ISDIR(kind.st_mode)) or kind.st_size > _LARGEST:
-            reason = "it is too large" if stat.S_ISREG(kind.st_mode) else "it is not a regular file"
-            raise BadCase(f"case={str(path)!r}: {reason}; give a file that `attnfuzz run` wrote")
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadCase(f"case={str(path)!r}: it cannot be read ({error.strerror}); give the path of a case file") from None
-    except ValueError as error:  # a NUL in the path
-        raise BadCase(f"case={str(path)!r}: it cannot be read ({error}); give the path of a case file") from None
-    try:
-        data = msgspec.json.decode(content)
-        case = case_from_object(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadCase(f"case={str(path)!r}: not JSON ({error}); give a file that `attnfuzz run` wrote") from None
-    except RecursionError:
-        raise BadCase(f"case={str(path)!r}: nested too deeply; give a file that `attnfuzz run` wrote") from None
+        return case_file_of(content, path)
+    except Unreadable as error:
+        raise BadCase(f"case={str(path)!r}: {error}; {_REMEDY}") from None
     except BadCase as error:
         raise BadCase(f"case={str(path)!r}: {error}") from None
+
+
+def content_of(path: Path) -> bytes:
+    """Return the content of a case file.
+
+    Raises:
+        BadCase: it cannot be read.
+    """
+    try:
+        return read_file(path, _LARGEST, argument="case", remedy="give the path of a case file")
+    except BadArgument as error:
+        raise BadCase(str(error)) from None
+
+
+def case_file_of(content: bytes, path: Path) -> CaseFile:
+    """Return the Case in the JSON of a case file or a blob, and what it says of the failure.
+
+    Raises:
+        Unreadable: it is not JSON.
+        BadCase: it is not a Case.
+    """
+    data = decoded(content)
+    case = case_from_object(data)
     return CaseFile(case, StoredFinding.read(data.get("found")), path)
 
 
@@ -187,8 +202,8 @@ class Corpus:
     def write(self, finding: Finding, seed: int) -> Path:
         """Write the case file of a finding; returns its path. A crash leaves the old file or the new one, never half."""
         case, identity = finding.case, finding.identity
-        parts = (case.kernel, identity.output or identity.check, identity.kind)
-        path = self.folder / f"{'-'.join(map(_slug, parts))}-{case.id}.json"
+        parts = (_slug(case.kernel), _slug(identity.output or identity.check)[:_MOST_NAME], identity.kind)
+        path = self.folder / f"{'-'.join(parts)}-{case.id}.json"
         text = dumps({**case.to_object(), "found": StoredFinding.of(finding, seed).to_object()})
         write_whole(path, text + "\n")
         return path
@@ -214,7 +229,7 @@ class Corpus:
     def _read(self, kernel: str, paths: Iterable[Path]) -> Iterator[CaseFile]:
         prefix = f"{_slug(kernel)}-"
         for path in paths:
-            if not path.name.startswith(prefix) or not path.exists():
+            if not path.name.startswith(prefix) or not os.path.lexists(path):
                 # Another worker has put a smaller Case in its place since the folder was listed.
                 continue
             stored = read_case(path)
@@ -223,4 +238,4 @@ class Corpus:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.]+", "_", text)
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", text)[:_MOST_NAME]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 
@@ -53,7 +54,8 @@ def earlier_cases(
 ) -> Iterator[EarlierCase]:
     """The Cases to run first. What cannot run here is announced and left out, what has ended several runs as well."""
     device, listener = context.settings.device, context.listener
-    for left in left_behind:
+    for each_left in left_behind:
+        left = dataclasses.replace(each_left, case=with_config(kernel, each_left.case))
         listener(CaseResumed(left.case, left.deaths))
         if reason := why_not_case(kernel, left.case, device):
             listener(CaseSkipped(str(left.path), reason))
@@ -69,7 +71,8 @@ def earlier_cases(
             continue
         if left.alone:
             left.path.unlink(missing_ok=True)
-    for each in stored:
+    for file in stored:
+        each = dataclasses.replace(file, case=with_config(kernel, file.case))
         identity = each.finding.identity
         if identity is not None and identity.check == ENDED_RUNS:
             listener(CaseSkipped(str(each.path), f"{each.finding.message}; only `attnfuzz repro` tries it again"))

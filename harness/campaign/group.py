@@ -11,6 +11,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
+from attnfuzz.harness.campaign.events import CaseSkipped
 from attnfuzz.harness.campaign.journal import LeftBehind, left_behind
 from attnfuzz.harness.campaign.link import Turn
 from attnfuzz.harness.campaign.process import Answer, Message
@@ -227,7 +228,8 @@ class WorkerGroup:
             worker.leave_behind()
             self._deaths, self._last_end = self._deaths + 1, ending
             if self._context.settings.out:
-                left = left_behind(self._context.settings.out)
+                listener = self._context.listener
+                left = left_behind(self._context.settings.out, lambda path, reason: listener(CaseSkipped(str(path), reason)))
                 coordinator.resume([each for each in left if worker.had_in_flight(each)])
             if self._deaths <= _MOST_DEATHS * self._count:
                 self._numbers.append(worker.number)

@@ -12,18 +12,23 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import secrets
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from attnfuzz.harness.core.files import write_whole
-from attnfuzz.strategies.case import BadCase, Case, case_from_json
+from attnfuzz.harness.core.files import Unreadable, decoded, opened, read_at_most, write_whole
+from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
-__all__ = ["Journal", "LeftBehind", "copy_left_behind", "left_behind"]
+__all__ = ["Journal", "LeftBehind", "Unread", "copy_left_behind", "left_behind"]
+
+Unread = Callable[[Path, str], None]
+"""Is called with a file that cannot be read, or not all of it, and why."""
 
 _SLOT = 1 << 20
 _SLOTS, _PASSING = 3, 2
@@ -32,6 +37,8 @@ _RESERVED = 1 << 15
 """Bytes of a slot that are reserved on the disk: more than an entry usually has."""
 _HEAD = struct.Struct("32sQ")
 """SHA-256 of the content, and its length."""
+_NAME = re.compile(r"[0-9]+-.+", re.DOTALL)
+"""Journals are named by their process; nothing else in their folder is touched."""
 _created: set[Path] = set()
 """Folders that this process has made, and takes away when they are empty."""
 
@@ -40,7 +47,7 @@ class _Entry(msgspec.Struct, frozen=True):
     number: int
     case: str
     """Canonical JSON; empty where nothing is in flight."""
-    deaths: int = 0
+    deaths: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     more: tuple[str, ...] = ()
     """The other Cases of a batch, which are in flight together, or follow."""
     boot: str = ""
@@ -188,64 +195,125 @@ class Journal:
         os.pwrite(self._file, record, slot * _SLOT)
 
 
-def left_behind(folder: Path | str) -> Iterator[LeftBehind]:
-    """Cases whose run ended while they were in flight, of all kernels, each once. Files without such a Case are removed."""
+def left_behind(folder: Path | str, unread: Unread = lambda *_: None) -> Iterator[LeftBehind]:
+    """Cases whose run ended while they were in flight, of all kernels, each once. Files without such a Case are removed.
+
+    A file that cannot be read is renamed, so that it stops no later run, and is reported to `unread`.
+    """
     entries: dict[Case, LeftBehind] = {}
     paths: list[Path] = []
-    for path in sorted((Path(folder) / "inflight").glob("*-*")):
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                # Its run is alive.
-                continue
-            entry = _latest(file.read())
-            cases = _cases_of(entry)
-            if entry is None or not cases:
-                path.unlink(missing_ok=True)
-                continue
-            paths.append(path)
-            for case in cases:
-                left = LeftBehind(case, entry.deaths + entry.died, path)
-                known = entries.get(case)
-                entries[case] = left if known is None else max(left, known, key=lambda each: each.deaths)
+    for path in _journals(folder):
+        try:
+            content = _content(path, fcntl.LOCK_EX)
+            entry = None if content is None else _latest(content)
+            cases = _cases_of(entry, path, unread)
+        except Unreadable as error:
+            unread(path, f"{error}; {_set_aside(path)}")
+            continue
+        if content is None:
+            # Its run is alive, or has ended meanwhile.
+            continue
+        if entry is None or not cases:
+            _remove(path)
+            continue
+        paths.append(path)
+        for case in cases:
+            left = LeftBehind(case, entry.deaths + entry.died, path)
+            known = entries.get(case)
+            entries[case] = left if known is None else max(left, known, key=lambda each: each.deaths)
     of_file = {path: [each for each in entries.values() if each.path == path] for path in paths}
     for path, left_there in of_file.items():
         if not left_there:
-            path.unlink(missing_ok=True)
+            _remove(path)
     for each in entries.values():
         shared = of_file[each.path]
         yield replace(each, last=each is shared[-1], alone=len(shared) == 1)
 
 
-def copy_left_behind(source: Path | str, target: Path | str) -> list[Case]:
-    """Copy the files of `source` whose run ended with Cases in flight into `target`; returns those Cases."""
+def copy_left_behind(source: Path | str, target: Path | str, unread: Unread = lambda *_: None) -> list[Case]:
+    """Copy the files of `source` whose run ended with Cases in flight into `target`; returns those Cases.
+
+    A file that cannot be read is left out, and is reported to `unread`.
+    """
     copied: list[Case] = []
-    for path in sorted((Path(source) / "inflight").glob("*-*")):
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                # Its run is alive.
-                continue
-            content = file.read()
-            if cases := _cases_of(_latest(content)):
-                write_whole(Path(target) / "inflight" / path.name, content)
-                copied += cases
+    for path in _journals(source):
+        try:
+            content = _content(path, fcntl.LOCK_SH)
+            cases = [] if content is None else _cases_of(_latest(content), path, unread)
+        except Unreadable as error:
+            unread(path, str(error))
+            continue
+        if content is not None and cases:
+            write_whole(Path(target) / "inflight" / path.name, content)
+            copied += cases
     return copied
 
 
-def _cases_of(entry: _Entry | None) -> list[Case]:
-    """Return the Cases of an entry that can be read."""
-    cases = []
-    for text in (entry.case, *entry.more) if entry else ():
-        with contextlib.suppress(BadCase):
-            cases += [case_from_json(text)] if text else []
+def _journals(folder: Path | str) -> list[Path]:
+    return sorted(path for path in (Path(folder) / "inflight").glob("*-*") if _NAME.fullmatch(path.name))
+
+
+def _content(path: Path, lock: int) -> bytes | None:
+    """Return what is in a journal whose run has ended, read under `lock`; None where it lives, or has removed the file since.
+
+    Raises:
+        Unreadable: it is not a regular file, may not be read, or is too large.
+    """
+    try:
+        with opened(path) as file:
+            try:
+                fcntl.flock(file, lock | fcntl.LOCK_NB)
+            except OSError:
+                return None
+            return read_at_most(file, _SLOTS * _SLOT)
+    except Unreadable:
+        if not os.path.lexists(path):
+            return None
+        raise
+
+
+def _set_aside(path: Path) -> str:
+    """Rename a file or folder so that it is not taken for a journal again; returns what was done, in words."""
+    for name in (f"broken.{path.name}", f"broken.{secrets.token_hex(8)}"):
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(path.parent / name):
+                return f"it is kept as {path.rename(path.parent / name)}"
+    return "remove it: it cannot be renamed"
+
+
+def _remove(path: Path) -> None:
+    # At worst it is read once more.
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _cases_of(entry: _Entry | None, path: Path, unread: Unread) -> list[Case]:
+    """Return the Cases of an entry.
+
+    Raises:
+        Unreadable: none of them can be read.
+    """
+    texts = [text for text in (entry.case, *entry.more) if text] if entry else []
+    cases: list[Case] = []
+    reasons: list[str] = []
+    for text in texts:
+        try:
+            cases.append(case_from_object(decoded(text)))
+        except (BadCase, Unreadable) as error:
+            reasons.append(str(error))
+    if reasons and not cases:
+        raise Unreadable(f"the Case in it cannot be read: {reasons[0]}")
+    if reasons:
+        unread(path, f"{len(reasons)} of its {len(texts)} Cases cannot be read: {reasons[0]}")
     return cases
 
 
 def _latest(content: bytes) -> _Entry | None:
-    """Return the latest entry; where the machine was down since, with the Cases that were synchronised before it."""
+    """Return the latest entry; where the machine was down since, with the Cases that were synchronised before it.
+
+    Raises:
+        Unreadable: something else was written than entries.
+    """
     entries = []
     for slot in range(_SLOTS):
         start = slot * _SLOT
@@ -254,7 +322,9 @@ def _latest(content: bytes) -> _Entry | None:
         digest, length = _HEAD.unpack_from(content, start)
         text = content[start + _HEAD.size : start + _HEAD.size + length] if length < _SLOT else b""
         if text and hashlib.sha256(text).digest() == digest:
-            entries.append((slot, msgspec.json.decode(text, type=_Entry)))
+            entries.append((slot, decoded(text, _Entry)))
+    if not entries and any(content):
+        raise Unreadable("it holds no entry that is whole")
     slot, last = max(entries, key=lambda each: each[1].number, default=(0, None))
     before = max((each for at, each in entries if at != _PASSING), key=lambda each: each.number, default=None)
     if last is None or before is None or slot != _PASSING or not last.boot or last.boot == _boot():

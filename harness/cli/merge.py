@@ -40,6 +40,7 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
             "in_flight": merged.in_flight,
             "incomplete": list(merged.incomplete),
             "without_case": list(merged.without_case),
+            "left_out": list(merged.left_out),
         }
         click.echo(dumps({**machine.campaign_object(finished), **more}))
     else:
@@ -49,6 +50,8 @@ def merge_command(out: str, folders: tuple[str, ...], as_json: bool) -> None:
             terminal.print(f"[red]its case is in no file: {escape(each)}[/]", highlight=False, soft_wrap=True)
         for each in merged.incomplete:
             terminal.print(f"[yellow]{escape(each)}[/]", highlight=False, soft_wrap=True)
+        for each in merged.left_out:
+            terminal.print(f"[yellow]left out: {escape(each)}[/]", highlight=False, soft_wrap=True)
         if merged.in_flight:
             terminal.print(f"in flight when a run died: {merged.in_flight} cases, tried first by the next run", highlight=False)
         terminal.print(f"{out}: {merged.case_files} case files, {len(merged.runs)} runs", highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
         raise _nothing(folder, broken)
     runs = select_runs(readable, every=every)
     merged = merge_runs(runs, broken)
-    target = writable(output or str(Path(folder) / "report.html"), "output")
+    target = _own_page(folder) if output is None else writable(output, "output")
     with progress_on(console(stderr=True), bar=True, count=True) as progress:
         task = progress.add_task("drawing", total=len(merged.failures))
         content = page(merged, Path(folder), pictures=pictures, step=lambda: progress.advance(task))
@@ -65,6 +66,18 @@ def report_command(folder: str, output: str | None, every: bool, pictures: int, 
         for reason in content.without:
             click.echo(f"no picture: {printable(reason)}")
     click.get_current_context().exit(CLEAN)
+
+
+def _own_page(folder: str) -> Path:
+    """Return DIR/report.html.
+
+    Raises:
+        BadArgument: it cannot be written; or it is a link, which a folder from elsewhere may hold and which leads out of it.
+    """
+    page = Path(folder) / "report.html"
+    if os.path.lexists(page) and (page.is_symlink() or not page.is_file()):
+        raise reject("output", str(page), "it is a link, or is not a regular file", "remove it, or give --output FILE.html")
+    return writable(str(page), "output")
 
 
 def _existing(folder: str) -> Path:

@@ -10,13 +10,15 @@ import msgspec
 
 from attnfuzz.harness.compile.compile import Row
 from attnfuzz.harness.compile.figures import rank
-from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.problem import reject, shown
 
 __all__ = ["FORMAT", "Baseline", "Change", "Compared", "as_object", "compare", "read", "write"]
 
 FORMAT = 1
+_LARGEST = 64 << 20
+"""Bytes of a baseline."""
 _Key = tuple[str, str, str, str]
 
 
@@ -68,16 +70,13 @@ def read(path: str) -> Baseline:
         BadArgument: it cannot be read, or is not a baseline.
     """
     remedy = "write one with `attnfuzz compile --write FILE`"
+    content = read_file(path, _LARGEST, argument="baseline", remedy=remedy)
     try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise reject("baseline", path, f"it cannot be read ({error.strerror})", remedy) from None
-    try:
-        baseline = msgspec.json.decode(content, type=Baseline)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        baseline = decoded(content, Baseline)
+    except Unreadable as error:
         raise reject("baseline", path, f"it is broken ({error})", remedy) from None
     if baseline.format != FORMAT:
-        raise reject("baseline", path, f"its format is {baseline.format}, and this attnfuzz reads {FORMAT}", remedy)
+        raise reject("baseline", path, f"its format is {shown(baseline.format)}, and this attnfuzz reads {FORMAT}", remedy)
     return baseline
 
 

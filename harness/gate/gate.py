@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -112,7 +113,7 @@ def _ledger(plan: Plan, today: date) -> Ledger | None:
     if plan.ledger is not None:
         return read_ledger(plan.ledger, today)
     default = plan.folder / DEFAULT
-    return read_ledger(default, today) if default.exists() else None
+    return read_ledger(default, today) if os.path.lexists(default) else None
 
 
 def _check_places(chosen: Sequence[Subject], base: Base, *, explicit: bool) -> None:

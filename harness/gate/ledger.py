@@ -6,8 +6,8 @@ An entry that has expired, or whose failure did not show where it was looked for
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-import tomllib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
@@ -17,10 +17,11 @@ from typing import Any
 
 from attnfuzz.harness.campaign.corpus import CaseFile, read_case
 from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.files import Unreadable, decoded_toml, read_file
 from attnfuzz.harness.gate.result import Finding, KernelGate, Outcome, Part, PartName, Waiver
 from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES, Failure
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, OutputName, reject
+from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, OutputName, reject, shown
 
 __all__ = [
     "DEFAULT",
@@ -37,6 +38,10 @@ __all__ = [
 
 DEFAULT = "attnfuzz-ledger.toml"
 _MOST = timedelta(days=366)
+_LARGEST = 4 << 20
+"""Bytes of a ledger."""
+_MOST_ISSUE = 500
+"""Letters of a reference to an issue."""
 _REQUIRED = ("kernel", "issue", "expires")
 _FIELDS = ("kernel", "part", "kind", "output", "check", "message", "case", "versions", "issue", "expires")
 _ISSUE = re.compile(r"#\d+|[\w.-]+/[\w.-]+#\d+|https?://\S+/\S+")
@@ -117,23 +122,17 @@ def read_ledger(path: Path, today: date) -> Ledger:
         BadArgument: it cannot be read, is not TOML, or has an incomplete, invalid or repeated entry; the message has the entry's
             number and line.
     """
+    content = read_file(path, _LARGEST, argument="ledger", remedy="give the path of a ledger")
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise _broken(path, f"it cannot be read ({error.strerror})", "give the path of a ledger") from None
-    except UnicodeDecodeError as error:
-        raise _broken(path, f"it is not UTF-8 ({error.reason} at byte {error.start})", "write it as UTF-8") from None
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise _broken(path, f"it is not TOML: {error}", "see docs/gate.md for an example") from None
-    except RecursionError:
-        raise _broken(path, "it is nested too deeply", "a ledger holds [[known]] entries only") from None
+        document = decoded_toml(content)
+    except Unreadable as error:
+        raise _broken(path, str(error), "write [[known]] entries, as UTF-8; see docs/gate.md for an example") from None
     if unknown := sorted(document.keys() - {"known"}):
-        raise _broken(path, f"{unknown[0]!r} is not a field of a ledger", "a ledger holds [[known]] entries only")
+        raise _broken(path, f"{shown(unknown[0])} is not a field of a ledger", "a ledger holds [[known]] entries only")
     tables = document.get("known", [])
     if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
         raise _broken(path, "known must be a list of tables", "begin each entry with [[known]]")
+    text = content.decode()
     lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*known\s*\]\]", line)]
     entries: dict[tuple[Any, ...], Entry] = {}
     for number, table in enumerate(tables, 1):
@@ -157,13 +156,13 @@ class _Reader:
         table = self.table
         for name in table:
             if name not in _FIELDS:
-                raise self.wrong(f"{name!r} is not a field of an entry", f"an entry has {', '.join(_FIELDS)}")
+                raise self.wrong(f"{shown(name)} is not a field of an entry", f"an entry has {', '.join(_FIELDS)}")
         for name in _REQUIRED:
             if name not in table:
                 raise self.wrong(f"it has no {name}", f"every entry needs {', '.join(_REQUIRED)}, and a kind or a part")
         for name, value in table.items():
             if name not in ("expires", "versions") and not _is_text(value):
-                raise self.wrong(f"{name}={value!r} must be a text that is not empty", f'write {name} = "..."')
+                raise self.wrong(f"{name}={shown(value)} must be a text that is not empty", f'write {name} = "..."')
         if ("kind" in table) == ("part" in table):
             reason = "it has a kind and a part" if "kind" in table else "it has neither a kind nor a part"
             raise self.wrong(
@@ -194,20 +193,20 @@ class _Reader:
     def _one_of(self, name: str, allowed: Sequence[str]) -> Any:
         value = self.table.get(name)
         if value is not None and value not in allowed:
-            raise self.wrong(f"{name}={value!r}: there is no such {name}", f"use one of {', '.join(allowed)}")
+            raise self.wrong(f"{name}={shown(value)}: there is no such {name}", f"use one of {', '.join(allowed)}")
         return value
 
     def _output(self) -> OutputName | None:
         value = self.table.get("output")
         output = next((name for name in OUTPUT_NAMES if value is not None and name == value.lower()), None)
         if value is not None and output is None:
-            raise self.wrong(f"output={value!r}: there is no such output", f"use one of {', '.join(OUTPUT_TITLES.values())}")
+            raise self.wrong(f"output={shown(value)}: there is no such output", f"use one of {', '.join(OUTPUT_TITLES.values())}")
         return output
 
     def _issue(self) -> str:
         issue = str(self.table["issue"]).strip()
-        if not _ISSUE.fullmatch(issue):
-            raise self.wrong(f"issue={issue!r} is not a reference to an issue", "give its URL, #12 or owner/repository#12")
+        if len(issue) > _MOST_ISSUE or not _ISSUE.fullmatch(issue):
+            raise self.wrong(f"issue={shown(issue)} is not a reference to an issue", "give its URL, #12 or owner/repository#12")
         return issue
 
     def _expires(self, today: date) -> date:
@@ -218,23 +217,23 @@ class _Reader:
             except ValueError:
                 value = None
         if not isinstance(value, date) or isinstance(value, datetime):
-            raise self.wrong(f"expires={self.table['expires']!r} is not a day", "write expires = 2026-12-31")
+            raise self.wrong(f"expires={shown(self.table['expires'])} is not a day", "write expires = 2026-12-31")
         if value - today > _MOST:
             raise self.wrong(f"expires={value} is more than a year ahead", f"give {today + timedelta(days=365)} or a day before")
         return value
 
     def _case(self, name: str) -> Path:
         path = self.path.parent / name
-        if not path.is_file():
-            raise self.wrong(f"case={name!r}: there is no such file", "give its path, relative to the ledger's folder")
+        if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a name that is too long
+            raise self.wrong(f"case={shown(name)}: there is no such file", "give its path, relative to the ledger's folder")
         return path
 
     def _versions(self) -> tuple[tuple[str, str], ...]:
         value = self.table.get("versions")
         if value is None:
             return ()
-        if not isinstance(value, dict) or not value or not all(map(_is_text, value.values())):
-            raise self.wrong(f"versions={value!r} must be a table of texts", 'write versions = { torch = "2.11.0" }')
+        if not isinstance(value, dict) or not value or not all(map(_is_text, (*value, *value.values()))):
+            raise self.wrong(f"versions={shown(value)} must be a table of texts", 'write versions = { torch = "2.11.0" }')
         return tuple(sorted(value.items()))
 
 

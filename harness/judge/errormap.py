@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from attnfuzz.harness.core.files import write_whole
-from attnfuzz.kernels.problem import BadArgument, OutputName, reject
+from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, reject, shown
 
 __all__ = [
     "BROKEN",
@@ -33,6 +33,7 @@ __all__ = [
     "Grid",
     "OutputMap",
     "axis",
+    "copy_maps",
     "packed",
     "read_maps",
     "unpacked",
@@ -46,6 +47,9 @@ MOST_SEGMENTS: Final = 48
 """Limit on sequences or heads shown separately along one side."""
 _LARGEST: Final = 8 << 20
 """Bytes: larger files of maps are refused."""
+_REMEDY: Final = "find the case again, or draw it by `attnfuzz repro CASE --plot FILE.png`"
+_MOST: Final = 2**53
+"""Limit on a number of elements."""
 
 # Levels of a cell, one byte each. Worse is larger, so that the worst of many is their maximum.
 NOT_JUDGED, EXACT = 0, 1
@@ -67,8 +71,10 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of segments that are shown as one, since they are too many; else 0."""
 
     def __post_init__(self) -> None:
-        if self.step < 1 or any(each < 0 for each in self.segments):
+        if not 1 <= self.step <= _MOST or any(not 0 <= each <= _MOST for each in (*self.segments, self.merged)):
             raise ValueError("an axis has steps of 1 or more, and segments of 0 or more elements")
+        if len(self.segments) > MOST_SEGMENTS:
+            raise ValueError(f"an axis has at most {MOST_SEGMENTS} segments")
 
     @property
     def cells(self) -> int:
@@ -90,6 +96,10 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     rows: Axis
     columns: Axis
     cells: str
+
+
+class _BrokenMapsError(ValueError):
+    """Error for maps that cannot be drawn."""
 
 
 class OutputMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -172,21 +182,48 @@ def read_maps(path: Path) -> ErrorMaps:
     Raises:
         BadArgument: the file is missing, broken or of another version.
     """
-    remedy = "find the case again, or draw it by `attnfuzz repro CASE --plot FILE.png`"
+    return _maps_of(read_file(path, _LARGEST, argument="maps", remedy=_REMEDY), path)
+
+
+def copy_maps(path: Path, target: Path) -> None:
+    """Copy a file of maps whole or not at all.
+
+    Raises:
+        BadArgument: it is missing, broken or of another version.
+        OSError: the copy cannot be written.
+    """
+    content = read_file(path, _LARGEST, argument="maps", remedy=_REMEDY)
+    _maps_of(content, path)
+    write_whole(target, content)
+
+
+def _maps_of(content: bytes, path: Path) -> ErrorMaps:
     try:
-        if path.stat().st_size > _LARGEST:
-            raise reject("maps", str(path), "it is larger than any file of maps", remedy)
-        data = msgspec.json.decode(path.read_bytes())
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            version = data.get("format") if isinstance(data, dict) else None
-            raise reject("maps", str(path), f"its format is {version!r}, this attnfuzz reads {FORMAT}", remedy)
+        data = decoded(content)
+        version = data.get("format") if isinstance(data, dict) else None
+        if type(version) is not int or version != FORMAT:
+            raise reject("maps", str(path), f"its format is {shown(version)}, this attnfuzz reads {FORMAT}", _REMEDY)
         maps = msgspec.convert(data, ErrorMaps)
+        _check(maps)
+    except (Unreadable, msgspec.ValidationError, _BrokenMapsError) as error:
+        raise reject("maps", str(path), f"it is broken ({error})", _REMEDY) from None
+    return maps
+
+
+def _check(maps: ErrorMaps) -> None:
+    """Check what drawing relies on.
+
+    Raises:
+        _BrokenMapsError: an output is there twice, a grid cannot be read, or a number is out of range.
+    """
+    names = [each.output for each in maps.outputs]
+    if len(set(names)) < len(names) or not set(names) <= set(OUTPUT_NAMES):
+        raise _BrokenMapsError("it has an output twice")
+    numbers = [*maps.tiles, *(number for each in maps.outputs for number in (each.elements, each.over, each.tile))]
+    if not all(0 <= each <= _MOST for each in numbers):
+        raise _BrokenMapsError("it has a number of elements that is negative or too large")
+    try:
         for each in (*(output.grid for output in maps.outputs), *([maps.mask] if maps.mask else [])):
             unpacked(each)
-    except OSError as error:
-        raise reject("maps", str(path), f"it cannot be read ({error.strerror})", remedy) from None
-    except BadArgument:
-        raise
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise reject("maps", str(path), f"it is broken ({error})", remedy) from None
-    return maps
+    except ValueError as error:
+        raise _BrokenMapsError(str(error)) from None

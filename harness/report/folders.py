@@ -6,17 +6,17 @@ All of it is read and checked before anything is written, so that a broken file 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from attnfuzz.harness.campaign.corpus import CaseFile, quoted, read_case
+from attnfuzz.harness.campaign.corpus import CaseFile, content_of, quoted, read_case
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelBroke, KernelSkipped, KernelSummary, Worst
 from attnfuzz.harness.campaign.journal import copy_left_behind
-from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.files import exists, write_whole
+from attnfuzz.harness.judge.errormap import copy_maps
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.merge import MergedRuns, merge_runs, select_runs, size_of, value
@@ -39,6 +39,8 @@ class MergedFolders:
     """Runs that did not finish, and shards that are in no folder: then the absence of failures says little."""
     without_case: tuple[str, ...]
     """Failures of which no Case is on disk."""
+    left_out: tuple[str, ...] = ()
+    """Error maps and Cases in flight that cannot be read, each with its path and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,14 @@ def merge_folders(out: Path, folders: Sequence[Path]) -> MergedFolders:
             raise reject("merge", str(each), "it is OUT as well", "give another folder for the result")
     sources = [_read(each) for each in folders]
     paths = _keep_cases(out, [*_cases_in(out), *(case for each in sources for case in each.cases)])
-    in_flight = 0
+    in_flight, left_out = 0, list[str]()
+
+    def leave_out(path: Path, reason: str) -> None:
+        left_out.append(f"{path}: {reason}")
+
     for each in folders:
-        _copy_maps(each, out)
-        in_flight += len(copy_left_behind(each, out))
+        left_out += _copy_maps(each, out)
+        in_flight += len(copy_left_behind(each, out, leave_out))
     latest = _distinct(run for each in sources for run in each.latest)
     session = hashlib.sha256(" ".join(run.stamp for run in latest).encode()).hexdigest()[:16]
     for run in _distinct(run for each in sources for run in each.runs):
@@ -86,6 +92,7 @@ def merge_folders(out: Path, folders: Sequence[Path]) -> MergedFolders:
         in_flight=in_flight,
         incomplete=(*_unfinished(merged), *_missing(latest)),
         without_case=tuple(without),
+        left_out=tuple(left_out),
     )
 
 
@@ -122,7 +129,7 @@ def _keep_cases(out: Path, stored: Sequence[CaseFile]) -> dict[str, Path]:
     for key, each in best.items():
         path = out / "cases" / each.path.name
         if each.path != path:
-            write_whole(path, each.path.read_bytes())
+            write_whole(path, content_of(each.path))
         if isinstance(key, Identity):
             paths[key.fingerprint] = path
     names = {each.path.name for each in best.values()}
@@ -136,12 +143,17 @@ def _order(stored: CaseFile) -> tuple[bool, tuple[float, ...], str]:
     return stored.finding.minimal is not True, size_of(stored.case), stored.case.canonical()
 
 
-def _copy_maps(source: Path, out: Path) -> None:
+def _copy_maps(source: Path, out: Path) -> list[str]:
+    """Copy the error maps that are not in `out` yet; returns why others are left out."""
+    left_out = []
     for path in sorted((source / "maps").glob("*.json")):
         target = out / "maps" / path.name
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+        if not exists(target):
+            try:
+                copy_maps(path, target)
+            except BadArgument as error:
+                left_out.append(str(error))
+    return left_out
 
 
 def _moved(failure: FailureRecord, paths: dict[str, Path]) -> FailureRecord:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Final
 from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.campaign.coverage import EDGES
 from attnfuzz.harness.core.environment import versions
+from attnfuzz.harness.core.files import exists
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.errormap import read_maps
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
@@ -32,6 +35,8 @@ _PITCH: Final = 8
 _GAP: Final = 6
 """Pixels between what is within the budget and what is beyond."""
 _LEAST_HEIGHT: Final = 2.0
+_LONGEST_LINE: Final = 1 << 15
+"""Letters of a command to copy: paths have some thousand at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +142,11 @@ def page(merged: MergedRuns, folder: Path, *, pictures: int, step: Callable[[], 
 
 
 def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) -> _FailureView:
-    repro = record.repro or ""
+    repro = _command(record.repro or "")
     if record.path is not None:
         # The folder may have been moved since.
         here = folder / "cases" / Path(record.path).name
-        if here.exists() and not Path(record.path).exists():
+        if exists(here) and not exists(record.path):
             repro = repro_line(str(here), record.kernel)
     picture = first = ""
     reason = record.no_maps or ("it was not made" if record.shrunk else "the run ended before it was shrunk")
@@ -161,6 +166,18 @@ def _failure(record: FailureRecord, number: int, folder: Path, *, draw: bool) ->
         first=first,
         no_picture=reason,
     )
+
+
+def _command(line: str) -> str:
+    """Return the line that runs a Case again, to be copied; empty where it is another command: a run file may say anything."""
+    words: list[str] = []
+    with contextlib.suppress(ValueError):
+        words = shlex.split(line) if len(line) <= _LONGEST_LINE else []
+    match words:
+        case ["attnfuzz", "repro", first] | ["attnfuzz", "repro", first, "--kernel", _] | ["pytest", first, "--attnfuzz-case", _]:
+            # Nothing in it is an option of another kind, or read by a shell.
+            return line if not first.startswith("-") and shlex.join(words) == line else ""
+    return ""
 
 
 def _picture(name: str, title: str, folder: Path) -> tuple[str, str]:
@@ -255,10 +272,14 @@ def _draws(merged: MergedRuns) -> list[tuple[str, list[tuple[str, int, float]]]]
                 into = totals.setdefault(what, {})
                 into[name] = into.get(name, 0) + count
     return [
-        (what, [(name, count, count / max(counts.values())) for name, count in sorted(counts.items(), key=lambda each: -each[1])])
-        for what, counts in totals.items()
-        if len(counts) > 1 or what in ("dtype", "packing", "check")
+        (what, _shares(counts)) for what, counts in totals.items() if len(counts) > 1 or what in ("dtype", "packing", "check")
     ]
+
+
+def _shares(counts: dict[str, int]) -> list[tuple[str, int, float]]:
+    """Return each value with its Cases and its share of the most frequent one's."""
+    most = max((1, *counts.values()))
+    return [(name, count, count / most) for name, count in sorted(counts.items(), key=lambda each: -each[1])]
 
 
 def _headers(merged: MergedRuns) -> list[dict[str, Any]]:
@@ -266,8 +287,11 @@ def _headers(merged: MergedRuns) -> list[dict[str, Any]]:
     headers: list[dict[str, Any]] = []
     for run in merged.runs:
         settings = {name: each for name, each in run.settings.items() if name not in ("shard", "out", "seconds")}
-        header = {"settings": settings, "environment": run.environment, "runs": 1}
-        same = next((each for each in headers if (each["settings"], each["environment"]) == (settings, run.environment)), None)
+        environment = dict(run.environment)
+        if not isinstance(environment.get("versions"), dict):
+            environment["versions"] = {}
+        header = {"settings": settings, "environment": environment, "runs": 1}
+        same = next((each for each in headers if (each["settings"], each["environment"]) == (settings, environment)), None)
         if same is None:
             headers.append(header)
         else:

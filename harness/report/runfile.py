@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from attnfuzz.harness.campaign.coverage import EDGES
-from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.problem import BadArgument, reject, shown
 
 __all__ = [
     "FORMAT",
@@ -36,6 +36,10 @@ MOST_BYTES: Final = 32 << 20
 """Of one file: what is larger was not written here."""
 Number: TypeAlias = float | Literal["inf", "-inf", "nan"]
 """JSON has no infinities."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Stamp: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\Z", max_length=120)]
+"""Part of a file's name: of nothing but the file itself."""
 State = Literal["running", "finished", "interrupted", "error"]
 
 
@@ -45,15 +49,15 @@ class OutputRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     `doubted`: of the judged ones those of which elements are left out, since mask_mod is in doubt.
     """
 
-    cases: int = 0
-    unjudged: int = 0
-    doubted: int = 0
-    failures: int = 0
+    cases: Count = 0
+    unjudged: Count = 0
+    doubted: Count = 0
+    failures: Count = 0
     worst: Number = 0.0
     sigmas: Number = 0.0
     r: Number = 0.0
     z: Number = 0.0
-    histogram: list[int] = []
+    histogram: list[Count] = []
 
     def __post_init__(self) -> None:
         if not self.histogram:
@@ -66,22 +70,22 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One kernel's part of the run: Cases, times, figures of each output, counts of what was reached and drawn."""
 
     kernel: str
-    cases: int = 0
-    shrink_cases: int = 0
-    reruns: int = 0
-    seconds: float = 0.0
+    cases: Count = 0
+    shrink_cases: Count = 0
+    reruns: Count = 0
+    seconds: Seconds = 0.0
     """Of trials, shrinking left out; 0 until the turn is over."""
-    compiles: int = 0
-    compile_seconds: float = 0.0
-    refused: int = 0
-    unreached: int = 0
-    replaced: int = 0
-    variants: int = 0
+    compiles: Count = 0
+    compile_seconds: Seconds = 0.0
+    refused: Count = 0
+    unreached: Count = 0
+    replaced: Count = 0
+    variants: Count = 0
     ended: bool = False
     outputs: dict[str, OutputRecord] = {}
-    features: dict[str, int] = {}
-    drawn: dict[str, dict[str, int]] = {}
-    stages: dict[str, float] = {}
+    features: dict[str, Count] = {}
+    drawn: dict[str, dict[str, Count]] = {}
+    stages: dict[str, Seconds] = {}
     """Seconds spent in each stage of all trials, shrinking included."""
 
 
@@ -112,10 +116,10 @@ class FailureRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why there are none."""
     shrunk: bool = False
     partly: bool = False
-    rate: tuple[int, int] | None = None
-    cases_to_find: int = 0
-    seconds_to_find: float = 0.0
-    shrink_trials: int = 0
+    rate: tuple[Count, Count] | None = None
+    cases_to_find: Count = 0
+    seconds_to_find: Seconds = 0.0
+    shrink_trials: Count = 0
 
 
 class Refused(msgspec.Struct, kw_only=True):
@@ -129,14 +133,14 @@ class RunRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One run, as far as it has come."""
 
     format: int
-    stamp: str
+    stamp: Stamp
     session: str
     """Shared by the runs of one process, and of the workers of one pytest: a report shows them together."""
     started: str
     updated: str
     state: State = "running"
     error: str = ""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     settings: dict[str, Any] = {}
     environment: dict[str, Any] = {}
     kernels: list[KernelRecord] = []
@@ -145,7 +149,7 @@ class RunRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     not_tried: list[Refused] = []
     lost: str = ""
     failures: list[FailureRecord] = []
-    more_failures: int = 0
+    more_failures: Count = 0
     """Failures beyond those that a file holds; their Cases are on disk like all others."""
 
 
@@ -182,20 +186,15 @@ def read_run(path: Path) -> RunRecord:
         BadArgument: the file cannot be read, is broken, or of another version.
     """
     remedy = "remove it, or report with the version that wrote it"
+    content = read_file(path, MOST_BYTES, argument="run", remedy=remedy)
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise reject("run", str(path), "it is too large to be a run's", remedy)
-        data = msgspec.json.decode(path.read_bytes())
+        data = decoded(content)
         if not isinstance(data, dict) or type(data.get("format")) is not int:
             raise reject("run", str(path), "it is not a record of a run", remedy)
         if data["format"] != FORMAT:
-            raise reject("run", str(path), f"its format is {data['format']}, this attnfuzz reads {FORMAT}", remedy)
+            raise reject("run", str(path), f"its format is {shown(data['format'])}, this attnfuzz reads {FORMAT}", remedy)
         return msgspec.convert(data, RunRecord)
-    except BadArgument:
-        raise
-    except OSError as error:
-        raise reject("run", str(path), f"it cannot be read ({error.strerror})", remedy) from None
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (Unreadable, msgspec.ValidationError) as error:
         raise reject("run", str(path), f"it is broken ({error})", remedy) from None
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnfuzz.harness.campaign import events
+from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
@@ -22,6 +23,8 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES
 
 __all__ = ["Terminal", "show_finding", "show_stored", "summary_table"]
 
+_MOST_PASTED = 1 << 15
+"""Letters of a Case that is printed as a blob too: a command line takes about 128,000."""
 _SHOW_EVERY = 0.2
 """Seconds between two updates of the progress display."""
 
@@ -178,7 +181,12 @@ def show_finding(console: Console, number: int, finding: Finding, again: str | N
         line = f"{again} {quoted(finding.path)}" if again else repro_line(finding.path, finding.case.kernel)
         console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
     else:
-        console.print(f"   its case, in no file: {finding.case.canonical()}", highlight=False, soft_wrap=True, markup=False)
+        text = finding.case.canonical()
+        console.print(f"   its case, in no file: {text}", highlight=False, soft_wrap=True, markup=False)
+        if len(text) <= _MOST_PASTED:
+            blob = blob_of(finding.case, finding.rate)
+            line = f"{again} {blob}" if again else repro_line(blob, finding.case.kernel)
+            console.print(f"   run it again:        {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_stored(console: Console, stored: CaseFile) -> None:

@@ -9,19 +9,21 @@ from typing import Any
 
 import msgspec
 
-from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.gate.base.base import BaseKernel, Progress
 from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.side import Side
 from attnfuzz.harness.gate.subjects import Subject, fingerprint
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import OutputName, reject
+from attnfuzz.kernels.problem import OutputName, reject, shown
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
 __all__ = ["FORMAT", "Baseline", "FromFile", "Recorded", "read_baseline", "recorded", "write_baseline"]
 
 FORMAT = 1
+_LARGEST = 64 << 20
+"""Bytes of a baseline."""
 
 
 class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,13 +84,11 @@ def read_baseline(path: Path) -> Baseline:
     """
     remedy = "give a file that `attnfuzz gate --write FILE` wrote"
     try:
-        content = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise reject("baseline", str(path), f"it cannot be read ({error.strerror})", remedy) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise reject("baseline", str(path), f"it is not JSON ({error})", remedy) from None
+        content = decoded(read_file(path, _LARGEST, argument="baseline", remedy=remedy))
+    except Unreadable as error:
+        raise reject("baseline", str(path), str(error), remedy) from None
     if isinstance(content, dict) and "format" in content and content["format"] != FORMAT:
-        reason = f"its format is {content['format']!r}, and this attnfuzz reads {FORMAT}"
+        reason = f"its format is {shown(content['format'])}, and this attnfuzz reads {FORMAT}"
         raise reject("baseline", str(path), reason, "write it again with `attnfuzz gate --write FILE`")
     try:
         baseline = msgspec.convert(content, Baseline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attnfuzz.harness.campaign.blob import blob_of
@@ -25,7 +26,7 @@ from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case
-from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
@@ -69,7 +70,8 @@ def replay(
     """Run every stored Case of `kernel` again, as often as its failure rate demands."""
     findings: list[Finding] = []
     skipped: list[str] = []
-    cases = [each for each in stored if each.case.kernel == kernel.name]
+    own = [each for each in stored if each.case.kernel == kernel.name]
+    cases = [replace(each, case=with_config(kernel, each.case)) for each in own]
     runner = TrialRunner(executor)
     for number, each in enumerate(cases):
         progress(f"{number} of {len(cases)} cases")

@@ -105,8 +105,21 @@ def test_a_torn_write_leaves_the_other_slot(tmp_path: Path, cut: int) -> None:
     assert left.case in (case(3), case(4))
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\xff" * (2 << 20), bytes(2 << 20)])
-def test_a_spoilt_file_is_cleared_away(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"x" * 100, b"\xff" * (2 << 20)])
+def test_a_spoilt_file_is_set_aside(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "inflight").mkdir()
+    (tmp_path / "inflight" / "1-ab").write_bytes(content)
+    unread: list[tuple[Path, str]] = []
+    assert not list(left_behind(tmp_path, lambda *each: unread.append(each)))
+    kept = tmp_path / "inflight" / "broken.1-ab"
+    assert unread == [(tmp_path / "inflight" / "1-ab", f"it holds no entry that is whole; it is kept as {kept}")]
+    assert kept.read_bytes() == content
+    assert not list(left_behind(tmp_path, lambda *each: unread.append(each)))
+    assert len(unread) == 1, "it is reported once"
+
+
+@pytest.mark.parametrize("content", [b"", bytes(2 << 20)])
+def test_a_file_without_an_entry_is_cleared_away(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "inflight").mkdir()
     (tmp_path / "inflight" / "1-ab").write_bytes(content)
     assert not list(left_behind(tmp_path))
