@@ -125,6 +125,7 @@ def _one(
     """Return the compiles of a case file: for `architectures`, by default for the one that the file names."""
     from attnfuzz.harness.campaign.corpus import read_case
     from attnfuzz.harness.compile.compile import Job, architectures_of, why_left
+    from attnfuzz.harness.trial.supports import with_config
     from attnfuzz.kernels.lowering import capability
 
     if kernels:
@@ -134,14 +135,15 @@ def _one(
     kernel = registry.get(stored.case.kernel)
     if (reason := why_left(kernel)) is not None:
         return (), (reason,)
-    if problem := kernel.supports(stored.case.problem, stored.case.config, "cuda"):
+    case = with_config(kernel, stored.case)
+    if problem := kernel.supports(case.problem, case.config, "cuda"):
         raise reject("case", path, f"{kernel.name} does not take it: {problem}", "find it again with the kernel as it is now")
     device = stored.finding.device
     wanted = architectures or ((device,) if re.fullmatch(r"sm_\d+[a-z]?", device) else architectures_of(kernel))
     for each in wanted:
         capability(each)
-    key = kernel.compile_key(stored.case.problem, stored.case.config)
-    return tuple(Job(stored.case, each, key) for each in wanted), ()
+    key = kernel.compile_key(case.problem, case.config)
+    return tuple(Job(case, each, key) for each in wanted), ()
 
 
 def _compile(planned: Sequence[Job], jobs: int | None, seconds: float, corpus: Any, *, as_json: bool) -> tuple[list[Row], bool]:

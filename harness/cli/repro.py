@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ _SENSELESS = {
 }
 """Options that have no effect with a way, and why."""
 _OPTION = {"as_json": "json"}
+_LONGEST = 300
+"""Letters of a case's path in an error; a blob has more."""
 
 
 @click.command("repro")
@@ -71,7 +74,7 @@ _OPTION = {"as_json": "json"}
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
 @json_option
 def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -> None:
-    """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1), UNJUDGED or ERROR (2)."""
+    """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1), UNJUDGED or an error (2)."""
     from attnfuzz.harness.campaign.blob import stored_case
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.repro.reproduce import Where
@@ -90,6 +93,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
         prepare(resolve_device(where.device))
     try:
         check_owner(owner, case, stored.case.kernel, stored.finding.target)
+        stored = replace(stored, case=where.prepared(stored.case)[2]) if way != "sanitize" else stored
         match way:
             case "sanitize":
                 code = _sanitized(stored, options["sanitize"], where, as_json=as_json)
@@ -104,7 +108,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
             case _:
                 code = _again(stored, where, picture, as_json=as_json)
     except BadArgument as error:
-        raise BadArgument(f"ERROR {case}: {error}") from None
+        raise BadArgument(f"{case if len(case) <= _LONGEST else f'{case[:21]}...'}: {error}") from None
     click.get_current_context().exit(code)
 
 

@@ -19,6 +19,8 @@ from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
+from attnfuzz.harness.trial.supports import with_config
+from attnfuzz.harness.trial.trial import check_runnable
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, OutputName, reject
@@ -53,6 +55,16 @@ class Where:
         if reason := kernel.unavailable(device):
             raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
         return device, kernel
+
+    def prepared(self, case: Case) -> tuple[Device, Kernel, Case]:
+        """The device that the Case runs on, its kernel, and the Case with the kernel's default Config if it names none.
+
+        Raises:
+            BadArgument: the kernel is absent, cannot run there, or does not support the Problem.
+        """
+        device, kernel = self.device_for(case)
+        check_runnable(case, device)
+        return device, kernel, with_config(kernel, case)
 
     @contextmanager
     def runner(
@@ -96,7 +108,7 @@ def reproduce(
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem.
     """
     where = where or Where()
-    device, kernel = where.device_for(case)
+    device, kernel, case = where.prepared(case)
     with where.runner(device, kernel) as runner:
         verdict, _ = verdict_or_lost(runner, case, rate)
     outcome: Literal["FIXED", "FAILED", "UNJUDGED"] = "FAILED" if verdict.failure else "FIXED"
@@ -159,7 +171,7 @@ def repeat(case: Case, count: int, where: Where, on_run: Callable[[int, Verdict]
     """
     if count < 1:
         raise reject("repeat", count, "must be positive", "give 1 or more")
-    device, kernel = where.device_for(case)
+    device, kernel, case = where.prepared(case)
     failures: dict[Identity, FailureCount] = {}
     runs, failed, interrupted = 0, 0, False
     with where.runner(device, kernel) as runner:
@@ -180,7 +192,8 @@ def repeat(case: Case, count: int, where: Where, on_run: Callable[[int, Verdict]
 def map_errors(case: Case, where: Where, *, rate: Rate | None = None) -> ErrorMaps | str:
     """Run `case` once more, or as often as its `rate` demands, and map its errors; or why there is nothing to map."""
     try:
-        with where.runner(*where.device_for(case)) as runner:
+        device, kernel, case = where.prepared(case)
+        with where.runner(device, kernel) as runner:
             return runner.map_errors(case, rate)
     except (BadArgument, ChildError, ExecutionError) as error:
         return str(error)

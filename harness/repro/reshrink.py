@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -63,7 +63,8 @@ def shrink_further(
         BadArgument: the kernel is absent, cannot run here, or does not support the Problem; `folder` cannot be written to.
     """
     _check(folder)
-    device, kernel = where.device_for(stored.case)
+    device, kernel, case = where.prepared(stored.case)
+    stored = replace(stored, case=case)
     start = time.monotonic()
     with where.runner(device, kernel, lambda _, case, __: on_trial(runner.trials, case)) as runner:
         verdict, lost = verdict_or_lost(runner, stored.case, stored.rate)

@@ -29,6 +29,7 @@ from attnfuzz.harness.trial.inputs import materialise, numbers_of
 from attnfuzz.harness.trial.launch import start
 from attnfuzz.harness.trial.noise import Numbers
 from attnfuzz.harness.trial.poison import Bands, read_together
+from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable, run_trial, signed
 from attnfuzz.harness.trial.writes import Suspicion, suspicion_of
 from attnfuzz.kernels.contract import Built, Device, Inputs, Kernel, Outputs
@@ -56,7 +57,8 @@ def run_batch(
     """
     environment.prepare(device)
     kernels = [check_runnable(case, device) for case in cases]
-    batch = _Batch(list(zip(cases, kernels, strict=True)), device, enter, at or (lambda _: None))
+    own = [with_config(kernel, case) for case, kernel in zip(cases, kernels, strict=True)]
+    batch = _Batch(list(zip(own, kernels, strict=True)), device, enter, at or (lambda _: None))
     try:
         batch.launch()
         batch.read()

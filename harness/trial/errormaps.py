@@ -40,6 +40,7 @@ from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong, completed
 from attnfuzz.harness.trial.checks.unwritten import OTHER_FILL
+from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
 from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
@@ -109,7 +110,9 @@ def error_maps(case: Case, device: Device, enter: Callable[[str], None] | None =
     if case.check in RELATIONS:
         return f"{case.check} compares two calls with each other, and neither with budgets"
     environment.prepare(device)
-    bench = _Watched(case, check_runnable(case, device), device, Clock(enter))
+    kernel = check_runnable(case, device)
+    case = with_config(kernel, case)
+    bench = _Watched(case, kernel, device, Clock(enter))
     try:
         completed(bench, CHECKS[case.check](bench))
         _mark_unwritten(bench)

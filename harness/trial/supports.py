@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnfuzz.kernels.contract import Config, Device, Kernel
+from msgspec.structs import replace
+
+from attnfuzz.kernels.contract import Config, Device, Kernel, why_unsupported
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Check
 from attnfuzz.strategies.earlier_calls import earlier_problems, why_not_call
 from attnfuzz.strategies.relation_problems import related_problems, why_not_relation
 
-__all__ = ["compile_key_of", "problems_of", "why_not_case"]
+__all__ = ["compile_key_of", "problems_of", "why_not_case", "with_config"]
 
 _WHY_NOT: dict[Check, Callable[[Kernel, Case, Device], str | None]] = {
     **dict.fromkeys(CALLS, why_not_call),
     **dict.fromkeys(RELATIONS, why_not_relation),
 }
 """For each check but the oracle, a function that returns why it does not apply to a supported Case, or None."""
+
+
+def with_config(kernel: Kernel, case: Case) -> Case:
+    """Return `case` with the kernel's default Config where it names none, and none is not a choice of the kernel's."""
+    capabilities = kernel.capabilities
+    if case.config or all(why_unsupported(capabilities, case.problem, each) for each in capabilities.devices):
+        return case
+    configs = kernel.configs(case.problem)
+    return case if not configs or case.config in configs else replace(case, config=configs[0])
 
 
 def compile_key_of(kernel: Kernel, problem: Problem, config: Config, device: Device) -> str | None:

@@ -19,7 +19,7 @@ from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
-from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
 from attnfuzz.kernels.problem import BadArgument, Problem, reject
@@ -49,10 +49,8 @@ def check_runnable(case: Case, device: Device) -> Kernel:
     kernel = registry.get(case.kernel)
     if reason := kernel.unavailable(device):
         raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
-    if reason := why_not_case(kernel, case, device):
-        raise reject(
-            "case", case.canonical(), f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities"
-        )
+    if reason := why_not_case(kernel, with_config(kernel, case), device):
+        raise reject("case", case.id, f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities")
     return kernel
 
 
@@ -73,6 +71,7 @@ def run_trial(
     """
     environment.prepare(device)
     kernel, clock = check_runnable(case, device), Clock(enter)
+    case = with_config(kernel, case)
     try:
         own = bench(case, kernel, device, clock)
         verdict = completed(own, CHECKS[case.check](own))

@@ -18,7 +18,7 @@ from typing import Final
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.repro.sanitize.log import Finding, SanitizerLog, read_log
-from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
@@ -102,10 +102,9 @@ def sanitize(case: Case, tool: str, device: str = "auto", *, deadline: float | N
     kernel = registry.get(case.kernel)
     if reason := kernel.unavailable("cuda"):
         raise BadArgument(f"kernel={kernel.name!r}: it cannot run on cuda here: {reason}")
+    case = with_config(kernel, case)
     if reason := why_not_case(kernel, case, "cuda"):
-        raise reject(
-            "case", case.canonical(), f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities"
-        )
+        raise reject("case", case.id, f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities")
     with tempfile.TemporaryDirectory(prefix="attnfuzz-sanitize-") as folder:
         return _watched(case, tool, sanitizer_program(), Path(folder), DEADLINE if deadline is None else deadline)
 

@@ -10,7 +10,7 @@ import base64
 import keyword
 import math
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from pprint import pformat
 
@@ -18,7 +18,6 @@ import torch
 
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.runner import tries
-from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.isolation.kernel_ref import global_of
 from attnfuzz.harness.judge.truth import Truth, Truths
 from attnfuzz.harness.report.describe import describe_case
@@ -26,6 +25,7 @@ from attnfuzz.harness.repro.script import runtime
 from attnfuzz.harness.repro.script.runtime import PackedCase, Stored
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.poison import memory
+from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import check_runnable
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Inputs, Kernel
@@ -70,6 +70,7 @@ def script_of(stored: CaseFile, device: Device) -> Script:
         BadArgument: the kernel does not take the Case or cannot be imported by another process, or the Case is too large.
     """
     kernel, note = check_runnable(stored.case, device), unshown(stored, device)
+    stored = replace(stored, case=with_config(kernel, stored.case))
     imported = _kernel_lines(kernel)
     packed, data = _packed(stored, kernel, device)
     _, future, source = Path(runtime.__file__).read_text(encoding="utf-8").partition("from __future__ import annotations\n")
@@ -133,7 +134,12 @@ def _head(stored: CaseFile, note: str | None) -> str:
         lines.append(f"The kernel ended or blocked its process ({kind}). It does the same to this script until it is fixed.")
     lines += [f"NOTE: {note}."] if note else []
     # A text of the case file may have several lines: each must become a comment.
-    return "\n".join(f"# {line}".rstrip() for text in lines for line in printable(text).replace("\0", "\\0").splitlines())
+    return "\n".join(f"# {_visible(line)}".rstrip() for text in lines for line in text.splitlines())
+
+
+def _visible(line: str) -> str:
+    """Spell out what an editor or a terminal would not show, or would obey: a script is read before it is run."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
 def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCase, list[str]]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.cli import run as run_commands
 from attnfuzz.harness.core import environment
@@ -241,7 +242,7 @@ def test_repro_of_an_absent_kernel() -> None:
     path = stored(kernel="triton.varlan")
     assert_refused(
         attnfuzz("repro", path, "--device", "cpu"),
-        "ERROR case.json: kernel='triton.varlan': no kernel of that name is installed; did you mean 'triton.varlen'?",
+        "case.json: kernel='triton.varlan': no kernel of that name is installed; did you mean 'triton.varlen'?",
     )
 
 
@@ -250,9 +251,9 @@ def test_repro_of_a_problem_outside_the_capabilities() -> None:
     path = stored(problem={"seqlens_q": [3], "seqlens_k": [4], "dim_qk": 16, "dim_v": 8})
     result = attnfuzz("repro", path, "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr.startswith('error: ERROR case.json: case=\'{"config":{},')
-    assert result.stderr.endswith(
-        ": acme.flash does not support it: dim_qk, dim_v=(16, 8): supports (8, 8); give a Case within its capabilities\n"
+    assert result.stderr == (
+        f"error: case.json: case={read_case(path).case.id!r}: acme.flash does not support it: dim_qk, dim_v=(16, 8): "
+        "supports (8, 8); give a Case within its capabilities\n"
     )
 
 
@@ -260,7 +261,7 @@ def test_repro_of_a_kernel_that_cannot_run_here() -> None:
     registry.register(Subject(refuses="its compiler is missing"))
     assert_refused(
         attnfuzz("repro", stored(), "--device", "cpu"),
-        "ERROR case.json: kernel='acme.flash': it cannot run on cpu here: its compiler is missing",
+        "case.json: kernel='acme.flash': it cannot run on cpu here: its compiler is missing",
     )
 
 

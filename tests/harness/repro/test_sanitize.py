@@ -330,7 +330,7 @@ def test_nothing_is_taken_for_clean(command, body: str, told: str) -> None:
 def test_a_run_that_came_to_nothing_ends_with_2(command, body: str, told: str) -> None:
     result = command(body)
     assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("error: ERROR case.json: ")
+    assert result.stderr.startswith("error: case.json: ")
     assert told in result.stderr
 
 
