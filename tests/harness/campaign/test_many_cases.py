@@ -85,7 +85,7 @@ def test_reading_stored_cases_is_quick_enough_for_many(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expected", [1.0, math.nan])
 def test_reading_a_stored_case_takes_few_calls(expected: float, tmp_path: Path) -> None:
-    """With annotations evaluated for each file, as msgspec does, it took 850, and 4,000 files half of a budget of 10 s."""
+    """With annotations evaluated for each file, as msgspec does, it took 725, and 4,000 files a third of a budget of 10 s."""
     problem = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
     place = Place(sequence=0, position=1, head=0, dim=2, got=2.0, expected=expected, allowed=0.1)
     failure = Failure(kernel=KERNEL.name, kind="mismatch", output="o", check="element", message="O is wrong", place=place)
