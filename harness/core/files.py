@@ -127,7 +127,8 @@ def decoded(content: bytes | str, kind: Any = Any) -> Any:
     """
     try:
         data = msgspec.json.decode(content)
-        if _is_deeper(data, DEEPEST):
+        # Almost every file has fewer brackets than levels are allowed.
+        if _brackets(content) > DEEPEST and _is_deeper(data, DEEPEST):
             raise Unreadable(f"it is nested too deeply (more than {DEEPEST} levels)")
         return data if kind is Any else msgspec.convert(data, kind)
     except RecursionError:
@@ -158,6 +159,13 @@ def decoded_toml(content: bytes) -> dict[str, Any]:
     if _is_deeper(data, DEEPEST):
         raise Unreadable(f"it is nested too deeply (more than {DEEPEST} levels)")
     return data
+
+
+def _brackets(content: bytes | str) -> int:
+    """Return how many arrays and objects JSON has at most."""
+    if isinstance(content, str):
+        return content.count("[") + content.count("{")
+    return content.count(b"[") + content.count(b"{")
 
 
 def _is_deeper(data: Any, most: int) -> bool:
