@@ -150,7 +150,7 @@ def content_of(path: Path) -> bytes:
         BadCase: it cannot be read.
     """
     try:
-        return read_file(path, _LARGEST, argument="case", remedy=_REMEDY)
+        return read_file(path, _LARGEST, argument="case", remedy="give the path of a case file")
     except BadArgument as error:
         raise BadCase(str(error)) from None
 

@@ -138,7 +138,7 @@ def decoded(content: bytes | str, kind: Any = Any) -> Any:
         # Decoding without a type is only invalid for numbers.
         raise Unreadable(str(error)) from None
     except ValueError as error:  # DecodeError and UnicodeDecodeError are such
-        raise Unreadable(f"it is not JSON ({error})") from None
+        raise Unreadable(f"not JSON ({error})") from None
 
 
 def decoded_toml(content: bytes) -> dict[str, Any]:

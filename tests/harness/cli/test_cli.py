@@ -244,7 +244,7 @@ def test_repro_of_an_absent_kernel() -> None:
     path = stored(kernel="triton.varlan")
     assert_refused(
         attnfuzz("repro", path, "--device", "cpu"),
-        "error: case.json: kernel='triton.varlan': no kernel of that name is installed; did you mean 'triton.varlen'?",
+        "case.json: kernel='triton.varlan': no kernel of that name is installed; did you mean 'triton.varlen'?",
     )
 
 
@@ -263,7 +263,7 @@ def test_repro_of_a_kernel_that_cannot_run_here() -> None:
     registry.register(Subject(refuses="its compiler is missing"))
     assert_refused(
         attnfuzz("repro", stored(), "--device", "cpu"),
-        "error: case.json: kernel='acme.flash': it cannot run on cpu here: its compiler is missing",
+        "case.json: kernel='acme.flash': it cannot run on cpu here: its compiler is missing",
     )
 
 
