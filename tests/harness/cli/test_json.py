@@ -13,6 +13,9 @@ from click.testing import CliRunner
 from support.peers import Raising, Right, Skewed
 from support.schema import SCHEMA, wrong
 
+from attnfuzz.harness.audit.conformance import check as conformance
+from attnfuzz.harness.audit.conformance.check import Conformance
+from attnfuzz.harness.audit.conformance.row import Row
 from attnfuzz.harness.cli import gate as gate_commands
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.cli.schema import json_schema
@@ -61,6 +64,8 @@ def test_run() -> None:
     ids = {each["id"] for each in content["failures"]}
     assert any(each.startswith(KEY) for each in ids)
     assert any(each.startswith("torch.raising/exception/-/") for each in ids)
+    assert {each["group"] for each in content["failures"]} <= ids
+    assert content["seed"] == 0
 
 
 def test_repro_in_each_way() -> None:
@@ -74,8 +79,36 @@ def test_repro_in_each_way() -> None:
     assert [each["id"] for each in repeated["failures"]] == [failure["id"]]
     shrunk = printed("ReproShrink", *here, "--shrink", "--budget", "2s", code=1)
     assert shrunk["id"] == failure["id"]
+    explained = printed("ReproExplain", *here, "--explain", "--budget", "2s", code=1)
+    assert explained["outcome"] == "EXPLAINED"
     blob = printed("ReproOnce", "repro", failure["blob"], *here[2:], code=1)
     assert blob["case"] == once["case"]
+
+
+def test_the_case_files_of_a_folder() -> None:
+    (failure,) = run("torch.skewed")["failures"]
+    (stored,) = printed("CaseList", "corpus", "list")["cases"]
+    assert stored["id"] == failure["id"]
+    assert stored["file"] == failure["path"]
+    Path(failure["path"]).with_name("broken.json").write_text("{")
+    assert printed("CaseList", "corpus", "list")["unreadable"]
+    here = ("--device", "cpu", "--in-process")
+    pruned = printed("CaseRemoval", "corpus", "prune", "--dry-run", *here)
+    assert (pruned["command"], pruned["kept"], pruned["removed"]) == ("corpus prune", 1, [])
+    registry.unregister("torch.skewed")
+    registry.register(Right("torch.skewed"))
+    pruned = printed("CaseRemoval", "corpus", "prune", "--yes", *here)
+    assert [each["id"] for each in pruned["removed"]] == [failure["id"]]
+    assert printed("CaseRemoval", "corpus", "minimise", "--yes", *here)["removed"] == []
+
+
+def test_check_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object itself: tests/harness/audit/test_conformance.py makes it of kernels, which takes seconds."""
+    rows = (Row("name", "ok", "it is a name"), Row("backward", "wrong", "dQ: wrong", "see the formula"))
+    done = Conformance("torch.skewed", "cpu", rows, 1.5, complete=True, interrupted=True)
+    monkeypatch.setattr(conformance, "check_adapter", lambda *_, **__: done)
+    content = printed("Conformance", "check-adapter", "torch.skewed", "--device", "cpu", code=1)
+    assert (content["right"], content["interrupted"]) == (False, True)
 
 
 def test_list() -> None:
