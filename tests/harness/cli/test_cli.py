@@ -193,12 +193,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a negative seed": (["run", "--seed", "-1"], "seed=-1: must not be negative; give 0 or more"),
     "show what is missing": (
         ["show", "none.json"],
-        "case='none.json': it cannot be read (No such file or directory); give the path of a case file",
+        "case='none.json': it cannot be read (No such file or directory); give a file that `attnfuzz run` wrote",
     ),
-    "show a folder": (["show", "."], "case='.': it cannot be read (Is a directory); give the path of a case file"),
+    "show a folder": (["show", "."], "case='.': it cannot be read (Is a directory); give a file that `attnfuzz run` wrote"),
     "repro what is missing": (
         ["repro", "none.json"],
-        "case='none.json': it cannot be read (No such file or directory); give the path of a case file",
+        "case='none.json': it cannot be read (No such file or directory); give a file that `attnfuzz run` wrote",
     ),
 }
 
@@ -211,7 +211,7 @@ def test_wrong_use_ends_with_2_and_one_clear_line(name: str, as_json: bool, monk
     arguments, message = WRONG[name]
     if as_json:
         result = attnfuzz(*arguments, "--json")
-        assert json.loads(result.stdout) == {"error": message}
+        assert json.loads(result.stdout) == {"format": 1, "error": message}
         assert result.stderr == f"error: {message}\n"
         assert result.exit_code == 2
     else:
@@ -223,7 +223,7 @@ def test_wrong_use_ends_with_2_and_one_clear_line(name: str, as_json: bool, monk
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "case='case.json': not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
+        ("", "case='case.json': it is not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
         ("[1]", "case='case.json': case: not a JSON object; give a file that `attnfuzz run` wrote"),
         (
             '{"format": 7}',
@@ -237,7 +237,7 @@ def test_a_broken_case_file_is_refused(command: str, content: str, message: str)
     Path("case.json").write_text(content)
     assert_refused(attnfuzz(command, "case.json"), message)
     result = attnfuzz(command, "case.json", "--json")
-    assert json.loads(result.stdout) == {"error": message}
+    assert json.loads(result.stdout) == {"format": 1, "error": message}
     assert result.exit_code == 2
 
 
@@ -245,7 +245,7 @@ def test_repro_of_an_absent_kernel() -> None:
     path = stored(kernel="triton.varlan")
     assert_refused(
         attnfuzz("repro", path, "--device", "cpu"),
-        "error: case.json: kernel='triton.varlan': no kernel of that name is installed; did you mean 'triton.varlen'?",
+        "case.json: kernel='triton.varlan': no kernel of that name is installed; did you mean 'triton.varlen'?",
     )
 
 
@@ -264,7 +264,7 @@ def test_repro_of_a_kernel_that_cannot_run_here() -> None:
     registry.register(Subject(refuses="its compiler is missing"))
     assert_refused(
         attnfuzz("repro", stored(), "--device", "cpu"),
-        "error: case.json: kernel='acme.flash': it cannot run on cpu here: its compiler is missing",
+        "case.json: kernel='acme.flash': it cannot run on cpu here: its compiler is missing",
     )
 
 
@@ -313,9 +313,9 @@ def test_a_fault_of_the_harness_is_said_to_be_one(monkeypatch: pytest.MonkeyPatc
 def test_the_module_is_the_command_and_keeps_its_streams_apart(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", "show", "none.json", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    message = "case='none.json': it cannot be read (No such file or directory); give the path of a case file"
+    message = "case='none.json': it cannot be read (No such file or directory); give a file that `attnfuzz run` wrote"
     assert done.returncode == 2
-    assert json.loads(done.stdout) == {"error": message}
+    assert json.loads(done.stdout) == {"format": 1, "error": message}
     assert done.stderr == f"error: {message}\n"
 
 
@@ -617,7 +617,7 @@ def test_a_broken_stored_case_ends_the_run_with_its_path() -> None:
     (folder / "acme.flash-mine.json").write_text("{")
     result = run()
     assert result.exit_code == 2
-    assert "case='.attnfuzz/cases/acme.flash-mine.json': not JSON" in result.stderr
+    assert "case='.attnfuzz/cases/acme.flash-mine.json': it is not JSON" in result.stderr
 
 
 def test_failures_that_cannot_be_written_end_the_run(tmp_path: Path) -> None:
