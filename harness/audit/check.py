@@ -73,8 +73,8 @@ class CheckFailure:
 class CheckResult:
     """The result of `check`. It has no truth value: ask `ok`.
 
-    `ok`: Cases were tried, every output was judged, and none failed; `reason` says why not. `never_drawn`: features that the
-    kernel declares and no Case had. `seconds`: of the call; `seconds_to_first`: until the first verdict.
+    `ok`: Cases were tried, every output was judged, and none failed; `reason` says why not. `never_drawn`: values that the
+    kernel declares and no Case had, by what is drawn. `seconds`: of the call; `seconds_to_first`: until the first verdict.
     """
 
     ok: bool
@@ -85,7 +85,7 @@ class CheckResult:
     failures: tuple[CheckFailure, ...]
     cases: int
     outputs: Mapping[OutputName, CheckedOutput]
-    never_drawn: tuple[str, ...]
+    never_drawn: Mapping[str, tuple[str, ...]]
     seconds: float
     seconds_to_first: float | None
 
@@ -99,7 +99,8 @@ class CheckResult:
         plain["outputs"] = {name: _plain(each) for name, each in self.outputs.items()}
         for each in plain["outputs"].values():
             each["worst"] = each["worst"] if math.isfinite(each["worst"]) else str(each["worst"])
-        return {"format": 1, "command": "check", **plain, "never_drawn": list(self.never_drawn)}
+        plain["never_drawn"] = {name: list(values) for name, values in self.never_drawn.items()}
+        return {"format": 1, "command": "check", **plain}
 
 
 class Checker:
@@ -325,14 +326,14 @@ def _here(
 
 @contextlib.contextmanager
 def _unchanged(name: str) -> Iterator[None]:
-    """Restore what a trial in this process changes: torch's threads, a variable for Triton, the kernel of that name."""
+    """Restore what a trial in this process changes: torch's threads, environment variables, the kernel of that name."""
     import torch
 
     from attnfuzz.harness.core.environment import prepare
     from attnfuzz.kernels import registry
-    from attnfuzz.kernels.triton.runtime import VARIABLE
 
-    threads, variable = torch.get_num_threads(), os.environ.get(VARIABLE)
+    # torch sets some as well, at its first use of what it loads late.
+    threads, variables = torch.get_num_threads(), dict(os.environ)
     known = registry.get(name) if registry.is_local(name) else None
     prepare.cache_clear()
     try:
@@ -343,10 +344,11 @@ def _unchanged(name: str) -> Iterator[None]:
         registry.unregister(name)
         if known is not None:
             registry.register(known)
-        if variable is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = variable
+        for added in os.environ.keys() - variables.keys():
+            os.environ.pop(added, None)
+        for variable, value in variables.items():
+            if os.environ.get(variable) != value:
+                os.environ[variable] = value
 
 
 def _as_json(declared: Mapping[str, Any]) -> dict[str, Any]:
@@ -382,7 +384,7 @@ def _result(data: Mapping[str, Any], device: Device, seed: int, seconds: float) 
         failures=failures,
         cases=data["cases"],
         outputs={name: CheckedOutput(**each) for name, each in data.get("outputs", {}).items()},
-        never_drawn=tuple(data.get("never_drawn", ())),
+        never_drawn={name: tuple(values) for name, values in data.get("never_drawn", {}).items()},
         seconds=seconds,
         seconds_to_first=data.get("seconds_to_first"),
     )

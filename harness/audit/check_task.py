@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from attnfuzz.harness.audit.subject import LoadError, as_kernel, import_from_sources, loaded
@@ -20,7 +20,8 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.kernel_ref import inherited
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
-from attnfuzz.kernels.contract import Capabilities, Kernel
+from attnfuzz.harness.report.explained import explanation_rows
+from attnfuzz.kernels.contract import Kernel
 
 __all__ = ["result_of", "run", "runs_here"]
 
@@ -83,7 +84,7 @@ def result_of(kernel: Kernel, settings: Settings, executor: Executor, start: flo
             name: {"cases": each.cases, "unjudged": each.unjudged, "worst": each.worst, "wrong": each.failures}
             for name, each in row.outputs.items()
         },
-        "never_drawn": list(_never_drawn(kernel.capabilities, row)),
+        "never_drawn": {name: list(values) for name, values in row.never_drawn.items()},
         "not_tried": _not_tried(finished, row),
         "seconds_to_first": first[0] if first else None,
     }
@@ -92,7 +93,8 @@ def result_of(kernel: Kernel, settings: Settings, executor: Executor, start: flo
 def _failure(finding: Finding) -> dict[str, Any]:
     failure, case = finding.failure, finding.case
     rows = [f"   {name:<20} {value}" for name, value in describe_case(case)[1:]]
-    text = [str(finding.identity), *rows, *(f"   {line}" for line in describe_verdict(finding.verdict))]
+    lines = [*describe_verdict(finding.verdict), *(f"{title}: {text}" for title, text in explanation_rows(finding.explanation))]
+    text = [str(finding.identity), *rows, *(f"   {line}" for line in lines)]
     return {
         "id": finding.identity.key,
         **{name: getattr(finding.identity, name) for name in ("kernel", "kind", "output", "check")},
@@ -139,23 +141,6 @@ def _not_tried(finished: CampaignFinished, row: KernelSummary) -> str:
     if wrong := [name for name, each in row.outputs.items() if each.unjudged and not each.cases]:
         return f"{', '.join(wrong)} could not be judged in any Case"
     return finished.lost or finished.not_kept or ""
-
-
-def _never_drawn(can: Capabilities, row: KernelSummary) -> Iterator[str]:
-    """Yield the features that the kernel declares and that no Case had."""
-    declared: Mapping[str, bool] = {
-        "ragged, several sequences": "ragged" in can.packings,
-        "zero-length queries": can.zero_q,
-        "zero-length keys": can.zero_k,
-        "q shorter than k": can.unequal,
-        "q longer than k": can.unequal,
-        "groups > 1": can.groups is None or max(can.groups) > 1,
-        "slack rows": can.slack,
-        "dim_qk != dim_v": any(qk != v for qk, v in can.dims),
-        **{f"dtype {each}": True for each in can.dtypes},
-        **{f"causal {each}": True for each in can.causal},
-    }
-    yield from (name for name, holds in declared.items() if holds and not row.features.get(name))
 
 
 def _tuples(value: Any) -> Any:

@@ -59,7 +59,8 @@ def fleet_command(
     """
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     options["seed"] = seed_of(options)
-    announce_run("runs on a cluster", (*kernels, *more_kernels), options["seed"], verbosity, as_json=as_json)
+    for_machines = as_json or options["events"] == "-"
+    announce_run("runs on a cluster", (*kernels, *more_kernels), options["seed"], verbosity, as_json=for_machines)
     from attnfuzz.harness.campaign.fleet.cluster import joined, places_in
     from attnfuzz.harness.campaign.fleet.workers import FleetWorkers
 

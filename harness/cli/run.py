@@ -74,7 +74,8 @@ def run_command(
     """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     settings = settings_from(options, resolve_device(options["device"]))
-    announce_run("runs", (*kernels, *more_kernels), settings.seed, verbosity, as_json=as_json)
+    for_machines = as_json or options["events"] == "-"
+    announce_run("runs", (*kernels, *more_kernels), settings.seed, verbosity, as_json=for_machines)
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)

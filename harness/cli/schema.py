@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from attnfuzz.harness.audit.conformance.row import Row
 from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.gate.result import Outcome, PartName, Waiver
+from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import Identity, Kind
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Device
@@ -31,8 +34,18 @@ class Project(msgspec.Struct):
     settings: dict[str, Any]
 
 
+class ExplanationText(Explanation, frozen=True, kw_only=True):
+    """An explanation and, as `text`, what attnfuzz prints of it, line by line."""
+
+    text: list[str]
+
+
 class KernelRow(msgspec.Struct):
-    """One kernel of a run. `wrong`: Cases in which something was wrong with it, by what."""
+    """One kernel of a run. `wrong`: Cases in which something was wrong with it, by what.
+
+    `replayed`: stored Cases that were tried, which `cases` counts too; `not_replayed`: those for which the time was over. `drawn`:
+    Cases by what was drawn and its value; `never_drawn`: values that the kernel declares and no Case had.
+    """
 
     kernel: str
     cases: int
@@ -44,17 +57,29 @@ class KernelRow(msgspec.Struct):
     compile_seconds: float
     refused: int
     unreached: int
+    replayed: int
+    not_replayed: int
     outputs: dict[OutputName, Worst]
     failures: int
     features: dict[str, int]
+    drawn: dict[str, dict[str, int]]
+    never_drawn: dict[str, list[str]]
     processes_replaced: int
     seconds_to_recover: list[float]
     times: Times | None
+    disturbances: Disturbances
     wrong: Any = None
 
 
 class Skipped(msgspec.Struct):
     """A kernel that cannot run here."""
+
+    kernel: str
+    reason: str
+
+
+class Untried(msgspec.Struct):
+    """A kernel whose clean row says nothing: no Case ran, or none could be judged."""
 
     kernel: str
     reason: str
@@ -68,7 +93,10 @@ class Broken(msgspec.Struct):
 
 
 class RunFailure(msgspec.Struct):
-    """One bug. `known`: entries of the ledger that let it through; `repro`: the command that runs its Case again."""
+    """One bug. `known`: entries of the ledger that let it through; `repro`: the command that runs its Case again.
+
+    `group`: the `id` of the first failure that likely has the same cause, its own where there is none before it.
+    """
 
     id: str
     identity: Identity
@@ -82,6 +110,8 @@ class RunFailure(msgspec.Struct):
     seconds_to_find: float
     shrink_trials: int
     rate: tuple[int, int] | None
+    explanation: ExplanationText | None
+    group: str
     known: list[Waiver] | None = None
 
 
@@ -103,8 +133,10 @@ class Run(msgspec.Struct):
     seconds: float
     interrupted: bool
     broken: list[Broken]
+    untried: list[Untried]
     lost: str | None
     not_kept: str | None
+    seed: int
     project: Project | None
     ledger: str | None
     ledger_errors: list[LedgerError]
@@ -172,6 +204,22 @@ class ReproShrink(msgspec.Struct):
     seconds: float
     partly: bool
     rate: tuple[int, int] | None
+    explanation: ExplanationText | None
+
+
+class ReproExplain(msgspec.Struct):
+    """What `attnfuzz repro --explain --json` prints. `written`: whether the case file holds the explanation now."""
+
+    format: _Format
+    command: Literal["repro"]
+    way: Literal["explain"]
+    outcome: Literal["EXPLAINED", "FIXED"]
+    device: Device
+    case: _Case
+    explanation: ExplanationText | None
+    trials: int
+    seconds: float
+    written: bool
 
 
 class ReproScript(msgspec.Struct):
@@ -181,6 +229,7 @@ class ReproScript(msgspec.Struct):
     command: Literal["repro"]
     way: Literal["script"]
     script: str
+    exact: bool
     device: Device
     note: str | None
     case: _Case
@@ -269,6 +318,72 @@ class KernelList(msgspec.Struct):
     kernels: list[ListedKernel]
 
 
+class Conformance(msgspec.Struct):
+    """What `attnfuzz check-adapter --json` prints. `right`: all checks ran, and none found anything wrong."""
+
+    format: _Format
+    command: Literal["check-adapter"]
+    kernel: str
+    device: Device
+    right: bool
+    complete: bool
+    interrupted: bool
+    checks: list[Row]
+    seconds: float
+
+
+class StoredCase(msgspec.Struct):
+    """A case file. `id`: of its failure, None if the file does not say; `case_id`: of the Case; `elements`: of q, k and v."""
+
+    kernel: str
+    output: OutputName | None
+    kind: Kind | None
+    check: str
+    elements: int
+    lengths: str
+    age_seconds: int
+    last_seen: str
+    minimal: bool
+    id: str | None
+    case_id: str
+    file: str
+
+
+class RemovedCase(StoredCase):
+    """A case file that was removed, for a dry run: would be."""
+
+    reason: str
+
+
+class LeftFile(msgspec.Struct):
+    """A file that was not read or not removed, and why."""
+
+    file: str
+    reason: str
+
+
+class CaseList(msgspec.Struct):
+    """What `attnfuzz corpus list --json` prints."""
+
+    format: _Format
+    command: Literal["corpus list"]
+    folder: str
+    cases: list[StoredCase]
+    unreadable: list[LeftFile]
+
+
+class CaseRemoval(msgspec.Struct):
+    """What `attnfuzz corpus prune --json` prints, and `minimise`. `kept`: how many case files there are then."""
+
+    format: _Format
+    command: Literal["corpus prune", "corpus minimise"]
+    dry_run: bool
+    removed: list[RemovedCase]
+    left: list[LeftFile]
+    kept: int
+    interrupted: bool
+
+
 class CheckedFailure(msgspec.Struct):
     """One bug, as `attnfuzz.harness.CheckFailure`."""
 
@@ -308,7 +423,7 @@ class Check(msgspec.Struct):
     failures: list[CheckedFailure]
     cases: int
     outputs: dict[OutputName, Checked]
-    never_drawn: list[str]
+    never_drawn: dict[str, list[str]]
     seconds: float
     seconds_to_first: float | None
 
@@ -328,7 +443,10 @@ class EventLine(msgspec.Struct):
     after: float
 
 
-_DOCUMENTS = (Run, ReproOnce, ReproRepeat, ReproShrink, ReproScript, Gate, KernelList, Check, WrongUse, EventLine)
+_DOCUMENTS = (
+    *(Run, ReproOnce, ReproRepeat, ReproShrink, ReproExplain, ReproScript, Gate, KernelList),
+    *(Conformance, CaseList, CaseRemoval, Check, WrongUse, EventLine),
+)
 _NUMBERS = {"anyOf": [{"type": "number"}, {"enum": ["inf", "-inf", "nan"]}]}
 
 

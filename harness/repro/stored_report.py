@@ -51,7 +51,8 @@ def entry_object(entry: Entry) -> dict[str, Any]:
         "age_seconds": round(max(0.0, time.time() - entry.written)),
         "last_seen": entry.last_seen,
         "minimal": entry.stored.finding.minimal,
-        "id": case.id,
+        "id": identity.key if identity else None,
+        "case_id": case.id,
         "file": str(entry.stored.path),
     }
 

@@ -11,7 +11,7 @@ from support.paths import ROOT
 SCHEMA = json.loads((ROOT / "docs" / "reference" / "attnfuzz.schema.json").read_text(encoding="utf-8"))
 _KINDS: dict[str, Any] = {"string": str, "object": dict, "array": list, "null": type(None), "boolean": bool}
 _CHECKED = {"title", "description", "default", "$ref", "anyOf", "enum", "type", "properties", "required", "additionalProperties",
-            "items", "prefixItems", "minItems", "maxItems", "propertyNames"}  # fmt: skip
+            "items", "prefixItems", "minItems", "maxItems", "propertyNames", "minimum", "maxLength"}  # fmt: skip
 
 
 def wrong(value: Any, schema: dict[str, Any] | str, where: str = "") -> Iterator[str]:
@@ -30,6 +30,10 @@ def wrong(value: Any, schema: dict[str, Any] | str, where: str = "") -> Iterator
     if kinds and not any(_is(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
         yield f"{where}: {value!r} is not of type {kinds}"
         return
+    if isinstance(value, str) and len(value) > schema.get("maxLength", len(value)):
+        yield f"{where}: {len(value)} letters are more than {schema['maxLength']}"
+    if _is(value, "number") and value < schema.get("minimum", value):
+        yield f"{where}: {value!r} is less than {schema['minimum']}"
     if isinstance(value, dict):
         yield from _wrong_object(value, schema, where)
     if isinstance(value, list) and ("items" in schema or "prefixItems" in schema):

@@ -82,7 +82,7 @@ def test_groups(findings: list[Finding], groups: list[int], lines: list[str]) ->
     assert all(line in output for line in lines)
     assert output.count("(found after") == len(findings), "no single failure is lost"
     result = campaign_object(finished(*findings))["failures"]
-    assert [each["group"] for each in result] == [findings[group].identity.fingerprint for group in groups]
+    assert [each["group"] for each in result] == [findings[group].identity.key for group in groups]
 
 
 @pytest.mark.parametrize(
