@@ -56,10 +56,7 @@ def finding_object(finding: Finding) -> dict[str, Any]:
 def _failures(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return each failure, with the `id` of the first of those that likely have the same cause as its `group`."""
     groups = groups_of(findings)
-    return [
-        {**finding_object(each), "group": findings[first].identity.key}
-        for each, first in zip(findings, groups, strict=True)
-    ]
+    return [{**finding_object(each), "group": findings[first].identity.key} for each, first in zip(findings, groups, strict=True)]
 
 
 def explanation_object(explanation: Explanation | None) -> dict[str, Any] | None:
