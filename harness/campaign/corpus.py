@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -86,14 +87,10 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def read(cls, data: Any) -> StoredFinding:
         """The finding in a file's JSON. A field that is missing or wrong counts as not known: the Case can be run without it."""
-        fields = {}
-        for field in msgspec.structs.fields(cls) if isinstance(data, dict) else ():
-            if field.name in data:
-                # Infinities and NaN are strings in JSON.
-                strict = field.name not in ("place", "pattern")
-                with contextlib.suppress(msgspec.ValidationError):
-                    fields[field.name] = msgspec.convert(data[field.name], field.type, strict=strict)
-        finding = cls(**fields)
+        try:
+            finding = msgspec.convert(data, cls)
+        except msgspec.ValidationError:
+            finding = cls(**(_readable(data, cls) if isinstance(data, dict) else {}))
         if finding.target is not None and not _is_target(finding.target):
             finding = msgspec.structs.replace(finding, target=None)
         failed, runs = finding.rate or (1, 2)
@@ -127,6 +124,24 @@ class CaseFile:
         return bool(identities) and (identity is None or identity.kind == "nondeterministic" or identity in identities)
 
 
+def _readable(data: dict[str, Any], kind: type[StoredFinding]) -> dict[str, Any]:
+    """Return the fields of a finding that can be read."""
+    fields = {}
+    for name, type_ in _types(kind):
+        if name in data:
+            # Infinities and NaN are strings in JSON.
+            strict = name not in ("place", "pattern")
+            with contextlib.suppress(msgspec.ValidationError):
+                fields[name] = msgspec.convert(data[name], type_, strict=strict)
+    return fields
+
+
+@functools.cache
+def _types(kind: type[StoredFinding]) -> tuple[tuple[str, Any], ...]:
+    """Return (name, type) of each field; cached, since msgspec evaluates the annotations at every call, in half a millisecond."""
+    return tuple((field.name, field.type) for field in msgspec.structs.fields(kind))
+
+
 def read_case(path: Path | str) -> CaseFile:
     """Read a case file, or a bare Case.
 
@@ -150,7 +165,7 @@ def content_of(path: Path) -> bytes:
         BadCase: it cannot be read.
     """
     try:
-        return read_file(path, _LARGEST, argument="case", remedy=_REMEDY)
+        return read_file(path, _LARGEST, argument="case", remedy="give the path of a case file")
     except BadArgument as error:
         raise BadCase(str(error)) from None
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from attnfuzz.harness.campaign.corpus import CaseFile
-from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.files import Unreadable, decoded, opened, read_at_most, write_whole
 
 __all__ = ["SHARE", "ReplayRecord", "in_turn", "most_replays"]
 
@@ -94,10 +92,7 @@ class ReplayRecord:
 
     def _read(self) -> dict[str, list[str]]:
         try:
-            # A pipe is not waited for.
-            with os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                kind = os.fstat(file.fileno())
-                readable = stat.S_ISREG(kind.st_mode) and kind.st_size <= _LARGEST
-                return msgspec.json.decode(file.read(_LARGEST), type=dict[str, list[str]]) if readable else {}
-        except (OSError, ValueError, RecursionError):
+            with opened(self._path) as descriptor:
+                return decoded(read_at_most(descriptor, _LARGEST), dict[str, list[str]])
+        except Unreadable:
             return {}

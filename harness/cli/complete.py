@@ -27,5 +27,5 @@ def complete_kernels(context: click.Context, parameter: click.Parameter, incompl
 def complete_cases(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
     """Return the case files of the default folder and the JSON files of this one; else let the shell complete a path."""
     paths = (str(path) for folder in (_CASES, Path()) for path in sorted(folder.glob("*.json")))
-    found = [each for each in paths if each.isprintable() and each.startswith(incomplete)]
-    return [CompletionItem(each) for each in found[:_MOST]] or [CompletionItem(incomplete, type="file")]
+    matching = [each for each in paths if each.isprintable() and each.startswith(incomplete)]
+    return [CompletionItem(each) for each in matching[:_MOST]] or [CompletionItem(incomplete, type="file")]

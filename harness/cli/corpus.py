@@ -112,7 +112,7 @@ def _check_answer(options: dict[str, Any], *, as_json: bool) -> None:
     """Find out before the first run whether files may be removed.
 
     Raises:
-        BadArgument: it is to be asked, and nobody answers.
+        BadArgument: a question would be asked, and there is no terminal for the answer.
     """
     if options["yes"] and options["dry_run"]:
         raise reject("dry-run", True, "--yes removes, and --dry-run removes nothing", "leave one of them out")

@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
 from attnfuzz.harness.cli.corpus import corpus_group
@@ -32,6 +31,7 @@ from attnfuzz.harness.cli.streams import echo, outlive_readers, watched_stdout
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.signals import ending, interrupted_once
 from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.report import interim
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.kernels.support.third_party import described
 from attnfuzz.kernels.targets import third_party_frame

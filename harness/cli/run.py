@@ -17,7 +17,6 @@ from click.core import ParameterSource
 from rich.markup import escape
 
 from attnfuzz.harness.campaign.options import settings_from
-from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.complete import complete_kernels
 from attnfuzz.harness.cli.options import (
     CLEAN,
@@ -44,7 +43,7 @@ from attnfuzz.harness.cli.project import project_line, project_object
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import has_cuda, prepare, resolve_device
 from attnfuzz.harness.core.text import counted
-from attnfuzz.harness.report import machine
+from attnfuzz.harness.report import interim, machine
 from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel

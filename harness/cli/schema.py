@@ -43,8 +43,8 @@ class ExplanationText(Explanation, frozen=True, kw_only=True):
 class KernelRow(msgspec.Struct):
     """One kernel of a run. `wrong`: Cases in which something was wrong with it, by what.
 
-    `replayed`: stored Cases that were tried, which `cases` counts too; `not_replayed`: those for which the time was over. `drawn`:
-    Cases by what was drawn and its value; `never_drawn`: values that the kernel declares and no Case had.
+    `replayed`: stored Cases that were tried, which `cases` counts too; `not_replayed`: those for which the time was over.
+    `drawn`: Cases by what was drawn and its value; `never_drawn`: values that the kernel declares and no Case had.
     """
 
     kernel: str

@@ -127,7 +127,8 @@ def decoded(content: bytes | str, kind: Any = Any) -> Any:
     """
     try:
         data = msgspec.json.decode(content)
-        if _is_deeper(data, DEEPEST):
+        # Almost every file has fewer brackets than levels are allowed.
+        if _brackets(content) > DEEPEST and _is_deeper(data, DEEPEST):
             raise Unreadable(f"it is nested too deeply (more than {DEEPEST} levels)")
         return data if kind is Any else msgspec.convert(data, kind)
     except RecursionError:
@@ -138,7 +139,7 @@ def decoded(content: bytes | str, kind: Any = Any) -> Any:
         # Decoding without a type is only invalid for numbers.
         raise Unreadable(str(error)) from None
     except ValueError as error:  # DecodeError and UnicodeDecodeError are such
-        raise Unreadable(f"it is not JSON ({error})") from None
+        raise Unreadable(f"not JSON ({error})") from None
 
 
 def decoded_toml(content: bytes) -> dict[str, Any]:
@@ -158,6 +159,13 @@ def decoded_toml(content: bytes) -> dict[str, Any]:
     if _is_deeper(data, DEEPEST):
         raise Unreadable(f"it is nested too deeply (more than {DEEPEST} levels)")
     return data
+
+
+def _brackets(content: bytes | str) -> int:
+    """Return how many arrays and objects JSON has at most."""
+    if isinstance(content, str):
+        return content.count("[") + content.count("{")
+    return content.count(b"[") + content.count(b"{")
 
 
 def _is_deeper(data: Any, most: int) -> bool:

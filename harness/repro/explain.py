@@ -11,17 +11,17 @@ from typing import Literal
 import msgspec
 
 from attnfuzz.harness.campaign.blob import is_blob
-from attnfuzz.harness.campaign.corpus import CaseFile
+from attnfuzz.harness.campaign.corpus import CaseFile, content_of
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.explain import Explanation
-from attnfuzz.harness.core.files import write_whole
+from attnfuzz.harness.core.files import Unreadable, decoded, write_whole
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, verdict_or_lost
 from attnfuzz.harness.repro.reshrink import identity_in, minimiser_for
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import BadCase, Case
 
 __all__ = ["Explained", "explain_stored"]
 
@@ -89,10 +89,16 @@ def _write(stored: CaseFile, explanation: Explanation) -> str:
     if is_blob(str(stored.path)):
         return "a blob holds no explanation"
     try:
-        data = msgspec.json.decode(stored.path.read_bytes())
+        data = decoded(content_of(stored.path))
+        if not isinstance(data, dict):
+            raise Unreadable("it is no Case any more")
         finding = data.get("found")
         data["found"] = {**(finding if isinstance(finding, dict) else {}), "explanation": msgspec.to_builtins(explanation)}
         write_whole(stored.path, dumps(data) + "\n")
-    except (OSError, msgspec.DecodeError) as error:
-        return f"{stored.path}: it cannot be written ({error})"
+    except OSError as error:
+        return f"{stored.path}: it cannot be written ({error.strerror})"
+    except BadCase as error:
+        return str(error)
+    except Unreadable as error:
+        return f"{stored.path}: {error}"
     return ""

@@ -33,8 +33,8 @@ def measured(**changed: Any) -> dict[str, Any]:
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "empty": (b"", "it is not JSON"),
-    "not UTF-8": (b'{"device": "\xff"}', "it is not JSON"),
+    "empty": (b"", "not JSON"),
+    "not UTF-8": (b'{"device": "\xff"}', "not JSON"),
     "200,000 brackets": (b"[" * 200_000, "nested too deeply"),
     "900 levels": (baseline(environment={"a": nested(900)}), "nested too deeply"),
     "a list": ([], "Expected `object`"),
@@ -63,7 +63,7 @@ def table(**changed: Any) -> dict[str, Any]:
 
 
 BROKEN_TABLES: dict[str, tuple[Any, str]] = {
-    "empty": (b"", "it is broken (it is not JSON"),
+    "empty": (b"", "it is broken (not JSON"),
     "200,000 brackets": (b"[" * 200_000, "nested too deeply"),
     "a list": ([], "Expected `object`"),
     "a version of 5,000 digits": (table(format=digits(5000)), "out of range"),

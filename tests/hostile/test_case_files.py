@@ -31,8 +31,13 @@ def blob(content: bytes) -> str:
 def usage_error(argument: str) -> str:
     """What pytest says of --attnfuzz-case."""
     values = {"device": "cpu", "case": [argument]}
-    defaults = {f"--attnfuzz-{name}": option.default for name, option in options._OPTIONS.items()}
-    config = SimpleNamespace(getoption=lambda name: values.get(name.removeprefix("--attnfuzz-"), defaults.get(name)))
+    option = SimpleNamespace(**{options._attribute(name): values.get(name) for name in options._OPTIONS})
+    config = SimpleNamespace(
+        option=option,
+        getoption=lambda name: getattr(option, options._attribute(name.removeprefix("--attnfuzz-"))),
+        rootpath=Path.cwd(),
+        stash=pytest.Stash(),
+    )
     with pytest.raises(pytest.UsageError) as caught:
         options.pytest_configure(config)  # type: ignore[arg-type]
     return str(caught.value)

@@ -22,12 +22,12 @@ from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import FailureFound
 from attnfuzz.harness.campaign.findings import Findings
-from attnfuzz.harness.cli import interim
 from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.core import environment, signals
 from attnfuzz.harness.core.signals import drop_interrupts, ending, interrupted_once, uninterrupted
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.report import interim
 from attnfuzz.harness.repro import reproduce
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case

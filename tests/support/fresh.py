@@ -15,6 +15,7 @@ _PROGRAM = """
 import json, os, signal, sys, time, traceback
 import torch
 import torch.nn.functional
+import torch._inductor.config  # by use_deterministic_algorithms, in seconds
 
 torch.zeros(1).sum()
 assert not any(name.startswith("attnfuzz") for name in sys.modules)

@@ -25,9 +25,15 @@ def literal(value: object) -> str:
 
 
 def wrapped(begin: str, arguments: Sequence[str], end: str) -> list[str]:
-    """Return a call on one line, on three, or with one argument a line."""
+    """Return a call on one line, or with its arguments on as few lines as they fill."""
     if len(line := f"{begin}{', '.join(arguments)}{end}") <= WIDTH:
         return [line]
-    if len(line := f"    {', '.join(arguments)}") <= WIDTH:
-        return [begin, line, end]
-    return [begin, *(f"    {each}," for each in arguments), end]
+    lines = [f"    {arguments[0]},"]
+    for each in arguments[1:]:
+        if len(lines[-1]) + len(each) + 2 <= WIDTH:
+            lines[-1] += f" {each},"
+        else:
+            lines.append(f"    {each},")
+    # One line of arguments has no comma at its end.
+    lines[-1] = lines[-1].removesuffix(",") if len(lines) == 1 else lines[-1]
+    return [begin, *lines, end]

@@ -92,7 +92,7 @@ def _adapted(
     """Call a user's own function."""
     imports, names = [], []
     if kernel.backend == "triton" and device == "cpu":
-        imports += ["from attnfuzz.kernels.triton import runtime", "", 'runtime.load("cpu")  # Triton\'s interpreter, mended']
+        imports += ["from attnfuzz.kernels.triton import runtime", "", 'runtime.load("cpu")  # Triton\'s interpreter, corrected']
     for number, (module, path) in enumerate(places):
         first, dot, rest = path.partition(".")
         alias = first if first not in _OWN and first not in names else ("attention_function", "backward_function")[number]

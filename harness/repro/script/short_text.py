@@ -71,19 +71,20 @@ def body(kernel: Kernel, config: Config, values: Values, limits: Mapping[OutputN
     third = ["import torch"]
     if not explicit:
         third.append("from torch.nn.functional import scaled_dot_product_attention")
-    return "\n\n".join(
-        "\n".join(part)
-        for part in (
-            standard,
-            third,
-            call.imports,
-            (*([_FILLED] if values.filled else ()), *tensors),
-            call.lines,
-            reference_lines(kernel, problem, limits, device),
-            comparison_lines(problem, limits),
-        )
-        if part
-    )
+    imports = [standard, third, call.imports]
+    work = [
+        (*([_FILLED] if values.filled else ()), *tensors),
+        call.lines,
+        reference_lines(kernel, problem, limits, device),
+        comparison_lines(problem, limits),
+    ]
+    text = _paragraphs([*imports, *work])
+    # Blank lines go first where the script is too long.
+    return text if len(text.splitlines()) <= LINES else _paragraphs([*imports, [line for part in work for line in part]])
+
+
+def _paragraphs(parts: Iterable[Iterable[str]]) -> str:
+    return "\n\n".join(text for part in parts if (text := "\n".join(part)))
 
 
 _FILLED = "torch.use_deterministic_algorithms(True, warn_only=True)  # memory from torch.empty is NaN"
@@ -95,7 +96,7 @@ def _tensors(kernel: Kernel, values: Values, limits: Mapping[OutputName, float],
     wanted = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **({"do": inputs.d_o} if set(GRADIENTS) & {*limits} else {})}
     lines: list[str] = ["torch.manual_seed(0)"] if values.random else []
     pack = _Pack()
-    made = []
+    tensors = []
     for name, x in wanted.items():
         rows = problem.total_q if name in ("q", "do") else problem.total_k
         x = turned(kernel, x)
@@ -106,8 +107,8 @@ def _tensors(kernel: Kernel, values: Values, limits: Mapping[OutputName, float],
             text = f"{times}torch.randn({_sizes(once.shape)}, dtype={x.dtype})"
         else:
             text = pack.text(once[:rows] if problem.packing == "ragged" else once, once.shape)
-        made += _placed(name, x, once, text, device)
-    lines += pack.lines(inputs.q.dtype) + made
+        tensors += _placed(name, x, once, text, device)
+    lines += pack.lines(inputs.q.dtype) + tensors
     if problem.packing == "ragged":
         slack = [f"({name}, {rows})" for name, rows, more in _rows(problem) if more and name in wanted]
         if slack:

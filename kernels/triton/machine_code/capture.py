@@ -96,14 +96,14 @@ def _without_data(value: Any) -> Any:
 
 def _distinct(calls: list[Call]) -> tuple[Call, ...]:
     """Each launch once; launches of one function with other arguments are numbered."""
-    found: dict[str, Call] = {}
+    distinct: dict[str, Call] = {}
     counts: dict[str, int] = {}
     for call in calls:
         constants = sorted((name, repr(getattr(value, "dtype", value))) for name, value in call.constants.items())
         key = f"{id(call.function)} {call.arguments!r} {constants}"
-        if key in found:
+        if key in distinct:
             continue
         counts[call.name] = number = counts.get(call.name, 0) + 1
         name = call.name if number == 1 else f"{call.name} ({number})"
-        found[key] = Call(name, call.function, call.arguments, call.constants)
-    return tuple(found.values())
+        distinct[key] = Call(name, call.function, call.arguments, call.constants)
+    return tuple(distinct.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support import adapters as support
+from support.disks import fill, make_read_only, small_disk
 
 from attnfuzz.harness.campaign import corpus
 from attnfuzz.harness.cli import main as cli
@@ -221,52 +221,39 @@ def test_a_file_in_place_of_the_cases() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 128 KiB, of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs root, and a system that lets it mount")
-    try:
+    with small_disk(tmp_path / "disk", 128) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path) -> None:
-    with (folder / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"x" * 4096)
+def test_a_folder_that_can_only_be_read(disk: Path) -> None:
+    make_read_only(disk)
+    assert_refused(run(disk / "out"), "failing Cases could not be written there (Read-only file system)")
+    assert not (disk / "out").exists()
 
 
-def test_a_folder_that_can_only_be_read(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert_refused(run(small_disk / "out"), "failing Cases could not be written there (Read-only file system)")
-    assert not (small_disk / "out").exists()
-
-
-def test_a_disk_that_is_full_from_the_start_loses_nothing(small_disk: Path) -> None:
-    fill(small_disk)
-    result = run(small_disk / "out")
+def test_a_disk_that_is_full_from_the_start_loses_nothing(disk: Path) -> None:
+    fill(disk)
+    result = run(disk / "out")
     assert_nothing_lost(result, "No space left on device")
 
 
-def test_a_disk_that_fills_while_a_run_goes_on_loses_nothing(small_disk: Path) -> None:
+def test_a_disk_that_fills_while_a_run_goes_on_loses_nothing(disk: Path) -> None:
     def filling(q, k, v, softmax_scale=None, causal=False):
-        if k.shape[1] > 5 and not (small_disk / "filler").exists():
-            fill(small_disk)
+        if k.shape[1] > 5 and not (disk / "filler").exists():
+            fill(disk)
         return many_keys_fail(q, k, v, softmax_scale, causal)
 
     registry._registered["theirs.flash"] = dense(filling, name="theirs.flash", files=[__file__], **SMALL)
-    result = run(small_disk / "out")
+    result = run(disk / "out")
     assert_nothing_lost(result, "No space left on device")
     # What is there is whole.
-    for path in (small_disk / "out").rglob("*.json"):
+    for path in (disk / "out").rglob("*.json"):
         json.loads(path.read_text())
-    (small_disk / "filler").unlink()
+    (disk / "filler").unlink()
     registry._registered["theirs.flash"] = WRONG
-    assert run(small_disk / "out").exit_code == 1
+    assert run(disk / "out").exit_code == 1
 
 
 def no_space(*_: Any) -> Any:

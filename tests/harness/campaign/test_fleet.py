@@ -342,7 +342,7 @@ def test_each_death_leaves_the_cases_of_its_own_worker(tmp_path: Path) -> None:
     """The journals of all actors are files of one process: the second death must not have the first's Cases tried again."""
     resumed: list[list[Case]] = []
     coordinator = SimpleNamespace(leave=lambda _: None, resume=lambda left: resumed.append([each.case for each in left]))
-    context = SimpleNamespace(settings=Settings(out="out", workers=2))
+    context = SimpleNamespace(settings=Settings(out="out", workers=2), listener=pytest.fail)
     workers = WorkerGroup(context, 2)
     first, second, third = some_cases(3)
     workers._living = [in_flight(0, first, second), in_flight(1, third)]

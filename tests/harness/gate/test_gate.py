@@ -202,7 +202,8 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repositor
     """A repository whose package this process can import, with one kernel."""
     repository = Repository.create(tmp_path / "repository", "rough")
     monkeypatch.syspath_prepend(str(repository.root / "src"))
-    monkeypatch.setattr(registry, "_registered", {})
+    for table in ("_registered", "_loaded", "_origins"):
+        monkeypatch.setattr(registry, table, {})
     monkeypatch.chdir(repository.root)
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)

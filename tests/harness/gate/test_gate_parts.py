@@ -268,7 +268,7 @@ def test_a_baseline_comes_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("{", "it is not JSON"),
+        ("{", "not JSON"),
         ("[]", "Expected `object`"),
         ('{"format": 7}', "its format is 7, and this attnfuzz reads 1"),
         ('{"format": 1, "device": "cpu", "environment": {}, "kernels": {"a": {}}}', "missing required field `fingerprint`"),

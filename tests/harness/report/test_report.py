@@ -225,7 +225,7 @@ def test_what_was_drawn() -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "it is broken (Input data was truncated)"),
+        ("", "it is broken (not JSON (Input data was truncated))"),
         ("[]", "it is not a record of a run"),
         ('{"format": 7}', "its format is 7, this attnfuzz reads 1"),
         ('{"format": 1}', "it is broken (Object missing required field `stamp`)"),
@@ -370,7 +370,7 @@ def test_what_cannot_be_reported_ends_with_2(as_json: bool) -> None:
         ("none", "report='none': no such folder; give the folder that `attnfuzz run --out DIR` wrote to"),
         ("file", "report='file': it is not a folder; give the folder that `attnfuzz run --out DIR` wrote to"),
         ("empty", f"report='empty': no run is recorded there; {remedy}"),
-        ("broken", "run='broken/runs/a.json': it is broken (Input data was truncated); "
+        ("broken", "run='broken/runs/a.json': it is broken (not JSON (Input data was truncated)); "
          "remove it, or report with the version that wrote it"),
     ):  # fmt: skip
         done = attnfuzz("report", folder, *more)

@@ -222,7 +222,7 @@ def test_a_smaller_case_is_written_beside_the_first() -> None:
 def test_what_does_not_fail_any_more_is_fixed() -> None:
     result = repro(stored("acme.right"), "--shrink")
     assert result.exit_code == 0
-    assert result.stdout.startswith("FIXED it does not fail any more: case.json on cpu, 1 trials in ")
+    assert result.stdout.startswith("FIXED it does not fail any more: case.json on cpu, 1 trial in ")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("the pipe is broken")])

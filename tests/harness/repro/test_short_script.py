@@ -238,9 +238,3 @@ def test_the_command_writes_what_it_has_run(tmp_path: Path, monkeypatch: pytest.
     written = json.loads(result.stdout)
     assert (written["script"], written["exact"], written["note"]) == ("shown.py", False, None)
     assert "from short_command import my_dense" in Path("shown.py").read_text()
-    Path("short_command.py").write_text(fault.module(mended=True))
-    Path("shown.py").unlink()
-    result = CliRunner().invoke(cli.main, arguments[:-1])
-    assert result.exit_code == 2, result.output
-    assert "no short script shows its failure" in result.stderr
-    assert not Path("shown.py").exists()
