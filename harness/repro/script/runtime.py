@@ -153,12 +153,14 @@ def compared(case: PackedCase, name: str, got: torch.Tensor) -> list[str]:
     wrong = ~((low <= got) & (got <= high) | low.isnan())
     if not wrong.any():
         return []
-    lines = [f"{name}: {int(wrong.sum())} of {int((~low.isnan()).sum())} elements are wrong"]
+    count = int(wrong.sum())
+    lines = [f"{name}: {count} of {int((~low.isnan()).sum())} elements {'is' if count == 1 else 'are'} wrong"]
     ratio = ((got - expected).abs() / allowed).nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(~wrong, -1.0)
-    for flat in ratio.flatten().topk(min(5, int(wrong.sum()))).indices.tolist():
+    for flat in ratio.flatten().topk(min(5, count)).indices.tolist():
         place = place_of(case.calls[-1][0], name, [int(at) for at in torch.unravel_index(torch.tensor(flat), wrong.shape)])
-        values = [float(x.flatten()[flat]) for x in (got, expected, allowed, ratio)]
-        lines.append("  {}: got {:.9g}, expected {:.9g}, allowed error {:.3g}, error/allowed {:.3g}".format(place, *values))
+        value, right, least, most = (float(x.flatten()[flat]) for x in (got, expected, low, high))
+        accepted = f"{least:.9g} alone" if least == most else f"{least:.9g} to {most:.9g}"
+        lines.append(f"  {place}: got {value:.9g}, expected {right:.9g}, accepted {accepted}")
     return lines
 
 

@@ -182,7 +182,7 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
                 "masked-load",
                 "load",
                 f"{hidden} of {elements(kept.size)} {'is' if hidden == 1 else 'are'} masked "
-                "and there is no other=: they hold anything",
+                f"and there is no other=: {'it holds' if hidden == 1 else 'they hold'} anything",
             )
         for view, width, live in accessed("load", ptrs, kept):
             note_load(view, width, data, kept, live)

@@ -375,7 +375,7 @@ def test_what_cannot_be_reported_ends_with_2(as_json: bool) -> None:
     ):  # fmt: skip
         done = attnfuzz("report", folder, *more)
         assert (done.exit_code, done.stderr) == (2, f"error: {reason}\n")
-        assert not as_json or json.loads(done.stdout) == {"error": reason}
+        assert not as_json or json.loads(done.stdout) == {"format": 1, "error": reason}
         assert not Path(folder, "report.html").exists()
 
 

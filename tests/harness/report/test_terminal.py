@@ -145,7 +145,7 @@ def test_the_lines_of_a_message_stand_under_its_failure() -> None:
 def test_the_budget_is_for_one_kernel() -> None:
     environment = {"device": "cpu", "cores": 1, "versions": {}}
     output = shown(events.CampaignStarted({}, environment, ("acme.flash",), 60.0))
-    assert "budget: 60 s for 1 kernel\n" in output
+    assert "budget: 60 s for 1 kernel; seed: 0\n" in output
 
 
 def test_a_path_that_looks_like_markup_is_shown() -> None:

@@ -34,8 +34,9 @@ from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.expressions import named as modifiers
 from attnfuzz.kernels.expressions.tree import to_data
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.problem import BadArgument, Dtype, Layout, Needs, Problem
 from attnfuzz.kernels.triton import runtime
+from attnfuzz.oracles.formats import Format, rounded
 from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe
 
 CONFIG = Config(tile_m=6, tile_n=6)
@@ -145,7 +146,7 @@ def test_every_form_of_a_problem_is_made_to_the_bit_and_a_right_kernel_is_ok(nam
 
 
 FAULTS: dict[str, tuple[Case, str]] = {
-    "one element": (case_of("acme.element"), "dv: 1 of 144 elements are wrong"),
+    "one element": (case_of("acme.element"), "dv: 1 of 144 elements is wrong"),
     "unwritten": (case_of("acme.unwritten"), "dk: 16 of 144 elements are wrong"),
     "past the end": (case_of("acme.past"), "a tensor that the kernel made"),
     "an input": (case_of("acme.input"), "the kernel wrote to its input k"),
@@ -171,13 +172,19 @@ def test_a_script_shows_what_the_harness_finds(name: str, monkeypatch: pytest.Mo
     assert checked(script, "acme.right") == []
 
 
-def test_the_worst_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of("acme.element")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_worst_elements_are_shown_with_what_the_judge_accepts(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of float16 are larger than the budget: an allowed error alone would say that the expected value is wrong too."""
+    case = case_of("acme.element", dtype=dtype)
     place = run_trial(case, "cpu").failures[0].place
     assert place is not None
+    form = Format.of(dtype)
+    ends = (place.expected + side * place.allowed for side in (-1, 1))
+    low, high = (float(rounded(torch.tensor(each, dtype=torch.float64), form)) for each in ends)
+    accepted = f"{low:.9g} alone" if low == high else f"{low:.9g} to {high:.9g}"
     lines = checked(loaded(written(case).text, monkeypatch))
-    values = f"got {place.got:.9g}, expected {place.expected:.9g}, allowed error {place.allowed:.3g}, error/allowed "
-    assert lines[1].startswith(f"  sequence 0, row 0, head 0, dim 3: {values}")
+    values = f"got {place.got:.9g}, expected {place.expected:.9g}, accepted {accepted}"
+    assert lines[1:] == [f"  sequence 0, row 0, head 0, dim 3: {values}"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -384,7 +391,7 @@ def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Pa
     done = {name: (*process.communicate(timeout=300), process.returncode) for name, process in running.items()}
     out, err, code = done["ours"]
     assert code == 1, err
-    assert out.splitlines()[:2] == ["FAILED acme.element on cpu, run 1", "dv: 1 of 144 elements are wrong"]
+    assert out.splitlines()[:2] == ["FAILED acme.element on cpu, run 1", "dv: 1 of 144 elements is wrong"]
     assert done["fixed"] == ("OK acme.element on cpu\n", "", 0)
     assert done["dies"][2] == -signal.SIGSEGV
     if "demo" in cases:

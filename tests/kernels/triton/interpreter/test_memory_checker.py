@@ -170,7 +170,7 @@ def test_one_element_past_the_end_and_before_the_start() -> None:
     assert torch.equal(x, out)
     line = "value = tl.load(source"
     fault = refused("out-of-bounds", line, copy, lambda: copy[(2,)](x, out, 1, 16, 1, size=8))
-    assert "reads element 1 past the end of source (16,) float32 (1 elements in all); program (1, 0, 0) of copy" in str(fault)
+    assert "reads element 1 past the end of source (16,) float32 (1 element in all); program (1, 0, 0) of copy" in str(fault)
     fault = refused("out-of-bounds", line, copy, lambda: copy[(2,)](x, out, -1, 16, 1, size=8))
     assert "element 1 before the start of source" in str(fault)
     copy[(2,)](x, out, 1, 15, 1, size=8)
@@ -199,7 +199,7 @@ def test_between_the_elements_of_a_strided_view() -> None:
     copy[(2,)](every_other, out, 0, 16, 2, size=8)
     assert torch.equal(every_other, out)
     fault = refused("outside-view", "value = tl.load", copy, lambda: copy[(2,)](every_other, out, 0, 16, 1, size=8))
-    assert "memory between elements of source (16,) float32, 1 elements after its first" in str(fault)
+    assert "memory between elements of source (16,) float32, 1 element after its first" in str(fault)
     refused("out-of-bounds", "value = tl.load", copy, lambda: copy[(2,)](every_other, out, 2, 16, 2, size=8))
     rows = x.view(4, 10)[:, :8]
     refused("outside-view", "value = tl.load", copy, lambda: copy[(2,)](rows, out, 0, 9, 1, size=8))
@@ -319,7 +319,7 @@ def test_masked_loads_without_other() -> None:
     x, out = floats(8), torch.zeros(8)
     hidden[(1,)](x, out, 8, size=8)
     fault = refused("masked-load", "tl.store(target + at, tl.load", hidden, lambda: hidden[(1,)](x, out, 7, size=8))
-    assert "1 of 8 elements are masked and there is no other=" in str(fault)
+    assert "1 of 8 elements is masked and there is no other=: it holds anything" in str(fault)
     # The interpreter itself forgets an `other` that is one 0.
     zero_for_one[(1,)](x, out, 0)
 
@@ -396,7 +396,7 @@ def test_part_of_memory_written() -> None:
         copy[(1,)](x, torch.empty(8), 0, 8, 1, size=8)
 
     fault = refused("uninitialised", "value = tl.load", copy, lambda: watched(run))
-    assert "reads [7] of source (8,) float32, which was never written (1 elements in all)" in str(fault)
+    assert "reads [7] of source (8,) float32, which was never written (1 element in all)" in str(fault)
 
 
 def test_adding_to_memory_that_nobody_has_written() -> None:
