@@ -5,6 +5,8 @@ They also know whether anything was written: a command that printed nothing has 
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -36,11 +38,30 @@ def command_github(line: str, *, err: bool = False) -> None:
     click.echo(line, err=err)
 
 
-class _Outliving:
-    """A text stream that drops what is written after its pipe lost its reader (`| head -1`), and raises nothing."""
+_ESCAPE = "attnfuzz.escape"
+"""What the encoding of a stream lacks is written as in JSON, which stays JSON by that."""
 
-    def __init__(self, stream: Any) -> None:
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error(_ESCAPE, _escaped)
+
+
+class _Outliving:
+    """A text stream that drops what is written after its pipe lost its reader (`| head -1`), and raises nothing.
+
+    Args:
+        stream: where text goes.
+        droppable: also drop what cannot be written for another reason, such as a full disk.
+    """
+
+    def __init__(self, stream: Any, droppable: bool = False) -> None:
         self._stream = stream
+        self._dropped = OSError if droppable else BrokenPipeError
         self.written = False
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +72,7 @@ class _Outliving:
         self.written = self.written or bool(text)
         try:
             return int(self._stream.write(text))
-        except BrokenPipeError:
+        except self._dropped:
             self._away()
             return len(text)
 
@@ -59,7 +80,7 @@ class _Outliving:
         """Do as a stream does."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
+        except self._dropped:
             self._away()
 
     def _away(self) -> None:
@@ -70,13 +91,18 @@ class _Outliving:
 
 
 def outlive_readers() -> None:
-    """Make this process's stdout and stderr outlive their readers; open a closed one to /dev/null."""
+    """Make this process's stdout and stderr outlive their readers; open a closed one to /dev/null.
+
+    Characters that their encoding lacks are escaped. A full stderr changes no exit code.
+    """
     for name, own in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process lives
         elif stream is own:
-            setattr(sys, name, _Outliving(stream))
+            if stream.errors in ("strict", "surrogateescape"):  # else the user has chosen
+                stream.reconfigure(errors=_ESCAPE)
+            setattr(sys, name, _Outliving(stream, droppable=name == "stderr"))
 
 
 @contextmanager

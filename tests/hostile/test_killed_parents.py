@@ -94,12 +94,16 @@ class Started:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
     started: list[Started] = []
+    # What ignores them in the background, and under nohup, has children that do so too.
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (HUP, QUIT)}
 
     def begin(command: list[str]) -> Started:
         started.append(Started(tmp_path, command))
         return started[-1]
 
     yield begin
+    for number, handler in before.items():
+        signal.signal(number, handler)
     for each in started:
         each.end()
 
