@@ -40,7 +40,7 @@ PAYLOADS = {
 EVERYTHING = MARK.join(PAYLOADS.values()) + MARK
 _VISIBLE = {*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD, *range(0x13430, 0x13440)}
 """Of the format characters, those with a shape of their own."""
-_INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x180B, 0x180C, 0x180D, 0x180F, 0x3164, 0xFFA0, 0xFFFE, 0xFFFF} | {
+INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x180B, 0x180C, 0x180D, 0x180F, 0x3164, 0xFFA0, 0xFFFE, 0xFFFF} | {
     *range(0xFE00, 0xFE10),
     *range(0xE0100, 0xE01F0),
 }
@@ -56,7 +56,7 @@ def obeyed(text: str, *, annotated: bool = False, on_page: bool = False) -> list
     wrong = []
     for sign in set(text) - {"\n", "\t"}:
         kind, number = unicodedata.category(sign), ord(sign)
-        if kind in ("Cc", "Cs", "Zl", "Zp") or (kind == "Cf" and number not in _VISIBLE) or number in _INVISIBLE:
+        if kind in ("Cc", "Cs", "Zl", "Zp") or (kind == "Cf" and number not in _VISIBLE) or number in INVISIBLE:
             wrong.append(f"U+{number:04X}")
     for line in [] if on_page else re.split(r"[\r\n]", text):
         if line.strip().startswith("::") and not (annotated and ANNOTATION.match(line)):
