@@ -213,6 +213,20 @@ def _is_target(text: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text, re.ASCII) is not None
 
 
+def _is_there(path: Path) -> bool:
+    """Whether something has that name, a link to nothing included, which cannot become a folder.
+
+    Raises:
+        OSError: the name is too long, or goes round in links.
+        ValueError: it holds a NUL.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 class Corpus:
     """The case files of one folder, `DIR/cases`."""
 
@@ -226,12 +240,12 @@ class Corpus:
             BadArgument: they cannot.
         """
         try:
-            # A name may be too long for every question.
-            parent = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
+            parent = next(each for each in (self.folder, *self.folder.absolute().parents) if _is_there(each))
             with tempfile.TemporaryFile(dir=parent):
                 pass
-        except OSError as error:
-            reason = f"failing Cases could not be written there ({error.strerror})"
+        except (OSError, ValueError) as error:
+            # ValueError: a NUL, from a project's settings.
+            reason = f"failing Cases could not be written there ({getattr(error, 'strerror', None) or error})"
             raise reject("out", str(self.folder.parent), reason, "give a folder that can be written") from None
 
     def write(self, finding: Finding, seed: int) -> Path:

@@ -137,7 +137,7 @@ FAULTS: dict[str, Fault] = {
     "dV of sequences without queries": Fault(
         "dv = torch.zeros_like(v)", "dv = torch.empty_like(v)",
         'KERNEL = varlen(leaves_out, name="acme.short", **ALL)', _ragged((3, 0), (4, 2)), output="dv",
-        contains=('("dV", dv, gradients[2], '),
+        contains=("use_deterministic_algorithms", '("dV", dv, gradients[2], '),
     ),
     "wrong scale": Fault(
         "q.shape[-1] ** -0.5 if scale is None else scale", "q.shape[-1] ** -0.5 if not scale else abs(scale)", DENSE,
