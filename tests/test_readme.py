@@ -23,6 +23,8 @@ def lines_of_session(text: str) -> list[str]:
         r"cases/s|attnfuzz on |┃|━|│|└|settings:| in \d+ cases|after \d+ cases|demo.varlen │|on cpu$"
         # What else is explained depends on the time that is left for it.
         r"|does not matter|explained in part"
+        # On a slow machine: lines of progress.
+        r"|^after \d+ s: "
     )
     return [line.rstrip() for line in text.splitlines() if line.strip() and not changing.search(line)]
 

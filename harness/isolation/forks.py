@@ -53,6 +53,9 @@ class ForksOfThisProcess(Forkserver):
                 os._exit(1)
         return cast("subprocess.Popen[bytes]", _Forked(pid))
 
+    def watch_reaper(self) -> None:
+        """Do nothing: the reaper is that of this process's own run, which its parent watches."""
+
     def stop_forking(self) -> None:
         """Do nothing: a kernel's module that has opened the CUDA driver at its import cannot be tried from here."""
 

@@ -14,7 +14,7 @@ from attnfuzz.harness.isolation.disturbances import Disturbance
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.kernels.problem import BadArgument
-from attnfuzz.kernels.registry import UnknownKernel
+from attnfuzz.kernels.registry import LeavesProcess, MissingObject, UnknownKernel
 from attnfuzz.strategies.case import BadCase
 
 __all__ = [
@@ -128,7 +128,9 @@ class ChildOSError(ExecutionError):
 
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
-    **{each.__name__: each for each in (BadArgument, BadCase, UnknownKernel)},
+    **{each.__name__: each for each in (BadArgument, BadCase, LeavesProcess, UnknownKernel)},
+    # Its text says what is missing.
+    MissingObject.__name__: BadArgument,
     **dict.fromkeys((MemoryError.__name__, "OutOfMemoryError"), ChildMemoryError),
     **{each.__name__: ChildOSError for each in (OSError, PermissionError, FileNotFoundError)},
 }

@@ -193,12 +193,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "a negative seed": (["run", "--seed", "-1"], "seed=-1: must not be negative; give 0 or more"),
     "show what is missing": (
         ["show", "none.json"],
-        "case='none.json': it cannot be read (No such file or directory); give a file that `attnfuzz run` wrote",
+        "case='none.json': it cannot be read (No such file or directory); give the path of a case file",
     ),
-    "show a folder": (["show", "."], "case='.': it cannot be read (Is a directory); give a file that `attnfuzz run` wrote"),
+    "show a folder": (["show", "."], "case='.': it cannot be read (Is a directory); give the path of a case file"),
     "repro what is missing": (
         ["repro", "none.json"],
-        "case='none.json': it cannot be read (No such file or directory); give a file that `attnfuzz run` wrote",
+        "case='none.json': it cannot be read (No such file or directory); give the path of a case file",
     ),
 }
 

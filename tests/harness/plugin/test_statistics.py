@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import execnet
@@ -89,10 +90,12 @@ def test_a_negative_seed_of_a_test_is_refused() -> None:
         plugin.fuzz("torch.reference_cpu", seed=-1)
 
 
-def test_the_controller_gives_its_seed_to_the_workers_of_xdist() -> None:
+def test_the_controller_gives_its_seed_to_the_workers_of_xdist(tmp_path: Path) -> None:
     def session(**more: object) -> SimpleNamespace:
         options = {f"--attnfuzz-{each.name}": each.default for each in OPTIONS_OF_RUNS} | {"--attnfuzz-device": "cpu"}
-        return SimpleNamespace(getoption=options.__getitem__, stash=pytest.Stash(), **more)
+        given = {name.strip("-").replace("-", "_"): value for name, value in options.items()}
+        shared = {"option": SimpleNamespace(**given), "rootpath": tmp_path}
+        return SimpleNamespace(getoption=options.__getitem__, stash=pytest.Stash(), **shared, **more)
 
     controller = session()
     plugin.pytest_configure(controller)  # type: ignore[arg-type]
