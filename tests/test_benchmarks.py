@@ -241,6 +241,7 @@ def test_batches_have_cases_of_one_kind(batch: ModuleType) -> None:
     assert len(set(problems)) > 10
 
 
+@pytest.mark.slow
 def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
     json_file = tmp_path / "batch.json"
     arguments = [
@@ -265,7 +266,11 @@ def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--operations"], "use --device cuda"), (["--cases", "4"], "ask for more"), (["no.kernel"], "no.kernel")],
+    [
+        (["--operations"], "use --device cuda"),
+        pytest.param(["--cases", "4"], "ask for more", marks=pytest.mark.slow),
+        pytest.param(["no.kernel"], "no.kernel", marks=pytest.mark.slow),
+    ],
 )
 def test_wrong_use_of_the_batch_benchmark(arguments: list[str], says: str) -> None:
     command = [sys.executable, str(FOLDER / "batch.py"), "--device", "cpu", *arguments]

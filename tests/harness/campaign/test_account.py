@@ -214,6 +214,7 @@ def test_the_time_of_a_kernel_that_broke_is_not_the_next_ones(watch: Watch) -> N
     assert sum(other.worker.values()) == other.worker["trial"] + FRESH + NEW
 
 
+@pytest.mark.slow
 def test_times_of_worker_processes_are_added_up(tidy: Path) -> None:
     seconds = 0.02
     done, events = campaign([Sleeper("test.account", seconds)], tidy, max_examples=150, workers=2)

@@ -215,6 +215,7 @@ def _cases(events: Sequence[Event], kernel: str) -> list[Case]:
 
 
 @pytest.mark.usefixtures("short_turns", "instant")
+@pytest.mark.slow
 def test_variants_without_code_are_not_tried_and_are_counted() -> None:
     """Of four kernels, the last has nothing compiled when the time is over, and the others one variant of two at most."""
     kernels = compiled_kernels(4)

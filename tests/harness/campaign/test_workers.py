@@ -55,7 +55,8 @@ __all__ = ["tidy"]
 @pytest.mark.parametrize(
     ("names", "most", "workers"),
     [
-        pytest.param(["torch.reference_cpu"], 150, 2, id="150"),
+        pytest.param(["torch.reference_cpu"], 40, 2, id="40"),
+        pytest.param(["torch.reference_cpu"], 150, 2, id="150", marks=pytest.mark.slow),
         pytest.param(["torch.reference_cpu"], 230, 3, id="230", marks=pytest.mark.slow),
         pytest.param(["torch.reference_cpu", "fault.nan"], 30, 3, id="two-kernels", marks=pytest.mark.slow),
         pytest.param(["fault.refuses"], 30, 2, id="a-variant-refused", marks=pytest.mark.slow),
@@ -87,6 +88,7 @@ def test_a_failure_that_two_workers_show_is_shrunk_once(tidy: Path) -> None:
     assert len(list((tidy / "cases").iterdir())) == len(found)
 
 
+@pytest.mark.slow
 def test_no_more_failures_are_kept_than_wanted(tidy: Path) -> None:
     """fault.four has four: while one worker shrinks the first, the other finds the next."""
     done, events = campaign(["fault.four"], tidy, max_examples=300, max_failures=1, workers=2, deadline=2.0)
@@ -112,7 +114,7 @@ def test_the_planted_faults_are_found_and_shrunk_by_workers(slugs: list[str], ti
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["fault.abort"], id="abort"),
+        pytest.param(["fault.abort"], id="abort", marks=pytest.mark.slow),
         pytest.param(selftest.fault_names("cpu"), id="all", marks=pytest.mark.slow),
     ],
 )
@@ -125,6 +127,7 @@ def test_the_selftest_is_as_right_with_workers(names: list[str], tidy: Path) -> 
     assert {each.settings["workers"] for each in events if isinstance(each, CampaignStarted)} == {2}
 
 
+@pytest.mark.slow
 def test_a_selftest_whose_workers_die_is_not_right(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(events: Event) -> None:
         for each in workers_of(os.getpid()):
@@ -327,7 +330,7 @@ def test_ctrl_c_while_the_workers_start_says_nothing_else(tmp_path: Path) -> Non
     assert not list((tmp_path / "tmp").glob("attnfuzz-*"))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_while_a_finding_is_written_does_not_lose_it(workers: int, tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And neither does one at the very end, when the table is printed."""
     write = corpus.write_whole

@@ -98,6 +98,7 @@ def test_right_kernels_pass_and_the_table_has_all_figures() -> None:
     assert "## Notes\n\n- torch.flash: not run here: it is declared for cuda only\n" in document
 
 
+@pytest.mark.slow
 def test_in_children_too() -> None:
     path = ledger(ENTRY)
     given = [

@@ -65,6 +65,7 @@ def test_planted_configs_fail_with_the_compilers_own_words(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(NO_NVCC is not None, reason=str(NO_NVCC))
+@pytest.mark.slow
 def test_planted_tilelang_configs_fail_with_the_compilers_own_words(tmp_path: Path) -> None:
     plants = ("race", "shared", "api", "extern")
     registry.register(Compilable("acme.copy", "tilelang", plants=plants, architectures=("sm_90a",)))
@@ -89,6 +90,7 @@ def test_planted_tilelang_configs_fail_with_the_compilers_own_words(tmp_path: Pa
     assert {**cached["race"], "cached": False} == rows["race"]
 
 
+@pytest.mark.slow
 def test_a_baseline_fails_for_what_is_worse(tmp_path: Path) -> None:
     names = ("acme.a", "acme.b", "acme.c", "acme.d")
     table, baseline = str(tmp_path / "table.md"), str(tmp_path / "baseline.json")

@@ -215,10 +215,14 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repositor
 @pytest.mark.parametrize(
     ("broken", "more"),
     [
-        ("dk, dv = (dk * 0.5, dv * 0.5) if inputs.problem.causal else (dk, dv)", "dv"),
-        (f"dk = dk * 0.5 if inputs.problem.causal else dk; {ROUGH[1]}", "dq"),
+        pytest.param("dk, dv = (dk * 0.5, dv * 0.5) if inputs.problem.causal else (dk, dv)", "dv", id="wrong in the same Case"),
+        pytest.param(
+            f"dk = dk * 0.5 if inputs.problem.causal else dk; {ROUGH[1]}",
+            "dq",
+            id="less accurate in the others",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["wrong in the same Case", "less accurate in the others"],
 )
 def test_a_known_failure_of_the_sample_hides_no_other(broken: str, more: str, local: Repository) -> None:
     local.edit("rough", "# backward", broken)

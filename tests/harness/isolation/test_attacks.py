@@ -87,6 +87,7 @@ def test_the_campaign_goes_on_and_the_next_kernel_is_right(
         assert not bad.findings
 
 
+@pytest.mark.slow
 def test_a_kernel_may_kill_what_its_process_was_forked_from(executor: Isolated) -> None:
     cases = []
     for happens in (attacks.kills_its_parent, None):
@@ -126,6 +127,7 @@ def test_closing_waits_for_no_stranger() -> None:
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_a_case_that_kills_every_run_is_given_up(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[1]); from support import attacks\n"

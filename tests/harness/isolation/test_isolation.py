@@ -59,7 +59,7 @@ def case_of(name: str, n_q: int = 1, n_k: int = 3, **changed: Any) -> Case:
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(0, id="first third"),
+        pytest.param(0, id="first third", marks=pytest.mark.slow),
         pytest.param(1, id="second third", marks=pytest.mark.slow),
         pytest.param(2, id="last third", marks=pytest.mark.slow),
     ],
@@ -90,6 +90,7 @@ def finished(name: str, tmp_path: Path, **changed: Any) -> tuple[Any, list[Event
     return run_campaign([registry.get(name)], settings, events.append), events
 
 
+@pytest.mark.slow
 def test_a_row_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [summary] = finished("fault.abort", tmp_path)[0].summaries
     right = selftest._row("cpu", summary)
@@ -291,6 +292,7 @@ def test_tries(rate: Any, expected: int) -> None:
     assert tries(rate) == expected
 
 
+@pytest.mark.slow
 def test_a_flaky_case_is_run_until_it_fails_again(tmp_path: Path) -> None:
     done, _ = finished("fault.third", tmp_path, plain=True)
     [found] = done.findings

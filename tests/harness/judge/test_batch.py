@@ -59,7 +59,7 @@ def drawn() -> tuple[list[Launched], list[Verdict]]:
     return every, [alone(each) for each in every]
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 32, 1000])
+@pytest.mark.parametrize("size", [7, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 32, 1000))])
 def test_drawn_cases_have_the_verdicts_that_they_have_alone(size: int) -> None:
     every, verdicts = drawn()
     assert len(every) >= 200
@@ -119,7 +119,7 @@ def test_every_pattern_has_the_verdict_that_it_has_alone(dtype: str) -> None:
     assert sum(each is not None for each in judged) >= 0.8 * len(every)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deviations", [PLAIN, Deviations(half_partials=True), Deviations(ds_from_rounded_p=True)])
 def test_equal_values_are_counted_for_the_cases_that_need_it(
     dtype: str, deviations: Deviations, monkeypatch: pytest.MonkeyPatch

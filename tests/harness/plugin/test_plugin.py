@@ -150,6 +150,7 @@ def test_the_shards_share_the_work_among_xdist_workers(acme: pytest.Pytester) ->
     result.stdout.fnmatch_lines_random(["*gw*PASSED*test_kernel[[]0]*", "*gw*PASSED*test_kernel[[]1]*"])
 
 
+@pytest.mark.slow
 def test_only_the_named_kernels_run(acme: pytest.Pytester) -> None:
     acme.makepyfile(test_acme=PASSING, test_faulty=FAILING)
     result = pytest_here(acme, "-rs", "--attnfuzz-kernel", "acme.flash")
@@ -406,9 +407,9 @@ def test_shards_follow_the_workers_but_not_below_ten_cases(
 def test_every_worker_collects_the_same_shards_and_their_number_may_be_fixed(acme: pytest.Pytester) -> None:
     fixed = PASSING.replace("max_examples=12", "max_examples=40, shards=3").replace("test_kernel", "test_fixed")
     acme.makepyfile(test_acme=PASSING.replace("12", "40"), test_fixed=fixed)
-    result = pytest_of(acme, "-n", "4", "-v", "--attnfuzz-in-process")
-    result.assert_outcomes(passed=4 + 3)
-    result.stdout.fnmatch_lines_random(["*test_kernel[[]3]*", "*test_fixed[[]2]*"])
+    result = pytest_of(acme, "-n", "2", "-v", "--attnfuzz-in-process")
+    result.assert_outcomes(passed=2 + 3)
+    result.stdout.fnmatch_lines_random(["*test_kernel[[]1]*", "*test_fixed[[]2]*"])
 
 
 # --- settings of a shard

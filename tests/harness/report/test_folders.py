@@ -64,6 +64,7 @@ def snapshot(folder: str) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 def test_shards_of_a_run_become_one() -> None:
     parts = [shard(number, 2) for number in (1, 2)]
     result = merged("all", "part-1", "part-2", code=1)

@@ -361,7 +361,7 @@ def test_to_pass_unjudged_is_not_to_be_fixed(
     assert repro(path).stdout.startswith(outcome)
 
 
-@pytest.mark.parametrize("where", ["--in-process", "in a child"])
+@pytest.mark.parametrize("where", ["--in-process", pytest.param("in a child", marks=pytest.mark.slow)])
 def test_the_run_for_a_plot_checks_memory_no_more_than_the_run_before(where: str) -> None:
     """The kernel refuses a process that checks memory accesses."""
     pytest.importorskip("matplotlib")

@@ -362,6 +362,7 @@ def started(path: Path, *folders: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_scripts_fail_in_fresh_processes_until_the_kernel_is_mended(tmp_path: Path) -> None:
     """A numeric fault of a kernel elsewhere, one that dies, and the demo's in an interpreted Triton kernel."""
     source = (TESTS / "support" / "repro.py").read_text()

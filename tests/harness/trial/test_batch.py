@@ -62,7 +62,7 @@ def drawn(name: str, count: int, limits: Limits | None = None) -> list[Case]:
 SMALL = Limits(length=24, batch=3, heads=4)
 
 
-@pytest.mark.parametrize(("name", "count"), [("torch.reference_cpu", 120), ("emulated", 48)])
+@pytest.mark.parametrize(("name", "count"), [("torch.reference_cpu", 60), ("emulated", 24)])
 def test_verdicts_are_those_of_the_cases_run_alone(name: str, count: int) -> None:
     with emulated.registered():
         cases = drawn(name, count, SMALL)

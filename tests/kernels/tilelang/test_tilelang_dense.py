@@ -46,7 +46,7 @@ def test_the_forward_uses_the_tensor_memory_accelerator_and_warpgroup_products()
     assert "mma_sync" not in text
 
 
-@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("tile", [pytest.param(32, marks=pytest.mark.slow), 64])
 def test_blocks_of_less_than_a_warpgroup_load_for_themselves(tile: int) -> None:
     text = source("forward", **FORM, tile_m=tile, tile_n=tile, threads=128, stages=1)
     # A warpgroup set apart for loading waits at barriers that it may miss: tests/kernels/tilelang/test_tilelang_hangs.py.
@@ -54,9 +54,8 @@ def test_blocks_of_less_than_a_warpgroup_load_for_themselves(tile: int) -> None:
     assert f"__launch_bounds__({2 * tile + 128 * (tile == 64)}" in text
 
 
-@pytest.mark.parametrize(
-    "reduction", ["none", pytest.param("atomic", marks=pytest.mark.slow), pytest.param("split", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["none", "atomic", "split"])
 def test_the_backward_uses_them_as_well(reduction: str) -> None:
     text = source("backward", **FORM, tile_m=64, tile_n=128, threads=256, stages=1, reduction=reduction, pipelined=False)
     assert text.count("tma_load") >= 6
@@ -66,6 +65,7 @@ def test_the_backward_uses_them_as_well(reduction: str) -> None:
     assert text.count("tma_store_add") == (3 if reduction == "atomic" else 1)
 
 
+@pytest.mark.slow
 def test_the_pipelined_backward_gives_tiles_back_behind_its_last_wait() -> None:
     text = source("backward", **FORM, tile_m=64, tile_n=128, threads=256, stages=2, reduction="none", pipelined=True)
     assert text.count("wait_wgmma<1>") == 2

@@ -208,6 +208,7 @@ def source(factory: str, **options: Any) -> str:
         return tilelang.lower(getattr(dense_device, factory)(**FORM, **both, causal=True, **options), target=target).kernel_source
 
 
+@pytest.mark.slow
 def test_the_forward_lowers_for_hopper() -> None:
     text = source("forward", **FORWARD)
     assert text.count("tma_load") >= 3

@@ -45,6 +45,7 @@ def test_whole_tiles_go_through_the_tensor_memory_accelerator() -> None:
     assert "mma_sync" not in text
 
 
+@pytest.mark.slow
 def test_small_tiles_of_a_causal_backward_lower_with_registers_moved() -> None:
     text = source("backward", **{**FORM, "dim_qk": 64, "dim_v": 64, "threads": 128}, tile_m=64, tile_n=64, reduction="split")
     assert "wgmma" in text
