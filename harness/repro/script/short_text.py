@@ -28,7 +28,7 @@ LINES = 40
 class Values:
     """The tensors of a script: its lines that make them, by name, and the same tensors as the kernel gets them.
 
-    `random`: from `torch.randn`; `filled`: memory from `torch.empty` is NaN while the script runs.
+    `random`: from `torch.randn`, with this seed; `filled`: memory from `torch.empty` is NaN while the script runs.
     """
 
     inputs: Inputs
@@ -36,6 +36,7 @@ class Values:
     filled: bool
     scales: Mapping[str, float]
     """Factors on random tensors, by name."""
+    seed: int = 0
 
 
 def turned(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ def _tensors(kernel: Kernel, values: Values, limits: Mapping[OutputName, float],
     """Return the lines that make the tensors, and whether they hold packed values."""
     inputs, problem = values.inputs, values.inputs.problem
     wanted = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **({"do": inputs.d_o} if set(GRADIENTS) & {*limits} else {})}
-    lines: list[str] = ["torch.manual_seed(0)"] if values.random else []
+    lines: list[str] = [f"torch.manual_seed({values.seed})"] if values.random else []
     pack = _Pack()
     tensors = []
     for name, x in wanted.items():
