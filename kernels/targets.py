@@ -47,11 +47,11 @@ MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable",
 
 
 class MissingObject(BadArgument):
-    """Error for a target whose module does not exist, or has no such object; `missing` says which."""
+    """Error for a target whose module does not exist, or has no such object; `missing` says which (default: the whole text)."""
 
-    def __init__(self, text: str, missing: str) -> None:
+    def __init__(self, text: str, missing: str | None = None) -> None:
         super().__init__(text)
-        self.missing = missing
+        self.missing = text if missing is None else missing
 
 
 class LeavesProcess(BadArgument):

@@ -8,7 +8,7 @@ is for `supports` to say.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -16,7 +16,10 @@ from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.expressions.tree import KV, Q, S, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
 from attnfuzz.strategies.case import CALLS, Case, Pattern
-from attnfuzz.strategies.cases import Limits
+
+if TYPE_CHECKING:
+    # Its module imports hypothesis, and every command imports this one.
+    from attnfuzz.strategies.cases import Limits
 
 __all__ = ["LENGTHS", "PARTS", "differences", "in_room", "neighbours", "tiles_for", "tiles_of", "value_of", "with_lengths"]
 

@@ -15,7 +15,7 @@ def main() -> None:
         Path.cwd()
     except OSError as error:
         # Libraries ask for it as they are imported.
-        print(f"error: the current folder cannot be used ({error.strerror}); change to one that exists", file=sys.stderr)
+        sys.stderr.write(f"error: the current folder cannot be used ({error.strerror}); change to one that exists\n")
         sys.exit(2)
     try:
         from attnfuzz.harness.cli.main import main as command

@@ -128,9 +128,7 @@ class ChildOSError(ExecutionError):
 
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
-    **{each.__name__: each for each in (BadArgument, BadCase, LeavesProcess, UnknownKernel)},
-    # Its text says what is missing.
-    MissingObject.__name__: BadArgument,
+    **{each.__name__: each for each in (BadArgument, BadCase, LeavesProcess, MissingObject, UnknownKernel)},
     **dict.fromkeys((MemoryError.__name__, "OutOfMemoryError"), ChildMemoryError),
     **{each.__name__: ChildOSError for each in (OSError, PermissionError, FileNotFoundError)},
 }

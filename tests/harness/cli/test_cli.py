@@ -223,7 +223,7 @@ def test_wrong_use_ends_with_2_and_one_clear_line(name: str, as_json: bool, monk
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "case='case.json': it is not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
+        ("", "case='case.json': not JSON (Input data was truncated); give a file that `attnfuzz run` wrote"),
         ("[1]", "case='case.json': case: not a JSON object; give a file that `attnfuzz run` wrote"),
         (
             '{"format": 7}',
@@ -313,7 +313,7 @@ def test_a_fault_of_the_harness_is_said_to_be_one(monkeypatch: pytest.MonkeyPatc
 def test_the_module_is_the_command_and_keeps_its_streams_apart(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "attnfuzz.harness.cli", "show", "none.json", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    message = "case='none.json': it cannot be read (No such file or directory); give a file that `attnfuzz run` wrote"
+    message = "case='none.json': it cannot be read (No such file or directory); give the path of a case file"
     assert done.returncode == 2
     assert json.loads(done.stdout) == {"format": 1, "error": message}
     assert done.stderr == f"error: {message}\n"
@@ -617,7 +617,7 @@ def test_a_broken_stored_case_ends_the_run_with_its_path() -> None:
     (folder / "acme.flash-mine.json").write_text("{")
     result = run()
     assert result.exit_code == 2
-    assert "case='.attnfuzz/cases/acme.flash-mine.json': it is not JSON" in result.stderr
+    assert "case='.attnfuzz/cases/acme.flash-mine.json': not JSON (" in result.stderr
 
 
 def test_failures_that_cannot_be_written_end_the_run(tmp_path: Path) -> None:

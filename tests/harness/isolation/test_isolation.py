@@ -115,7 +115,7 @@ def _renamed(summary: Any, fault: str, **changed: Any) -> Any:
     return replace(summary, kernel=f"fault.{fault}", **changed)
 
 
-@pytest.mark.parametrize("config", [Config(), Config(block="32")])
+@pytest.mark.parametrize("config", [Config(tile_m=16), Config(block="32")])
 def test_a_config_that_the_kernel_cannot_read_is_refused_as_any_other(config: Config, executor: Isolated) -> None:
     """triton.flex's compile key needs a whole `block`: it is asked of what the kernel supports only."""
     pytest.importorskip("triton")
