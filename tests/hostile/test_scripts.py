@@ -31,7 +31,7 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def script_of(content: dict[str, Any]) -> str:
     Path("case.json").write_bytes(written(content))
-    result = attnfuzz("repro", "case.json", "--device", "cpu", "--script", "script.py")
+    result = attnfuzz("repro", "case.json", "--device", "cpu", "--script", "script.py", "--exact")
     assert result.exit_code == 0, result.output
     return Path("script.py").read_text(encoding="utf-8")
 
