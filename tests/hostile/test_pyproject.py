@@ -44,7 +44,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "text for a flag": ('in-process = "yes"', "in-process='yes': it is not true or false; "),
     "one for a flag": ("plain = 1", "plain=1: it is not true or false; "),
     "a date": ("seed = 2026-01-01", "it is not an integer; "),
-    "a wrong shard": ('seed = 0\nshard = "3/2"', "shard='3/2': it is not I/N with I from 1 to N; "),
+    "a wrong shard": ('shard = "3/2"', "shard='3/2': it is not I/N with I from 1 to N; "),
     "no workers": ("workers = 0", "workers='0': it is not a number from 1 to 1024, nor auto; "),
     "many workers": ('workers = "999999"', "workers='999999': it is not a number from 1 to 1024, nor auto; "),
     "an empty folder": ('out = ""', "out='': it is empty; "),
