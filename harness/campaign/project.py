@@ -178,7 +178,9 @@ def _try(path: Path, values: Mapping[str, Any]) -> None:
     everything = {option.key: option.default for option in OPTIONS}
     try:
         # With auto, the number of workers would be asked of the GPU's driver.
-        settings_from({**everything, "workers": "1", "seed": 0, **{k: v for k, v in values.items() if (k, v) != ("workers", "auto")}}, "cpu")
+        settings_from(
+            {**everything, "workers": "1", "seed": 0, **{k: v for k, v in values.items() if (k, v) != ("workers", "auto")}}, "cpu"
+        )
     except BadArgument as error:
         name, equals, rest = str(error).partition("=")
         raise BadArgument(f"{path}: {_TABLE} {name.replace('_', '-')}{equals}{rest}") from None
