@@ -278,7 +278,7 @@ def test_a_target_whose_kernel_has_such_a_name_is_refused_in_words(tmp_path: Pat
     lines = [
         "from attnfuzz.kernels import registry",
         "class Named(type(registry.get('torch.reference_cpu'))):",
-        f"    name = {ascii(EVERYTHING)}",
+        f"    name = {EVERYTHING!a}",
         "KERNEL = Named()",
     ]
     Path("spoken.py").write_text("\n".join(lines))
