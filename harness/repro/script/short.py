@@ -268,12 +268,12 @@ def _head(stored: CaseFile, kernel: Kernel, values: Values) -> str:
     finding, case = stored.finding, stored.case
     source = "torch.randn" if values.random else "the case's own"
     message = f" found as: {finding.message}" if finding.message else ""
-    found = " ".join(f"{kernel.name}:{message}".split())[:300]
+    title = " ".join(f"{kernel.name}:{message}".split())[:300]
     return head(
         f"Written by `attnfuzz repro CASE --script`, case {case.id}.",
         f"Exit code 1: it fails; 0: it does not. Values: {source}.",
         [
             f"An error is expected to be at most the largest that rounding in {case.problem.dtype} explains with these values.",
-            *textwrap.wrap(found, _WIDTH),
+            *textwrap.wrap(title, _WIDTH),
         ],
     )
