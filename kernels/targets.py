@@ -287,7 +287,7 @@ def _checked(kernel: Any) -> str:
         raise BadArgument(f"kernel={_shown(kernel)}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
     name: object = kernel.name
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise BadArgument(f"kernel={_shown(kernel)}: its name is {name!r}; must be printable text, such as 'mine.attention'")
+        raise BadArgument(f"kernel={_shown(kernel)}: its name is {name!a}; must be printable text, such as 'mine.attention'")
     return str(name)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import torch
@@ -230,7 +231,8 @@ class _Side:
         self._along, self._groups = along, groups
         self._kv_heads, self._sequences = len(frame.kv_heads), len(frame.sequences)
         self._heads = slice(frame.kv_heads.start * groups, frame.kv_heads.stop * groups)
-        starts, counts = [sum(lengths[:i]) for i in frame.sequences], [lengths[i] for i in frame.sequences]
+        before = [0, *accumulate(lengths)]
+        starts, counts = [before[i] for i in frame.sequences], [lengths[i] for i in frame.sequences]
         self.counts: float | torch.Tensor
         if self._sequences == 1:
             self._at = slice(starts[0] + along.start, starts[0] + along.stop)
@@ -289,11 +291,15 @@ def frames(problem: Problem, chunk: int) -> Iterator[Frame]:
     """Yield frames of about `chunk` scores at most that cover every sequence with queries and keys."""
     sizes = {i: n_q * n_k for i, (n_q, n_k) in enumerate(zip(problem.seqlens_q, problem.seqlens_k, strict=True)) if n_q * n_k}
     together: list[int] = []
+    longest, real = (0, 0), 0
     for index in sorted(sizes, key=lambda i: (sizes[i], i)):
-        if together and not _fit(problem, [*together, index], sum(sizes[i] for i in [*together, index]), chunk):
+        n_q, n_k = problem.seqlens_q[index], problem.seqlens_k[index]
+        both = (max(longest[0], n_q), max(longest[1], n_k))
+        if together and not _fit(problem, both, len(together) + 1, real + sizes[index], chunk):
             yield from _cut(problem, together, chunk)
-            together = []
+            together, both, real = [], (n_q, n_k), 0
         together.append(index)
+        longest, real = both, real + sizes[index]
     if together:
         yield from _cut(problem, together, chunk)
 
@@ -350,9 +356,9 @@ def _places(parts: list[range], along: range, heads: int, most: int) -> list[int
     return [(sequence * heads + head) * len(along) + token - along.start for sequence, head, token in spread(parts, heads, most)]
 
 
-def _fit(problem: Problem, together: list[int], real: int, chunk: int) -> bool:
-    area = max(problem.seqlens_q[i] for i in together) * max(problem.seqlens_k[i] for i in together) * len(together)
-    padded = area * problem.heads
+def _fit(problem: Problem, longest: tuple[int, int], count: int, real: int, chunk: int) -> bool:
+    """Whether `count` sequences of `real` scores a head fit one frame; `longest`: the most queries and keys of one."""
+    padded = longest[0] * longest[1] * count * problem.heads
     return padded <= chunk and padded <= max(chunk // FREE, PADDING * real * problem.heads)
 
 

@@ -177,8 +177,9 @@ def _try(path: Path, values: Mapping[str, Any]) -> None:
     """Make Settings of the values, which checks them, as if they were on a command line."""
     everything = {option.key: option.default for option in OPTIONS}
     try:
-        # With auto, the number of workers would be asked of the GPU's driver.
-        settings_from({**everything, "workers": "1", **{k: v for k, v in values.items() if (k, v) != ("workers", "auto")}}, "cpu")
+        # With auto, the number of workers would be asked of the GPU's driver; a shard's seed may be on the command line.
+        given = {name: value for name, value in values.items() if (name, value) != ("workers", "auto")}
+        settings_from({**everything, "workers": "1", "seed": 0, **given}, "cpu")
     except BadArgument as error:
         name, equals, rest = str(error).partition("=")
         raise BadArgument(f"{path}: {_TABLE} {name.replace('_', '-')}{equals}{rest}") from None

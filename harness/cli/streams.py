@@ -23,7 +23,7 @@ __all__ = ["command_github", "echo", "echo_before", "outlive_readers", "watched_
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text to stdout, or stderr with `err`; what a terminal or GitHub's runner would obey in it is spelled out."""
-    click.echo(shown(text), err=err, nl=nl)
+    _write(shown(text), err=err, nl=nl)
 
 
 def echo_before(text: str) -> None:
@@ -35,7 +35,12 @@ def echo_before(text: str) -> None:
 
 def command_github(line: str, *, err: bool = False) -> None:
     """Print a workflow command, the only output that GitHub's runner is to obey; `line` escapes what is foreign in it."""
-    click.echo(line, err=err)
+    _write(line, err=err)
+
+
+def _write(text: str, *, err: bool, nl: bool = True) -> None:
+    # The stream is named: click by itself goes around one that encodes as ASCII, and so around `_Outliving`.
+    click.echo(text, sys.stderr if err else sys.stdout, nl=nl)
 
 
 _ESCAPE = "attnfuzz.escape"

@@ -100,8 +100,13 @@ def fuzz(
 
     if not isinstance(kernel, str):
         from attnfuzz.kernels import registry
+        from attnfuzz.kernels.errors import BadArgument
 
-        registry.register(kernel)
+        try:
+            registry.register(kernel)
+        except BadArgument as error:
+            # pytest prints it as it is: what a kernel says of itself is foreign text.
+            raise BadArgument(shown(str(error))) from None
 
     def test(shard: tuple[int, int] | str, request: pytest.FixtureRequest) -> None:
         if isinstance(shard, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from datetime import date, timedelta
@@ -41,6 +42,7 @@ from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, PartFi
 from attnfuzz.harness.report.console import SafeConsole
 from attnfuzz.harness.report.terminal import Terminal
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import case_from_object
 
 NO_COLON = EVERYTHING.replace(":", ".")
@@ -229,7 +231,6 @@ KERNEL_ROWS: dict[str, tuple[dict[str, str], list[str]]] = {
     "run, build raises": ({"build": EVERYTHING}, ["run", "test.spoilt", *RUN]),
     "run, cannot run here": ({"unavailable": EVERYTHING}, ["run", "test.spoilt", "torch.reference_cpu", *RUN]),
     "run, nothing can run here": ({"unavailable": EVERYTHING}, ["run", "test.spoilt", *RUN]),
-    "run, the kernel's name": ({"name": NO_COLON, "forward": "x"}, ["run", NO_COLON, *RUN]),
     "run, an unknown kernel": ({}, ["run", NO_COLON]),
     "run, an unknown target": ({}, ["run", EVERYTHING]),
     "run, an option's value": ({}, ["run", "--device", EVERYTHING]),
@@ -240,8 +241,7 @@ KERNEL_ROWS: dict[str, tuple[dict[str, str], list[str]]] = {
     "list": ({"unavailable": EVERYTHING}, ["list"]),
     "list KERNEL": ({"unavailable": EVERYTHING}, ["list", "test.spoilt"]),
     "list --json": ({"unavailable": EVERYTHING}, ["list", "test.spoilt", "--json"]),
-    "list, the kernel's name": ({"name": NO_COLON}, ["list"]),
-    "list NAME": ({"name": NO_COLON}, ["list", NO_COLON]),
+    "list NAME": ({}, ["list", NO_COLON]),
     "check-adapter": ({"unavailable": EVERYTHING}, ["check-adapter", "test.spoilt", "--device", "cpu", "--in-process"]),
     "check-adapter --json": (
         {"unavailable": EVERYTHING},
@@ -260,6 +260,33 @@ def test_kernels(says: dict[str, str], arguments: list[str]) -> None:
     registry.register(Talkative(**says))
     stored(kernel="test.spoilt", config={"tile_m": 16, "tile_n": 32})
     assert_spelled(attnfuzz(*arguments))
+
+
+NAMES = [EVERYTHING, *PAYLOADS.values()]
+
+
+@pytest.mark.parametrize("name", [each for each in NAMES if not each.isprintable()], ids=repr)
+def test_a_name_that_cannot_be_printed_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadArgument, match="must be printable text") as caught:
+        registry.register(Talkative(name))
+    assert not obeyed(str(caught.value), on_page=True)
+    assert registry._registered == {}
+
+
+def test_a_target_whose_kernel_has_such_a_name_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = [
+        "from attnfuzz.kernels import registry",
+        "class Named(type(registry.get('torch.reference_cpu'))):",
+        f"    name = {EVERYTHING!a}",
+        "KERNEL = Named()",
+    ]
+    Path("spoken.py").write_text("\n".join(lines))
+    words = {"list": "must be printable text", "run": "must be printable text", "check-adapter": "breaks the contract"}
+    for command, expected in words.items():
+        output = attnfuzz(command, "spoken:KERNEL", *(RUN[:3] if command == "check-adapter" else RUN if command == "run" else ()))
+        assert expected in output
+        assert_spelled(output)
 
 
 LEDGER_ROWS = {
@@ -291,7 +318,7 @@ RUN_FILES: dict[str, Callable[[str], dict[str, Any]]] = {
     "detail": lambda text: {"failures": [failure(detail=text)]},
     "described": lambda text: {"failures": [failure(told=[(text, text)])]},
     "path": lambda text: {"failures": [failure(path=text)]},
-    "repro": lambda text: {"failures": [failure(repro=text)]},
+    "repro": lambda text: {"failures": [failure(repro=shlex.join(["attnfuzz", "repro", text]))]},
     "maps": lambda text: {"failures": [failure(maps=text)]},
     "no maps": lambda text: {"failures": [failure(no_maps=text)]},
     "case": lambda text: {"failures": [failure(case={text: text})]},
@@ -505,8 +532,14 @@ PRINTERS = {
     "Markup": set[str](),
 }
 """Who may call what prints text as it is."""
-WRITERS = {"harness/repro/script/runtime.py", "harness/compile/child.py", "kernels/triton/machine_code/lower.py"}
-"""Modules that write to a stream: a script that knows no attnfuzz, and children whose output is read by their parent."""
+WRITERS = {
+    "harness/cli/start.py",
+    "harness/repro/script/runtime.py",
+    "harness/compile/child.py",
+    "kernels/triton/machine_code/lower.py",
+}
+"""Modules that write to a stream: the start of the command, before anything is imported, in words of its own; a script that knows
+no attnfuzz; and children whose output is read by their parent."""
 
 
 def _calls() -> Iterator[tuple[str, str]]:

@@ -51,7 +51,6 @@ class Talkative(Spoilt):
 test_message = fuzz(Talkative("a.message", build=TEXT), max_examples=1, shards=1)
 test_skipped = fuzz(Talkative("a.skip", unavailable=TEXT), max_examples=1, shards=1)
 test_error = fuzz(Talkative("a.error", configs=TEXT), max_examples=1, shards=1)
-test_name = fuzz(Talkative(TEXT.replace(":", "."), build="x"), max_examples=1, shards=1)
 test_case = fuzz("torch.reference_cpu", max_examples=1, shards=1, cases=["case.json"])
 """
 
@@ -71,12 +70,23 @@ def pytest_here(folder: pytest.Pytester, *arguments: str) -> str:
     return f"{result.stdout.str()}\n{result.stderr.str()}"
 
 
-@pytest.mark.parametrize("test", ["message", "skipped", "error", "name", "case"])
+@pytest.mark.parametrize("test", ["message", "skipped", "error", "case"])
 def test_reports(folder: pytest.Pytester, test: str) -> None:
     folder.makepyfile(test_foreign=TESTS.format(text=ascii(EVERYTHING)))
     Path("case.json").write_text(json.dumps({"format": 1, "kernel": EVERYTHING.replace(":", "."), "problem": {}, EVERYTHING: 1}))
     output = pytest_here(folder, "-rA", "-k", f"test_{test}", "--junit-xml", "junit.xml")
     assert MARK in output, output
+    assert not obeyed(output), output
+    assert not obeyed(Path("junit.xml").read_text(), on_page=True)
+
+
+def test_a_name_that_cannot_be_printed(folder: pytest.Pytester) -> None:
+    """The module of its test is not collected; a text in it is not obeyed either."""
+    named = "test_name = fuzz(Talkative(TEXT), max_examples=1, shards=1)\n"
+    folder.makepyfile(test_foreign=TESTS.format(text=ascii(EVERYTHING)) + named)
+    output = pytest_here(folder, "--junit-xml", "junit.xml")
+    assert "must be printable text" in output
+    assert MARK in output
     assert not obeyed(output), output
     assert not obeyed(Path("junit.xml").read_text(), on_page=True)
 

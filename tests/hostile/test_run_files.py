@@ -123,7 +123,7 @@ SHOWN: dict[str, Any] = {
     "versions of numbers": run(environment={"versions": {"torch": 2}, "cores": {"a": []}, "device": [1], "unchecked": {}}),
     "a shard of words": run(settings={"shard": "x", "shards": {"y": 1}}),
     "an unknown output": kernel(outputs={"os.system": {"cases": 1}}),
-    "a hundred kernels": run(kernels=[{"kernel": f"k{number}"} for number in range(100)]),
+    "a hundred kernels": run(kernels=[{"kernel": f"k{number}", "cases": 3} for number in range(100)]),
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import pytest
 from support.hostile_files import CODE, MARK, apart, attnfuzz, case, problem, refused, written
 from support.repro import register_all
 
+from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.repro.script import runtime
+from attnfuzz.harness.repro.script.short import short_script
+from attnfuzz.harness.repro.script.trying import Ran
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.expressions import named
 from attnfuzz.kernels.expressions.tree import to_data
@@ -31,7 +36,7 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def script_of(content: dict[str, Any]) -> str:
     Path("case.json").write_bytes(written(content))
-    result = attnfuzz("repro", "case.json", "--device", "cpu", "--script", "script.py")
+    result = attnfuzz("repro", "case.json", "--device", "cpu", "--script", "script.py", "--exact")
     assert result.exit_code == 0, result.output
     return Path("script.py").read_text(encoding="utf-8")
 
@@ -56,6 +61,7 @@ FOUND: dict[str, dict[str, Any]] = {
     "quotes": {"message": f"'''\n{CODE}\n'''\"\"\"\n{CODE}\n\"\"\""},
     "a backslash at the end": {"message": f"x\\\n{CODE}\\"},
     "an encoding": {"message": "# -*- coding: utf-7 -*-\n+AG8-"},
+    "an encoding on each line": {"message": "coding=utf-7\n" * 9},
     "a target of code": {"target": f"acme:right\n{CODE}"},
     "a kind with lines": {"identity": {"kernel": "x", "kind": "crash", "check": f"x\n{CODE}", "message": f"\n{CODE}"}},
     "a rate": {"rate": [1, 1000]},
@@ -69,6 +75,18 @@ def test_what_a_file_says_of_its_failure_is_a_comment(name: str) -> None:
     head = text.partition("from __future__")[0].splitlines()
     assert all(line.startswith("#") or not line for line in head)
     assert all(each.isprintable() for line in head for each in line), "an editor or a terminal would obey it"
+
+
+@pytest.mark.parametrize("name", sorted(FOUND.keys() - {"a rate"}))  # of a rate there is no short script
+def test_a_short_script_says_it_in_comments_too(name: str) -> None:
+    Path("case.json").write_bytes(written({**ANY, "found": FOUND[name]}))
+    script = short_script(read_case("case.json"), "cpu", run=lambda text, deadline: Ran(-11, "", ""))
+    lines = script.text.splitlines()
+    above = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    assert all(each.isprintable() for line in above for each in line)
+    assert tokenize.detect_encoding(BytesIO(script.text.encode()).readline)[0] == "utf-8", "no comment chooses it"
+    shown = {ast.unparse(each.func) for each in ast.walk(ast.parse(script.text.encode())) if isinstance(each, ast.Call)}
+    assert "open" not in shown, CODE
 
 
 TEXTS = {

@@ -1,16 +1,32 @@
-"""Lines of a short script: their width, literals, and calls over one or more lines."""
+"""Lines of a script: comments, width, literals, and calls over one or more lines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from attnfuzz.harness.core.text import one_line
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import OutputName
 
-__all__ = ["GRADIENTS", "WIDTH", "literal", "where", "wrapped"]
+__all__ = ["GRADIENTS", "WIDTH", "head", "literal", "where", "wrapped"]
 
 WIDTH = 130
 GRADIENTS: tuple[OutputName, ...] = ("dq", "dk", "dv")
+
+
+def head(first: str, second: str, foreign: Iterable[str]) -> str:
+    """Return the comments at the top of a script; of `foreign`, a case file may have chosen every character.
+
+    `first` and `second` are ours: Python looks for the encoding of a file in its first two lines, and obeys a comment there.
+    """
+    lines = [first, second, *(line for text in foreign for line in text.splitlines())]
+    return "\n".join(f"# {_visible(line)}".rstrip() for line in lines)
+
+
+def _visible(line: str) -> str:
+    """Spell out what an editor or a terminal would not show, or would obey: a script is read before it is run."""
+    spelled = one_line(line)
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in spelled)
 
 
 def where(device: Device) -> str:

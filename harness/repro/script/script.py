@@ -22,6 +22,7 @@ from attnfuzz.harness.isolation.kernel_ref import global_of
 from attnfuzz.harness.judge.truth import Truth, Truths
 from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.repro.script import runtime
+from attnfuzz.harness.repro.script.lines import head
 from attnfuzz.harness.repro.script.runtime import PackedCase, Stored
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.poison import memory
@@ -124,7 +125,7 @@ def kernel_lines(kernel: Kernel) -> str:
 
 
 def _head(stored: CaseFile, note: str | None) -> str:
-    lines = [_HEAD.format(stored.case.id), *(f"   {name:<20} {value}" for name, value in describe_case(stored.case))]
+    lines = [f"   {name:<20} {value}" for name, value in describe_case(stored.case)]
     if stored.finding.message:
         lines.append(f"   {'found':<20} {stored.finding.message}")
     if rate := stored.rate:
@@ -133,13 +134,8 @@ def _head(stored: CaseFile, note: str | None) -> str:
     if kind in ("crash", "hang", "out-of-memory", "illegal-access"):
         lines.append(f"The kernel ended or blocked its process ({kind}). It does the same to this script until it is fixed.")
     lines += [f"NOTE: {note}."] if note else []
-    # A text of the case file may have several lines: each must become a comment.
-    return "\n".join(f"# {_visible(line)}".rstrip() for text in lines for line in text.splitlines())
-
-
-def _visible(line: str) -> str:
-    """Spell out what an editor or a terminal would not show, or would obey: a script is read before it is run."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    first, second, *more = _HEAD.format(stored.case.id).splitlines()
+    return head(first, second, [*more, *lines])
 
 
 def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCase, list[str]]:

@@ -16,7 +16,7 @@ import torch
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Kind
 from attnfuzz.harness.judge.truth import Truth, Truths
-from attnfuzz.harness.repro.script.lines import GRADIENTS
+from attnfuzz.harness.repro.script.lines import GRADIENTS, head
 from attnfuzz.harness.repro.script.script import Script
 from attnfuzz.harness.repro.script.short_text import LINES, Values, body, once_of, turned
 from attnfuzz.harness.repro.script.trying import Ran, run_script
@@ -38,6 +38,8 @@ SEEDS = (0, 1, 2)
 _WIDTH = 118
 _MOST_TEXT = 16 << 10
 """Characters of a script: an issue tracker takes 65,536."""
+_MOST_SEQUENCES = _MOST_TEXT // 6
+"""Of a ragged batch: each one's ends of queries and keys take at least six characters, such as "1, 2, "."""
 _EXACT = "write the exact script instead: add --exact"
 _NUMERIC: tuple[Kind, ...] = ("mismatch", "nonfinite", "unwritten")
 _RAISED: tuple[Kind, ...] = (
@@ -119,6 +121,8 @@ def why_not_short(stored: CaseFile) -> str | None:
         return "the gradient of LSE is given; a short script has that of O only"
     if problem.packing == "dense" and (problem.slack_q or problem.slack_k):
         return "rows beyond the sequences of a dense batch are not written into a short script"
+    if problem.packing == "ragged" and (count := len(problem.seqlens_q)) > _MOST_SEQUENCES:
+        return f"it has {count} sequences, and {_MOST_SEQUENCES} is the limit; shrink it first: attnfuzz repro CASE --shrink"
     if is_large(problem):
         return "the batch is too large for a float64 reference in one piece; shrink it first: attnfuzz repro CASE --shrink"
     return None
@@ -268,15 +272,12 @@ def _head(stored: CaseFile, kernel: Kernel, values: Values) -> str:
     finding, case = stored.finding, stored.case
     source = "torch.randn" if values.random else "the case's own"
     message = f" found as: {finding.message}" if finding.message else ""
-    lines = [
-        *textwrap.wrap(_one_line(f"{kernel.name}:{message}"), _WIDTH),
-        f"Exit code 1: it fails; 0: it does not. Values: {source}.",
-        f"An error is expected to be at most the largest that rounding in {case.problem.dtype} explains with these values.",
+    title = " ".join(f"{kernel.name}:{message}".split())[:300]
+    return head(
         f"Written by `attnfuzz repro CASE --script`, case {case.id}.",
-    ]
-    return "\n".join(f"# {line}" for line in lines)
-
-
-def _one_line(text: str) -> str:
-    """`text` in printable characters alone, so that it stays a comment."""
-    return " ".join("".join(each if each.isprintable() else " " for each in text).split())[:300]
+        f"Exit code 1: it fails; 0: it does not. Values: {source}.",
+        [
+            f"An error is expected to be at most the largest that rounding in {case.problem.dtype} explains with these values.",
+            *textwrap.wrap(title, _WIDTH),
+        ],
+    )

@@ -161,7 +161,7 @@ def test_a_bit_of_difference_in_a_deterministic_output_is_named() -> None:
     (failure,) = verdict.failures
     assert (failure.kind, failure.check, failure.output) == ("nondeterministic", "twice", "dq")
     assert failure.message.startswith(
-        "dQ: 1 of 384 elements differ between two equal calls (declared deterministic); "
+        "dQ: 1 of 384 elements differs between two equal calls (declared deterministic); "
         "worst at sequence 0, query 2, head 1, dim 3: "
     )
     assert failure.place is not None
