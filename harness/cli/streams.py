@@ -104,9 +104,9 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process lives
-        elif stream is own:
-            if stream.errors in ("strict", "surrogateescape"):  # else the user has chosen
-                stream.reconfigure(errors=_ESCAPE)
+        elif own is not None and stream is own:
+            if own.errors in ("strict", "surrogateescape"):  # else the user has chosen
+                own.reconfigure(errors=_ESCAPE)
             setattr(sys, name, _Outliving(stream, droppable=name == "stderr"))
 
 
