@@ -186,7 +186,7 @@ def test_flex_takes_configs_to_try(flex: ModuleType) -> None:
 
 
 @pytest.mark.skipif(has_cuda(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["kernels", "flex"])
+@pytest.mark.parametrize("name", ["kernels", pytest.param("flex", marks=pytest.mark.slow)])
 def test_without_a_gpu_it_says_so(name: str) -> None:
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -211,7 +211,7 @@ def test_the_memory_checkers_cost_is_a_ratio(tmp_path: Path) -> None:
     ("name", "arguments", "expected"),
     [
         ("memory_check", ["nothing"], "kernel='nothing'"),
-        ("verdict", ["--cases", "0"], "'--cases': 0 is not in the range"),
+        pytest.param("verdict", ["--cases", "0"], "'--cases': 0 is not in the range", marks=pytest.mark.slow),
         ("verdict", ["--seed", "-1"], "'--seed': -1 is not in the range"),
     ],
 )
@@ -233,6 +233,7 @@ def test_rates_of_processes_add_up_and_stages_are_means(batch: ModuleType) -> No
     assert batch.summary(runs) == {"processes": 2, "cases": 40, "rate": 25.0, "ms": {"judge": 7.5, "oracle": 20.0}}
 
 
+@pytest.mark.slow
 def test_batches_have_cases_of_one_kind(batch: ModuleType) -> None:
     every = batch.batches("torch.reference_cpu", "cpu", 20, 8)
     assert [len(each) for each in every] == [8, 8, 4]

@@ -296,6 +296,7 @@ def test_the_suites_formula_judges_as_tests_usually_do(causal: bool, monkeypatch
 
 
 @pytest.mark.parametrize("who", ["parametrised suite", "Hypothesis test"])
+@pytest.mark.slow
 def test_a_suite_judges_a_right_kernel(who: str, tmp_path: Path) -> None:
     rivals, plan = part("rivals"), part("plan").Plan("cpu", (KERNEL,), seconds=2.0)
     with rivals.suite(plan, KERNEL, "1", who, tmp_path, {}) as run:

@@ -191,6 +191,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     return CliRunner().invoke(loaded("verdict").main, ["--cases", "6", "--jobs", "1", *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_0_and_shows_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     done = cli(monkeypatch)
     assert done.exit_code == 0, done.output
@@ -198,6 +199,7 @@ def test_the_command_ends_with_0_and_shows_both_tables(monkeypatch: pytest.Monke
         assert text in done.output
 
 
+@pytest.mark.slow
 def test_the_command_tells_a_machine_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     done = cli(monkeypatch, "--json")
     assert done.exit_code == 0, done.output
@@ -318,6 +320,7 @@ def test_ctrl_c_while_processes_start_is_answered_afterwards() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_at_once() -> None:
     """130, nothing left behind."""
     command = [sys.executable, str(FOLDER / "verdict.py"), "--jobs", "2"]

@@ -401,6 +401,7 @@ def test_what_no_child_finds_is_told() -> None:
     assert not done.complete
 
 
+@pytest.mark.slow
 def test_a_case_that_no_child_can_read_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "canonical", lambda self: "{}")
     result = attnfuzz("check-adapter", "torch.reference_cpu", "--device", "cpu", "--json")

@@ -73,7 +73,9 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("slug", [*(each for each in ALONE if each != "memory"), pytest.param("memory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "slug", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("memory", "pyloop", "raises"))) for each in ALONE]
+)
 def test_a_fault_in_the_middle_is_that_of_its_case(slug: str, executor: Isolated) -> None:
     cases = cases_of(f"fault.{slug}")
     executor.statistics.lost.clear()

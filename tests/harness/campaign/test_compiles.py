@@ -153,6 +153,7 @@ def test_a_kernel_with_code_of_an_earlier_run_waits_for_no_first_variant(tmp_pat
     assert service.all() == [(other, "0"), (KERNEL, "0")]
 
 
+@pytest.mark.slow
 def test_later_variants_yield_to_trials(tmp_path: Path) -> None:
     """In real child processes: a kernel's first compile has the priority of this process, the others a lower one."""
     kernels = [registry.register(Compiling(f"test.compiling{number}", 0.0, tmp_path)) for number in range(2)]

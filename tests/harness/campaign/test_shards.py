@@ -55,7 +55,7 @@ def tried(**changed: Any) -> list[str]:
     return [each.case.id for each in events if isinstance(each, TrialFinished)]
 
 
-@pytest.mark.parametrize("shards", [2, 3, 4])
+@pytest.mark.parametrize("shards", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_try_as_many_cases_as_one_run_and_other_ones_each(shards: int) -> None:
     parts = [tried(max_examples=70, shard=shard, shards=shards) for shard in range(shards)]
     assert sum(map(len, parts)) == len(tried(max_examples=70)) == 70

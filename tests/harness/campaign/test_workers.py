@@ -79,6 +79,7 @@ def test_the_cases_do_not_depend_on_the_number_of_workers(names: list[str], most
 # --- one finding for one failure
 
 
+@pytest.mark.slow
 def test_a_failure_that_two_workers_show_is_shrunk_once(tidy: Path) -> None:
     done, events = campaign(["fault.numbers"], tidy, max_examples=300, workers=2)
     found = [each.finding.identity for each in events if isinstance(each, FailureFound)]
@@ -101,7 +102,9 @@ QUICK = ["raises", "bounds", "abort"]
 ALL = [each.removeprefix("fault.") for each in selftest.fault_names("cpu")]
 
 
-@pytest.mark.parametrize("slugs", [pytest.param(QUICK, id="quick"), pytest.param(ALL, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "slugs", [pytest.param(QUICK, id="quick", marks=pytest.mark.slow), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
+)
 def test_the_planted_faults_are_found_and_shrunk_by_workers(slugs: list[str], tidy: Path) -> None:
     names = [f"fault.{each}" for each in slugs if each != "four"]
     # Half of a machine's memory is not full within the deadline.

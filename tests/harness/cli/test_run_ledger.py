@@ -168,6 +168,7 @@ def test_an_exception_is_known_by_its_message_and_has_a_row_of_its_own() -> None
     assert "\n|  | run |  |  | 0 | " not in Path("table.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_failure_that_is_gone_fails() -> None:
     entry = {**ENTRY, "kernel": "torch.right"}
     done = run("torch.right", "--ledger", ledger(entry), "--json", cases=4)
@@ -190,6 +191,7 @@ def test_a_failure_that_is_gone_fails() -> None:
     assert "gone" not in done.stdout, "torch.right was not tried"
 
 
+@pytest.mark.slow
 def test_a_failure_that_is_not_drawn_shows_in_its_own_case() -> None:
     entry = {**ENTRY, "case": case_file()}
     done = run("torch.skewed", "--ledger", ledger(entry), cases=1)

@@ -215,7 +215,12 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repositor
 @pytest.mark.parametrize(
     ("broken", "more"),
     [
-        pytest.param("dk, dv = (dk * 0.5, dv * 0.5) if inputs.problem.causal else (dk, dv)", "dv", id="wrong in the same Case"),
+        pytest.param(
+            "dk, dv = (dk * 0.5, dv * 0.5) if inputs.problem.causal else (dk, dv)",
+            "dv",
+            id="wrong in the same Case",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             f"dk = dk * 0.5 if inputs.problem.causal else dk; {ROUGH[1]}",
             "dq",
@@ -239,6 +244,7 @@ def test_a_known_failure_of_the_sample_hides_no_other(broken: str, more: str, lo
     assert waivers[more] is False
 
 
+@pytest.mark.slow
 def test_a_gate_that_cannot_keep_a_case_tells_it_and_ends_with_2(local: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device", "cases/x.json")

@@ -44,7 +44,13 @@ ATTACKS: tuple[tuple[Any, set[str] | None], ...] = (
 )
 
 
-SLOW = (attacks.limits_memory, attacks.crashes_later, attacks.answers_nonsense, attacks.returns_odd)
+SLOW = (
+    attacks.limits_memory,
+    attacks.crashes_later,
+    attacks.answers_nonsense,
+    attacks.returns_odd,
+    attacks.writes_garbage,
+)
 """Run only when asked for: children that die one after the other, and what others in the list do alike."""
 
 

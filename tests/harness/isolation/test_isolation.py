@@ -335,6 +335,7 @@ def test_the_case_in_flight_comes_first_in_the_next_run(tmp_path: Path) -> None:
     assert len(list((tmp_path / "inflight").iterdir())) == 1, "the other kernel's waits for a run with that kernel"
 
 
+@pytest.mark.slow
 def test_a_case_that_ended_two_runs_is_told_and_not_tried_again(tmp_path: Path) -> None:
     in_flight(tmp_path, case_of("fault.raises", 5, 9), deaths=1)
     done, events = finished("fault.raises", tmp_path, max_examples=1, seed=3)
@@ -396,6 +397,7 @@ def wait_until_gone(runs: set[str]) -> None:
     assert not [each for run in runs for each in reaper.marked(run)]
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_run_leaves_its_case_and_no_process(tmp_path: Path) -> None:
     run, runs = hanging(tmp_path)
     assert runs

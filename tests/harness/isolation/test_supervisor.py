@@ -176,6 +176,7 @@ def test_several_tasks_at_once(forked: Supervisor) -> None:
     assert len(forked._idle) == 1
 
 
+@pytest.mark.slow
 def test_200_restarts_leak_nothing(forked: Supervisor) -> None:
     def held() -> tuple[int, int]:
         gc.collect()

@@ -102,7 +102,9 @@ def test_the_drawn_cases_are_of_every_kind() -> None:
 SCALES = (1.0, 4.0)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
+)
 def test_every_pattern_has_the_verdict_that_it_has_alone(dtype: str) -> None:
     problem = Problem(
         seqlens_q=(33, 0, 40), seqlens_k=(45, 7, 20), heads=4, kv_heads=2, dim_qk=64, dim_v=48, dtype=dtype, causal="bottom_right"
@@ -120,7 +122,10 @@ def test_every_pattern_has_the_verdict_that_it_has_alone(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("deviations", [PLAIN, Deviations(half_partials=True), Deviations(ds_from_rounded_p=True)])
+@pytest.mark.parametrize(
+    "deviations",
+    [PLAIN, Deviations(half_partials=True), pytest.param(Deviations(ds_from_rounded_p=True), marks=pytest.mark.slow)],
+)
 def test_equal_values_are_counted_for_the_cases_that_need_it(
     dtype: str, deviations: Deviations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -404,6 +404,7 @@ def test_shards_follow_the_workers_but_not_below_ten_cases(
     assert plugin.default_shards(config("cpu", **options), most) == expected
 
 
+@pytest.mark.slow
 def test_every_worker_collects_the_same_shards_and_their_number_may_be_fixed(acme: pytest.Pytester) -> None:
     fixed = PASSING.replace("max_examples=12", "max_examples=40, shards=3").replace("test_kernel", "test_fixed")
     acme.makepyfile(test_acme=PASSING.replace("12", "40"), test_fixed=fixed)
@@ -455,6 +456,7 @@ def test_the_header_shows_what_differs() -> None:
     assert plugin_options.pytest_report_header(config(kernel=[])) is None
 
 
+@pytest.mark.slow
 def test_a_case_file_is_run_again_by_the_line_that_was_printed(acme: pytest.Pytester) -> None:
     acme.makepyfile(test_acme=FAILING)
     pytest_here(acme, "--attnfuzz-out", "found", "-k", "0")

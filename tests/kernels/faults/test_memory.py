@@ -131,7 +131,15 @@ def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, mo
 
 
 @interpreted
-@pytest.mark.parametrize("fault", [each for each in FAULTS if each.checked], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each.name == "lengths of the first call kept"))
+        for each in FAULTS
+        if each.checked
+    ],
+    ids=lambda fault: fault.name,
+)
 def test_the_memory_checker_finds_it_first(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
     assert next(iter(run.findings.closed)).kind == fault.checked
@@ -170,6 +178,7 @@ def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: P
 
 
 @interpreted
+@pytest.mark.slow
 def test_another_order_of_additions_is_right_where_nothing_else_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

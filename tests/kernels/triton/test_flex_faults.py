@@ -26,7 +26,6 @@ OFTEN = (
     "dLSE ignored",
     "prescale undeclared",
     "lists of the group's first head in dK and dV",
-    "masked tiles of an earlier part done again",
 )
 """What such kernels have got wrong before; the others are tried by `-m slow`."""
 

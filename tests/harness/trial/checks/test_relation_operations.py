@@ -77,7 +77,7 @@ def test_a_large_case_waits_for_each_launch_and_twice(
     assert sum(beside.waits.values()) <= launches + WAITS + OF_THE_BATCH
 
 
-@pytest.mark.parametrize("on_host", [1 << 16, 0])
+@pytest.mark.parametrize("on_host", [pytest.param(1 << 16, marks=pytest.mark.slow), 0])
 def test_a_batch_waits_as_often_as_one_case(on_host: int, beside: Beside, known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the Cases ask for goes to the host by one copy, and comes back by one; so do numbers that the device compares."""
     known(Long())
@@ -91,6 +91,7 @@ def test_a_batch_waits_as_often_as_one_case(on_host: int, beside: Beside, known:
     assert sum(beside.waits.values()) == WAITS + OF_THE_BATCH
 
 
+@pytest.mark.slow
 def test_a_batch_has_the_verdicts_of_its_cases_alone(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle, calls and relations of a kernel that is wrong in some of them."""
     known(Long(fault="LSE is that of the last chunk of keys", far=2))
