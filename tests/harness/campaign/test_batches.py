@@ -73,9 +73,10 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize(
-    "slug", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("memory", "pyloop", "raises"))) for each in ALONE]
-)
+SLOW = ("memory", "pyloop", "raises")
+
+
+@pytest.mark.parametrize("slug", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in ALONE])
 def test_a_fault_in_the_middle_is_that_of_its_case(slug: str, executor: Isolated) -> None:
     cases = cases_of(f"fault.{slug}")
     executor.statistics.lost.clear()
