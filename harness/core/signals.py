@@ -44,6 +44,34 @@ class _Once:
         self._raised = None  # that handler only took note of it
 
 
+class _PutOff:
+    """Handlers of SIGINT and SIGTERM that note a signal while a block runs, and pass it on once it is over.
+
+    Args:
+        before: the handlers that it stands for.
+    """
+
+    def __init__(self, before: dict[signal.Signals, Callable[[int, FrameType | None], Any]]) -> None:
+        self.before = before
+        self.waiting: list[tuple[int, FrameType | None]] = []
+        self.over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if self.over:  # it came while the handlers were put back
+            self.before[signal.Signals(number)](number, frame)
+        else:
+            self.waiting.append((number, frame))
+
+
+def _original(number: signal.Signals) -> Any:
+    """The handler of a signal, behind those of blocks that an interrupt ended before they had put it back."""
+    handler: Any = signal.getsignal(number)
+    while isinstance(handler, _PutOff) and handler.over:
+        handler = handler.before[number]
+    return handler
+
+
 _current: _Once | None = None
 """Of the outermost `interrupted_once` block."""
 
@@ -76,7 +104,7 @@ def interrupted_once() -> Iterator[None]:
         yield
     finally:
         for each, handler in handlers.items():
-            if signal.getsignal(each) is _current:  # else the block has set another for what follows
+            if _original(each) is _current:  # else the block has set another for what follows
                 signal.signal(each, handler)
         _current = None
 
@@ -115,24 +143,15 @@ def uninterrupted(*, drop: bool = False) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {each: handler for each in _SIGNALS if callable(handler := signal.getsignal(each))}
-    waiting: list[tuple[int, FrameType | None]] = []
-    over = False
-
-    def put_off(number: int, frame: FrameType | None) -> None:
-        if over:  # it came while the handlers were put back
-            before[signal.Signals(number)](number, frame)
-        else:
-            waiting.append((number, frame))
-
+    put_off = _PutOff({each: handler for each in _SIGNALS if callable(handler := signal.getsignal(each))})
     try:
-        for each in before:
+        for each in put_off.before:
             signal.signal(each, put_off)
         yield
     finally:
-        over = True
-        for each, handler in before.items():
+        put_off.over = True
+        for each, handler in put_off.before.items():
             signal.signal(each, handler)
-        if waiting and not drop:
-            number, frame = waiting[0]
-            before[signal.Signals(number)](number, frame)
+        if put_off.waiting and not drop:
+            number, frame = put_off.waiting[0]
+            put_off.before[signal.Signals(number)](number, frame)

@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from attnfuzz.harness.core.signals import uninterrupted
+from attnfuzz.harness.core import signals
+from attnfuzz.harness.core.signals import interrupted_once, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +80,26 @@ def test_another_thread_is_left_alone() -> None:
     thread.start()
     thread.join()
     assert ended == [signal.default_int_handler]
+
+
+def test_an_interrupt_while_handlers_are_put_back_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the loop that puts them back; the block around it does what is left."""
+    before = {each: signal.getsignal(each) for each in signals._SIGNALS}
+    put, pressed = signal.signal, []
+
+    def pressing(number: signal.Signals, handler: Any) -> Any:
+        if isinstance(handler, signals._Once) and not pressed and isinstance(signal.getsignal(number), signals._PutOff):
+            pressed.append(number)
+            signal.raise_signal(signal.SIGINT)
+        return put(number, handler)
+
+    @interrupted_once()
+    def block() -> None:
+        monkeypatch.setattr(signal, "signal", pressing)
+        with uninterrupted():
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert pressed
+    assert {each: signal.getsignal(each) for each in signals._SIGNALS} == before
