@@ -297,6 +297,7 @@ def test_kill_9_of_the_campaign_leaves_its_cases_and_nothing_else(tmp_path: Path
     assert {each.identity.kind for each in again.findings} == {"mismatch"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [pytest.param("SLEEPER", marks=pytest.mark.slow), "WRONG_SLEEPER"])
 def test_ctrl_c_ends_all_workers_and_keeps_what_they_found(kernel: str, tmp_path: Path) -> None:
     run = started(tmp_path, f"support.engine:{kernel}", "--workers", "2", "--max-examples", "4000")

@@ -135,7 +135,7 @@ def test_a_flood_is_kept_short_and_its_end_told(forked: Supervisor) -> None:
     assert len(found.output) <= 6000
 
 
-@pytest.mark.parametrize("how", ["pipes", "half a message", "rubbish"])
+@pytest.mark.parametrize("how", ["pipes", pytest.param("half a message", marks=pytest.mark.slow), "rubbish"])
 def test_a_broken_connection_is_the_childs_end(supervisor: Supervisor, how: str) -> None:
     start = time.monotonic()
     found = died(supervisor, how)

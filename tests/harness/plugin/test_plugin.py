@@ -524,6 +524,7 @@ def test_a_broken_or_a_foreign_case_fails_with_a_clear_message(acme: pytest.Pyte
 # --- with pytest's own options
 
 
+@pytest.mark.slow
 def test_a_failure_under_xdist_is_short_and_in_junit_with_its_figures(acme: pytest.Pytester) -> None:
     acme.makepyfile(test_acme=FAILING, test_good=PASSING)
     result = pytest_of(acme, "-n", "2", "--junitxml", "junit.xml", "--attnfuzz-out", "found", "--attnfuzz-max-failures", "1")

@@ -58,7 +58,7 @@ def body_of(text: str) -> list[str]:
     return lines[next(i for i, line in enumerate(lines) if not line.startswith("#")) :]
 
 
-QUICK = ("a gradient", "groups", "ragged tail", "raises")
+QUICK = ("a gradient", "groups", "raises")
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in FAULTS])

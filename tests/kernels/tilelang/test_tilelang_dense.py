@@ -46,7 +46,8 @@ def test_the_forward_uses_the_tensor_memory_accelerator_and_warpgroup_products()
     assert "mma_sync" not in text
 
 
-@pytest.mark.parametrize("tile", [pytest.param(32, marks=pytest.mark.slow), 64])
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [32, 64])
 def test_blocks_of_less_than_a_warpgroup_load_for_themselves(tile: int) -> None:
     text = source("forward", **FORM, tile_m=tile, tile_n=tile, threads=128, stages=1)
     # A warpgroup set apart for loading waits at barriers that it may miss: tests/kernels/tilelang/test_tilelang_hangs.py.
