@@ -137,6 +137,8 @@ class Asked:
 
     kernels: tuple[Kernel, ...]
     broken: tuple[tuple[str, str], ...] = ()
+    named: bool = True
+    """Whether they were asked for by name; else they are all that are listed."""
 
 
 def asked_for(kernels: Sequence[str], more: Sequence[str] = ()) -> Asked:
@@ -160,7 +162,7 @@ def every_kernel() -> Asked:
     first = _loadable(project.kernels if project else (), load_from_project)
     # A kernel of the project is listed from then on.
     rest = _loadable(registry.names(), registry.get)
-    return Asked(_each_once((*first.kernels, *rest.kernels)).kernels, (*first.broken, *rest.broken))
+    return Asked(_each_once((*first.kernels, *rest.kernels)).kernels, (*first.broken, *rest.broken), named=False)
 
 
 def _loadable(names: Sequence[str], load: Callable[[str], Kernel]) -> Asked:

@@ -166,16 +166,22 @@ def campaign(
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
         write_file(table, figures.markdown(finished, _command(settings.device, settings.seed), failures, notes), "table")
     untried = () if settings.may_be_empty else finished.untried
+    late = _late(finished) if not asked.named and len(untried) < len(finished.summaries) else set()
     for kernel, reason in untried:
-        echo(f"error: kernel={kernel!r}: {reason}", err=True)
+        echo(f"{'note' if kernel in late else 'error'}: kernel={kernel!r}: {reason}", err=True)
     if finished.not_kept:
         # Only the terminal says so: a machine must not take what is in the folder for all failures.
         return WRONG_USE
     if finished.lost or result.wrong or not all(result.waivers):
         return FAILURES
-    if finished.broken or result.broken or untried:
+    if finished.broken or result.broken or {kernel for kernel, _ in untried} - late:
         return WRONG_USE
     return INTERRUPTED if finished.interrupted or result.interrupted else CLEAN
+
+
+def _late(finished: CampaignFinished) -> set[str]:
+    """Kernels of which no variant was compiled in the time: of all that are listed, some may be too slow for a short budget."""
+    return {each.kernel for each in finished.summaries if each.unreached and not each.cases}
 
 
 def _show_ledger(terminal: Console, known: Known, result: LedgerResult) -> None:

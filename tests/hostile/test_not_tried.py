@@ -15,9 +15,11 @@ import pytest
 from support.gate import Repository
 from support.hostile import attnfuzz, json_of, refused
 
+from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.campaign.events import CampaignFinished, KernelSummary, Worst
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
+from attnfuzz.harness.cli import options
 from attnfuzz.harness.gate.parts.correctness import campaign_part
 from attnfuzz.kernels import registry
 
@@ -107,6 +109,29 @@ def test_a_kernel_is_untried_without_a_judged_case(row: KernelSummary, untried: 
     part = campaign_part(row, done, Settings(max_examples=4))
     assert (part.outcome, (untried or "") in part.summary) == ("error" if untried else "pass", True)
     assert campaign_part(row, done, Settings(max_examples=4, shards=5)).outcome == "pass", "a shard may be empty"
+
+
+LATE, TRIED = replace(ROW, kernel="ev.late", unreached=3), replace(ROW, kernel="ev.tried", cases=4)
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "code", "says"),
+    [
+        ((), (LATE, TRIED), 0, "note: kernel='ev.late': no Case was tried: 3 of its variants"),
+        ((), (LATE, LATE), 2, "error: kernel='ev.late': no Case was tried: 3 of its variants"),
+        ((), (ROW, TRIED), 2, "error: kernel='ev.k': no Case was tried; give"),
+        (("torch.reference_cpu",), (LATE, TRIED), 2, "error: kernel='ev.late': no Case was tried: 3 of its variants"),
+    ],
+    ids=["one of all", "all", "another reason", "asked for by name"],
+)
+def test_of_all_kernels_one_may_be_too_slow_to_compile(
+    names: tuple[str, ...], rows: tuple[KernelSummary, ...], code: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of every kernel for two minutes has done what it could; who names a kernel wants it tried."""
+    monkeypatch.setattr(campaign, "run_campaign", lambda *_, **__: CampaignFinished(rows, (), 1.0))
+    monkeypatch.setattr(options, "every_kernel", lambda: options.Asked((registry.get("torch.reference_cpu"),), named=False))
+    result = attnfuzz("run", *names, *ON_CPU, "--max-examples", "1")
+    assert (result.exit_code, says in result.stderr) == (code, True), result.stderr
 
 
 def test_a_merge_of_runs_that_tried_nothing_is_no_success(tmp_path: Path) -> None:
