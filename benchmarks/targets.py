@@ -1,6 +1,6 @@
 """Whether this machine reaches what the engine is to reach: one row a target, measured and wanted.
 
-    python benchmarks/targets.py [--device cpu|cuda] [--only PART ...] [--json FILE] [--list]
+    python benchmarks/targets.py [--device cpu|cuda] [--only PART ...] [--json FILE] [--runs FOLDER] [--list]
 
 Ends with 1 where a target is missed or could not be measured, and with 2 for wrong use. The parts of a GPU node take 25 minutes,
 those of a CPU 6, a soak more. The compilers' caches are empty at first, and are kept from one part to the next.
@@ -40,6 +40,8 @@ from attnfuzz.kernels.problem import BadArgument
 ROOT = Path(__file__).parent.parent
 INTERPRETED, COMPILED = "triton.varlen", "tilelang.gqa.split"
 """Kernels of the CPU: Triton's interpreter, and TileLang's C target."""
+KEPT: Path | None = None
+"""Where the JSON of each run goes, with its `times`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,12 @@ class Row:
 
 def campaign(device: Device, seconds: float, kernels: Sequence[str] = (), workers: str = "auto") -> Finished:
     """Run `attnfuzz run` on kernels (default: all that can run here), with the caches of this process."""
-    return run_command(Plan(device, tuple(kernels), seconds=seconds), tuple(kernels), workers, seed=0)
+    run = run_command(Plan(device, tuple(kernels), seconds=seconds), tuple(kernels), workers, seed=0)
+    if KEPT is not None:
+        number = len(list(KEPT.glob("run-*.json"))) + 1
+        figures = {"wall": run.wall, "first": run.first, "busy": run.busy, "peak": run.peak}
+        (KEPT / f"run-{number}.json").write_text(json.dumps({**figures, "result": run.result}), encoding="utf-8")
+    return run
 
 
 def rate(run: Finished) -> float | None:
@@ -186,9 +193,16 @@ def measured(device: Device, names: Sequence[str]) -> Iterable[Row]:
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda")
 @click.option("--only", multiple=True, metavar="PART", help="Only these parts; the default is all but soak.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option(
+    "--runs", type=click.Path(path_type=Path, file_okay=False), help="Keep the JSON of each run there, with its `times`."
+)
 @click.option("--list", "lists", is_flag=True, help="Print the parts.")
-def main(device: str, only: tuple[str, ...], json_file: Path | None, lists: bool) -> None:
+def main(device: str, only: tuple[str, ...], json_file: Path | None, runs: Path | None, lists: bool) -> None:
     """Measure, and print a table of what is reached."""
+    global KEPT  # noqa: PLW0603 - set once, before anything runs
+    if runs is not None:
+        runs.mkdir(parents=True, exist_ok=True)
+    KEPT = runs
     where = resolve_device(device)
     if lists:
         click.echo(
