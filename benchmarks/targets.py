@@ -199,7 +199,7 @@ def measured(device: Device, names: Sequence[str]) -> Iterable[Row]:
 @click.option("--list", "lists", is_flag=True, help="Print the parts.")
 def main(device: str, only: tuple[str, ...], json_file: Path | None, runs: Path | None, lists: bool) -> None:
     """Measure, and print a table of what is reached."""
-    global KEPT  # noqa: PLW0603 - set once, before anything runs
+    global KEPT
     if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)
     KEPT = runs

@@ -24,7 +24,7 @@ ENVIRONMENTS: dict[str, Row] = {
     "a HOME that is absent": ({"HOME": "/nonexistent/home"}, ()),
     "a HOME that cannot be written": ({"HOME": "/proc/self"}, ()),
     "an empty HOME": ({"HOME": ""}, ()),
-    "nothing": (dict.fromkeys(os.environ), ()),
+    "nothing": (dict.fromkeys(set(os.environ) - {"PYTHONPATH"}), ()),
     "an empty PATH": ({"PATH": ""}, ()),
     "a dumb terminal": ({"TERM": "dumb"}, ()),
     "an unknown terminal": ({"TERM": "\x1b[31m"}, ()),

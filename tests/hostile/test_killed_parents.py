@@ -40,7 +40,8 @@ class Started:
         (folder / "tmp").mkdir()
         self.folder, self.temporary = folder, folder / "tmp"
         self.value = f"{os.getpid()}-{folder}"
-        environment = {**os.environ, MARK: self.value, "TMPDIR": str(self.temporary), "PYTHONPATH": str(TESTS), "COLUMNS": "200"}
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, MARK: self.value, "TMPDIR": str(self.temporary), "PYTHONPATH": path, "COLUMNS": "200"}
         self.process = subprocess.Popen(
             command,
             cwd=folder,

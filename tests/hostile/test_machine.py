@@ -412,13 +412,14 @@ def kill_children(run: int, theirs: list[int]) -> None:
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_run_of_a_right_kernel_stays_green(happens: Callable[[int, list[int]], None], workers: str, tmp_path: Path) -> None:
     command = [*COMMAND, "run", "support.engine:SLEEPER", "--device", "cpu", "--max-examples", "60", "--deadline", "5s"]
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     run = subprocess.Popen(
         [*command, "--workers", workers, "--json", "--out", "out"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
     )
     end = time.monotonic() + 120
     while time.monotonic() < end and not list((tmp_path / "out").glob("inflight/*")):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,23 +332,42 @@ def free() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
+def assert_gives_back(act: Callable[[], int], within: int) -> None:
+    """Other processes use the GPU too: of ten tries one must find as much free memory after as before, and little use between.
+
+    What a call keeps, each try keeps.
+    """
+    tries = []
+    for _ in range(10):
+        before = free()
+        between = before - act()
+        tries.append((between // MIB, (before - free()) // MIB))
+        if between < 1 << 30 and abs(tries[-1][1]) < within // MIB:
+            return
+    raise AssertionError(f"MiB in use between and after: {tries}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_on_the_gpu_a_stretched_tensor_takes_little_memory(dtype: torch.dtype) -> None:
     of = replace(TINY, dtype=str(dtype).removeprefix("torch."))
     for each, (name, layout) in zip(related_problems("huge_strides", of, 0), strides.TENSORS, strict=True):
         inputs = materialise(replace(each, **dict.fromkeys(LAYOUTS, Layout())), Recipe(), "cuda")
-        source = getattr(inputs, name)
-        before = free()
-        wide = getattr(strides.stretch(dataclasses.replace(inputs, problem=each), sparse.empty_strided), name)
-        assert wide.stride(0) == source.stride(0) + getattr(each, layout).pitch
-        assert (wide.shape[0] - 1) * wide.stride(0) >= 2**31
-        assert torch.equal(wide, source)
-        assert before - free() < 1 << 30
-        around = wide.as_strided((4096,), (1,), wide.storage_offset() + wide.stride(0) - 4096)
-        assert around.isnan().all()
-        del wide, around
-        assert abs(free() - before) < 64 * MIB
+        far = dataclasses.replace(inputs, problem=each)
+        assert_gives_back(partial(stretched, far, name, getattr(each, layout)), within=64 * MIB)
+
+
+def stretched(inputs: Any, name: str, layout: Layout) -> int:
+    """Stretch one tensor, and return the free memory while it is there."""
+    source = getattr(inputs, name)
+    wide = getattr(strides.stretch(inputs, sparse.empty_strided), name)
+    assert wide.stride(0) == source.stride(0) + layout.pitch
+    assert (wide.shape[0] - 1) * wide.stride(0) >= 2**31
+    assert torch.equal(wide, source)
+    between = free()
+    around = wide.as_strided((4096,), (1,), wide.storage_offset() + wide.stride(0) - 4096)
+    assert around.isnan().all()
+    return between
 
 
 @pytest.mark.gpu
@@ -361,12 +381,15 @@ def test_on_the_gpu_a_batch_passes_and_gives_its_memory_back(name: str) -> None:
         Case(kernel=name, problem=of, config=kernel.configs(of)[0], check="huge_strides", recipe=Recipe(seed=seed))
         for seed in range(2)
     ]
+
+    def run() -> int:
+        verdicts = run_batch(cases, "cuda")
+        assert [each.status for each in verdicts] == ["pass", "pass"]
+        assert all(not figures.unjudged for each in verdicts for figures in each.figures.values())
+        return free()
+
     assert [each.status for each in run_batch(cases, "cuda")] == ["pass", "pass"]
-    before = free()
-    verdicts = run_batch(cases, "cuda")
-    assert [each.status for each in verdicts] == ["pass", "pass"]
-    assert all(not figures.unjudged for each in verdicts for figures in each.figures.values())
-    assert abs(free() - before) < 256 * MIB
+    assert_gives_back(run, within=256 * MIB)
 
 
 @pytest.mark.gpu

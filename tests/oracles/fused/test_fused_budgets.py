@@ -42,9 +42,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 @contextmanager
 def generated(backend: Compiled) -> Iterator[None]:
-    """Run generated code."""
+    """Run generated code. What was compiled for a GPU of this process would be launched with addresses of the host."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "BACKEND", backend)
+        for each in launch.FUNCTIONS:
+            each.forget()
         try:
             yield
         finally:
