@@ -84,6 +84,8 @@ class EarlierCases:
         """Names of the case files that were replayed, the latest last."""
         self._given: dict[int, tuple[tuple[EarlierCase, ...], float]] = {}
         """What each worker has to try, and the seconds for it."""
+        self._resumed: set[Case] = set()
+        """Cases that were in flight, given out, and not tried yet."""
         self._spent = 0.0
 
     def __bool__(self) -> bool:
@@ -115,6 +117,7 @@ class EarlierCases:
         count = max(_AT_ONCE, sum(each.left is not None for each in self._queue))
         cases, self._queue = tuple(self._queue[:count]), self._queue[count:]
         self._given[worker] = cases, (part or 0.0) if any(each.stored for each in cases) else 0.0
+        self._resumed |= {each.case for each in cases if each.left}
         return cases, part
 
     def _begun(self, seconds: float | None) -> list[EarlierCase]:
@@ -139,7 +142,8 @@ class EarlierCases:
         self._rounds.forget(each.case.id for each in queue if each.case not in kept)
 
     def tried(self, case: Case) -> None:
-        """Note that a Case has been tried, which may be a stored one."""
+        """Note that a Case has been tried, which may be a stored one, or one that was in flight."""
+        self._resumed.discard(case)
         if self._missing and (stored := self._missing.pop(case, None)) is not None:
             self.replayed.append(stored.path.name)
 
@@ -150,16 +154,18 @@ class EarlierCases:
         self._queue = [*not_tried, *(self._queue or ())]
 
     def leave(self, worker: int) -> None:
-        """Take back the stored Cases that a worker which has died did not come to."""
+        """Take back the Cases that a worker which has died did not come to."""
         given, _ = self._given.pop(worker, ((), 0.0))
-        self._queue = [*(each for each in given if each.stored and each.case in self._missing), *(self._queue or ())]
+        not_tried = [each for each in given if each.case in (self._missing if each.stored else self._resumed)]
+        self._queue = [*not_tried, *(self._queue or ())]
 
     def resume(self, left: LeftBehind) -> None:
         """Try a Case first that was in flight when a worker died."""
         cases = list(_earlier_cases(self._kernel, self._context, self._findings, [left], ()))
         # Its round, given out again, must not have it tried once more, which would end the next worker.
         self._rounds.know([left.case.id])
-        self._queue = [*cases, *(each for each in self._queue or () if each.left or each.case != left.case)]
+        here = with_config(self._kernel, left.case)
+        self._queue = [*cases, *(each for each in self._queue or () if each.case != here)]
 
 
 def _earlier_cases(

@@ -163,8 +163,10 @@ def row_of(
         # Relations are drawn at lengths that no oracle could follow; at others the oracle alone must find what they find.
         kinds.append("relation")
     assert found.identity.kind in kinds, found.verdict.failure.message
-    assert found.case.problem.batch <= 2, found.case.canonical()
-    assert not found.partly
+    if not (races and device == "cuda"):
+        # What shows only sometimes passes in some trials of the shrinking.
+        assert found.case.problem.batch <= 2, found.case.canonical()
+        assert not found.partly
     problem = found.case.problem
     return {
         "kernel": backend,

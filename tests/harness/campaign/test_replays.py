@@ -18,7 +18,7 @@ from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, StoredFinding, read_case
 from attnfuzz.harness.campaign.events import CampaignFinished, Event, Finding, ReplayStarted, TrialFinished
-from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.link import Turn
 from attnfuzz.harness.campaign.plan import plan_of
@@ -222,6 +222,31 @@ def test_what_a_dead_worker_did_not_come_to_is_given_to_another(tmp_path: Path) 
     second = coordinator.turn(1)
     assert isinstance(second, Turn)
     assert second.earlier == first.earlier[2:]
+
+
+@pytest.mark.parametrize("reached", ["given", "in flight", "tried"])
+def test_a_case_in_flight_survives_the_death_of_the_next_worker_too(tmp_path: Path, reached: str) -> None:
+    """The first worker died with it in flight; the second one, at once, before it began it, while it tried it, or afterwards."""
+    settings = Settings(max_examples=24, out=None, plain=True)
+    context = CampaignContext(settings)
+    state = KernelState(KERNEL, plan_of(KERNEL, settings), context)
+    coordinator = Coordinator(context, [state], FunctionExecutor(lambda _: PASS), 3)
+    left = LeftBehind(case_of(7), 1, tmp_path / "1-first")
+    coordinator.resume([left])
+    first = coordinator.turn(0)
+    assert isinstance(first, Turn)
+    assert [each.left for each in first.earlier] == [left]
+    again = [left]
+    if reached == "tried":
+        coordinator.trial(KERNEL.name, "replay", left.case, PASS)
+        again = []
+    coordinator.leave(0)
+    if reached == "in flight":
+        again = [LeftBehind(case_of(7), 2, tmp_path / "2-second")]
+        coordinator.resume(again)
+    second = coordinator.turn(1)
+    assert isinstance(second, Turn)
+    assert [each.left for each in second.earlier] == again
 
 
 # --- the record
