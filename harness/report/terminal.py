@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -58,6 +59,8 @@ class Terminal:
         self._pace, self._shown = Pace(), 0.0
         self._replays: dict[str, Pace] = {}
         self._announced: set[Identity] = set()
+        self._replayed: dict[str, Counter[str]] = {}
+        self._workers = 1
         self._heartbeat = Heartbeat(self.beat)
 
     def close(self) -> None:
@@ -74,6 +77,7 @@ class Terminal:
     def _on_CampaignStarted(self, event: events.CampaignStarted) -> None:  # noqa: N802
         self._pace = Pace(event.seconds, None if event.examples is None else event.examples * len(event.kernels))
         self.kernels = len(event.kernels)
+        self._workers = event.settings.get("workers", 1)
         if self._verbosity == "quiet":
             return
         described: dict[str, Any] = event.environment
@@ -145,6 +149,8 @@ class Terminal:
         if event.phase in ("replay", "generate"):
             self._pace.count()
         step = self._replay_step(event) if event.phase == "replay" else _STEPS.get(event.phase, "trying")
+        if event.phase == "replay":
+            self._replayed.setdefault(event.kernel, Counter())[event.verdict.status] += 1
         if event.phase == "replay" and self._verbosity == "verbose":
             self._say(f"{escape(one_line(event.kernel))}: replayed {event.case.id}: {event.verdict.status}")
         self._show(step)
@@ -182,8 +188,13 @@ class Terminal:
         compiles += f", [yellow]{row.unreached} not reached by the compiler in this time[/]" if row.unreached else ""
         compiles += f", [yellow]{_not_replayed(row)}[/]" if row.not_replayed else ""
         replaced = f", {counted(row.replaced, 'process', 'processes')} replaced ({_REPLACED})" if row.replaced else ""
-        cases = f"{counted(row.cases, 'case')} in {row.seconds:.1f} s ({row.rate:.1f} cases/s)"
-        self._say(f"{escape(one_line(row.kernel))}: {cases}{compiles}{replaced}")
+        of_all = (" of all workers", " each") if self._workers > 1 else ("", "")
+        cases = f"{counted(row.cases, 'case')} in {row.seconds:.1f} s{of_all[0]} ({row.rate:.1f} cases/s{of_all[1]})"
+        earlier = ""
+        if statuses := self._replayed.get(row.kernel):
+            passed = statuses["pass"]
+            earlier = f", {passed:,} of {counted(statuses.total(), 'earlier case')} pass{'es' if passed == 1 else ''} now"
+        self._say(f"{escape(one_line(row.kernel))}: {cases}{earlier}{compiles}{replaced}")
 
     def _on_CampaignFinished(self, event: events.CampaignFinished) -> None:  # noqa: N802
         self.close()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from attnfuzz.kernels.adapters.adapted import Adapted, AdaptedTriton
 from attnfuzz.kernels.adapters.call import Call
+from attnfuzz.kernels.adapters.reached import triton_files
 from attnfuzz.kernels.adapters.signature import read, source_files
 from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Packing, reject
@@ -31,7 +32,7 @@ def dense(
     function: Function,
     *,
     name: str | None = None,
-    backend: str = "torch",
+    backend: str | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     lse: Lse = "auto",
     gradients: bool = True,
@@ -47,7 +48,8 @@ def dense(
             `softmax_scale` (or `scale`, `sm_scale`), `causal` (or `is_causal`), `window_size` (two numbers, -1 for no limit),
             `softcap`, and a flag for LSE (`return_lse`, `return_softmax_lse` or `return_attn_probs`).
         name: the kernel's name; default: the function's own.
-        backend: "triton" prepares Triton's interpreter on the CPU, and lets `attnfuzz compile` capture the launches.
+        backend: "triton" prepares Triton's interpreter on the CPU, and lets `attnfuzz compile` capture the launches; it is the
+            default where the function's module, or one of its package's that it imports, has Triton functions, else "torch".
         layout: "bhsd": the function takes and returns `(batch, heads, seqlen, dim)`.
         lse: whether it returns LSE `(batch, heads, seqlen_q)`, float32, natural log: "auto": if it has a flag for it; True:
             always, second in the tuple. +inf in a row that sees no key, flash-attention's convention, is read as -inf.
@@ -55,7 +57,8 @@ def dense(
         backward: returns (dq, dk, dv) instead of autograd: `backward(d_o, q, k, v, o, lse, ...)` with the same keywords.
         configs: choices (tile sizes, ...), the default first, passed by name. Lengths are drawn around `tile_m` and `tile_n`,
             which are passed only if the function has such parameters.
-        files: additional sources whose change means that the kernel changed; the function's own is included.
+        files: additional sources whose change means that the kernel changed; the function's own is included, and so are those of
+            the Triton functions by which the default of `backend` is found.
         capabilities: fields of `attnfuzz.kernels.contract.Capabilities` that replace the defaults.
 
     Raises:
@@ -69,7 +72,7 @@ def varlen(
     function: Function,
     *,
     name: str | None = None,
-    backend: str = "torch",
+    backend: str | None = None,
     lse: Lse = "auto",
     gradients: bool = True,
     backward: Function | None = None,
@@ -93,7 +96,7 @@ def varlen(
 def _adapted(
     call: Call,
     name: str | None,
-    backend: str,
+    backend: str | None,
     configs: Sequence[Mapping[str, ConfigValue]],
     files: Sequence[str | Path],
     capabilities: dict[str, Any],
@@ -103,11 +106,17 @@ def _adapted(
         raise reject("name", name, "a kernel's name has no spaces, colons or slashes", "give a dotted one, such as mine.flash")
     if not configs:
         raise reject("configs", configs, "a kernel has at least its default", "leave it out, or give ({},)")
+    if wrong := [each for each in configs if not isinstance(each, Mapping)]:
+        remedy = "give a tuple of dicts, the default first: ({'tile_m': 64}, {'tile_m': 128})"
+        raise reject("configs", wrong[0], "each choice is a dict of keyword arguments", remedy)
     chosen = tuple(Config(each) for each in configs)
     if unknown := sorted({key for each in chosen for key in each} - {*call.signature.parameters, "tile_m", "tile_n"}):
         raise reject("configs", unknown[0], f"{call.signature.name} has no such parameter", "name its parameters")
     can = _capabilities(call, capabilities)
-    sources = tuple(dict.fromkeys([*source_files(call.function), *(str(Path(each).absolute()) for each in files)]))
+    launched = triton_files(call.function)
+    backend = backend or ("torch" if launched is None else "triton")
+    named = [str(Path(each).absolute()) for each in files]
+    sources = tuple(dict.fromkeys([*source_files(call.function), *(launched or ()), *named]))
     if not sources:
         raise reject("files", files, f"the source of {call.signature.name} is not found", "name the files that make it up")
     kind = AdaptedTriton if backend == "triton" else Adapted
@@ -131,6 +140,8 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
         "compiles_on": (),
     }
     can = Capabilities(**{**visible, **declared})
+    if not all(isinstance(each, tuple | list) and len(each) == 2 for each in can.dims):
+        raise reject("dims", can.dims, "each is a pair (dim_qk, dim_v)", "give pairs: ((64, 64), (128, 128))")
     for field, name in (("window", "window_size"), ("softcap", "softcap")):
         if getattr(can, field) and not has(name):
             raise reject(field, True, f"{call.signature.name} has no parameter {name}", "leave it out, or wrap the function")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnfuzz.kernels.adapters.reached import innermost
 from attnfuzz.kernels.errors import reject
 
 __all__ = ["Signature", "read", "source_files"]
@@ -31,6 +32,8 @@ class Signature:
     parameters: tuple[str, ...]
     required: tuple[str, ...]
     """Parameters without a default."""
+    never_passed: tuple[str, ...] = ()
+    """Parameters that the adapters do not know: they keep their defaults, unless a Config names them."""
 
     def option(self, name: str) -> str | None:
         """The function's own name for the option `name`; None where it has no such option."""
@@ -71,17 +74,12 @@ def read(function: Callable[..., Any], needed: Sequence[str]) -> Signature:
         if each.default is each.empty and each.kind not in variadic and each.name not in passed:
             raise reject("function", name, f"its parameter {each.name} has no default", "bind it with functools.partial")
     required = tuple(each.name for each in rest if each.name in named and each.default is each.empty)
-    return Signature(name, named, required)
+    return Signature(name, named, required, tuple(each for each in named if each not in passed))
 
 
 def source_files(function: Callable[..., Any]) -> list[str]:
     """The source file of `function` beneath partials and decorators, or of its class; empty where it is unknown."""
-    inner: Any = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    inner = inspect.unwrap(inner)
-    if not (inspect.isroutine(inner) or inspect.isclass(inner)):
-        inner = type(inner)
+    inner = innermost(function)
     try:
         file = inspect.getsourcefile(inner)
     except TypeError:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -51,6 +54,84 @@ def test_an_adapter_in_one_line_declares_the_plainest_kernel() -> None:
     assert (kernel.name, kernel.backend, kernel.files) == ("only_forward", "torch", (support.__file__,))
     plain = Capabilities(packings=("dense",), causal=(None, "bottom_right"), outputs=("o",), compiles_on=())
     assert kernel.capabilities == plain
+
+
+def package(folder: Path, name: str, **modules: str) -> ModuleType:
+    """Write and import a package; returns its module `attention`."""
+    (folder / name).mkdir()
+    for module, text in {"__init__": "", **modules}.items():
+        (folder / name / f"{module}.py").write_text(text)
+    return importlib.import_module(f"{name}.attention")
+
+
+DEVICE_CODE = "import triton\n@triton.jit\ndef copy(x_ptr, o_ptr):\n    pass\n"
+CALLS = {
+    "its own module": {"attention": DEVICE_CODE + "def attention(q, k, v):\n    copy[(1,)](q, k)\n"},
+    "a module": {
+        "attention": "from {0} import device\ndef attention(q, k, v):\n    device.copy[(1,)](q, k)\n",
+        "device": DEVICE_CODE,
+    },
+    "a name": {
+        "attention": "from {0}.device import copy\ndef attention(q, k, v):\n    copy[(1,)](q, k)\n",
+        "device": DEVICE_CODE,
+    },
+    "a function": {
+        "attention": "from {0}.op import op\ndef attention(q, k, v):\n    return op(q, k)\n",
+        "op": "from {0} import device\ndef op(q, k):\n    device.copy[(1,)](q, k)\n",
+        "device": DEVICE_CODE,
+    },
+    "a class": {
+        "attention": "from {0}.op import Op\ndef attention(q, k, v):\n    return Op.apply(q, k)\n",
+        "op": "import torch\nfrom {0} import device\nclass Op(torch.autograd.Function):\n    pass\n",
+        "device": DEVICE_CODE,
+    },
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_a_function_that_reaches_triton_functions_is_a_triton_kernel(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"reaches_{how.replace(' ', '_')}"
+    module = package(tmp_path, name, **{each: text.format(name) for each, text in CALLS[how].items()})
+    wrapped = functools.partial(module.attention)
+    for function in (module.attention, wrapped):
+        kernel = dense(function, name="mine", gradients=False)
+        assert kernel.backend == "triton"
+        of = "attention" if how == "its own module" else "device"
+        assert kernel.files == tuple(dict.fromkeys(str(tmp_path / name / f"{each}.py") for each in ("attention", of)))
+    assert dense(module.attention, name="mine", gradients=False, backend="torch").backend == "torch"
+
+
+def test_a_function_beside_one_of_another_package_with_triton_functions_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that is imported is looked at; what it imports of others is not."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(tmp_path)
+    package(tmp_path, "with_triton", attention=DEVICE_CODE)
+    package(tmp_path, "between_both", attention="from with_triton import attention as far\n")
+    text = "from between_both import attention as near\ndef attention(q, k, v):\n    return q\n"
+    assert dense(package(tmp_path, "without_triton", attention=text).attention, gradients=False).backend == "torch"
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (
+            {"configs": ((32, 32), (64, 64))},
+            r"configs=\(32, 32\): each choice is a dict of keyword arguments; give a tuple of dicts",
+        ),
+        ({"configs": ("tile_m",)}, "configs='tile_m': each choice is a dict"),
+        ({"dims": (64, 128)}, r"dims=\(64, 128\): each is a pair \(dim_qk, dim_v\); give pairs: \(\(64, 64\), \(128, 128\)\)"),
+        ({"dims": ((64, 64, 64),)}, "each is a pair"),
+    ],
+)
+def test_declarations_of_another_form_are_refused_in_words(declared: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadArgument, match=message):
+        dense(support.only_forward, gradients=False, **declared)
 
 
 @pytest.mark.parametrize(

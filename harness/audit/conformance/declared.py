@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.harness.audit.conformance.row import Row, shortened
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.adapters.adapted import Adapted
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
 from attnfuzz.strategies.shapes import Variant, all_variants
@@ -75,6 +76,7 @@ def declarations(kernel: Kernel, device: Device) -> Iterator[Row]:
     if wrong:
         return
     yield _answered("configs", lambda: _configs(kernel), "return the same tuple of distinct Configs each time, the default first")
+    yield from _never_passed(kernel)
     yield _answered("variants", lambda: _variants(kernel, device), "let supports take what capabilities declare, or declare less")
     yield _answered("supports", lambda: _supports(kernel), "return None or the reason, at least that of why_unsupported(...)")
     yield _answered(
@@ -129,6 +131,15 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
         yield f"dtypes_on: {', '.join(elsewhere)} is not among devices={can.devices}"
     if can.captured_gradients and not can.score_mod:
         yield "captured_gradients: only score_mods have them"
+
+
+def _never_passed(kernel: Kernel) -> Iterator[Row]:
+    """A hint where a function has parameters of which only the default is tried."""
+    if isinstance(kernel, Adapted):
+        names = [each for each in kernel.call.signature.never_passed if not any(each in config for config in kernel.choices)]
+        if names:
+            text = f"{', '.join(names)}: never passed, so that only the default is tried"
+            yield Row("parameters", "hint", text, f"declare what else is to be tried: configs=({{}}, {{{names[0]!r}: ...}})")
 
 
 def _files(kernel: Kernel) -> tuple[list[str], str]:

@@ -16,7 +16,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Result of one check. `hint`: it works, though it is not declared; `absent`: not declared, and it does not work."""
+    """Result of one check. `hint`: it works and is not declared, or is never tried; `absent`: not declared, and does not work."""
 
     check: str
     status: Status

@@ -5,6 +5,7 @@ A script is run before it is written. Random values come first; the Case's own v
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import textwrap
@@ -18,6 +19,7 @@ from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Kind
 from attnfuzz.harness.judge.truth import Truth, Truths
 from attnfuzz.harness.repro.script.lines import GRADIENTS, head
 from attnfuzz.harness.repro.script.script import Script
+from attnfuzz.harness.repro.script.short_call import imported_from, needs_interpreter
 from attnfuzz.harness.repro.script.short_text import LINES, Values, body, once_of, turned
 from attnfuzz.harness.repro.script.trying import Ran, run_script
 from attnfuzz.harness.trial.inputs import materialise
@@ -71,7 +73,7 @@ def short_script(
     Args:
         stored: the case file.
         device: where it runs.
-        deadline: seconds of one run; five are made at most.
+        deadline: seconds of one run; five are made at most, ten of a kernel in Triton on the CPU.
         run: runs a text for that many seconds.
 
     Raises:
@@ -83,12 +85,13 @@ def short_script(
     if reason := why_not_short(stored):
         raise _refused(stored, reason)
     tried = []
-    for values in _candidates(kernel, stored):
+    modes = (True, False) if needs_interpreter(kernel, device) and _can_be_alone(stored) else (False,)
+    for alone, values in itertools.product(modes, _candidates(kernel, stored)):
         limits = _limits(kernel, stored, values.inputs, device)
         if not limits:
             tried.append("no output can be judged")
             continue
-        text = body(kernel, stored.case.config, values, limits, device)
+        text = body(kernel, stored.case.config, values, limits, device, alone=alone)
         if reason := _too_long(text):
             tried.append(reason)
             continue
@@ -96,11 +99,18 @@ def short_script(
         if shows(stored, ran := run(script, deadline)):
             return ShortScript(script, None, values.random)
         tried.append(_in_words(ran, values))
-    raise _refused(stored, f"no short script shows its failure: {'; '.join(dict.fromkeys(tried))}", "; see that it still fails")
+    reason = f"no short script shows its failure: {'; '.join(dict.fromkeys(tried))}"
+    raise reject("script", stored.case.id, reason, f"see whether it still fails, by attnfuzz repro CASE; if so, {_EXACT}")
 
 
-def _refused(stored: CaseFile, reason: str, more: str = "") -> BadArgument:
-    return reject("script", stored.case.id, reason, f"{_EXACT}{more and f'{more}: attnfuzz repro CASE'}")
+def _refused(stored: CaseFile, reason: str) -> BadArgument:
+    return reject("script", stored.case.id, reason, _EXACT)
+
+
+def _can_be_alone(stored: CaseFile) -> bool:
+    """Whether Triton's own interpreter may show the failure: it is wrong in bfloat16, and has no memory checker."""
+    identity = stored.finding.identity
+    return stored.case.problem.dtype != "bfloat16" and (identity is None or identity.kind in (*_NUMERIC, "exception"))
 
 
 def why_not_short(stored: CaseFile) -> str | None:
@@ -278,6 +288,7 @@ def _head(stored: CaseFile, kernel: Kernel, values: Values) -> str:
         f"Exit code 1: it fails; 0: it does not. Values: {source}.",
         [
             f"An error is expected to be at most the largest that rounding in {case.problem.dtype} explains with these values.",
+            *imported_from(kernel),
             *textwrap.wrap(title, _WIDTH),
         ],
     )

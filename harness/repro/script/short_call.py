@@ -76,22 +76,45 @@ def _plaincall_lines(kernel: Kernel, problem: Problem) -> bool:
     return plain and (contiguous or bool(getattr(kernel, "any_strides", False)))
 
 
-def call_lines(kernel: Kernel, config: Config, inputs: Inputs, outputs: Collection[OutputName], device: Device) -> Call:
-    """Return the call that gives `outputs`."""
+def needs_interpreter(kernel: Kernel, device: Device) -> bool:
+    """Whether the call is of a user's function that launches Triton functions on the CPU."""
+    return isinstance(kernel, Adapted) and kernel.backend == "triton" and device == "cpu" and bool(functions_of(kernel))
+
+
+def imported_from(kernel: Kernel) -> list[str]:
+    """Return a comment on the packages of a user's functions: where a script has to be run."""
+    places = functions_of(kernel) if isinstance(kernel, Adapted) else ()
+    names = " and ".join(dict.fromkeys(module.partition(".")[0] for module, _ in places))
+    return [f"Python must find {names}: put this file beside it, or name its folder in PYTHONPATH."] if names else []
+
+
+def call_lines(
+    kernel: Kernel, config: Config, inputs: Inputs, outputs: Collection[OutputName], device: Device, *, alone: bool = False
+) -> Call:
+    """Return the call that gives `outputs`; `alone`: with Triton's interpreter as it is, not as attnfuzz corrects it."""
     backward = bool({*GRADIENTS} & {*outputs})
     if isinstance(kernel, Adapted) and (places := functions_of(kernel)):
-        return _adapted(kernel, places, config, inputs, device, backward=backward)
+        return _adapted(kernel, places, config, inputs, device, backward=backward, alone=alone)
     if _plaincall_lines(kernel, inputs.problem):
         return _public(kernel, config, inputs.problem, backward=backward, lse="lse" in outputs)
     return _contract(kernel, config, inputs.problem, device, backward=backward)
 
 
 def _adapted(
-    kernel: Adapted, places: Sequence[tuple[str, str]], config: Config, inputs: Inputs, device: Device, *, backward: bool
+    kernel: Adapted,
+    places: Sequence[tuple[str, str]],
+    config: Config,
+    inputs: Inputs,
+    device: Device,
+    *,
+    backward: bool,
+    alone: bool,
 ) -> Call:
     """Call a user's own function."""
     imports, names = [], []
-    if kernel.backend == "triton" and device == "cpu":
+    if needs_interpreter(kernel, device) and alone:
+        imports += ["import os", "", 'os.environ["TRITON_INTERPRET"] = "1"  # Triton on the CPU, before it is imported', ""]
+    elif needs_interpreter(kernel, device):
         imports += ["from attnfuzz.kernels.triton import runtime", "", 'runtime.load("cpu")  # Triton\'s interpreter, corrected']
     for number, (module, path) in enumerate(places):
         first, dot, rest = path.partition(".")

@@ -47,7 +47,9 @@ def turned(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
     return swapped if kernel.capabilities.layouts else swapped.contiguous()
 
 
-def body(kernel: Kernel, config: Config, values: Values, limits: Mapping[OutputName, float], device: Device) -> str:
+def body(
+    kernel: Kernel, config: Config, values: Values, limits: Mapping[OutputName, float], device: Device, *, alone: bool = False
+) -> str:
     """Return the script without its head.
 
     Args:
@@ -56,6 +58,7 @@ def body(kernel: Kernel, config: Config, values: Values, limits: Mapping[OutputN
         values: the tensors.
         limits: the outputs that are compared, with the largest error that a right kernel has.
         device: where it runs.
+        alone: import nothing of attnfuzz for Triton's interpreter.
 
     Raises:
         BadArgument: the kernel cannot be imported by a script.
@@ -63,7 +66,7 @@ def body(kernel: Kernel, config: Config, values: Values, limits: Mapping[OutputN
     problem = values.inputs.problem
     explicit = is_explicit(problem, limits)
     tensors, packed = _tensors(kernel, values, limits, device)
-    call = call_lines(kernel, config, values.inputs, limits, device)
+    call = call_lines(kernel, config, values.inputs, limits, device, alone=alone)
     standard = ["import sys"]
     if packed:
         standard = ["import base64", "import sys", "import zlib"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,33 @@ def test_a_process_that_was_replaced_is_no_reason_to_worry(count: int, text: str
     output = shown(events.KernelStarted("acme.flash", 0, 0), events.KernelFinished(summary(replaced=count)))
     why = "that is fine: where a child process dies or holds too much memory, a new one takes its place"
     assert output == f"acme.flash: 1 case in 1.0 s (1.0 cases/s), {text} ({why})\n"
+
+
+def test_seconds_of_several_workers_are_named_so() -> None:
+    """They are more than those of the run."""
+    environment = {"device": "cpu", "cores": 2, "versions": {}}
+    started = events.CampaignStarted({"workers": 2}, environment, ("acme.flash",), 60.0)
+    output = shown(started, events.KernelFinished(replace(summary(), cases=200, seconds=100.0)))
+    assert "acme.flash: 200 cases in 100.0 s of all workers (2.0 cases/s each)" in output
+
+
+@pytest.mark.parametrize(
+    ("statuses", "text"),
+    [
+        (["pass"], "1 of 1 earlier case passes now"),
+        (["fail"], "0 of 1 earlier case pass now"),
+        (["pass", "fail", "pass"], "2 of 3 earlier cases pass now"),
+    ],
+)
+def test_what_became_of_stored_cases_is_told(statuses: list[Any], text: str) -> None:
+    trials = [
+        events.TrialFinished("acme.flash", "replay", finding().case, Verdict(status=each, failures=()))
+        if each == "pass"
+        else events.TrialFinished("acme.flash", "replay", finding().case, finding().verdict)
+        for each in statuses
+    ]
+    output = shown(*trials, events.KernelFinished(summary()))
+    assert output == f"acme.flash: 1 case in 1.0 s (1.0 cases/s), {text}\n"
 
 
 def test_the_lines_of_a_message_stand_under_its_failure() -> None:

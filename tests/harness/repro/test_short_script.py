@@ -20,7 +20,7 @@ from support.short_faults import FAULTS, Fault
 
 from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding
 from attnfuzz.harness.cli import main as cli
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.repro.script import short
 from attnfuzz.harness.repro.script.short import ShortScript, short_script, shows
 from attnfuzz.harness.repro.script.short_text import LINES
@@ -169,6 +169,40 @@ def test_random_values_come_first_then_nan_in_fresh_memory_then_the_cases_own() 
     assert tried == [*[(True, False, False)] * 3, (True, True, False), (False, True, True)]
     assert "q = 4.0 * torch.randn(2, 1, 8, dtype=torch.float16)" in texts[0]
     assert ["torch.manual_seed(0)" in text for text in texts] == [True, False, False, True, False]
+
+
+ALONE = 'os.environ["TRITON_INTERPRET"] = "1"'
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "first"),
+    [("float16", "mismatch", True), ("float32", "exception", True), ("bfloat16", "mismatch", False), ("float16", "race", False)],
+)
+def test_a_triton_function_is_tried_without_attnfuzz_first(
+    dtype: Any, kind: Any, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's own interpreter is wrong in bfloat16, and looks at no memory."""
+    (tmp_path / "of_triton.py").write_text(
+        "from attnfuzz.kernels import dense\ndef attention(q, k, v):\n    return v\n"
+        'KERNEL = dense(attention, name="acme.triton", backend="triton", devices=("cpu",), dims=((8, 8),), gradients=False)\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(short, "check_runnable", lambda case, device: registry.get("of_triton:KERNEL"))
+    problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=8, dim_v=8, dtype=dtype, needs=Needs(outputs=("o",)))
+    identity = Identity(kernel="acme.triton", kind=kind, output="o" if kind == "mismatch" else None, check="element")
+    stored = CaseFile(Case(kernel="acme.triton", problem=problem), StoredFinding(identity=identity, message="m"), Path("c"))
+    texts: list[str] = []
+
+    def run(text: str, deadline: float) -> Ran:
+        texts.append(text)
+        return Ran(0, "", "")
+
+    with pytest.raises(BadArgument, match="see whether it still fails, by attnfuzz repro CASE; if so, write the exact script"):
+        short_script(stored, "cpu", run=run)
+    assert len(texts) == (10 if first else 5)
+    assert [ALONE in text for text in texts] == [first] * 5 + [False] * (len(texts) - 5)
+    assert ["attnfuzz" in "\n".join(body_of(text)) for text in texts] == [not first] * 5 + [True] * (len(texts) - 5)
+    assert all("# Python must find of_triton: put this file beside it" in text for text in texts)
 
 
 def test_another_seed_is_tried_where_the_first_passes() -> None:
