@@ -70,7 +70,8 @@ class Contrast:
 def common_to(failing: Sequence[set[str]], passing: Sequence[set[str]]) -> tuple[Common, ...]:
     """Return properties that failing Cases have more often than chance allows, each among the Cases that have those before it.
 
-    So a property that only goes along with an earlier one is left out. The counts are of all Cases.
+    So a property that only goes along with an earlier one is left out. The counts are of all Cases; those "together" are of
+    Cases that have the earlier ones too.
     """
     chosen: list[Common] = []
     names = sorted({name for each in (*failing, *passing) for name in each})
@@ -86,6 +87,8 @@ def common_to(failing: Sequence[set[str]], passing: Sequence[set[str]]) -> tuple
         corrected = p * len(tested) * _MOST
         if corrected >= _LEVEL:
             break
+        left_failing = [each for each in left_failing if name in each]
+        left_passing = [each for each in left_passing if name in each]
         chosen.append(
             Common(
                 property=name,
@@ -94,10 +97,10 @@ def common_to(failing: Sequence[set[str]], passing: Sequence[set[str]]) -> tuple
                 passing=_count(name, passing),
                 of_passing=len(passing),
                 p=float(f"{corrected:.2g}"),
+                failing_together=len(left_failing) if chosen else None,
+                passing_together=len(left_passing) if chosen else None,
             )
         )
-        left_failing = [each for each in left_failing if name in each]
-        left_passing = [each for each in left_passing if name in each]
     return tuple(chosen)
 
 

@@ -43,7 +43,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
-    """A property of drawn Cases that failing ones have more often than chance allows: counts, and the corrected p-value."""
+    """A property of drawn Cases that failing ones have more often than chance allows: counts, and the corrected p-value.
+
+    `failing_together`, `passing_together`: Cases with this property and all those listed before it; None for the first one.
+    """
 
     property: Text
     failing: _Count
@@ -51,6 +54,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     passing: _Count
     of_passing: _Count
     p: float
+    failing_together: _Count | None = None
+    passing_together: _Count | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

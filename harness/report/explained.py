@@ -75,4 +75,9 @@ def _common(common: Common) -> str:
     every = common.failing == common.of_failing
     failing = f"all {common.of_failing} failing cases" if every else f"{common.failing} of {common.of_failing} failing cases"
     passing = "none" if not common.passing else "all" if common.passing == common.of_passing else str(common.passing)
-    return f"{failing} have {common.property}; of {common.of_passing} that passed, {passing}"
+    together = ""
+    if common.failing_together is not None:
+        together = (
+            f"; with what stands above as well: {common.failing_together} failed, {common.passing_together or 'none'} passed"
+        )
+    return f"{failing} have {common.property}; of {common.of_passing} that passed, {passing}{together}"

@@ -404,6 +404,13 @@ def test_a_condition_is_found_and_what_goes_along_is_left_out() -> None:
     assert {each.property for each in common} == {"causal", "ragged"}
     assert all(each.failing == each.of_failing == len(failing) and each.of_passing == len(passing) for each in common)
     assert all(each.p < 0.01 for each in common)
+    first, second = common
+    assert (first.failing_together, first.passing_together) == (None, None)
+    assert (second.failing_together, second.passing_together) == (len(failing), 0)
+    assert second.passing > 0, "alone it is no condition"
+    rows = [text for _, text in explanation_rows(Explanation(common=common))]
+    assert "above" not in rows[0]
+    assert rows[1].endswith(f"; with what stands above as well: {len(failing)} failed, none passed")
 
 
 def test_chance_is_not_a_cause() -> None:
