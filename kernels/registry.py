@@ -205,6 +205,9 @@ def find(name: str, *, tried: bool = False) -> Any:
             return load(name, _target_of(point), tried=tried)
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
+    module, _, attribute = name.rpartition(".")
+    if not close and is_well_formed(f"{module}:{attribute}"):
+        hint += f"; an object of a module is {module}:{attribute}"
     raise UnknownKernel(f"kernel={name!r}: no kernel of that name is installed; {hint}")
 
 

@@ -104,6 +104,12 @@ def test_a_name_like_no_other_lists_all(wrong: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("wrong", "right"), [("mypackage.attention.KERNEL", "mypackage.attention:KERNEL"), ("a.B", "a:B")])
+def test_an_object_named_with_a_dot_is_shown_with_a_colon(wrong: str, right: str) -> None:
+    with pytest.raises(registry.UnknownKernel, match=f"; an object of a module is {right}$"):
+        registry.get(wrong)
+
+
 def test_a_registered_kernel_is_found_listed_and_suggested() -> None:
     kernel = registry.register(Dummy())
     assert registry.get("acme.flash") is kernel
