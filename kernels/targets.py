@@ -252,7 +252,7 @@ def _imported(module: str) -> ModuleType:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise _failed(module, error) from error
         where = "neither on sys.path nor in the current directory, where PYTHONSAFEPATH or -P forbids to look"
-        if not sys.flags.safe_path:
+        if not sys.flags.safe_path or str(Path.cwd()) in sys.path:
             where = f"neither in the current directory ({Path.cwd()}) nor on sys.path"
         reason, missing = f"module {error.name!r} is {where}", f"there is no module {error.name}"
         raise _Unusable(reason, "go where it is, or install its package", missing) from None

@@ -230,11 +230,15 @@ class Checker:
         if runs_here():
             reason = "its module calls check while it is imported"
             raise reject("kernel", title(kernel), reason, 'put the call under `if __name__ == "__main__":`')
+        path = [os.path.abspath(each) if os.path.exists(each) else each for each in sys.path]  # noqa: PTH100, PTH110
+        if isinstance(kernel, str) and not sys.flags.safe_path and (here := str(Path.cwd())) not in path:
+            # As `attnfuzz run` finds a module there; the other process itself has a safe path.
+            path.insert(0, here)
         payload = {
             "kernel": reference(kernel),
             "title": title(kernel),
             "folder": str(Path.cwd()),
-            "path": [os.path.abspath(each) if os.path.exists(each) else each for each in sys.path],  # noqa: PTH100, PTH110
+            "path": path,
             "device": self.device,
             "configs": None if configs is None else [dict(each) for each in configs],
             "declared": _as_json(declared),

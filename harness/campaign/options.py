@@ -123,9 +123,10 @@ def seed_of(values: Mapping[str, Any]) -> int:
     """Return the seed that the values of the options give, or a new one.
 
     Raises:
-        BadArgument: a shard is given without one.
+        BadArgument: a shard is given without one, or there is no such shard.
     """
     seed: int | None = values["seed"]
+    _shard(values.get("shard"))
     if seed is None and values.get("shard") is not None:
         reason = "each part would draw a seed of its own, and the parts would try some Cases twice and others never"
         raise reject("shard", values["shard"], reason, "give the same --seed N to all parts")

@@ -39,8 +39,12 @@ from attnfuzz.kernels.targets import third_party_frame
 __all__ = ["main"]
 
 
+_exit = os._exit
+"""As it is before a kernel's module is imported."""
 _COMPLETION = "_ATTNFUZZ_COMPLETE"
 """Set where a shell asks for completions, for which click exits by itself."""
+_MOST_LETTERS = 8000
+"""Of a message."""
 _SILENT = "the command ended without a result: code that it called ended it; nothing counts as tried"
 
 
@@ -57,9 +61,10 @@ class _Commands(click.Group):
         with interrupted_once():
             code = self._ended(arguments, prog_name, extra)
             if args is None:
-                # This process ends now: Ctrl-C while Python does that must not replace the code.
-                for each in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(each, signal.SIG_IGN)
+                # This process ends now: neither Ctrl-C nor what a kernel's module has left (atexit, threads) may change the code.
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.flush()
+                _exit(code)
         sys.exit(code)
 
     def _ended(self, arguments: list[str], prog_name: str | None, extra: dict[str, Any]) -> int:
@@ -110,7 +115,7 @@ def _interrupted() -> int:
 
 
 def _flushed(code: int) -> int:
-    """Flush stdout and return the exit code: a failed flush at exit would make Python end with its own code."""
+    """Flush stdout and return the exit code: what cannot be written must not be exit code 0."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -159,7 +164,12 @@ def _shown_by_click(error: click.ClickException) -> str:
 
 
 def _wrong_use(message: str, *, as_json: bool, text: str = "") -> int:
-    """Print what is wrong, by default after "error:", with `as_json` as JSON too; return the exit code."""
+    """Print what is wrong, by default after "error:", with `as_json` as JSON too; return the exit code.
+
+    A case file may have put any length into a message: a long one is printed without its middle.
+    """
+    if len(message) > _MOST_LETTERS:
+        message = f"{message[: _MOST_LETTERS // 2]} ... {message[-_MOST_LETTERS // 4 :]} ({len(message)} letters)"
     if as_json:
         with contextlib.suppress(OSError):  # stdout itself may be what is wrong
             echo(dumps({"format": JSON_FORMAT, "error": message}))

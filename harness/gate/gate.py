@@ -105,6 +105,8 @@ def _gated(
     else:
         done += [_not_here(each, why[each.name] or "", plan, base) for each in gated]
     wrong, notes = spent(ledger, done, today) if ledger else ((), ())
+    if isinstance(base, FromFile) and (note := base.other_versions(described)) is not None:
+        notes = (*notes, note)
     return Gate(
         against=base.label,
         kernels=tuple(done),

@@ -129,7 +129,7 @@ class Isolated:
         """
         assert self._begun is not None
         (case, key, running), self._begun = self._begun, None
-        outcome = self._ended(running)
+        first = outcome = self._ended(running)
         if self._doubtful(case.kernel, outcome):
             # A hang may be slowness, and an error outside the kernel may come from earlier Cases: run again with full deadlines.
             self.fresh()
@@ -137,6 +137,9 @@ class Isolated:
         if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
             self._hangs.add((case.kernel, outcome.stage))
         verdict = self._with_late_death(case, self._verdict(case, outcome))
+        if isinstance(first, Death) and first.by_itself and first.stage not in KERNEL_STAGES and not verdict.failures:
+            # Neither the oracle nor the judge ends a process: something of the kernel's, such as a thread, was still at work.
+            verdict = _with_death(case, verdict, first)
         self._learn(case, key, verdict)
         return verdict
 
@@ -225,8 +228,12 @@ class Isolated:
             self.begin(each)
             verdicts.append(self.finish())
         fails_alone = any(each.failures for each in verdicts)
-        if isinstance(outcome, Death) and outcome.stage in KERNEL_STAGES and 0 <= outcome.item < len(cases) and not fails_alone:
-            verdicts[outcome.item] = self._verdict(cases[outcome.item], outcome)
+        if isinstance(outcome, Death) and 0 <= outcome.item < len(cases) and not fails_alone:
+            case = cases[outcome.item]
+            if outcome.stage in KERNEL_STAGES:
+                verdicts[outcome.item] = self._verdict(case, outcome)
+            elif outcome.by_itself:
+                verdicts[outcome.item] = _with_death(case, verdicts[outcome.item], outcome)
         return verdicts
 
     def limit(self, until: float | None) -> None:
@@ -311,8 +318,7 @@ class Isolated:
         previous, self._last_kernel = self._last_kernel, case.kernel
         if late is None or previous != case.kernel:
             return verdict
-        failure = msgspec.structs.replace(death_failure(case.kernel, late), check="afterwards")
-        return msgspec.structs.replace(verdict, status="fail", failures=(*verdict.failures, failure))
+        return _with_death(case, verdict, late)
 
     def _verdict(self, case: Case, outcome: Outcome) -> Verdict:
         if isinstance(outcome, Reply):
@@ -338,6 +344,12 @@ class Isolated:
             device=described["device"],
             versions=described["versions"],
         )
+
+
+def _with_death(case: Case, verdict: Verdict, death: Death) -> Verdict:
+    """Add a child's death after a kernel's calls as a failure."""
+    failure = msgspec.structs.replace(death_failure(case.kernel, death), check="afterwards")
+    return msgspec.structs.replace(verdict, status="fail", failures=(*verdict.failures, failure))
 
 
 def child_variables(device: Device) -> dict[str, str]:

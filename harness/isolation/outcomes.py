@@ -92,6 +92,13 @@ class Death:
         return "killed" if self.why == "exit" and self.status in (None, -signal.SIGKILL) else None
 
     @property
+    def by_itself(self) -> bool:
+        """Whether the process ended by its own doing: it exited, or by a signal that others do not send."""
+        if self.why != "exit" or self.status is None or self.stopped:
+            return False
+        return self.status >= 0 or -self.status not in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    @property
     def signal(self) -> str | None:
         """Name of the signal that ended it."""
         if self.status is None or self.status >= 0:

@@ -24,6 +24,7 @@ from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
+from attnfuzz.harness.trial.defaults import of_torch
 from attnfuzz.harness.trial.errors import BatchLost, DeviceLost, describe_exception
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, when_free
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
@@ -61,10 +62,11 @@ def run_batch(
     own = [with_config(kernel, case) for case, kernel in zip(cases, kernels, strict=True)]
     batch = _Batch(list(zip(own, kernels, strict=True)), device, enter, at or (lambda _: None))
     try:
-        batch.launch()
-        batch.read()
-        batch.judge()
-        return batch.verdicts()
+        with of_torch():
+            batch.launch()
+            batch.read()
+            batch.judge()
+            return batch.verdicts()
     except DeviceLost as error:
         raise BatchLost(str(error)) from error
     except (RuntimeError, MemoryError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.trial.defaults import of_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, describe_exception, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, when_free
 from attnfuzz.harness.trial.supports import compile_key_of
@@ -43,7 +44,8 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
 
 def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
     try:
-        return kernel.build(problem, config, device)
+        with of_kernel():
+            return kernel.build(problem, config, device)
     except BadArgument:
         raise
     except BuildError as error:

@@ -13,6 +13,7 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.failure import Failure, Kind
 from attnfuzz.harness.trial import gpu_memory
+from attnfuzz.harness.trial.defaults import of_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, DeviceLost, describe_exception, format_traceback, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
@@ -96,7 +97,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     watch = Watch()
     gpu_memory.start_counting(device)
     try:
-        with torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
+        with of_kernel(), torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
             o, lse = ready.forward(inputs)
             if wait:
                 environment.synchronise(device)

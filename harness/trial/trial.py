@@ -16,6 +16,7 @@ from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong, completed
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
+from attnfuzz.harness.trial.defaults import of_torch
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
@@ -74,7 +75,8 @@ def run_trial(
     case = with_config(kernel, case)
     try:
         own = bench(case, kernel, device, clock)
-        verdict = completed(own, CHECKS[case.check](own))
+        with of_torch():
+            verdict = completed(own, CHECKS[case.check](own))
     except WentWrong as error:
         verdict = Verdict(status="fail", failures=(error.failure,))
     return signed(verdict, clock.seconds, device)

@@ -99,6 +99,15 @@ def read_baseline(path: Path) -> Baseline:
     return baseline
 
 
+_JUDGING = ("attnfuzz", "torch", "triton", "tilelang")
+"""Packages on whose versions errors depend."""
+
+
+def _versions(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    versions = environment.get("versions")
+    return versions if isinstance(versions, Mapping) else {}
+
+
 class FromFile:
     """A base of figures from a file: none of its code runs, so that nothing can be timed."""
 
@@ -118,6 +127,17 @@ class FromFile:
 
     def preload(self, backends: Sequence[str]) -> None:
         """Do nothing: no code runs."""
+
+    def other_versions(self, here: Mapping[str, Any]) -> str | None:
+        """Say which packages had other versions when it was written; None: it was the same ones."""
+        then, now = (_versions(each) for each in (self._baseline.environment, here))
+        names = [name for name in _JUDGING if then.get(name) != now.get(name)]
+        if not now or not names:
+            return None
+        listed = ", ".join(f"{name} {then.get(name, 'none')} (here {now.get(name, 'none')})" for name in names)
+        return (
+            f"{self.label} was written with {listed}: errors may have changed with that; write it again to compare like with like"
+        )
 
     @property
     def kernels(self) -> tuple[str, ...]:

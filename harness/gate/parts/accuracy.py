@@ -135,6 +135,8 @@ def _bounds(ratio: Ratio) -> dict[str, float]:
 
 
 def _why_few(head: Sequence[Measurement], base: Mapping[Case, Mapping[OutputName, Errors]]) -> str:
+    if not any(base.values()):
+        return "the base has no errors of this kernel: none of its Cases was taken and right there"
     refused = sum(1 for each in head if each.left_out)
     lacking = sum(1 for each in head if each.errors and not base.get(each.case))
     return f"{len(head)} drawn, {refused} not taken by head, {lacking} not taken or wrong in base"

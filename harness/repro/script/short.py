@@ -152,7 +152,8 @@ def shows(stored: CaseFile, ran: Ran) -> bool:
     if identity.kind == "hang":
         return ran.code is None
     if identity.kind == "crash":
-        return ran.code is not None and ran.code not in (0, 1)
+        compared = any(_COMPARED.fullmatch(line) for line in ran.out.splitlines())
+        return ran.code is not None and ran.code != 1 and not (ran.code == 0 and compared)
     # The exception's type is in the finding's message, or is a memory fault of the interpreter.
     name = last.partition(":")[0].rpartition(".")[2]
     return raised and identity.kind in _RAISED and (identity.kind != "exception" or name in stored.finding.message)
@@ -175,8 +176,10 @@ def _in_words(ran: Ran, values: Values) -> str:
     which = "random values" if values.random else "the Case's own values"
     if ran.code is None:
         return f"with {which} it did not end"
-    if ran.code == 0:
+    if ran.code == 0 and any(_COMPARED.fullmatch(line) for line in ran.out.splitlines()):
         return f"with {which} it passes"
+    if ran.code == 0:
+        return f"with {which} the script was ended with exit code 0 before it compared anything"
     last = ran.err.strip().rpartition("\n")[2][:200]
     end = f"exit code {ran.code}" if ran.code > 0 else f"signal {-ran.code}"
     return f"with {which} it fails in another way ({last or end})"

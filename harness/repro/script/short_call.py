@@ -69,7 +69,7 @@ def _importable(place: tuple[str, str] | None) -> tuple[str, str] | None:
     return place if all(part.isidentifier() and not keyword.iskeyword(part) for part in parts) else None
 
 
-def _plaincall_lines(kernel: Kernel, problem: Problem) -> bool:
+def _is_plain_call(kernel: Kernel, problem: Problem) -> bool:
     """Whether `attnfuzz.kernels.attention` or `attention_varlen` makes the same call."""
     plain = problem.window is None and not problem.softcap
     contiguous = all(getattr(problem, name) == Layout() for name in LAYOUTS)
@@ -83,7 +83,7 @@ def needs_interpreter(kernel: Kernel, device: Device) -> bool:
 
 def imported_from(kernel: Kernel) -> list[str]:
     """Return a comment on the packages of a user's functions: where a script has to be run."""
-    places = functions_of(kernel) if isinstance(kernel, Adapted) else ()
+    places = (functions_of(kernel) or ()) if isinstance(kernel, Adapted) else ()
     names = " and ".join(dict.fromkeys(module.partition(".")[0] for module, _ in places))
     return [f"Python must find {names}: put this file beside it, or name its folder in PYTHONPATH."] if names else []
 
@@ -95,7 +95,7 @@ def call_lines(
     backward = bool({*GRADIENTS} & {*outputs})
     if isinstance(kernel, Adapted) and (places := functions_of(kernel)):
         return _adapted(kernel, places, config, inputs, device, backward=backward, alone=alone)
-    if _plaincall_lines(kernel, inputs.problem):
+    if _is_plain_call(kernel, inputs.problem):
         return _public(kernel, config, inputs.problem, backward=backward, lse="lse" in outputs)
     return _contract(kernel, config, inputs.problem, device, backward=backward)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,32 @@ def test_a_module_that_cannot_be_imported_fails_and_the_next_call_goes_on(module
         checker.check(target, None, max_examples=1)
     module.write_text(SOURCE)
     assert checker.check(target, None, max_examples=1).ok
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_module_of_the_current_folder_is_looked_for_as_python_does(
+    safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where PYTHONSAFEPATH or -P forbids it. Only what is passed to the other process is looked at: a start takes seconds."""
+    (tmp_path / "ev_here.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=safe))
+    paths: list[list[str]] = []
+
+    class Passed(Exception):
+        pass
+
+    def ready(self: Checker) -> Any:
+        def run(task: Any) -> Any:
+            paths.append(task.payload["path"])
+            raise Passed
+
+        return SimpleNamespace(run=run, close=lambda: None)
+
+    monkeypatch.setattr(Checker, "_ready", ready)
+    with Checker("cpu") as own, pytest.raises(Passed):
+        own.check("ev_here:KERNEL", None, max_examples=1)
+    assert (str(tmp_path) in paths[0]) != safe
 
 
 SCRIPT = """

@@ -89,6 +89,8 @@ def test_parts_of_a_run_need_a_common_seed() -> None:
         "shard='1/2': each part would draw a seed of its own, and the parts would try some Cases twice and others never; "
         "give the same --seed N to all parts"
     )
+    with pytest.raises(BadArgument, match="shard='3/2': it is not I/N with I from 1 to N"):
+        settings_from(values(shard="3/2"), "cpu")
     settings = settings_from(values(shard="2/2", seed=0), "cpu")
     assert (settings.seed, settings.shard, settings.shards) == (0, 1, 2)
 

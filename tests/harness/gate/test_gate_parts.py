@@ -351,3 +351,22 @@ def test_another_failure_does_not_end_a_rates_runs(stored: dict[str, Any], runs:
     executor = Executor()
     part = replay(registry.get(KERNEL), "cpu", [case], executor)  # type: ignore[arg-type]
     assert (executor.calls, [each.output for each in part.findings]) == (runs, outputs)
+
+
+def test_a_base_without_errors_says_so() -> None:
+    part = accuracy("acme.flash", [], {}, 1.1)
+    assert part.outcome == "skipped"
+    assert part.summary.endswith(
+        "can be compared: the base has no errors of this kernel: none of its Cases was taken and right there"
+    )
+
+
+def test_versions_of_a_baseline_that_are_not_those_here_are_named(tmp_path: Path) -> None:
+    then = {"versions": {"attnfuzz": "0.1.0", "torch": "2.11.0", "numpy": "1"}}
+    write_baseline(tmp_path / "b.json", "cpu", then, {})
+    base = FromFile(tmp_path / "b.json", "cpu")
+    assert base.other_versions(then) is None
+    assert base.other_versions({}) is None, "nothing ran here"
+    note = base.other_versions({"versions": {"attnfuzz": "0.1.0", "torch": "2.13.0", "triton": "3.9.0", "numpy": "2"}})
+    assert note is not None
+    assert "b.json was written with torch 2.11.0 (here 2.13.0), triton none (here 3.9.0): errors may have changed" in note

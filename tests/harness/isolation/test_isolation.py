@@ -222,6 +222,27 @@ def test_a_process_that_dies_twice_in_the_oracle_was_broken_by_the_kernel(
     assert (failure.kind, failure.check, failure.message) == ("crash", "oracle", "SIGSEGV")
 
 
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        (death("exit", "judge", status=0), "exit code 0"),
+        (death("exit", "oracle", status=3), "exit code 3"),
+        (death("exit", "inputs", status=-11), "SIGSEGV"),
+        (death("exit", "judge", status=-9), None),
+        (death("exit", "judge", status=-15), None),
+        (death("memory", "judge"), None),
+    ],
+)
+def test_a_process_that_ends_itself_once_outside_of_a_call_is_a_crash_of_its_kernel(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch, end: Any, kind: str | None
+) -> None:
+    """A thread that a call has started, say; another process may have sent SIGKILL or SIGTERM."""
+    reply = executor._supervisor.run(executor._task(case_of("fault.abort", n_k=1), executor._full))
+    answering(executor, monkeypatch, end, reply)
+    failures = executor.trial(case_of("fault.abort", n_k=1)).failures
+    assert [(each.kind, each.check, each.message) for each in failures] == ([("crash", "afterwards", kind)] if kind else [])
+
+
 # --- failures that show only sometimes
 
 

@@ -153,6 +153,22 @@ def test_a_built_in_kernel_is_called_by_its_name_alone() -> None:
 # --- what is tried, and what counts
 
 
+PASSES = Ran(0, "O: max error 0.0, at most 1.0 is expected\n", "")
+
+
+def test_a_script_that_is_ended_before_it_compares_does_not_pass() -> None:
+    """A kernel that leaves the process with exit code 0 is a crash."""
+    register_all()
+    problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=8, dim_v=8)
+    stored = stored_of(Case(kernel="acme.element", problem=problem, config=Config(tile_m=6, tile_n=6)))
+    with pytest.raises(BadArgument, match="the script was ended with exit code 0 before it compared anything"):
+        short_script(stored, "cpu", run=lambda *_: Ran(0, "", ""))
+    assert stored.finding.identity is not None
+    crash = CaseFile(stored.case, StoredFinding(identity=structs.replace(stored.finding.identity, kind="crash")), Path("c"))
+    assert shows(crash, Ran(0, "", ""))
+    assert not shows(crash, PASSES)
+
+
 def test_random_values_come_first_then_nan_in_fresh_memory_then_the_cases_own() -> None:
     register_all()
     case = Case(kernel="acme.element", problem=Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=8, dim_v=8))
@@ -160,7 +176,7 @@ def test_random_values_come_first_then_nan_in_fresh_memory_then_the_cases_own() 
 
     def run(text: str, deadline: float) -> Ran:
         texts.append(text)
-        return Ran(0, "", "")
+        return PASSES
 
     case = structs.replace(case, config=Config(tile_m=6, tile_n=6), recipe=Recipe(q_scale=4.0))
     with pytest.raises(BadArgument, match="no short script shows its failure: with random values it passes; with the Case's own"):
@@ -195,7 +211,7 @@ def test_a_triton_function_is_tried_without_attnfuzz_first(
 
     def run(text: str, deadline: float) -> Ran:
         texts.append(text)
-        return Ran(0, "", "")
+        return PASSES
 
     with pytest.raises(BadArgument, match="see whether it still fails, by attnfuzz repro CASE; if so, write the exact script"):
         short_script(stored, "cpu", run=run)
@@ -210,7 +226,7 @@ def test_another_seed_is_tried_where_the_first_passes() -> None:
     register_all()
 
     def run(text: str, deadline: float) -> Ran:
-        return Ran(1, _WRONG.format("dV"), "") if "torch.manual_seed(1)" in text else Ran(0, "", "")
+        return Ran(1, _WRONG.format("dV"), "") if "torch.manual_seed(1)" in text else PASSES
 
     problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=8, dim_v=8)
     script = short_script(
