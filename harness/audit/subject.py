@@ -104,7 +104,12 @@ def loaded(parcel: Mapping[str, Any]) -> Any:
 
 
 def as_kernel(
-    thing: Any, device: Device, configs: Sequence[Mapping[str, ConfigValue]] | None, declared: Mapping[str, Any], *, backend: str
+    thing: Any,
+    device: Device,
+    configs: Sequence[Mapping[str, ConfigValue]] | None,
+    declared: Mapping[str, Any],
+    *,
+    backend: str | None,
 ) -> Kernel:
     """Return the kernel that `thing` is, makes without arguments, or becomes by an adapter.
 
@@ -113,7 +118,7 @@ def as_kernel(
         device: where it is to run.
         configs: the Configs that are tried; None: the kernel's own.
         declared: arguments of the adapter.
-        backend: of a function, if `declared` has none.
+        backend: of a function, if `declared` has none; None: as the adapter finds it.
 
     Raises:
         BadArgument: it is neither, or the arguments do not fit.
