@@ -322,7 +322,7 @@ def _here(
     from attnfuzz.kernels import registry
 
     thing = registry.find(kernel) if isinstance(kernel, str) else kernel
-    subject = as_kernel(thing, device, configs, declared, backend=None)
+    subject = as_kernel(thing, device, configs, declared)
     with _unchanged(subject.name):
         registry.register(subject)
         return result_of(subject, Settings(**settings), InProcess(device), start)

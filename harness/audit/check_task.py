@@ -44,11 +44,10 @@ def run(payload: dict[str, Any], enter: Callable[..., None]) -> tuple[Any, bool]
     sys.path[:] = payload["path"]
     import_from_sources()
     enter("compile")
-    before = set(sys.modules)
     device = payload["device"]
     try:
         thing = loaded(payload["kernel"])
-        kernel = as_kernel(thing, device, payload["configs"], _tuples(payload["declared"]), backend=_backend(before))
+        kernel = as_kernel(thing, device, payload["configs"], _tuples(payload["declared"]))
     except LoadError as error:
         return _not_loaded(payload["title"], error), True
     enter("judge")
@@ -148,10 +147,3 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tuples(each) for name, each in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _backend(before: set[str]) -> str:
-    """Return "triton" if a module imported since uses Triton, else "torch": the backend of a function."""
-    names = (vars(module).values() for name, module in list(sys.modules.items()) if name not in before)
-    kinds = (type(value).__module__ if not isinstance(value, type(sys)) else value.__name__ for each in names for value in each)
-    return "triton" if any(str(kind).partition(".")[0] == "triton" for kind in list(kinds)) else "torch"

@@ -104,12 +104,7 @@ def loaded(parcel: Mapping[str, Any]) -> Any:
 
 
 def as_kernel(
-    thing: Any,
-    device: Device,
-    configs: Sequence[Mapping[str, ConfigValue]] | None,
-    declared: Mapping[str, Any],
-    *,
-    backend: str | None,
+    thing: Any, device: Device, configs: Sequence[Mapping[str, ConfigValue]] | None, declared: Mapping[str, Any]
 ) -> Kernel:
     """Return the kernel that `thing` is, makes without arguments, or becomes by an adapter.
 
@@ -118,7 +113,6 @@ def as_kernel(
         device: where it is to run.
         configs: the Configs that are tried; None: the kernel's own.
         declared: arguments of the adapter.
-        backend: of a function, if `declared` has none; None: as the adapter finds it.
 
     Raises:
         BadArgument: it is neither, or the arguments do not fit.
@@ -126,7 +120,7 @@ def as_kernel(
     if callable(thing) and registry.missing_members(thing):
         parameters = inspect.signature(thing).parameters if not inspect.isclass(thing) else {}
         if len(parameters) >= 3:
-            return _adapted(thing, device, configs, {"backend": backend, **declared})
+            return _adapted(thing, device, configs, declared)
         try:
             thing = thing()
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from support.hostile import HARMLESS
 
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.trial.batch import run_batch
+from attnfuzz.harness.trial.defaults import of_kernel, of_torch
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import Problem
@@ -128,3 +130,18 @@ def test_a_kernel_keeps_the_defaults_that_its_module_has_set() -> None:
     assert run_trial(cases()[0], "cpu").status == "pass"
     assert there == [torch.float64]
     assert torch.get_default_dtype() == torch.float64
+
+
+@pytest.mark.usefixtures("defaults")
+def test_between_a_kernels_calls_torch_has_its_own_defaults() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    with of_torch():
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float32, "cpu")
+        with contextlib.suppress(ValueError), of_kernel():
+            assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
+            torch.set_default_dtype(torch.float16)
+            raise ValueError("planted")
+        with of_torch():
+            assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float32, "cpu")
+    assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float16, "meta")
