@@ -233,7 +233,11 @@ def _places(kernel: Any) -> Iterator[tuple[str, str]]:
             holder = getattr(holder, name, None)
         if holder is kernel:
             yield module, path
+    main = sys.modules["__main__"]
     for name, each in sorted(sys.modules.items(), key=lambda item: item[0] == "__main__"):
+        if each is main and name != "__main__":
+            # Its second name, which multiprocessing gives it (`__mp_main__`), is that of another module in other processes.
+            continue
         for attribute, value in list(getattr(each, "__dict__", {}).items()):
             if value is kernel and not attribute.startswith("__"):
                 yield name, attribute

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,6 +254,17 @@ def test_a_module_of_the_current_folder_is_looked_for_as_python_does(
     assert (str(tmp_path) in paths[0]) != safe
 
 
+def test_the_main_module_has_one_name_in_a_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """multiprocessing, which torch imports, lists it a second time."""
+    (tmp_path / "script.py").write_text("def attend(q, k, v): ...\n")
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "script.py")
+    exec((tmp_path / "script.py").read_text(), main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    assert reference(main.attend) == {"module": "__attnfuzz_main__", "file": main.__file__, "path": "attend"}
+
+
 SCRIPT = """
 from attnfuzz.harness import Checker
 import torch
@@ -268,6 +279,8 @@ def attend(q, k, v):
         with Checker("cpu") as checker:
             print(checker.check(attend, None, max_examples=1, layout="bhsd", gradients=False).cases)
     except ValueError as error:
+        if __name__ != "__main__":
+            raise
         print(error)
 """
 
@@ -321,7 +334,7 @@ def test_the_first_verdict_of_a_changed_triton_kernel_takes_seconds(tmp_path: Pa
     package = tmp_path / "changed_attention"
     package.mkdir()
     for each in example.glob("*.py"):
-        (package / each.name).write_text(each.read_text().replace("my_attention import", "changed_attention import"))
+        (package / each.name).write_text(each.read_text().replace("from my_attention", "from changed_attention"))
     monkeypatch.syspath_prepend(tmp_path)
     with Checker("cpu") as checker:
         checker.check("changed_attention.subject:KERNEL", None, max_examples=1)
