@@ -31,7 +31,7 @@ from attnfuzz.harness.plugin.options import (
     session_seed,
 )
 from attnfuzz.harness.plugin.reports import pytest_runtest_makereport
-from attnfuzz.harness.plugin.run import COUNT, close_executors, hear_again, hear_no_more, run_shard, run_stored
+from attnfuzz.harness.plugin.run import COUNT, begin_session, close_executors, hear_again, hear_no_more, run_shard, run_stored
 
 if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
@@ -50,6 +50,7 @@ __all__ = [
     "pytest_report_header",
     "pytest_runtest_makereport",
     "pytest_sessionfinish",
+    "pytest_sessionstart",
     "pytest_terminal_summary",
     "pytest_testnodedown",
     "pytest_unconfigure",
@@ -186,6 +187,11 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     )
     settings = f"device={values['device']} profile={values['profile']} seed={session_seed(config)} budget={budget}"
     return shown(f"attnfuzz: {', '.join(map(one_line, kernels))} in {counted(sum(map(bool, names)), 'test')}; {settings}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note which session is the outermost."""
+    begin_session(session.config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

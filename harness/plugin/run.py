@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +33,8 @@ __all__ = ["COUNT", "close_executors", "hear_again", "hear_no_more", "run_shard"
 COUNT: pytest.StashKey[int] = pytest.StashKey()
 """How many tests of the session fuzz a shard."""
 _EXECUTORS: pytest.StashKey[dict[str, Executor]] = pytest.StashKey()
+_sessions: list[pytest.Config] = []
+"""Sessions of this process that have not ended, the outermost first."""
 _RESTORE: pytest.StashKey[Callable[[], None]] = pytest.StashKey()
 
 
@@ -88,9 +93,23 @@ def hear_no_more(config: pytest.Config) -> None:
         config.stash[_RESTORE] = drop_interrupts()
 
 
+def begin_session(config: pytest.Config) -> None:
+    """Note a session: another may run within one of its tests."""
+    _sessions.append(config)
+
+
 def hear_again(config: pytest.Config) -> None:
-    """Handle Ctrl-C as before `hear_no_more`."""
-    if (restore := config.stash.get(_RESTORE, None)) is not None:
+    """Handle Ctrl-C as before `hear_no_more`; where pytest's own process ends now, ignore it: it would replace the exit code."""
+    if config in _sessions:
+        _sessions.remove(config)
+    program = Path(sys.argv[0])
+    ends = not _sessions and (program.name in ("pytest", "py.test") or program.parts[-2:] == ("pytest", "__main__.py"))
+    if (restore := config.stash.get(_RESTORE, None)) is None:
+        return
+    if ends:
+        # Python puts the default back in place of any other handler before it has ended.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
         restore()
 
 

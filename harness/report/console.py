@@ -15,6 +15,10 @@ from attnfuzz.harness.core.text import printable
 __all__ = ["SafeConsole"]
 
 
+_COLUMNS = 80
+"""Where the width is not known."""
+
+
 class SafeConsole(Console):
     """A rich Console that obeys no text: `printable` spells what it holds, and no line is a workflow command of GitHub's.
 
@@ -24,6 +28,9 @@ class SafeConsole(Console):
     def __init__(self, **options: Any) -> None:
         # ":boom:" in an exception's message is text, not a picture.
         super().__init__(emoji=False, **options)
+        if self.width < 1:
+            # COLUMNS=0, as some terminals and editors have it: nothing would be printed.
+            self.width = _COLUMNS
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Spell a string before its width is measured."""
