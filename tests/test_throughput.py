@@ -123,7 +123,7 @@ def test_a_gpu_is_sampled_while_the_block_runs(monkeypatch: pytest.MonkeyPatch, 
 def times(**worker: float) -> dict[str, Any]:
     """The `times` of 40 Cases in `attnfuzz run --json`."""
     child = {"compile": 0.5, "inputs": 1.0, "kernel": 2.0, "oracle": 3.0, "judge": 0.5}
-    steps = dict.fromkeys(("campaign", "draw", "journal", "start", "trial", "shrink", "other"), 0.0)
+    steps = dict.fromkeys(("turn", "campaign", "draw", "journal", "start", "trial", "shrink", "other"), 0.0)
     return {"worker": {**steps, **worker}, "child": child, "cases": 40, "batches": 5, "children": 3}
 
 

@@ -17,10 +17,11 @@ from attnfuzz.harness.judge.verdict import Verdict
 
 __all__ = ["STAGES", "STEPS", "Account", "Step", "Times", "counted"]
 
-Step = Literal["campaign", "draw", "journal", "start", "trial", "shrink", "other"]
+Step = Literal["turn", "campaign", "draw", "journal", "start", "trial", "shrink", "other"]
 """What a worker does.
 
-campaign: asks the coordinator and waits for its answers, turns included. draw: waits for a round that is being drawn. journal:
+turn: waits for its next turn, the time in which there is nothing to try until a compile ends included. campaign: asks the
+coordinator other questions and waits for the answers, and reports to it. draw: waits for a round that is being drawn. journal:
 writes it. start: waits for a new child process. trial: waits for a child, from sending Cases to their outcome. shrink: all of
 the above while a finding is open. other: the rest.
 """

@@ -19,6 +19,7 @@ from attnfuzz.strategies.case import Case
 
 __all__ = ["CompileService", "KeyState", "Wanted"]
 
+_LOOK_SECONDS = 0.02
 KeyState = Literal["waiting", "ready", "failed"]
 """Of a compile key. failed: the compiler refused it, so that no Case of it can be tried."""
 
@@ -70,6 +71,7 @@ class CompileService:
         self._order = itertools.count()
         self._active: dict[Case, Wanted] = {}
         self._journals: dict[Case, Journal] = {}
+        self._looked = 0.0
 
     def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
         """Queue the compile keys of `cases` that are not known yet; returns the state of each."""
@@ -97,7 +99,9 @@ class CompileService:
         if self._compiler is None or not self._active:
             if seconds:
                 time.sleep(seconds)
-        else:
+        elif seconds or time.monotonic() - self._looked > _LOOK_SECONDS:
+            # A campaign polls for every Trial; to look at all children each time would take a tenth of the time of many workers.
+            self._looked = time.monotonic()
             for done in self._compiler.poll(seconds):
                 self._end(done)
             self._start()

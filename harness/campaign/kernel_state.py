@@ -65,6 +65,8 @@ class KernelState:
         self.started = self.ended = self.broken = False
         self._replaced, self._recoveries, self._disturbances = 0, list[float](), Disturbances()
         self._keys = {plan.key(kernel, each) for each in plan.variants} if plan.compiled else set[str]()
+        self._not_ended = set(self._keys)
+        """Compile keys of variants whose compile has not ended: looked at for each message of each worker, so kept as a set."""
         self._compiled: set[str] = set()
         self._refused: dict[str, tuple[Case, Failure]] = {}
 
@@ -106,22 +108,24 @@ class KernelState:
             self._refused[wanted.key] = done.case, done.failure
         else:
             self._compiled.add(wanted.key)
+        self._not_ended.discard(wanted.key)
         if self.variants_ended:
             self.keep_refused()
 
     def know(self, key: str) -> None:
         """Count a compile key as compiled, by an earlier run."""
         self._compiled.add(key)
+        self._not_ended.discard(key)
 
     @property
     def variants_ended(self) -> bool:
         """Whether the compile of every variant has ended."""
-        return self._keys <= self._compiled | self._refused.keys()
+        return not self._not_ended
 
     @property
     def some_compiled(self) -> bool:
         """Whether Cases of some variant can run."""
-        return bool(self._compiled & self._keys)
+        return not self._compiled.isdisjoint(self._keys)
 
     @property
     def hopeless(self) -> bool:
@@ -200,8 +204,7 @@ class KernelState:
 
     def unreached(self) -> int:
         """Return the number of variants whose compile has not ended."""
-        ended = self._compiled | self._refused.keys()
-        return sum(self.plan.key(self.kernel, each) not in ended for each in self.plan.variants) if self._keys else 0
+        return sum(self.plan.key(self.kernel, each) in self._not_ended for each in self.plan.variants) if self._keys else 0
 
     def summary(self) -> KernelSummary:
         """Return counts and findings so far; a finding that is being shrunk is closed."""

@@ -69,7 +69,7 @@ class Worker:
     ) -> None:
         self._kernel, self._context, self._account = kernel, context, Account(context.executor.statistics)
         self._campaign = counted(campaign, self._account, "campaign")
-        self._turns = counted(turns, self._account, "campaign")
+        self._turns = counted(turns, self._account, "turn")
         self._runs: dict[str, KernelRun] = {}
         self._last: str | None = None
 

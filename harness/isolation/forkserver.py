@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Forkserver:
             raise explained(error, "the process that cleans up") from None
         self._owner = os.getpid()
         self._children: set[Child] = set()
+        self._processes: dict[int, reaper.Process] = {}
+        self._looked = 0.0
 
     def _start_reaper(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
@@ -178,14 +181,18 @@ class Forkserver:
             self._template.close()
         self._template = self._preload = None
 
-    def usage_of(self, child: Child) -> Usage:
-        """Return what a child and the processes that it started (compilers) use."""
+    def usage_of(self, child: Child, age: float = 0.0) -> Usage:
+        """Return what a child and the processes that it started (compilers) use, as of at most `age` seconds ago."""
         self.watch_reaper()
-        processes = reaper.processes(self.run)
+        # One look at /proc for all children: a look for each of many compiles takes the time of the process that waits for them.
+        if time.monotonic() - self._looked > age or child.pid not in self._processes:
+            self._processes, self._looked = reaper.processes(self.run), time.monotonic()
+        processes = self._processes
         session = {pid for pid, each in processes.items() if child.pid in (pid, each.session)}
         group = [each for pid, each in processes.items() if reaper.descends(pid, processes, session)]
         own = processes.get(child.pid)
         return Usage(
+            at=self._looked,
             memory=sum(each.memory for each in group),
             cpu=sum(each.cpu for each in group),
             running=any(reaper.runs(each) for each in group),

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 __all__ = ["MARK", "Process", "clear", "descends", "marked", "processes", "runs"]
 
@@ -56,8 +55,10 @@ def runs(process: Process) -> bool:
     if process.state == "R":
         return True
     try:
-        threads = list(Path(f"/proc/{process.pid}/task").iterdir())
-        return len(threads) > 1 and any((each / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"R" for each in threads)
+        folder = f"/proc/{process.pid}/task"
+        threads = os.listdir(folder)
+        states = (_content(f"{folder}/{each}/stat").rpartition(b")")[2].split()[0] for each in threads)
+        return len(threads) > 1 and b"R" in states
     except (OSError, IndexError):
         return False
 
@@ -74,23 +75,33 @@ def descends(pid: int, by_pid: dict[int, Process], roots: set[int]) -> bool:
 
 
 def _living(run: str) -> Iterator[Process]:
-    wanted = f"{MARK}={run}".encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
+    wanted = f"\0{MARK}={run}\0".encode()
+    page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            fields = _content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         except OSError:
             continue
-        if fields[0] in (b"Z", b"X"):
+        if not fields or fields[0] in (b"Z", b"X"):
             continue
         try:
-            ours = wanted in (folder / "environ").read_bytes().split(b"\0")
+            ours = wanted in b"\0%b\0" % _content(f"/proc/{pid}/environ")
         except OSError:
             ours = False
-        memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-        cpu = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-        yield Process(int(folder.name), int(fields[1]), int(fields[3]), memory, ours, cpu, fields[0].decode())
+        cpu = sum(map(int, fields[11:15])) / tick
+        yield Process(int(pid), int(fields[1]), int(fields[3]), int(fields[21]) * page, ours, cpu, fields[0].decode())
+
+
+def _content(path: str) -> bytes:
+    # Twice as fast as pathlib, and a run reads the files of every process of the machine several times a second.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
 
 
 def clear(run: str, folder: str, keep: int = 0) -> None:

@@ -24,9 +24,10 @@ _PAUSE = 1.0
 class Usage:
     """What a child and the processes that it started use: bytes of memory, seconds of processor time since they began.
 
-    `running`: one of their threads runs or waits for a processor. `stopped`: the child is stopped (SIGSTOP, a debugger).
+    `at`: when this was read (time.monotonic). `running`: one of their threads runs or waits for a processor. `stopped`: the child is stopped (SIGSTOP, a debugger).
     """
 
+    at: float
     memory: int
     cpu: float
     running: bool
@@ -59,8 +60,9 @@ class StageTime:
             self._stage, self._begin = (stage, since), since
             self._excused = self._stopped = 0.0
 
-    def look(self, now: float, usage: Usage) -> None:
+    def look(self, usage: Usage) -> None:
         """Excuse the time since the last look in which the processes wanted a processor and had none, or were stopped."""
+        now = max(usage.at, self._looked)
         of_stage = now - max(self._looked, self._begin)
         without = now - self._looked - max(0.0, usage.cpu - self._cpu)
         if usage.stopped:

@@ -366,9 +366,9 @@ class Supervisor:
         if (late := times.late(now, limit)) and now - times.looked < _LATE_TICK:
             return None
         if late or now - times.looked > _USAGE_TICK:
-            usage = self._forkserver.usage_of(child)
-            held, now = max(held, usage.memory), time.monotonic()
-            times.look(now, usage)
+            usage = self._forkserver.usage_of(child, _LATE_TICK / 2 if late else _USAGE_TICK / 2)
+            held, now = max(held, usage.memory), usage.at
+            times.look(usage)
         if held > self._memory:
             # Before its deadline: what fills the memory does so slowly on a busy machine.
             return self._death(child, running, "memory", self._memory)

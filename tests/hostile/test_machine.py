@@ -58,7 +58,7 @@ def late_after(parts: list[Part], limit: float, tick: float = 0.5) -> tuple[floa
         while now < end:
             now, cpu = now + tick, cpu + tick * share(what)
             times.enter("kernel", 100.0)
-            times.look(now, Usage(0, cpu, what in (SPINS, STARVED), what == STOPPED))
+            times.look(Usage(now, 0, cpu, what in (SPINS, STARVED), what == STOPPED))
             if times.stopped(limit):
                 return now - 100.0, True
             if times.late(now, limit):
@@ -90,7 +90,7 @@ def test_a_stage_without_any_processor_ends_in_bounded_time() -> None:
     times = StageTime(0.0, 0.0)
     times.enter("kernel", 0.0)
     for second in range(1, 60):
-        times.look(float(second), Usage(0, 0.001 * second, True, False))
+        times.look(Usage(float(second), 0, 0.001 * second, True, False))
         if times.late(float(second), 5.0):
             break
     assert second == 51
@@ -99,12 +99,12 @@ def test_a_stage_without_any_processor_ends_in_bounded_time() -> None:
 def test_the_next_stage_has_its_own_time() -> None:
     times = StageTime(0.0, 0.0)
     times.enter("kernel", 1.0)
-    times.look(4.0, Usage(0, 0.5, True, False))
+    times.look(Usage(4.0, 0, 0.5, True, False))
     times.enter("oracle", 6.0)
     assert not times.late(10.9, 5.0)
     assert times.late(11.1, 5.0)
     # What was lost before the stage began is not the stage's.
-    times.look(8.0, Usage(0, 0.5, True, False))
+    times.look(Usage(8.0, 0, 0.5, True, False))
     assert not times.late(12.9, 5.0)
     assert times.late(13.1, 5.0)
 
@@ -215,7 +215,8 @@ def test_a_child_that_was_killed_is_no_failure(supervisor: Supervisor, tmp_path:
 
 def test_a_process_that_forks_children_was_killed(forked: Supervisor, tmp_path: Path) -> None:
     assert once(forked, kill_parent, tmp_path) == Reply("done")
-    assert forked.statistics.disturbances == Disturbances(killed=1)
+    # The spare child that has the task next may die with that process as well, before it begins.
+    assert forked.statistics.disturbances in (Disturbances(killed=1), Disturbances(killed=2))
 
 
 def test_a_child_that_is_stopped_is_no_failure(supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ def test_every_second_of_a_turn_is_in_its_step(watch: Watch, tmp_path: Path, mon
     times = run_kernel(KERNEL, settings, executor, listener=listen, journal=journal).times
     assert waits
     assert times.worker == {
+        "turn": 0.0,
         "campaign": 12 * HEARD,
         "draw": len(waits) * DRAWN,
         "journal": journal.writes * WRITTEN,

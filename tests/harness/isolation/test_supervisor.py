@@ -176,6 +176,30 @@ def test_several_tasks_at_once(forked: Supervisor) -> None:
     assert len(forked._idle) == 1
 
 
+def test_children_share_one_look_at_the_processes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator looks at each of its compiles twice a second: with a look for each, its workers waited for it."""
+    forkserver, looks, look = Forkserver(None), list[float](), reaper.processes
+
+    def counted(run: str) -> dict[int, reaper.Process]:
+        looks.append(time.monotonic())
+        return look(run)
+
+    monkeypatch.setattr(reaper, "processes", counted)
+    try:
+        children = [forkserver.start() for _ in range(3)]
+        usages = [forkserver.usage_of(each, 60.0) for each in children]
+        assert len(looks) == 1
+        assert {each.at for each in usages} == {usages[0].at}
+        assert looks[0] <= usages[0].at
+        assert all(each.memory > 0 for each in usages)
+        later = forkserver.start()
+        assert forkserver.usage_of(later, 60.0).memory > 0, "a child that the last look has not seen is looked for"
+        assert forkserver.usage_of(children[0]).at > usages[0].at
+        assert len(looks) == 3
+    finally:
+        forkserver.close()
+
+
 @pytest.mark.slow
 def test_200_restarts_leak_nothing(forked: Supervisor) -> None:
     def held() -> tuple[int, int]:
