@@ -56,7 +56,7 @@ def runs(process: Process) -> bool:
         return True
     try:
         folder = f"/proc/{process.pid}/task"
-        threads = os.listdir(folder)
+        threads = os.listdir(folder)  # noqa: PTH208 - as in _content
         states = (_content(f"{folder}/{each}/stat").rpartition(b")")[2].split()[0] for each in threads)
         return len(threads) > 1 and b"R" in states
     except (OSError, IndexError):
@@ -77,7 +77,7 @@ def descends(pid: int, by_pid: dict[int, Process], roots: set[int]) -> bool:
 def _living(run: str) -> Iterator[Process]:
     wanted = f"\0{MARK}={run}\0".encode()
     page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - as in _content
         try:
             fields = _content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         except OSError:

@@ -24,7 +24,8 @@ _PAUSE = 1.0
 class Usage:
     """What a child and the processes that it started use: bytes of memory, seconds of processor time since they began.
 
-    `at`: when this was read (time.monotonic). `running`: one of their threads runs or waits for a processor. `stopped`: the child is stopped (SIGSTOP, a debugger).
+    `at`: when this was read (time.monotonic). `running`: one of their threads runs or waits for a processor. `stopped`: the child
+    is stopped (SIGSTOP, a debugger).
     """
 
     at: float
