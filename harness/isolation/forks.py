@@ -16,7 +16,7 @@ from typing import cast
 
 from attnfuzz.harness.isolation import reaper, worker
 from attnfuzz.harness.isolation.child import Child
-from attnfuzz.harness.isolation.forkserver import Forkserver
+from attnfuzz.harness.isolation.forkserver import Forkserver, Seen
 
 __all__ = ["ForksOfThisProcess"]
 
@@ -33,6 +33,7 @@ class ForksOfThisProcess(Forkserver):
         self._preload, self._template = (), None
         self._owner = os.getpid()
         self._children: set[Child] = set()
+        self._seen = Seen(self.run)
 
     def _spawn(self, how: str, connection: int, board: int | None, log: int) -> subprocess.Popen[bytes]:
         assert how == "template", board

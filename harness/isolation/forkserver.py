@@ -27,7 +27,7 @@ from attnfuzz.harness.isolation.stage_time import Usage
 from attnfuzz.harness.isolation.wire import Board, wait
 from attnfuzz.kernels.problem import BadArgument
 
-__all__ = ["Forkserver"]
+__all__ = ["Forkserver", "Seen"]
 
 _WORKER = Path(__file__).with_name("worker.py")
 _REAPER = Path(__file__).with_name("reaper.py")
@@ -66,8 +66,7 @@ class Forkserver:
             raise explained(error, "the process that cleans up") from None
         self._owner = os.getpid()
         self._children: set[Child] = set()
-        self._processes: dict[int, reaper.Process] = {}
-        self._looked = 0.0
+        self._seen = Seen(self.run)
 
     def _start_reaper(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
@@ -184,15 +183,12 @@ class Forkserver:
     def usage_of(self, child: Child, age: float = 0.0) -> Usage:
         """Return what a child and the processes that it started (compilers) use, as of at most `age` seconds ago."""
         self.watch_reaper()
-        # One look at /proc for all children: a look for each of many compiles takes the time of the process that waits for them.
-        if time.monotonic() - self._looked > age or child.pid not in self._processes:
-            self._processes, self._looked = reaper.processes(self.run), time.monotonic()
-        processes = self._processes
+        processes, at = self._seen.processes(child.pid, age)
         session = {pid for pid, each in processes.items() if child.pid in (pid, each.session)}
         group = [each for pid, each in processes.items() if reaper.descends(pid, processes, session)]
         own = processes.get(child.pid)
         return Usage(
-            at=self._looked,
+            at=at,
             memory=sum(each.memory for each in group),
             cpu=sum(each.cpu for each in group),
             running=any(reaper.runs(each) for each in group),
@@ -235,6 +231,23 @@ class Forkserver:
             # It was killed, perhaps by a kernel: what it was to do is done here.
             reaper.clear(self.run, self._folder)
         os.close(self._lock)
+
+
+class Seen:
+    """The processes of a run as last seen.
+
+    One look at /proc serves all children: a look for each of many compiles takes the time of the process that waits for them.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run, self._at = run, 0.0
+        self._processes: dict[int, reaper.Process] = {}
+
+    def processes(self, pid: int, age: float) -> tuple[dict[int, reaper.Process], float]:
+        """Return them, `pid` included if it lives, as of at most `age` seconds ago, and when that was (time.monotonic)."""
+        if time.monotonic() - self._at > age or pid not in self._processes:
+            self._processes, self._at = reaper.processes(self._run), time.monotonic()
+        return self._processes, self._at
 
 
 class _Template:

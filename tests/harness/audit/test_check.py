@@ -201,6 +201,15 @@ def test_each_call_sees_the_file_as_it_is(module: Path, checker: Checker) -> Non
     assert sys.modules[module.stem].attend is old, "this process has what it had"
 
 
+def test_a_call_that_takes_a_second_is_waited_for(module: Path, checker: Checker) -> None:
+    """A child that runs for longer than half a second is looked at."""
+    module.write_text(
+        SOURCE.replace("import torch", "import time\n\nimport torch").replace("    scale", "    time.sleep(0.7)\n    scale")
+    )
+    result = checker.check(f"{module.stem}:attend", None, max_examples=1)
+    assert result.ok, sentence(result)
+
+
 BROKEN = {
     "a syntax error": ("def attend(q, k, v:\n", "SyntaxError"),
     "an exception at its import": (f"{SOURCE}\nraise RuntimeError('not today')\n", "RuntimeError: not today"),

@@ -225,15 +225,14 @@ def test_a_case_that_ends_two_workers_is_kept_and_not_tried_again(tidy: Path) ->
 
 
 @pytest.mark.slow
-def test_a_child_of_a_worker_that_is_killed_is_a_crash_of_its_case(tidy: Path) -> None:
+def test_a_child_of_a_worker_that_is_killed_once_is_an_event_of_the_machine(tidy: Path) -> None:
     def children() -> list[int]:
         return [each for worker in workers_of(os.getpid()) for each in descendants(worker) if _tries(each)]
 
     listener = after(3, lambda: kill_later(0.2, children))
     done, events = campaign([SLEEPER], tidy, listener, max_examples=6, workers=2)
-    [finding] = done.findings
-    assert finding.identity.kind == "crash"
-    assert finding.rate is not None, "it passes when it is run again"
+    assert not done.findings, "its Case is run again, and passes"
+    assert done.summaries[0].disturbances.killed >= 1
     assert not resumed(events), "the worker lives"
     assert done.summaries[0].cases == 6
 
