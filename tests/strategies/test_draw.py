@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import engine
 
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.draw import draw_values, drawn
@@ -87,3 +88,19 @@ def test_drawn_returns_fewer_where_there_are_no_more() -> None:
 def test_drawn_refuses_a_round_without_values(limits: dict[str, int]) -> None:
     with pytest.raises(BadArgument, match=r"=0: no value could be drawn; give 1 or more"):
         drawn(st.integers(), seed=0, **limits)
+
+
+def test_each_value_is_drawn_anew() -> None:
+    """Hypothesis would copy parts of a value onto others of it: most values would have equal parts."""
+    pairs: list[tuple[int, ...]] = []
+    draw_values(st.tuples(*[st.integers(0, 999)] * 4), pairs.append, seed=5, examples=300)
+    equal = sum(len(set(each)) < 4 for each in pairs)
+    assert len(pairs) > 250
+    assert equal < 60, "Hypothesis draws equal and extreme integers by itself, but not most of the time"
+
+
+def test_a_draw_leaves_hypothesis_as_it_was() -> None:
+    before = engine.ConjectureRunner.generate_mutations_from
+    with pytest.raises(KeyError):
+        draw_values(st.integers(), lambda _: {}["planted"], seed=0, examples=3)
+    assert engine.ConjectureRunner.generate_mutations_from is before
