@@ -1,6 +1,6 @@
 """Detection power: a campaign on each mutant of the bank: bugs of released kernels, planted in copies of ours (tests/mutants).
 
-    python benchmarks/mutants.py [ID...] [--max-examples N] [--seeds N] [--jobs N] [--json]
+    python benchmarks/mutants.py [ID...] [--max-examples N] [--seeds N] [--shrink SECONDS] [--jobs N] [--json]
 
 Exit code 0 if every campaign finds its bug, 1 if not, 2 for wrong use, 130 after Ctrl-C.
 """
@@ -36,16 +36,22 @@ from support.verdict.processes import LostProcess, finished
     "--max-examples", default=500, show_default=True, type=click.IntRange(min=1), metavar="N", help="Cases of each campaign."
 )
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), metavar="N", help="Campaigns of each mutant.")
+@click.option(
+    "--shrink",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Time to shrink a failure, such as 0.01 where only the number of Cases counts [default: that of a run].",
+)
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Campaigns at once [default: the cores].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def main(ids: tuple[str, ...], max_examples: int, seeds: int, jobs: int | None, as_json: bool) -> None:
+def main(ids: tuple[str, ...], max_examples: int, seeds: int, shrink: float | None, jobs: int | None, as_json: bool) -> None:
     """Tell how many Cases it takes to find each bug, and how small its minimal Case is."""
     bank = mutants()
     if unknown := [each for each in ids if each not in bank]:
         click.echo(f"error: ID={unknown[0]!r}: no mutant has that id; it is one of {', '.join(bank)}", err=True)
         sys.exit(WRONG_USE)
     chosen = [each for each in (ids or bank) if bank[each].device == "cpu"]
-    tasks = [Attempt(each, seed, max_examples) for each in chosen for seed in range(seeds)]
+    tasks = [Attempt(each, seed, max_examples, shrink) for each in chosen for seed in range(seeds)]
     found: list[Found] = []
     try:
         with progress_on(console(stderr=as_json), bar=True, count=True, left=True, width=24) as progress:

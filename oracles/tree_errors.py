@@ -2,7 +2,8 @@
 
 Each operation propagates the errors of its arguments to first order, with a second-order term where it is curved, and adds its
 own: 2 eps of the result for arithmetic; 8 eps + 2 eps |x| for tanh, sigmoid (absolute) and exp (relative), which kernels compute
-by the hardware's exponential. Where errors may flip a float comparison, the choice by it is off by the difference of its sides.
+by the hardware's exponential. A choice has the error of the side that it takes; where errors may flip the comparison it is by,
+the larger error of both, and the difference of its sides.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def error_of(
         case "min" | "max":
             return torch.maximum(e[0], e[1])
         case "where":
-            return torch.maximum(e[1], e[2]) + torch.where(errors[x.args[0]] > 0, (v[1] - v[2]).abs(), zero)
+            either = torch.maximum(e[1], e[2]) + (v[1] - v[2]).abs()
+            return torch.where(errors[x.args[0]] > 0, either, torch.where(v[0], e[1], e[2]))
     raise AssertionError(x.op)
 
 

@@ -107,7 +107,7 @@ def _no_local_constants() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_mutations() -> Iterator[None]:
-    """Draw each value anew.
+    """Draw each value by itself.
 
     Hypothesis otherwise follows each drawn value by up to five copies in which one part has the value of another: of 100 Cases
     that are drawn, four in five would be nearly alike, while what Cases need to have in common is in the strategies already.

@@ -82,7 +82,12 @@ def _several(lengths: _Lengths, most: int) -> st.SearchStrategy[list[_Pair]]:
     pair = _pairs(lengths)
     solid = st.tuples(_solid(lengths), st.lists(pair, max_size=most - 1), st.integers(0, most - 1))
     mostly = solid.map(lambda parts: [*parts[1][: parts[2]], parts[0], *parts[1][parts[2] :]])
-    return weighted((3, mostly), (1, st.lists(pair, min_size=1, max_size=most)))
+    several = st.lists(pair, min_size=1, max_size=most)
+    choices = [(6, mostly), (2, several)]
+    if lengths.unequal:
+        # Decoding: kernels and their wrappers have code of its own for max_seqlen_q = 1.
+        choices.append((1, several.map(lambda pairs: [(min(n_q, 1), n_k) for n_q, n_k in pairs])))
+    return weighted(*choices)
 
 
 def blocks_in_room(room: Room, block: int) -> bool:

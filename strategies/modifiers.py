@@ -1,8 +1,9 @@
 """Strategies of modifiers: softcap, window, score_mod and mask_mod, named and random ones; they shrink to none.
 
-Random score_mods are smooth in the score, since no budget covers a jump; they cap the argument of exp, and index within bounds
-by construction, with b, h, q_idx, kv_idx and their offset only. Random masks hide rows, tiles, prefixes, or everything. For a
-kernel that lists its mask's blocks, edges lie at and next to the ends of blocks, and heads have different lists.
+Random score_mods are smooth in the score, since no budget covers a jump, but for those that hide keys by adding a large negative
+number; they cap the argument of exp, and index within bounds by construction, with b, h, q_idx, kv_idx and their offset only.
+Random masks hide rows, tiles, prefixes, or everything. For a kernel that lists its mask's blocks, edges lie at and next to the
+ends of blocks, and heads have different lists.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ _STEPS = (32, 64, 128)
 _EDGES = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 128)
 _FACTORS = (0.5, 2.0, -1.0, 0.25, 1.5, -0.5, 0.125)
 _CAPS = (20.0, 50.0, 5.0, 1.0)
+_HIDING = (-65504.0, -1e9, -1e38)
+"""What models add to the scores of keys that they hide: the least float16, a round number, and one of the size of the least
+float32, which itself would be -inf in base 2: a row of such keys alone has another LSE in a kernel that computes in base 2."""
 
 
 _REMEMBERED = 4096
@@ -214,7 +218,9 @@ def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
         *((st.just(alibi(gradient=False)),) if reads else ()),
         *((st.booleans().map(lambda of: relative_bias(gradient=of)), st.just(bias(gradient=True))) if gradients else ()),
     )
-    return st.one_of(st.sampled_from(_FACTORS).map(lambda factor: S * factor), named, *parametric, _random(reads, gradients))
+    hiding = st.builds(lambda mask, by: where(mask, S, S + by), masks(reads, depth=1), st.sampled_from(_HIDING))
+    factor = st.sampled_from(_FACTORS).map(lambda factor: S * factor)
+    return st.one_of(factor, named, *parametric, hiding, _random(reads, gradients))
 
 
 @functools.cache

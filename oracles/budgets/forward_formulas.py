@@ -22,6 +22,9 @@ __all__ = [
 
 LAMBDA, TIES = 6.0, 4.0
 """Limits on an error, as multiples of the root mean square of independent roundings and of repeated ones."""
+_NOTHING = -120.0
+"""Scores less than their row's maximum by that have P = 0 in float32, whose smallest number is exp(-103), also where a kernel's
+maximum is off by 1 (beyond that the row is lost), or lags behind by a factor of 2^8 (lazy_rescale)."""
 _MOST = 600.0
 """Largest delta whose exponential is added up: the sum over a row stays finite."""
 
@@ -49,11 +52,15 @@ def scaled_scores(
 def exponentials(
     hidden: torch.Tensor, largest: torch.Tensor, delta: torch.Tensor, masked: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return exp(s - m) and delta + 4 eps |m| + 4 tiny, if `masked` 0 where s is -inf; `largest`: m, -inf without keys."""
+    """Return exp(s - m) and delta + 4 eps |m| + 4 tiny; if `masked`, 0 where s is -inf, or so low that every kernel's P is 0.
+
+    `largest`: m, -inf without keys. A score of s - 1e9 has an error of 240, and hides its key all the same.
+    """
     m = torch.where(largest == -torch.inf, 0.0, largest)
-    e = on_grid(hidden - m, delta).exp_()
+    below = hidden - m
+    e = on_grid(below, delta).exp_()
     delta = delta + (m.abs() * (4 * EPS) + 4 * TINY)
-    return e, torch.where(hidden == -torch.inf, 0.0, delta) if masked else delta
+    return e, torch.where((below == -torch.inf) | (below + delta < _NOTHING), 0.0, delta) if masked else delta
 
 
 @fused

@@ -25,11 +25,12 @@ _executor: Executor | None = None
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A mutant by its id, the seed of a campaign, and its number of Cases."""
+    """A mutant by its id, the seed of a campaign, its number of Cases, and seconds for shrinking (None: those of a run)."""
 
     mutant: str
     seed: int
     most: int
+    shrink: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def attempt(task: Attempt) -> Found:
             found.append(time.monotonic())
 
     registry.register(kernel)
-    settings = Settings(max_examples=task.most, max_failures=1, seed=task.seed, out=None)
+    settings = Settings(max_examples=task.most, max_failures=1, seed=task.seed, shrink=task.shrink, out=None)
     start = time.monotonic()
     try:
         done = run_campaign([kernel], settings, listen, _executor)
