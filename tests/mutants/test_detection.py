@@ -52,4 +52,4 @@ def test_a_campaign_that_is_too_short_says_how_near_it_came() -> None:
 def test_an_unknown_mutant_is_refused(command: ModuleType) -> None:
     done = CliRunner().invoke(command.main, ["MSK-99"])
     assert done.exit_code == 2
-    assert "ID='MSK-99': no mutant has that id; it is one of BWD-01" in done.output
+    assert "ID='MSK-99': no mutant has that id; it is one of ADD-01" in done.output

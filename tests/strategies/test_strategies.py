@@ -20,6 +20,7 @@ from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
 from attnfuzz.kernels.triton.blockmask import BlockMask, band_of, block_mask
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
 from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import Room, edges, fitted
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, pool, scales
@@ -36,13 +37,7 @@ def draw_cases(subject: Subject, count: int = 100, limits: Limits = LIMITS, seed
     """`count` Cases of a seed, without shrinking."""
     collected: list[Case] = []
 
-    @hypothesis.seed(seed)
-    @quiet(count)
-    @given(cases(subject, device="cpu", limits=limits))
-    def draw(case: Case) -> None:
-        collected.append(case)
-
-    draw()
+    draw_values(cases(subject, device="cpu", limits=limits), collected.append, seed=seed, examples=count)
     return collected
 
 

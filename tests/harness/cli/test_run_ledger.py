@@ -109,7 +109,7 @@ def test_in_children_too() -> None:
         "cpu",
         "--plain",
         "--max-examples",
-        "4",
+        "12",
         "--seed",
         "0",
         "--ledger",
@@ -147,7 +147,7 @@ def test_a_known_failure_is_let_through_and_named() -> None:
     ids=["another torch", "another kind", "another output", "another check"],
 )
 def test_what_is_known_is_that_and_nothing_else(change: dict[str, Any]) -> None:
-    done = run("torch.skewed", "--ledger", ledger({**ENTRY, **change}), "--json", cases=4)
+    done = run("torch.skewed", "--ledger", ledger({**ENTRY, **change}), "--json")
     assert done.exit_code == 1
     result = json.loads(done.stdout)
     assert result["failures"][0]["known"] == []
@@ -204,7 +204,7 @@ def test_a_failure_that_is_not_drawn_shows_in_its_own_case() -> None:
 
 
 def test_an_expired_entry_fails() -> None:
-    done = run("torch.skewed", "--ledger", ledger({**ENTRY, "expires": "2026-01-01"}), cases=4)
+    done = run("torch.skewed", "--ledger", ledger({**ENTRY, "expires": "2026-01-01"}))
     assert done.exit_code == 1
     assert "known.toml:1: entry 1 (torch.skewed: mismatch in dK, #12): it expired on 2026-01-01" in done.stdout
     assert "0 of 1 failure known, 1 ledger error" in done.stdout

@@ -70,7 +70,7 @@ def test_drawn_cases_have_the_verdicts_that_they_have_alone(size: int) -> None:
         if one is not None and one.verdict != own
     ]
     assert not differing
-    assert sum(each is None for each in judged) <= 0.03 * len(every)
+    assert sum(each is None for each in judged) <= 0.04 * len(every), "few are left to be judged alone"
 
 
 def test_the_drawn_cases_are_of_every_kind() -> None:

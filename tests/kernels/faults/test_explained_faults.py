@@ -160,6 +160,9 @@ TRITON: dict[str, tuple[set[str], set[str]]] = {
     "P rounded to bf16 in an fp16 kernel": ({"dtype"}, set()),
 }
 
+_BY_VALUES = {"rescale dropped", "P rounded to bf16 in an fp16 kernel"}
+"""Faults that show with some values only: other dims, or another seed, have other values."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRITON)
@@ -172,7 +175,7 @@ def test_the_cause_of_a_fault_in_triton_is_named(name: str, tmp_path: Path, monk
     must, rules = TRITON[name]
     assert must <= set(rules_of(parts)), rules_of(parts)
     assert rules <= {each for part in parts.values() for each in part.rules}
-    for plain in ("seed", "kv_heads", "dims", "slack_q", "slack_k"):
+    for plain in ("slack_q", "slack_k") if name in _BY_VALUES else ("seed", "kv_heads", "dims", "slack_q", "slack_k"):
         assert plain in must or not (plain in parts and parts[plain].passes), parts[plain]
 
 

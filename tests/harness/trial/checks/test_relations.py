@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
 from support.emulated.kernel import kernel_named, registered
 from support.emulated.whole import WIDE, Emulated
@@ -38,6 +37,7 @@ from attnfuzz.oracles.relations.difference import Difference
 from attnfuzz.oracles.relations.worst import limit, worst
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.relation_problems import related_problems, why_not_relation
 from attnfuzz.strategies.relations import relation_cases
 from attnfuzz.strategies.shapes import Variant, all_variants, pool
@@ -254,13 +254,8 @@ def draw_cases(
 ) -> list[Case]:
     collected: list[Case] = []
 
-    @seed(11)
-    @settings(max_examples=count, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
-    @given(case=relation_cases(kernel, device="cpu", limits=limits, variants=variants))
-    def collect(case: Case) -> None:
-        collected.append(case)
-
-    collect()
+    strategy = relation_cases(kernel, device="cpu", limits=limits, variants=variants)
+    draw_values(strategy, collected.append, seed=11, examples=count)
     return collected
 
 
