@@ -31,8 +31,16 @@ def of_the_right_kernel(case: str) -> Verdict:
     return run_trial(case_from_json(case), "cpu")
 
 
+# Cases of several blocks take a second each: those few always that no other test has.
+ALWAYS = {"ADD-01", "MSK-19", "LSE-18", "STR-10"}
+SOME = [
+    pytest.param(each, id=each.id, marks=[pytest.mark.slow] * (each.kernel == "triton.flex" and each.id not in ALWAYS))
+    for each in mutants().values()
+]
+
+
 @pytest.mark.interpreted
-@EACH
+@pytest.mark.parametrize("mutant", SOME)
 def test_its_direct_case_shows_it(mutant: Mutant) -> None:
     pytest.importorskip("triton")
     environment.prepare("cpu")
