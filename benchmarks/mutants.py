@@ -46,11 +46,18 @@ from support.verdict.processes import LostProcess, finished
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def main(ids: tuple[str, ...], max_examples: int, seeds: int, shrink: float | None, jobs: int | None, as_json: bool) -> None:
     """Tell how many Cases it takes to find each bug, and how small its minimal Case is."""
-    bank = mutants()
+    try:
+        bank = mutants()
+    except ValueError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(WRONG_USE)
     if unknown := [each for each in ids if each not in bank]:
         click.echo(f"error: ID={unknown[0]!r}: no mutant has that id; it is one of {', '.join(bank)}", err=True)
         sys.exit(WRONG_USE)
-    chosen = [each for each in (ids or bank) if bank[each].device == "cpu"]
+    chosen = [each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu"]
+    if not chosen:
+        click.echo(f"error: ID={ids[0]!r}: it shows on a GPU only, and campaigns run on the CPU; give another", err=True)
+        sys.exit(WRONG_USE)
     tasks = [Attempt(each, seed, max_examples, shrink) for each in chosen for seed in range(seeds)]
     found: list[Found] = []
     try:
@@ -98,6 +105,11 @@ def show(terminal: Console, found: list[Found], most: int) -> None:
     terminal.print(table)
     for each in found:
         if each.cases is None:
+            if each.otherwise:
+                terminal.print(
+                    f"[red]{escape(each.mutant)}, seed {each.seed}: not found[/]: {escape(each.otherwise)}", highlight=False
+                )
+                continue
             worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in (each.worst or {}).items())
             terminal.print(
                 f"[red]{escape(each.mutant)}, seed {each.seed}: not found[/]; worst error / budget: {worst}", highlight=False

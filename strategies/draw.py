@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from attnfuzz.kernels.problem import reject
 
 __all__ = ["draw_values", "drawn"]
 
+_PATCHED = threading.RLock()
+"""Held while Hypothesis is changed: another thread that drew at the same time would restore what this one has put there."""
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
@@ -55,7 +58,7 @@ def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | No
             raise _StopDrawing
 
     try:
-        with _no_local_constants(), _no_mutations():
+        with _PATCHED, _no_local_constants(), _no_mutations():
             each()
     except _StopDrawing as stop:
         if stop.__cause__ is not None:

@@ -25,6 +25,8 @@ LAMBDA, TIES = 6.0, 4.0
 _NOTHING = -120.0
 """Scores less than their row's maximum by that have P = 0 in float32, whose smallest number is exp(-103), also where a kernel's
 maximum is off by 1 (beyond that the row is lost), or lags behind by a factor of 2^8 (lazy_rescale)."""
+_OVERFLOWS = 80.0
+"""An error of an exponent's argument from which on a right kernel's exp(s - m) may be infinite in float32."""
 _MOST = 600.0
 """Largest delta whose exponential is added up: the sum over a row stays finite."""
 
@@ -86,10 +88,12 @@ def lse_budget(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return Lambda and M_LSE of each row, from the sum of P (e^delta - 1) and the largest delta; 1 if that is beyond 1.
 
-    Lambda is at most the largest delta, and taken to be that where the sum would be endless.
+    Lambda is at most the largest delta, and taken to be that where the sum would be endless. Where an exponent is off by so much
+    that exp overflows, as in a row of which all scores are -1e10, LSE may be anything.
     """
     shift = torch.where(widest > _MOST, widest, raised.log1p()).clamp_(min=0.0)
     m_lse = (lse.abs() + m.abs()).mul_(4 * EPS).add_(shift).add_((log_keys + 1) * (8 * EPS))
+    m_lse = torch.where(widest > _OVERFLOWS, torch.inf, m_lse)
     return shift, torch.where(dead != 0, 0.0, m_lse), (widest > 1.0).to(torch.float64)
 
 

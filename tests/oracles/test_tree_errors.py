@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.emulated.kernel import KERNEL as EMULATED
 from support.flex import dense
 from support.mutants import kernel_of, mutants
 
@@ -65,3 +66,16 @@ def test_rows_with_hidden_keys_are_judged(by: float, dtype: Dtype) -> None:
         registry.unregister(kernel.name)
     assert {each.output for each in wrong.failures} == {"dk", "dv"}
     assert min(wrong.figures[name].worst for name in ("dk", "dv")) > 1000, "as it is without such keys"
+
+
+@pytest.mark.parametrize("by", [-1e9, -1e10, -1e38])
+def test_lse_of_rows_of_hidden_keys_alone_may_overflow(by: float) -> None:
+    """exp2(fma(s, log2 e, -m)) is off by |m| / 2^24 in its exponent: from -1e10 on a right kernel's sum may be infinite."""
+    problem = dense(12, 20, score=where(KV + 5 <= Q, S, S + by))
+    config = next(each for each in EMULATED.configs(problem) if each["exp"] == "fma")
+    registry.register(EMULATED)
+    try:
+        verdict = run_trial(Case(kernel=EMULATED.name, problem=problem, config=config), "cpu")
+    finally:
+        registry.unregister(EMULATED.name)
+    assert verdict.status == "pass", verdict.failures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -103,4 +104,22 @@ def test_a_draw_leaves_hypothesis_as_it_was() -> None:
     before = engine.ConjectureRunner.generate_mutations_from
     with pytest.raises(KeyError):
         draw_values(st.integers(), lambda _: {}["planted"], seed=0, examples=3)
+    assert engine.ConjectureRunner.generate_mutations_from is before
+
+
+def test_draws_of_two_threads_leave_hypothesis_as_it_was() -> None:
+    before, entered, leave = engine.ConjectureRunner.generate_mutations_from, threading.Event(), threading.Event()
+
+    def wait(_: int) -> bool:
+        entered.set()
+        return leave.wait(10)
+
+    first = threading.Thread(target=draw_values, args=(st.integers(), wait), kwargs={"seed": 0, "examples": 2})
+    second = threading.Thread(target=draws, args=(1,))
+    first.start()
+    assert entered.wait(10)
+    second.start()
+    leave.set()
+    first.join()
+    second.join()
     assert engine.ConjectureRunner.generate_mutations_from is before

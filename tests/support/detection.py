@@ -5,22 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from support.mutants import kernel_of, mutants
+import msgspec
+from support.mutants import Mutant, kernel_of, mutants
 
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Event, FailureFound, KernelSummary
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
+from attnfuzz.strategies.case import case_from_json
 
 __all__ = ["Attempt", "Found", "Rates", "attempt", "rates", "simple"]
 
 PLAIN = ("normal", "zeros", "ones")
 """Patterns of values that are plain."""
-_executor: Executor | None = None
+_NOT_RUN = ("compile-error", "exception", "crash", "hang")
+_executor: Isolated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Found:
     partly: bool = False
     simple: bool = False
     worst: dict[str, float] | None = None
+    otherwise: str = ""
+    """Why a failure that was found is not that of the bug."""
 
 
 def attempt(task: Attempt) -> Found:
@@ -60,8 +64,8 @@ def attempt(task: Attempt) -> Found:
     if _executor is None:
         # One for all attempts of this process: to load Triton takes longer than most of them.
         _executor = Isolated("cpu", backends=["triton"])
-    mutant = mutants()[task.mutant]
-    kernel, found = kernel_of(mutant), list[float]()
+    mutant, found = mutants()[task.mutant], list[float]()
+    kernel = kernel_of(mutant)
 
     def listen(event: Event) -> None:
         if isinstance(event, FailureFound):
@@ -74,7 +78,18 @@ def attempt(task: Attempt) -> Found:
         done = run_campaign([kernel], settings, listen, _executor)
     finally:
         registry.unregister(kernel.name)
-    return _of(task, done.summaries[0], start, found, time.monotonic())
+    result = _of(task, done.summaries[0], start, found, time.monotonic())
+    if result.cases is not None and (why := _why_not_found(mutant, result, _executor)):
+        return replace(result, cases=None, otherwise=why)
+    return result
+
+
+def _why_not_found(mutant: Mutant, result: Found, executor: Isolated) -> str | None:
+    """Return why a failure is not that of the bug, or None: a text that is no code fails as well, and so may a right kernel."""
+    if result.kind in _NOT_RUN and result.kind not in mutant.kinds:
+        return f"it fails with {result.kind}, which the bug does not cause"
+    case = msgspec.structs.replace(case_from_json(result.case), kernel=mutant.kernel)
+    return None if executor.trial(case).status == "pass" else f"{mutant.kernel} fails in the same Case"
 
 
 def _of(task: Attempt, summary: KernelSummary, start: float, found: Sequence[float], end: float) -> Found:

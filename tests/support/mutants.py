@@ -1,4 +1,7 @@
-"""The bank of mutants: bugs of released attention kernels, planted in copies of ours. One file each in tests/mutants/bugs."""
+"""The bank of mutants: bugs of released attention kernels, and of kinds that Cases did not reach, planted in copies of ours.
+
+One file each in tests/mutants/bugs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from support.paths import TESTS
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.faults.planted import Edit, planted_copy
+from attnfuzz.kernels.faults.planted import Edit, planted_copy, planted_source
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import FORMAT, Case, case_from_object
 
@@ -41,7 +44,7 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A bug that a released kernel had, and how to plant it in one of ours.
+    """A bug that a released kernel had, or of a kind that Cases did not reach, and how to plant it in one of our kernels.
 
     `source`: repository and number. `case`: a Case that shows it, JSON as in a case file, without format and kernel. `outputs`:
     those that are wrong in that Case, and `kinds`: of its failures. `control`: any grid of shapes finds it.
@@ -87,12 +90,33 @@ def mutants() -> dict[str, Mutant]:
     for path in sorted(FOLDER.glob("*.toml")):
         try:
             each = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Mutant)
-        except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+            _check(each)
+        except ValueError as error:
             raise ValueError(f"{path.name}: {error}") from None
         if each.id != path.stem:
             raise ValueError(f"{path.name}: its id is {each.id!r}; a file is named by its id")
         found[each.id] = each
     return found
+
+
+def _check(mutant: Mutant) -> None:
+    """Check that its kernel, parts and Case are such, and that its patches fit.
+
+    Raises:
+        ValueError: one of them is not; the text says what is expected.
+    """
+    if mutant.kernel not in MODULES:
+        raise ValueError(f"kernel={mutant.kernel!r}: no bugs are planted in it; it is one of {', '.join(MODULES)}")
+    modules = MODULES[mutant.kernel]
+    if unknown := [each.part for each in mutant.patches if each.part not in modules]:
+        raise ValueError(f"part={unknown[0]!r}: {mutant.kernel} has no such part; it is one of {', '.join(modules)}")
+    for part, module in modules.items():
+        file, source = planted_source(module, mutant.edits(part))
+        try:
+            compile(source, file, "exec")
+        except SyntaxError as error:
+            raise ValueError(f"patches: {file} is no Python with them: {error}") from None
+    mutant.direct_case(mutant.kernel)
 
 
 def kernel_of(mutant: Mutant) -> Kernel:
