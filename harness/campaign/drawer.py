@@ -16,9 +16,6 @@ from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Drawer", "Drawn"]
 
-_DRAWING = threading.Lock()
-"""Held while a round is drawn: what a draw switches off in Hypothesis it switches off for the whole process."""
-
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -83,10 +80,9 @@ class Drawer:
 
     def _draw(self, round_: Round, variants: tuple[Variant, ...]) -> None:
         try:
-            with _DRAWING:
-                if self._strategy is None or variants != self._variants:
-                    self._strategy, self._variants = self._make(variants), variants
-                cases = drawn(self._strategy, seed=self._seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
+            if self._strategy is None or variants != self._variants:
+                self._strategy, self._variants = self._make(variants), variants
+            cases = drawn(self._strategy, seed=self._seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
             self._result = Drawn(round_, cases, [each.id for each in cases])
         except BaseException as error:  # raised where it is taken
             self._result = error

@@ -19,7 +19,7 @@ from attnfuzz.strategies.case import case_from_json
 
 __all__ = ["Attempt", "Found", "Rates", "attempt", "rates", "simple"]
 
-PLAIN = ("normal", "zeros", "ones")
+PLAIN = ("normal", "zeros")
 """Patterns of values that are plain."""
 _NOT_RUN = ("compile-error", "exception", "crash", "hang")
 _executor: Isolated | None = None

@@ -107,6 +107,8 @@ def _check(mutant: Mutant) -> None:
     """
     if mutant.kernel not in MODULES:
         raise ValueError(f"kernel={mutant.kernel!r}: no bugs are planted in it; it is one of {', '.join(MODULES)}")
+    if not mutant.patches:
+        raise ValueError("patches: there are none; give one at least")
     modules = MODULES[mutant.kernel]
     if unknown := [each.part for each in mutant.patches if each.part not in modules]:
         raise ValueError(f"part={unknown[0]!r}: {mutant.kernel} has no such part; it is one of {', '.join(modules)}")
