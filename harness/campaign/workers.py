@@ -12,7 +12,10 @@ from attnfuzz.kernels.contract import Device
 __all__ = ["auto_workers", "useful_workers"]
 
 _PER_GPU = 16
-"""Most workers of one GPU; neither fewer nor more have been measured beside them."""
+"""Most workers of one GPU; more have not been measured."""
+_OF_CORES = {"cpu": 1.0, "cuda": 0.75}
+"""Workers for each core. With a GPU, a worker and its child want a core at the same time: on one H100 and 16 cores, 8, 12 and 16
+workers tried 8,400, 11,000 and 10,200 Cases of three kernels in half a minute (docs/performance.md)."""
 _GPU_MIB = 5 << 10
 """MiB of a worker on its GPU: the contexts of its child and of the next, and the tensors of a batch."""
 _HOST_BYTES = 3 << 29
@@ -20,8 +23,8 @@ _HOST_BYTES = 3 << 29
 
 
 def auto_workers(device: Device) -> int:
-    """Return the number of workers for `device`: the cores, fewer where memory of the host or of the GPUs is short."""
-    cores = len(os.sched_getaffinity(0))
+    """Return the number of workers for `device`: by the cores, fewer where memory of the host or of the GPUs is short."""
+    cores = max(1, int(len(os.sched_getaffinity(0)) * _OF_CORES[device]))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = max(1, min(cores, host // 2 // _HOST_BYTES))
     if device == "cuda":

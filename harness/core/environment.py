@@ -11,7 +11,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
-from attnfuzz.kernels.support import memory
+from attnfuzz.kernels.support import driver, memory
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
 __all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_device", "synchronise", "versions"]
@@ -89,7 +89,7 @@ def prepare(device: Device) -> None:
     """Prepare this process; call it before the first kernel is imported.
 
     On the CPU, use one thread (cases are small, processes many) and Triton's interpreter: Triton has one mode per process,
-    fixed at its first import, and TileLang imports it too.
+    fixed at its first import, and TileLang imports it too. On a GPU, which many processes share, sleep while waiting for it.
     """
     if device == "cpu":
         if "triton" not in sys.modules:
@@ -97,6 +97,8 @@ def prepare(device: Device) -> None:
         import torch
 
         torch.set_num_threads(1)
+    else:
+        driver.sleep_while_waiting()
 
 
 def synchronise(device: Device) -> None:

@@ -44,6 +44,13 @@ _FILLED = frozenset(
         _aten.new_full.default,
     }
 )
+_OWN = "a tensor of the kernel's own,"
+_ZEROS = {
+    _aten.zeros.default: _aten.empty.memory_format,
+    _aten.zeros_like.default: _aten.empty_like.default,
+    _aten.new_zeros.default: _aten.new_empty.default,
+}
+"""Ops that make zeros, and those that make the same tensor unfilled."""
 _BAND = 1 << 16
 """Bytes before and after each tensor: more than a tile of rows. A multiple of every allocator's alignment."""
 _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
@@ -53,6 +60,8 @@ _ALIGNMENT = 256
 """Bytes: a copy has the alignment of its original, up to this."""
 
 
+_COSTLY = {"cuda"}
+"""Types of devices where an operation costs more than the bytes that it fills."""
 _HALF = _BAND // 2
 """A band in 16-bit words."""
 _AT_ONCE = 128
@@ -141,29 +150,53 @@ class Bands:
                 groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
             else:
                 copies[name] = tensor.clone()
+        pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         for names in groups.values():
-            copies |= self._copied({name: tensors[name] for name in names}, what)
+            copies |= self._copied({name: tensors[name] for name in names}, what, pending)
+        for device in dict.fromkeys(to.device for to, _ in pending):
+            here = [pair for pair in pending if pair[0].device == device]
+            torch._foreach_copy_([to for to, _ in here], [source for _, source in here])
         return {name: copies[name] for name in tensors}
 
-    def _copied(self, sharing: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-        """Copy tensors of one allocation, with all bytes from the first to the last of any."""
+    def _copied(
+        self, sharing: Mapping[str, torch.Tensor], what: str, pending: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Prepare copies of tensors of one allocation, with all bytes from the first to the last of any.
+
+        `pending` gets what is to be copied, as pairs of to and from: bands and contents of all tensors take one operation then.
+        """
         spans = [_span(tensor) for tensor in sharing.values()]
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         first = next(iter(sharing.values()))
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
-        held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}")
-        held.copy_(memory(first, begin, end))
+        held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}", pending)
+        pending.append((held, memory(first, begin, end)))
         copies = {}
         for (name, tensor), (start, stop) in zip(sharing.items(), spans, strict=True):
             own = held[start - begin : stop - begin].view(tensor.dtype)
             copies[name] = own.as_strided(tensor.shape, tensor.stride())
         return copies
 
-    def _between(self, size: int, lead: int, device: torch.device, what: str) -> torch.Tensor:
-        """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment."""
+    def _between(
+        self,
+        size: int,
+        lead: int,
+        device: torch.device,
+        what: str,
+        pending: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> torch.Tensor:
+        """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment.
+
+        `pending` gets the bands on a GPU, where each operation costs; elsewhere, and without it, they are filled here.
+        """
         pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
         before = _BAND + lead // 2 * 2
-        words = torch.full(((before + size + _BAND + 1) // 2,), pattern, dtype=torch.int16, device=device)
+        count = (before + size + _BAND + 1) // 2
+        if pending is None or device.type not in _COSTLY:
+            words = torch.full((count,), pattern, dtype=torch.int16, device=device)
+        else:
+            words = torch.empty((count,), dtype=torch.int16, device=device)
+            pending += _bands_of(words.view(torch.uint8), before, size, pattern)
         self._kept.append(_Band(what, words, before // 2, pattern))
         return words.view(torch.uint8)[before : before + size]
 
@@ -199,6 +232,19 @@ class Bands:
                 side, count = ("before the start", before) if before else ("past the end", after)
                 return f"{count} 2-byte words were written {side} of {each.what}"
         return None
+
+
+def _bands_of(whole: torch.Tensor, before: int, size: int, pattern: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the bands of `size` bytes after the first `before` of `whole`, each with the bytes that belong there."""
+    words = _words(pattern, whole.device)
+    after, odd = whole[before + size :], size % 2
+    return [(whole[:before], words[:before]), (after, words[odd : odd + len(after)])]
+
+
+@functools.cache
+def _words(pattern: int, device: torch.device) -> torch.Tensor:
+    """Return the bytes of a band, and some more."""
+    return torch.full((_HALF + _ALIGNMENT,), pattern, dtype=torch.int16, device=device).view(torch.uint8)
 
 
 @functools.cache
@@ -252,6 +298,8 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         traits = _traits(func)
         if traits.plain:
             return func(*args, **(kwargs or {}))
+        if func in _ZEROS and _bandable(unfilled := _ZEROS[func](*args, **(kwargs or {}))):
+            return self._bands.like(unfilled, _OWN).zero_()
         held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
         for tensor in _written(traits.writes, args, kwargs or {}):
@@ -260,7 +308,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             _fill(result.as_strided((grown,), (1,), held), self._value)
         if not (traits.empty or traits.filled) or not _bandable(result):
             return result
-        between = self._bands.like(result, "a tensor of the kernel's own,")
+        between = self._bands.like(result, _OWN)
         if traits.empty:
             if _fill(between, self._value) and between.device.type == "cpu":
                 self._watch.allocated(between)

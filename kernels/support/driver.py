@@ -6,9 +6,11 @@ import ctypes
 import functools
 from dataclasses import dataclass
 
-__all__ = ["Driver", "driver", "library"]
+__all__ = ["Driver", "driver", "library", "sleep_while_waiting"]
 
 _LIBRARY = "libcuda.so.1"
+_BLOCKING_SYNC = 4
+"""CU_CTX_SCHED_BLOCKING_SYNC."""
 _MAJOR, _MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR (CUDA Driver API, "Data types used by CUDA driver")."""
 
@@ -49,6 +51,23 @@ def driver() -> Driver | None:
     except (OSError, AttributeError):
         return None
     return Driver((version // 1000, version % 1000 // 10), tuple(gpus))
+
+
+def sleep_while_waiting() -> bool:
+    """Have this process sleep while it waits for a GPU; return whether the driver agreed. Call it before CUDA is used.
+
+    By default a process polls the GPU, and so takes a core from the others while its work waits for its turn: with 16 processes
+    on one GPU and 16 cores, a fifth more Cases a second were tried without that. It initialises the driver as `driver` does.
+    """
+    try:
+        cuda = library()
+        if cuda.cuInit(0):
+            return False
+        devices = [_number(cuda.cuDeviceGet, index) for index in range(_number(cuda.cuDeviceGetCount))]
+        errors = [cuda.cuDevicePrimaryCtxSetFlags_v2(each, _BLOCKING_SYNC) for each in devices]
+    except (OSError, AttributeError):
+        return False
+    return bool(errors) and not any(errors)
 
 
 def _number(function: ctypes._NamedFuncPointer, *arguments: int) -> int:

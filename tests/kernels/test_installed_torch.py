@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support.libcuda import library
 
+from attnfuzz.kernels.support import driver as driver_module
 from attnfuzz.kernels.support.installed_torch import built_with, has_op, sees_cuda
 
 OP = "_scaled_dot_product_flash_attention_for_cpu"
@@ -93,3 +95,39 @@ def test_it_says_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for answer in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda answer=answer: answer)
         assert sees_cuda() is answer
+
+
+@pytest.mark.parametrize(
+    ("driver", "agrees", "flags"),
+    [
+        ({"gpus": ((9, 0), (9, 0))}, True, 804),
+        ({"refused": 708}, False, 704),
+        ({"error": 100}, False, -101),
+        ({"gpus": ()}, False, -101),
+        (None, False, None),
+    ],
+)
+def test_waiting_for_every_gpu_takes_no_core(
+    driver: dict[str, Any] | None, agrees: bool, flags: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "none" if driver is None else library(tmp_path, **driver)
+    monkeypatch.setattr(driver_module, "_LIBRARY", str(where))
+    assert driver_module.sleep_while_waiting() is agrees
+    # Device 7 is the first, 8 the second; 4 is CU_CTX_SCHED_BLOCKING_SYNC.
+    assert (None if driver is None else ctypes.CDLL(str(where)).last_flags()) == flags
+
+
+@pytest.mark.gpu
+def test_a_child_sleeps_while_it_waits_for_the_gpu() -> None:
+    program = """
+import ctypes, time
+from attnfuzz.harness.core import environment
+environment.prepare("cuda")
+import torch
+torch.zeros(1, device="cuda")
+flags = ctypes.c_uint()
+assert ctypes.CDLL("libcuda.so.1").cuCtxGetFlags(ctypes.byref(flags)) == 0
+print(flags.value & 7)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.split() == ["4"]

@@ -22,6 +22,9 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = capabilities[device - 7][attribute - 75];
     return 0;
 }
+static int given[2] = {-1, -1};
+int cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) { given[0] = device; given[1] = flags; return %d; }
+int last_flags(void) { return given[0] * 100 + given[1]; }
 }
 """
 
@@ -116,10 +119,15 @@ int cuMemAddressFree(uint64_t address, size_t size) {
 """
 
 
-def library(folder: Path, gpus: Sequence[tuple[int, int]] = ((9, 0),), version: int = 13000, error: int = 0) -> Path:
-    """Return the library of a driver: the compute capabilities of its GPUs, its version, and what cuInit returns."""
+def library(
+    folder: Path, gpus: Sequence[tuple[int, int]] = ((9, 0),), version: int = 13000, error: int = 0, refused: int = 0
+) -> Path:
+    """Return the library of a driver: the compute capabilities of its GPUs, its version, and what cuInit returns.
+
+    `refused`: what setting flags returns; the last ones are `last_flags()`, device * 100 + flags.
+    """
     pairs = ", ".join(f"{{{major}, {minor}}}" for major, minor in (*gpus, (0, 0)))
-    return _compiled(folder, _SOURCE % (pairs, error, error, version, len(gpus)))
+    return _compiled(folder, _SOURCE % (pairs, error, error, version, len(gpus), refused))
 
 
 def _compiled(folder: Path, text: str) -> Path:
