@@ -1,0 +1,64 @@
+"""Copies of inputs between guard bands: those that a GPU gets by one operation are those of a CPU, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnfuzz.harness.trial import poison
+from attnfuzz.harness.trial.poison import Bands
+
+NAMES = ("q", "odd", "with gaps", "k, v")
+"""The copies of `tensors`, in their order."""
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tensors(device: str) -> dict[str, torch.Tensor]:
+    shared = torch.arange(3000, dtype=torch.float32, device=device).to(torch.float16)
+    return {
+        "q": torch.arange(105, dtype=torch.float32, device=device).reshape(3, 5, 7),
+        "odd": torch.arange(8, dtype=torch.int8, device=device)[1:6],
+        "nothing": torch.empty(0, device=device),
+        "with gaps": torch.arange(200, dtype=torch.float64, device=device).view(10, 20)[:, 3:9],
+        "k": shared[3:500],
+        "v": shared[600:].view(8, 300).T,
+    }
+
+
+def copied(device: str) -> tuple[Bands, dict[str, torch.Tensor]]:
+    bands = Bands()
+    return bands, bands.copies(tensors(device), "its input")
+
+
+def contents(bands: Bands) -> list[bytes]:
+    return [bytes(each.words.cpu().view(torch.uint8).tolist()) for each in bands._kept]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_operation_writes_what_many_write(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poison, "_COSTLY", set())
+    one_by_one, _ = copied("cpu")
+    monkeypatch.setattr(poison, "_COSTLY", {device})
+    together, copies = copied(device)
+    assert contents(together) == contents(one_by_one)
+    assert {name: x.tolist() for name, x in copies.items()} == {name: x.tolist() for name, x in tensors("cpu").items()}
+    assert together.broken() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("side", ["past the end", "before the start"])
+def test_a_write_outside_is_found(device: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poison, "_COSTLY", {device})
+    bands, _ = copied(device)
+    band = bands._kept[2]
+    band.words[-1 if side == "past the end" else band.before - 1] = 1
+    message = bands.broken()
+    assert message is not None
+    assert message.startswith(f"1 2-byte words were written {side} of its input {NAMES[2]} ")
+
+
+def test_tensors_have_different_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poison, "_COSTLY", {"cpu"})
+    bands, _ = copied("cpu")
+    first = [int(each.words[0]) for each in bands._kept]
+    assert len(set(first)) == len(first) == 4
