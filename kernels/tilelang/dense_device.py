@@ -172,8 +172,13 @@ def forward(
                 # a row that has seen no key yet has m = -inf, and -inf - -inf is NaN
                 for i in T.Parallel(tile_m):
                     rescale[i] = T.if_then_else(m_old[i] == -T.infinity(ACC), 0.0, T.exp2((m_old[i] - m[i]) * scale_log2))
-                for i, j in T.Parallel(tile_m, tile_n):
-                    s[i, j] = T.exp2(s[i, j] * scale_log2 - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i] * scale_log2))
+                if changed:
+                    # not as below: one rounding of a product and a difference leaves 1e30 of the maximum itself, if that is -1e38
+                    for i, j in T.Parallel(tile_m, tile_n):
+                        s[i, j] = T.exp2((s[i, j] - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i])) * scale_log2)
+                else:
+                    for i, j in T.Parallel(tile_m, tile_n):
+                        s[i, j] = T.exp2(s[i, j] * scale_log2 - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i] * scale_log2))
                 T.reduce_sum(s, row_sum, dim=1)
                 for i in T.Parallel(tile_m):
                     total[i] = total[i] * rescale[i] + row_sum[i]
@@ -363,8 +368,13 @@ def backward(
                     if key_0 + tile_n > n_k:
                         for j, i in T.Parallel(tile_n, tile_m):
                             p[j, i] = T.if_then_else(key_0 + j < n_k, p[j, i], -T.infinity(ACC))
-                for j, i in T.Parallel(tile_n, tile_m):
-                    p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
+                if changed:
+                    # P is at most 1: an LSE of -1e38 is off by more than an exponent may be
+                    for j, i in T.Parallel(tile_n, tile_m):
+                        p[j, i] = T.exp2(T.min(p[j, i] * scale_log2 - lse2[i], 0.0))
+                else:
+                    for j, i in T.Parallel(tile_n, tile_m):
+                        p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
                 T.copy(p, p_half)
                 if pipelined:
                     T.wgmma_gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)
