@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T  # noqa: N812
 
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.expressions.tree import KV, Data, H, Q, S, parse, tanh, to_data, to_float
+from attnfuzz.kernels.expressions.tree import KV, Data, H, Q, S, const, parse, tanh, to_data, to_float, where
 from attnfuzz.kernels.faults.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang.modified import TileLangModified
@@ -57,6 +57,16 @@ PROBLEM = Problem(
 RISING = Problem(
     seqlens_q=(45,), seqlens_k=(70,), packing="dense", dim_qk=32, dim_v=32, score_mod=to_data(S + to_float(Q - KV) * 0.5)
 )
+# Each query's own key has its score, and is the last that it sees; all before it are hidden by a large number.
+HIDING = Problem(
+    seqlens_q=(45,),
+    seqlens_k=(70,),
+    packing="dense",
+    dim_qk=32,
+    dim_v=32,
+    causal="top_left",
+    score_mod=to_data(where(KV >= Q, S, S + const(-1e38))),
+)
 _PLACE = "(seq, head, row_0 + i, key_0 + j, n_q, n_k)"
 _FORWARD = f"s[i, j] = trees.changed(s[i, j] * exponent, {_PLACE})"
 _INDENT = "\n" + " " * 28
@@ -73,6 +83,8 @@ class TreeFault:
     only: bool = True
     """No other output is wrong."""
     problem: Problem = PROBLEM
+    fused: bool = False
+    """Shows only where a product and a sum are rounded once."""
 
 
 def _fault(name: str, shows: str, *edits: Edit, **others: Any) -> TreeFault:
@@ -102,13 +114,6 @@ TREE_FAULTS = (
         Edit("p[j, i] = trees.changed(", "p[j, i] = printed(score, None).changed("),
     ),
     _fault(
-        "rows beyond the queries counted in the backward",
-        "dv",
-        Edit(_BACKWARD, _BACKWARD.replace("n_q", "n_q + tile_m"), times=2),
-        only=False,
-        problem=RISING,
-    ),
-    _fault(
         "score_mod before the scale",
         "o lse",
         Edit(_FORWARD, f"s[i, j] = trees.changed(s[i, j], {_PLACE}) * exponent"),
@@ -119,6 +124,17 @@ TREE_FAULTS = (
         "o lse",
         Edit(_FORWARD, f"s[i, j] = T.max(trees.changed(s[i, j] * exponent, {_PLACE}), -1e30)"),
         only=False,
+    ),
+    _fault(
+        "a maximum of -1e38 that does not cancel",
+        "o lse",
+        Edit(
+            "s[i, j] = T.exp2((s[i, j] - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i])) * scale_log2)",
+            "s[i, j] = T.exp2(s[i, j] * scale_log2 - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i] * scale_log2))",
+        ),
+        only=False,
+        problem=HIDING,
+        fused=True,
     ),
     _fault("LSE scaled twice", "lse", Edit("m[i] * (1.0 if changed else exponent)", "m[i] * exponent"), only=False),
 )  # fmt: skip
