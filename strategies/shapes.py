@@ -14,7 +14,7 @@ from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
 from attnfuzz.strategies.modifiers import Chosen, pooled
 
-__all__ = ["MODIFIED", "Variant", "all_variants", "covering", "heads", "modified", "one_variant", "pool", "scales"]
+__all__ = ["MODIFIED", "Variant", "all_variants", "covering", "heads", "modified", "one_variant", "other_dims", "pool", "scales"]
 
 _DTYPE_ORDER: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
@@ -22,6 +22,11 @@ MODIFIED = 40
 """Least number of modified variants that a kernel with score_mods is compiled for."""
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
 _PARTS = ("dtype", "causal", "dims", "config", "modifiers")
+_KEY = ("causal", "dtype", "dims", "config")
+"""Parts that a compile key may have forgotten."""
+_POWERS = (16, 32, 64, 128, 256)
+_ATTEMPTS = 20
+_WITH_NEIGHBOURS = 8
 _POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
 _SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
 _ANY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((*_POSITIVE, -0.125, 0.0))
@@ -80,6 +85,39 @@ def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
     return tuple(variants)
 
 
+def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[Variant, ...]:
+    """Return up to `count` variants, chosen by `seed`, with dims that `kernel` takes but does not list: by its `dim_multiple`.
+
+    Half of the dims are at a power of two or next to it. dtypes and masks are those that it declares, in turn.
+    """
+    can = kernel.capabilities
+    step = can.dim_multiple
+    if not step or can.dim_max < step:
+        return ()
+    numbers = random.Random(f"dims:{seed}")
+    near = sorted({at for power in _POWERS for at in (power - step, power, power + step) if step <= at <= can.dim_max})
+    near = [each - each % step for each in near if each >= step] or [step]
+    kinds = [(dtype, causal) for dtype in can.dtypes_for(device) for causal in can.causal]
+    found: dict[Variant, None] = {}
+    for attempt in range(_ATTEMPTS * count if kinds else 0):
+        dtype, causal = kinds[len(found) % len(kinds)]
+        dims = tuple(
+            numbers.choice(near) if numbers.random() < 0.5 else step * numbers.randint(1, can.dim_max // step) for _ in range(2)
+        )
+        if attempt % 2:
+            # Kernels of one head dim take no others.
+            dims = (dims[0], dims[0])
+        probe = Variant(dtype, causal, (dims[0], dims[1]), Config()).problem(can)
+        configs = [] if dims in can.dims else kernel.configs(probe)
+        for config in numbers.sample(list(configs), len(configs)):
+            if kernel.supports(probe, config, device) is None:
+                found[Variant(dtype, causal, (dims[0], dims[1]), config)] = None
+                break
+        if len(found) >= count:
+            break
+    return tuple(found)
+
+
 def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int) -> tuple[Variant, ...]:
     """Return at least MODIFIED of `variants`, each with its own modifiers, the first without; unchanged if `kernel` has none.
 
@@ -101,10 +139,15 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
 
 
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:
-    """Return `count` variants chosen by `seed`, simplest first: the simplest one, then those with most values not yet covered."""
+    """Return `count` variants chosen by `seed`, simplest first: the simplest one, then those with most values not yet covered.
+
+    Where there are 8 or more, up to four differ from the simplest in one part alone, so that a compile key that forgets that
+    part gives one of them the other's code.
+    """
     if count >= len(variants):
         return tuple(variants)
-    chosen = {each for each, _ in islice(_spread(variants, seed, _values), count)}
+    near = _neighbours(variants, seed)[: count // 2 - 1 if count >= _WITH_NEIGHBOURS else 0]
+    chosen = {each for each, _ in islice(_spread(variants, seed, _values, near), count)}
     return tuple(each for each in variants if each in chosen)
 
 
@@ -114,12 +157,23 @@ def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
     return tuple(each for each in variants if each in chosen)
 
 
+def _neighbours(variants: Sequence[Variant], seed: int) -> list[Variant]:
+    """Return variants that differ from the first in one part alone, one for each part of `_KEY` where there is any."""
+    first, numbers = variants[0], random.Random(f"neighbours:{seed}")
+    found: list[Variant] = []
+    for part in numbers.sample(_KEY, len(_KEY)):
+        same = [name for name in _KEY if name != part]
+        near = [each for each in variants[1:] if all(getattr(each, name) == getattr(first, name) for name in same)]
+        found += numbers.sample(near, min(1, len(near)))
+    return found
+
+
 def _spread(
-    variants: Sequence[Variant], seed: int, values: Callable[[Variant], Iterable[object]]
+    variants: Sequence[Variant], seed: int, values: Callable[[Variant], Iterable[object]], then: Sequence[Variant] = ()
 ) -> Iterator[tuple[Variant, int]]:
-    """Yield all variants with the number of values that each is the first to cover, most first."""
+    """Yield all variants with the number of values that each is the first to cover: the first, `then`, then most first."""
     left = dict.fromkeys([variants[0], *random.Random(f"pool:{seed}").sample(list(variants), len(variants))])
-    best, covered = variants[0], set[object]()
+    best, covered, waiting = variants[0], set[object](), list(then)
     while True:
         new = set(values(best)) - covered
         yield best, len(new)
@@ -127,7 +181,7 @@ def _spread(
         if not left:
             return
         covered |= new
-        best = max(left, key=lambda each: len(set(values(each)) - covered))
+        best = waiting.pop(0) if waiting else max(left, key=lambda each: len(set(values(each)) - covered))
 
 
 def _values(variant: Variant) -> Iterable[tuple[str, object]]:

@@ -8,9 +8,12 @@ from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits
-from attnfuzz.strategies.shapes import Variant, all_variants, modified, pool
+from attnfuzz.strategies.shapes import Variant, all_variants, modified, other_dims, pool
 
 __all__ = ["KernelPlan", "plan_of", "variants_of"]
+
+_OTHERS, _ONE_OF = 2, 8
+"""Variants with dims that a kernel does not list: for each dtype and mask, and one of so many where each is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,11 @@ def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
 
 
 def variants_of(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
-    """Return all variants that the kernel declares, or a pool of them where each is compiled."""
-    variants = all_variants(kernel, settings.device)
-    if settings.device not in kernel.capabilities.compiles_on:
-        return variants
-    variants = pool(variants, PROFILES[settings.profile].variants[settings.device], settings.seed)
-    return modified(variants, kernel, settings.device, settings.seed)
+    """Return all variants that the kernel declares, or a pool where each is compiled, and some of dims that it does not list."""
+    variants, device, seed = all_variants(kernel, settings.device), settings.device, settings.seed
+    if device not in kernel.capabilities.compiles_on:
+        kinds = {(each.dtype, each.causal) for each in variants}
+        return (*variants, *other_dims(kernel, device, seed, _OTHERS * len(kinds)))
+    count = PROFILES[settings.profile].variants[device]
+    others = other_dims(kernel, device, seed, count // _ONE_OF)
+    return modified((*pool(variants, count - len(others), seed), *others), kernel, device, seed)

@@ -23,7 +23,7 @@ from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import Room, edges, fitted
 from attnfuzz.strategies.recipes import recipes
-from attnfuzz.strategies.shapes import Variant, all_variants, heads, pool, scales
+from attnfuzz.strategies.shapes import _KEY, Variant, all_variants, heads, other_dims, pool, scales
 from attnfuzz.strategies.shrink_steps import simpler
 
 
@@ -628,6 +628,43 @@ def test_a_pool_depends_on_its_seed_alone() -> None:
     assert len({pool(variants, 8, seed=seed) for seed in range(10)}) > 5
 
 
+def _different(one: Variant, other: Variant) -> set[str]:
+    return {name for name in ("dtype", "causal", "dims", "config") if getattr(one, name) != getattr(other, name)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pool_has_a_neighbour_for_each_part_of_a_compile_key(seed: int) -> None:
+    """A key that forgets a part is met only by two variants that differ in it alone."""
+    variants = all_variants(Subject(), "cpu")
+    alone = [_different(variants[0], each) for each in pool(variants, 10, seed)[1:]]
+    assert all({part} in alone for part in ("dtype", "causal", "dims", "config"))
+    assert sum({part} in [_different(variants[0], each) for each in pool(variants, 8, seed)] for part in _KEY) >= 3
+
+
+@pytest.mark.parametrize(("step", "most"), [(1, 256), (8, 256), (16, 128), (40, 100), (64, 64)])
+def test_dims_that_a_kernel_takes_without_listing_them(step: int, most: int) -> None:
+    subject = Subject(can={"dim_multiple": step, "dim_max": most})
+    can = subject.capabilities
+    found = [each for seed in range(20) for each in other_dims(subject, "cpu", seed, 9)]
+    assert all(each.dims not in can.dims and max(each.dims) <= most for each in found)
+    assert all(dim % step == 0 and dim > 0 for each in found for dim in each.dims)
+    assert all(subject.supports(each.problem(can), each.config, "cpu") is None for each in found)
+    if step == 1:
+        assert {each.dtype for each in found} == set(can.dtypes)
+        assert {each.causal for each in found} == set(can.causal)
+        # Both sides of a power of two, and a value dim beyond what the kernel lists.
+        assert {127, 128, 129} <= {dim for each in found for dim in each.dims}
+        assert any(each.dims[1] > 128 for each in other_dims(subject, "cpu", 0, 9))
+        assert other_dims(subject, "cpu", 5, 4) == other_dims(subject, "cpu", 5, 4) != other_dims(subject, "cpu", 6, 4)
+
+
+def test_a_kernel_of_listed_dims_alone_gets_no_others() -> None:
+    assert other_dims(Subject(), "cpu", 0, 9) == ()
+    assert other_dims(Subject(can={"dim_multiple": 300, "dim_max": 256}), "cpu", 0, 9) == ()
+    refusing = Subject(can={"dim_multiple": 1}, refuse=lambda problem, config: "not these")
+    assert other_dims(refusing, "cpu", 0, 9) == ()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pool_shows_every_value_when_it_can(seed: int) -> None:
     members = pool(all_variants(Subject(), "cpu"), 4, seed)
@@ -635,5 +672,6 @@ def test_a_pool_shows_every_value_when_it_can(seed: int) -> None:
     assert {variant.causal for variant in members} == set(WIDE["causal"])
     assert {variant.dims for variant in members} == set(WIDE["dims"])
     assert {variant.config for variant in members} == set(CONFIGS)
-    members = pool(all_variants(Subject(), "cpu"), 10, seed)
+    # Two neighbours of the simplest share its dtype and mask.
+    members = pool(all_variants(Subject(), "cpu"), 11, seed)
     assert len({(variant.dtype, variant.causal) for variant in members}) == 9
