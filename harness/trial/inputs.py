@@ -17,8 +17,9 @@ from attnfuzz.harness.trial.noise import Numbers, Request
 from attnfuzz.harness.trial.values import Maker, lists_of, requests_of
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.expressions.tree import Captured
+from attnfuzz.kernels.layouts import strides_of
 from attnfuzz.kernels.modified import shape_of, tensors_of
-from attnfuzz.kernels.problem import ORDERS, Layout, Problem
+from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Recipe
 
 __all__ = ["GAP", "captured_values", "materialise", "numbers_of"]
@@ -127,21 +128,10 @@ def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Ten
     """Return the same values (with expanded heads: those of head 0) in memory laid out by `layout`."""
     if layout == Layout():
         return tensor
-    own = ORDERS[problem.packing][0]
-    order = layout.order or own
-    sizes = dict(zip(own, tensor.shape, strict=True))
-    source = tensor
-    if layout.expanded_heads:
-        source, sizes["h"] = tensor[..., :1, :], 1
-    row_begins = max(order.index(axis) for axis in order if axis in "bst") + 1
-    strides, step = {}, 1
-    for at in reversed(range(len(order))):
-        if at == row_begins - 1:
-            step += layout.pitch
-        strides[order[at]] = step
-        step *= sizes[order[at]]
+    source = tensor[..., :1, :] if layout.expanded_heads else tensor
+    strides, step = strides_of(problem.packing, layout, source.shape)
     flat = _allocated(layout.offset + step, tensor.dtype, tensor.device)
-    placed = flat.as_strided(source.shape, [strides[axis] for axis in own], layout.offset)
+    placed = flat.as_strided(source.shape, strides, layout.offset)
     placed.copy_(source)
     return placed.expand(tensor.shape)
 

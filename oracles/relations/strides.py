@@ -1,4 +1,4 @@
-"""The relation for huge strides: a tiny tensor whose row * stride passes 2^31 elements gives the same results as contiguous."""
+"""The relation for huge strides: a tiny tensor with an offset beyond 2^31 elements gives the same results as a contiguous one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from attnfuzz.kernels.contract import Inputs, Outputs
+from attnfuzz.kernels.layouts import strides_of
 from attnfuzz.kernels.problem import Layout
 from attnfuzz.oracles.attention import sequences
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup
@@ -41,7 +42,8 @@ def huge_strides(setup: Setup) -> Related:
                 of_contiguous.append((name, part.index, expected, noise.unit(name, expected)))
         for problem, own in zip(setup.problems, outputs[1:], strict=True):
             wide = next(name for name, layout in TENSORS if getattr(problem, layout) != Layout())
-            what = f"with rows of {wide} a huge pitch apart"
+            apart = "heads" if getattr(problem, dict(TENSORS)[wide]).order else "rows"
+            what = f"with {apart} of {wide} a huge pitch apart"
             for name, index, expected, allowed in of_contiguous:
                 got = output(problem, own, name, index)
                 yield Difference(name, index, got, expected, allowed, noise=name != "lse", what=what)
@@ -51,7 +53,7 @@ def huge_strides(setup: Setup) -> Related:
 
 
 def stretch(inputs: Inputs, allocate: _Allocate = torch.empty_strided) -> Inputs:
-    """Copy contiguous `inputs` into the pitches of its Problem's layouts, in tensors of `allocate`.
+    """Copy contiguous `inputs` into its Problem's layouts, those with a pitch, in tensors of `allocate`.
 
     Memory between rows is never touched: on the CPU, and on CUDA with an `allocate` that maps the rows only, it takes none.
     A kernel that reads there on CUDA makes an illegal memory access then.
@@ -62,15 +64,12 @@ def stretch(inputs: Inputs, allocate: _Allocate = torch.empty_strided) -> Inputs
     problem = inputs.problem
     tensors = {}
     for name, layout in TENSORS:
-        pitch = getattr(problem, layout).pitch
-        if pitch:
-            tensors[name] = _stretch(getattr(inputs, name), pitch, allocate)
+        if getattr(problem, layout).pitch:
+            strides, _ = strides_of(problem.packing, getattr(problem, layout), getattr(inputs, name).shape)
+            tensors[name] = _stretch(getattr(inputs, name), strides, allocate)
     return dataclasses.replace(inputs, **tensors)
 
 
-def _stretch(x: torch.Tensor, pitch: int, allocate: _Allocate) -> torch.Tensor:
-    *outer, heads, dim = x.shape
-    row = heads * dim + pitch
-    strides = [row] if len(outer) == 1 else [outer[1] * row, row]
-    wide = allocate(x.shape, (*strides, dim, 1), dtype=x.dtype, device=x.device)
+def _stretch(x: torch.Tensor, strides: tuple[int, ...], allocate: _Allocate) -> torch.Tensor:
+    wide = allocate(x.shape, strides, dtype=x.dtype, device=x.device)
     return wide.copy_(x)

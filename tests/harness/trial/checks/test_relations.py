@@ -185,6 +185,35 @@ def test_a_huge_pitch_puts_the_last_row_beyond_two_to_the_31() -> None:
         assert torch.equal(wide, getattr(inputs, name))
 
 
+@pytest.mark.parametrize(
+    ("changes", "seed", "what"),
+    [
+        ({"heads": 3, "kv_heads": 3}, 1, "head"),
+        ({"heads": 3, "kv_heads": 3}, 4, "head"),
+        ({"heads": 3, "kv_heads": 3}, 2, "row"),
+        ({"heads": 1}, 1, "row"),
+        ({"heads": 2, "kv_heads": 2, "packing": "dense"}, 1, "head"),
+        ({"seqlens_q": (1, 1, 1), "seqlens_k": (2, 2, 2), "packing": "dense"}, 2, "batch"),
+        ({"seqlens_q": (4, 4), "seqlens_k": (4, 4), "packing": "dense", "heads": 2, "kv_heads": 2}, 1, "batch"),
+        ({"seqlens_q": (4, 4), "seqlens_k": (4, 4), "packing": "dense"}, 0, "row"),
+    ],
+)
+def test_the_seed_selects_which_offset_is_huge(changes: dict[str, Any], seed: int, what: str) -> None:
+    of = replace(problem(5, 7), **changes)
+    for each, (name, layout) in zip(related_problems("huge_strides", of, seed), strides.TENSORS, strict=True):
+        inputs = materialise(replace(each, **{layout: Layout()}), Recipe(), "cpu")
+        wide = getattr(strides.stretch(dataclasses.replace(inputs, problem=each)), name)
+        assert torch.equal(wide, getattr(inputs, name))
+        token, head = wide.dim() - 3, wide.dim() - 2
+        last = [(size - 1) * stride for size, stride in zip(wide.shape, wide.stride(), strict=True)]
+        whole = {"head": last[head], "batch": last[0], "row": sum(last[:head])}[what]
+        assert 2**31 <= whole < 2**31 + 2**12
+        others = {"head": last[:head], "batch": last[token : token + 1], "row": ()}[what]
+        assert all(each < 2**31 for each in others)
+        # At most two of what passes 2^31: more is refused where memory is not promised beyond what there is.
+        assert sum(last) < 2**32
+
+
 def test_the_first_bad_row_is_named() -> None:
     """A long sequence, one tile of rows moved by a third of their size: far below what the whole head would show."""
 
