@@ -139,7 +139,8 @@ def _of_blocks(takes: _Takes, blocks: Blocks) -> st.SearchStrategy[Chosen]:
     hiding: list[tuple[int, st.SearchStrategy[dict[str, Any]]]] = [(2, st.just({}))]
     if takes.window:
         left, right = st.sampled_from(blocks.left), st.sampled_from(blocks.right)
-        windows = st.tuples(left, st.none()) | st.tuples(st.none(), right) | st.tuples(left, right)
+        limited = (st.tuples(left, st.none()), st.tuples(st.none(), right), st.tuples(left, right))
+        windows = weighted(*((2, each) for each in limited), (1, st.just((None, None))))
         hiding.append((3, windows.map(lambda sides: {"window": sides})))
     if takes.mask_mod:
         edges = tuple(each for each in blocks.edges(0, 3 * blocks.size) if each)
@@ -173,8 +174,8 @@ def _of_places(takes: _Takes) -> st.SearchStrategy[Expression]:
 
 
 def chosen(values: dict[str, Any]) -> Chosen:
-    """Return the fields that change something."""
-    return tuple((name, value) for name, value in values.items() if value not in (None, (None, None), ("score",)))
+    """Return the fields that are set: also a window without limits, since a kernel must take it for none."""
+    return tuple((name, value) for name, value in values.items() if value not in (None, ("score",)))
 
 
 def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
