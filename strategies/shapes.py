@@ -98,9 +98,9 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
     near = sorted({at for power in _POWERS for at in (power - step, power, power + step) if step <= at <= can.dim_max})
     near = [each - each % step for each in near if each >= step] or [step]
     kinds = [(dtype, causal) for dtype in can.dtypes_for(device) for causal in can.causal]
-    found: dict[Variant, None] = {}
+    others: dict[Variant, None] = {}
     for attempt in range(_ATTEMPTS * count if kinds else 0):
-        dtype, causal = kinds[len(found) % len(kinds)]
+        dtype, causal = kinds[len(others) % len(kinds)]
         dims = tuple(
             numbers.choice(near) if numbers.random() < 0.5 else step * numbers.randint(1, can.dim_max // step) for _ in range(2)
         )
@@ -111,11 +111,11 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
         configs = [] if dims in can.dims else kernel.configs(probe)
         for config in numbers.sample(list(configs), len(configs)):
             if kernel.supports(probe, config, device) is None:
-                found[Variant(dtype, causal, (dims[0], dims[1]), config)] = None
+                others[Variant(dtype, causal, (dims[0], dims[1]), config)] = None
                 break
-        if len(found) >= count:
+        if len(others) >= count:
             break
-    return tuple(found)
+    return tuple(others)
 
 
 def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int) -> tuple[Variant, ...]:
@@ -160,12 +160,12 @@ def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
 def _neighbours(variants: Sequence[Variant], seed: int) -> list[Variant]:
     """Return variants that differ from the first in one part alone, one for each part of `_KEY` where there is any."""
     first, numbers = variants[0], random.Random(f"neighbours:{seed}")
-    found: list[Variant] = []
+    neighbours: list[Variant] = []
     for part in numbers.sample(_KEY, len(_KEY)):
         same = [name for name in _KEY if name != part]
         near = [each for each in variants[1:] if all(getattr(each, name) == getattr(first, name) for name in same)]
-        found += numbers.sample(near, min(1, len(near)))
-    return found
+        neighbours += numbers.sample(near, min(1, len(near)))
+    return neighbours
 
 
 def _spread(
