@@ -130,10 +130,21 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
     for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
         if getattr(p, name) != plain:
             yield from _with(case, **{name: plain})
+    for window in _plainer_windows(p.window):
+        yield from _with(case, window=window)
     if p.needs.dlse:
         yield from _with(case, needs=replace(p.needs, dlse=False))
     if p.packing == "dense":
         yield from _with(case, packing="ragged")
+
+
+def _plainer_windows(window: tuple[int | None, int | None] | None) -> Iterator[tuple[int | None, int | None]]:
+    """Yield windows with one side without limit, which counts as the simplest, or narrower."""
+    for at, side in enumerate(window or ()):
+        for less in dict.fromkeys((None, 0, 1, side // 2, side - 1)) if side is not None else ():
+            if less is None or less < side:
+                left, right = (less if place == at else now for place, now in enumerate(window or ()))
+                yield left, right
 
 
 def _simpler_trees(case: Case) -> Iterator[Case]:

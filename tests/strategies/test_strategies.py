@@ -675,3 +675,29 @@ def test_a_pool_shows_every_value_when_it_can(seed: int) -> None:
     # Two neighbours of the simplest share its dtype and mask.
     members = pool(all_variants(Subject(), "cpu"), 11, seed)
     assert len({(variant.dtype, variant.causal) for variant in members}) == 9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "minimal"),
+    [
+        (lambda window: window is not None and window[0] is not None and window[0] >= 5, (5, None)),
+        (lambda window: window is not None and window[1] is not None and window[1] >= 33, (None, 33)),
+        (lambda window: window is not None and None not in window and sum(window) >= 4, (0, 4)),
+        (lambda window: window is not None and None not in window, (0, 0)),
+        (lambda window: window is not None, (None, None)),
+        (lambda window: True, None),
+    ],
+)
+@pytest.mark.parametrize("window", [(65, 127), (64, 200)])
+def test_windows_shrink_to_the_narrowest_that_fails(
+    wrong: Callable[[Any], bool], minimal: tuple[int | None, int | None] | None, window: tuple[int, int]
+) -> None:
+    problem = Problem(seqlens_q=(300,), seqlens_k=(300,), dim_qk=64, dim_v=64, window=window)
+    case = Case(kernel="acme.flash", problem=problem)
+    steps = 0
+    while less := next(
+        (x for x in simpler(case, ()) if x.problem.window != case.problem.window and wrong(x.problem.window)), None
+    ):
+        case, steps = less, steps + 1
+    assert case.problem.window == minimal
+    assert steps < 300
