@@ -64,7 +64,7 @@ def _pitched(problem: Problem, name: str, seed: int) -> Problem:
         rows = (heads - 1) * sum(lengths)
     elif seed % 3 and several:
         rows = (problem.batch - 1) * lengths[0]
-    stride = -(-_LARGEST // rows // _ALIGNED) * _ALIGNED + _ALIGNED
+    stride = -(-_LARGEST // max(1, rows) // _ALIGNED) * _ALIGNED + _ALIGNED
     return replace(problem, **{name: Layout(order=order, pitch=max(0, stride - row))})
 
 

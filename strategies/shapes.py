@@ -98,14 +98,15 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
     near = sorted({at for power in _POWERS for at in (power - step, power, power + step) if step <= at <= can.dim_max})
     near = [each - each % step for each in near if each >= step] or [step]
     kinds = [(dtype, causal) for dtype in can.dtypes_for(device) for causal in can.causal]
+    numbers.shuffle(kinds)
     others: dict[Variant, None] = {}
     for attempt in range(_ATTEMPTS * count if kinds else 0):
-        dtype, causal = kinds[len(others) % len(kinds)]
+        # Two attempts each: the second with equal dims, as some kernels need them.
+        dtype, causal = kinds[attempt // 2 % len(kinds)]
         dims = tuple(
             numbers.choice(near) if numbers.random() < 0.5 else step * numbers.randint(1, can.dim_max // step) for _ in range(2)
         )
         if attempt % 2:
-            # Kernels of one head dim take no others.
             dims = (dims[0], dims[0])
         probe = Variant(dtype, causal, (dims[0], dims[1]), Config()).problem(can)
         configs = [] if dims in can.dims else kernel.configs(probe)
@@ -141,12 +142,14 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:
     """Return `count` variants chosen by `seed`, simplest first: the simplest one, then those with most values not yet covered.
 
-    Where there are 8 or more, up to four differ from the simplest in one part alone, so that a compile key that forgets that
-    part gives one of them the other's code.
+    Where there are 8 or more, one of four (four at most) differs from the simplest in one part alone, selected by `seed`, so that
+    a compile key that forgets that part gives one of them the other's code.
     """
+    # A declaration may repeat a value.
+    variants = tuple(dict.fromkeys(variants))
     if count >= len(variants):
-        return tuple(variants)
-    near = _neighbours(variants, seed)[: count // 2 - 1 if count >= _WITH_NEIGHBOURS else 0]
+        return variants
+    near = _neighbours(variants, seed)[: count // 4 if count >= _WITH_NEIGHBOURS else 0]
     chosen = {each for each, _ in islice(_spread(variants, seed, _values, near), count)}
     return tuple(each for each in variants if each in chosen)
 

@@ -157,7 +157,7 @@ def drawn_values(case: Case) -> Iterator[tuple[str, str]]:
     yield "values", case.recipe.pattern
     yield "check", case.check
     yield "Config", str(case.config) or "none"
-    yield "window", "no" if p.window is None else "yes"
+    yield "window", "no" if p.window is None else "without limits" if p.window == (None, None) else "yes"
     yield "softcap", "yes" if p.softcap else "no"
     yield "score_mod", "none" if p.score_mod is None else _shape(p.score_mod)
     yield "mask_mod", "none" if p.mask_mod is None else _shape(p.mask_mod)

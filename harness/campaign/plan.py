@@ -13,7 +13,7 @@ from attnfuzz.strategies.shapes import Variant, all_variants, modified, other_di
 __all__ = ["KernelPlan", "plan_of", "variants_of"]
 
 _OTHERS, _ONE_OF = 2, 8
-"""Variants with dims that a kernel does not list: for each dtype and mask, and one of so many where each is compiled."""
+"""Variants with dims that a kernel does not list: two for each dtype and mask; an eighth of the pool where each is compiled."""
 
 
 @dataclass(frozen=True, slots=True)

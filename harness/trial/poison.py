@@ -58,8 +58,6 @@ _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
 changes them. Up to 63 tensors have different words, so that a copy of one band to another shows."""
 _ALIGNMENT = 256
 """Bytes: a copy has the alignment of its original, up to this."""
-
-
 _COSTLY = {"cuda"}
 """Types of devices where an operation costs more than the bytes that it fills."""
 _HALF = _BAND // 2
@@ -298,8 +296,9 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         traits = _traits(func)
         if traits.plain:
             return func(*args, **(kwargs or {}))
-        if func in _ZEROS and _bandable(unfilled := _ZEROS[func](*args, **(kwargs or {}))):
-            return self._bands.like(unfilled, _OWN).zero_()
+        if func in _ZEROS and _strided(args, kwargs or {}):
+            unfilled = _ZEROS[func](*args, **(kwargs or {}))
+            return self._bands.like(unfilled, _OWN).zero_() if _bandable(unfilled) else unfilled.zero_()
         held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
         for tensor in _written(traits.writes, args, kwargs or {}):
@@ -343,6 +342,12 @@ def _traits(func: Any) -> _Traits:
 def _held(tensor: Any) -> int:
     """Return the number of elements its storage has room for."""
     return int(tensor.untyped_storage().nbytes() // tensor.element_size())
+
+
+def _strided(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op makes a tensor of rows and columns, by its keywords and the tensor that it is like."""
+    layouts = {kwargs.get("layout"), *(each.layout for each in args if isinstance(each, torch.Tensor))}
+    return layouts <= {None, torch.strided}
 
 
 def _bandable(tensor: Any) -> bool:

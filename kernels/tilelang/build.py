@@ -27,7 +27,7 @@ Launch = Callable[..., None]
 CPU_FLAGS = ("-O2", "-ffp-contract=fast")
 """A product and a sum are rounded once, as on a GPU: a maximum of -1e38 does not cancel. No -ffast-math, which has no -inf."""
 CPU_FEATURES = ("avx2", "f16c", "fma")
-"""Used where the machine has them. Without F16C every fp16 conversion is a software routine; without FMA all is rounded."""
+"""Used where the machine has them: without F16C, fp16 conversions are a software routine; without FMA, products are rounded."""
 CUDA_PASSES = {"tl.enable_fast_math": True, "tl.force_let_inline": True}
 """Fast exp2 and division of the hardware: 2 units off, subnormal float32 flushed, which every budget allows for. Lets inlined:
 otherwise a tile's atomic addition under a condition lacks the definitions of lengths."""

@@ -368,13 +368,8 @@ def backward(
                     if key_0 + tile_n > n_k:
                         for j, i in T.Parallel(tile_n, tile_m):
                             p[j, i] = T.if_then_else(key_0 + j < n_k, p[j, i], -T.infinity(ACC))
-                if changed:
-                    # P is at most 1: an LSE of -1e38 is off by more than an exponent may be
-                    for j, i in T.Parallel(tile_n, tile_m):
-                        p[j, i] = T.exp2(T.min(p[j, i] * scale_log2 - lse2[i], 0.0))
-                else:
-                    for j, i in T.Parallel(tile_n, tile_m):
-                        p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
+                for j, i in T.Parallel(tile_n, tile_m):
+                    p[j, i] = T.exp2(p[j, i] * scale_log2 - lse2[i])
                 T.copy(p, p_half)
                 if pipelined:
                     T.wgmma_gemm(p_half, do_tile, dv_acc, policy=T.GemmWarpPolicy.FullRow)

@@ -43,6 +43,7 @@ def huge_strides(setup: Setup) -> Related:
         for problem, own in zip(setup.problems, outputs[1:], strict=True):
             wide = next(name for name, layout in TENSORS if getattr(problem, layout) != Layout())
             apart = "heads" if getattr(problem, dict(TENSORS)[wide]).order else "rows"
+            # A huge pitch between rows puts sequences as far apart.
             what = f"with {apart} of {wide} a huge pitch apart"
             for name, index, expected, allowed in of_contiguous:
                 got = output(problem, own, name, index)

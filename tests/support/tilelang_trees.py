@@ -114,6 +114,13 @@ TREE_FAULTS = (
         Edit("p[j, i] = trees.changed(", "p[j, i] = printed(score, None).changed("),
     ),
     _fault(
+        "rows beyond the queries counted in the backward",
+        "dv",
+        Edit(_BACKWARD, _BACKWARD.replace("n_q", "n_q + tile_m"), times=2),
+        only=False,
+        problem=RISING,
+    ),
+    _fault(
         "score_mod before the scale",
         "o lse",
         Edit(_FORWARD, f"s[i, j] = trees.changed(s[i, j], {_PLACE}) * exponent"),

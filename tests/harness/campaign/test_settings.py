@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from attnfuzz.harness.campaign import workers
 from attnfuzz.harness.campaign.settings import PROFILES, Settings, duration, profile
 from attnfuzz.kernels.problem import BadArgument
 
@@ -135,3 +136,14 @@ def test_seconds(settings: Settings, seconds: float | None) -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(AttributeError):
         Settings().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("cores", "cpu", "cuda"), [(1, 1, 1), (2, 2, 1), (16, 16, 12), (64, 64, 32)])
+def test_workers_leave_cores_to_children_that_feed_a_gpu(
+    cores: int, cpu: int, cuda: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(workers.os, "sysconf", lambda name: 1 << 12 if name == "SC_PAGE_SIZE" else 1 << 30)
+    monkeypatch.setattr(workers, "gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(workers, "free_memory", lambda _: None)
+    assert (workers.auto_workers("cpu"), workers.auto_workers("cuda")) == (cpu, cuda)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from attnfuzz.harness.trial import poison
-from attnfuzz.harness.trial.poison import Bands
+from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
 
 NAMES = ("q", "odd", "with gaps", "k, v")
 """The copies of `tensors`, in their order."""
@@ -62,3 +64,32 @@ def test_tensors_have_different_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     bands, _ = copied("cpu")
     first = [int(each.words[0]) for each in bands._kept]
     assert len(set(first)) == len(first) == 4
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.zeros(3, 4, dtype=torch.float16),
+        lambda: torch.zeros_like(torch.ones(4, 3).T),
+        lambda: torch.ones(2, 2).new_zeros((5,), dtype=torch.int64),
+        lambda: torch.zeros(0, 3),
+        lambda: torch.zeros_like(torch.ones(2, 2), layout=torch.sparse_coo),
+        lambda: torch.zeros_like(torch.ones(2, 2).to_sparse()),
+        lambda: torch.zeros(2, device="meta"),
+    ],
+)
+def test_zeros_are_what_torch_makes(made: Callable[[], torch.Tensor]) -> None:
+    expected, bands = made(), Bands()
+    with PoisonEmpty(bands):
+        actual = made()
+    assert (actual.dtype, actual.shape, actual.layout, actual.device) == (
+        expected.dtype,
+        expected.shape,
+        expected.layout,
+        expected.device,
+    )
+    if actual.layout is torch.strided and actual.device.type == "cpu":
+        assert actual.stride() == expected.stride()
+        assert torch.equal(actual, expected)
+        assert bool(bands._kept) == bool(actual.numel())
+    assert bands.broken() is None
