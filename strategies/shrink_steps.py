@@ -141,10 +141,10 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
 def _plainer_windows(window: tuple[int | None, int | None] | None) -> Iterator[tuple[int | None, int | None]]:
     """Yield windows with one side without limit, which counts as the simplest, or narrower."""
     for at, side in enumerate(window or ()):
-        for less in dict.fromkeys((None, 0, 1, side // 2, side - 1)) if side is not None else ():
-            if less is None or less < side:
-                left, right = (less if place == at else now for place, now in enumerate(window or ()))
-                yield left, right
+        narrower = () if side is None else tuple(less for less in dict.fromkeys((0, 1, side // 2, side - 1)) if 0 <= less < side)
+        for less in () if side is None else (None, *narrower):
+            left, right = (less if place == at else now for place, now in enumerate(window or ()))
+            yield left, right
 
 
 def _simpler_trees(case: Case) -> Iterator[Case]:
