@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -26,6 +27,7 @@ __all__ = [
     "Problem",
     "reject",
     "shown",
+    "strides_of",
 ]
 
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -326,3 +328,21 @@ def _frozen(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict | set):
         raise reject(name, value, f"a {type(value).__name__} has no place in it", "use lists, numbers and names")
     return tuple(_frozen(name, item, depth + 1) for item in value) if isinstance(value, list | tuple) else value
+
+
+def strides_of(packing: Packing, layout: Layout, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return the strides of a tensor of `shape` in the packing's default order, and its elements in memory without the offset.
+
+    Dimensions are stored in the layout's order, with its pitch after each row: the part of a token that lies together.
+    """
+    own = ORDERS[packing][0]
+    order = layout.order or own
+    sizes = dict(zip(own, shape, strict=True))
+    row_begins = max(order.index(axis) for axis in order if axis in "bst") + 1
+    strides, step = {}, 1
+    for at in reversed(range(len(order))):
+        if at == row_begins - 1:
+            step += layout.pitch
+        strides[order[at]] = step
+        step *= sizes[order[at]]
+    return tuple(strides[axis] for axis in own), step

@@ -17,9 +17,8 @@ from attnfuzz.harness.trial.noise import Numbers, Request
 from attnfuzz.harness.trial.values import Maker, lists_of, requests_of
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.expressions.tree import Captured
-from attnfuzz.kernels.layouts import strides_of
 from attnfuzz.kernels.modified import shape_of, tensors_of
-from attnfuzz.kernels.problem import Layout, Problem
+from attnfuzz.kernels.problem import Layout, Problem, strides_of
 from attnfuzz.strategies.case import Recipe
 
 __all__ = ["GAP", "captured_values", "materialise", "numbers_of"]

@@ -9,8 +9,7 @@ from typing import TypeAlias
 import torch
 
 from attnfuzz.kernels.contract import Inputs, Outputs
-from attnfuzz.kernels.layouts import strides_of
-from attnfuzz.kernels.problem import Layout
+from attnfuzz.kernels.problem import Layout, strides_of
 from attnfuzz.oracles.attention import sequences
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup
 from attnfuzz.oracles.relations.sizes import Noise
