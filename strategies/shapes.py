@@ -22,7 +22,7 @@ MODIFIED = 40
 """Least number of modified variants that a kernel with score_mods is compiled for."""
 _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
 _PARTS = ("dtype", "causal", "dims", "config", "modifiers")
-_KEY = ("causal", "dtype", "dims", "config")
+_KEY = _PARTS[:-1]
 """Parts that a compile key may have forgotten."""
 _POWERS = (16, 32, 64, 128, 256)
 _ATTEMPTS = 20

@@ -56,8 +56,8 @@ def driver() -> Driver | None:
 def sleep_while_waiting() -> bool:
     """Have this process sleep while it waits for a GPU; return whether the driver agreed. Call it before CUDA is used.
 
-    By default a process polls the GPU, and so takes a core from the others while its work waits for its turn: docs/performance.md
-    has figures. It initialises the driver as `driver` does.
+    By default a process polls the GPU, and so takes a core from the others while its work waits for its turn. It initialises the
+    driver as `driver` does.
     """
     try:
         cuda = library()

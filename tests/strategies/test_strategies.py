@@ -13,20 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.statistics import collector
 from support.subjects import CONFIGS, LIMITS, WIDE, Subject
 
-from attnfuzz.harness.campaign.plan import variants_of
-from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.kernels.contract import Capabilities, Config, Device
+from attnfuzz.kernels.contract import Capabilities, Config
 from attnfuzz.kernels.expressions.tree import Expression
 from attnfuzz.kernels.modified import mask_of, score_of
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.kernels.triton.blockmask import BlockMask, band_of, block_mask
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import Room, edges, fitted
-from attnfuzz.strategies.modifiers import pooled
 from attnfuzz.strategies.recipes import recipes
-from attnfuzz.strategies.shapes import _KEY, Variant, all_variants, heads, other_dims, pool, scales
+from attnfuzz.strategies.shapes import Variant, all_variants, heads, scales
 from attnfuzz.strategies.shrink_steps import simpler
 
 
@@ -573,151 +570,6 @@ def test_recipes_have_every_pattern_and_stay_where_the_dtype_reaches(dtype: Any)
 
 
 # --- variants
-
-
-def test_all_variants_are_every_combination_simplest_first() -> None:
-    variants = all_variants(Subject(), "cpu")
-    assert len(variants) == len(set(variants)) == 3 * 3 * 3 * 2
-    assert variants[0] == Variant("float16", None, (64, 64), CONFIGS[0])
-    assert [variant.dtype for variant in variants[::18]] == ["float16", "bfloat16", "float32"]
-    assert list(dict.fromkeys(variant.causal for variant in variants)) == [None, "bottom_right", "top_left"]
-
-
-def test_a_variant_that_the_kernel_refuses_is_left_out() -> None:
-    def refuse(problem: Problem, config: Config) -> str | None:
-        return "too wide" if problem.dim_qk == 192 and config["tile_m"] == 64 else None
-
-    variants = all_variants(Subject(refuse=refuse), "cpu")
-    assert len(variants) == 54 - 9
-    assert not any(refuse(variant.problem(Subject().capabilities), variant.config) for variant in variants)
-
-
-def test_a_dense_kernel_has_variants() -> None:
-    assert len(all_variants(Subject(can={"packings": ("dense",)}), "cpu")) == 54
-
-
-@pytest.mark.parametrize(
-    ("subject", "device", "reason"),
-    [
-        (Subject(), "cuda", "nothing to draw on cuda: dtype"),
-        (Subject(can={"dtypes": ()}), "cpu", "nothing to draw on cpu: capabilities declare no dtype, mask or dims"),
-        (Subject(can={"causal": ()}), "cpu", "nothing to draw on cpu: capabilities declare no dtype, mask or dims"),
-        (Subject(can={"dims": ()}), "cpu", "nothing to draw on cpu: capabilities declare no dtype, mask or dims"),
-        (Subject(refuse=lambda problem, config: "it is Sunday"), "cpu", "nothing to draw on cpu: it is Sunday"),
-    ],
-)
-def test_nothing_to_draw_is_an_error_with_the_reason(subject: Subject, device: Device, reason: str) -> None:
-    if device == "cuda":
-        reason = "nothing to draw on cuda: device='cuda': runs on cpu only"
-    with pytest.raises(BadArgument) as caught:
-        all_variants(subject, device)
-    assert str(caught.value) == f"kernel='acme.flash': {reason}; correct its capabilities or configs"
-    with pytest.raises(BadArgument):
-        cases(subject, device=device)
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 9, 30, 54, 99])
-def test_a_pool_has_the_asked_size_the_simplest_and_the_order(count: int) -> None:
-    variants = all_variants(Subject(), "cpu")
-    members = pool(variants, count, seed=0)
-    assert len(members) == len(set(members)) == min(count, len(variants))
-    assert members[0] == variants[0]
-    assert list(members) == sorted(members, key=variants.index)
-
-
-def test_a_pool_depends_on_its_seed_alone() -> None:
-    variants = all_variants(Subject(), "cpu")
-    assert pool(variants, 8, seed=3) == pool(variants, 8, seed=3)
-    assert len({pool(variants, 8, seed=seed) for seed in range(10)}) > 5
-
-
-def _different(one: Variant, other: Variant) -> set[str]:
-    return {name for name in ("dtype", "causal", "dims", "config") if getattr(one, name) != getattr(other, name)}
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_pool_has_a_neighbour_for_each_part_of_a_compile_key(seed: int) -> None:
-    """A key that forgets a part is met only by two variants that differ in it alone."""
-    variants = all_variants(Subject(), "cpu")
-    alone = [_different(variants[0], each) for each in pool(variants, 16, seed)[1:]]
-    assert all({part} in alone for part in _KEY)
-    alone = [_different(variants[0], each) for each in pool(variants, 8, seed)[1:]]
-    assert sum({part} in alone for part in _KEY) >= 2
-
-
-@pytest.mark.parametrize(("step", "most"), [(1, 256), (8, 256), (16, 128), (40, 100), (64, 64)])
-def test_dims_that_a_kernel_takes_without_listing_them(step: int, most: int) -> None:
-    subject = Subject(can={"dim_multiple": step, "dim_max": most})
-    can = subject.capabilities
-    found = [each for seed in range(20) for each in other_dims(subject, "cpu", seed, 9)]
-    assert all(each.dims not in can.dims and max(each.dims) <= most for each in found)
-    assert all(dim % step == 0 and dim > 0 for each in found for dim in each.dims)
-    assert all(subject.supports(each.problem(can), each.config, "cpu") is None for each in found)
-    if step == 1:
-        assert {each.dtype for each in found} == set(can.dtypes)
-        assert {each.causal for each in found} == set(can.causal)
-        # Both sides of a power of two, and a value dim beyond what the kernel lists.
-        assert {127, 128, 129} <= {dim for each in found for dim in each.dims}
-        assert any(each.dims[1] > 128 for each in other_dims(subject, "cpu", 0, 9))
-        assert other_dims(subject, "cpu", 5, 4) == other_dims(subject, "cpu", 5, 4) != other_dims(subject, "cpu", 6, 4)
-
-
-def test_a_declaration_may_repeat_a_value() -> None:
-    subject = Subject(can={"dims": ((64, 64), (64, 64), (128, 128)), "causal": (None, None, "bottom_right")})
-    variants = all_variants(subject, "cpu")
-    assert len(pool(variants, 8, 0)) == 8
-    assert len(pool(variants, 1000, 0)) == len(set(variants)) < len(variants)
-
-
-def test_a_kind_without_other_dims_does_not_keep_the_rest_from_theirs() -> None:
-    subject = Subject(
-        can={"dim_multiple": 1, "dim_max": 128},
-        refuse=lambda problem, config: "64 alone" if problem.dtype == "float32" and problem.dim_qk != 64 else None,
-    )
-    assert {each.dtype for each in other_dims(subject, "cpu", 3, 12)} >= {"float16", "bfloat16"}
-    assert len(other_dims(subject, "cpu", 3, 12)) == 12
-
-
-def test_the_seed_selects_which_kind_gets_other_dims() -> None:
-    subject = Subject(can={"dim_multiple": 1, "dim_max": 128})
-    assert len({(each.dtype, each.causal) for seed in range(20) for each in other_dims(subject, "cpu", seed, 1)}) > 4
-
-
-def test_a_campaign_draws_from_dims_that_a_kernel_does_not_list() -> None:
-    subject = Subject(can={"dim_multiple": 1, "dim_max": 128})
-    variants = variants_of(subject, Settings(device="cpu", seed=5))
-    listed = subject.capabilities.dims
-    assert variants[0].dims in listed
-    assert len([each for each in variants if each.dims not in listed]) == 2 * 9
-    compiled = Subject(can={"dim_multiple": 1, "dim_max": 128, "compiles_on": ("cpu",)})
-    variants = variants_of(compiled, Settings(device="cpu", seed=5, profile="gate"))
-    assert len(variants) == 8
-    assert len([each for each in variants if each.dims not in listed]) == 1
-
-
-def test_windows_without_limits_are_drawn() -> None:
-    can = Capabilities(packings=("dense",), window=True, softcap=True)
-    fields = [dict(each) for each in pooled(can, 60, 1)]
-    assert {"window": (None, None)} in [{name: value for name, value in each.items() if name == "window"} for each in fields]
-
-
-def test_a_kernel_of_listed_dims_alone_gets_no_others() -> None:
-    assert other_dims(Subject(), "cpu", 0, 9) == ()
-    assert other_dims(Subject(can={"dim_multiple": 300, "dim_max": 256}), "cpu", 0, 9) == ()
-    refusing = Subject(can={"dim_multiple": 1}, refuse=lambda problem, config: "not these")
-    assert other_dims(refusing, "cpu", 0, 9) == ()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_pool_shows_every_value_when_it_can(seed: int) -> None:
-    members = pool(all_variants(Subject(), "cpu"), 4, seed)
-    assert {variant.dtype for variant in members} == set(WIDE["dtypes"])
-    assert {variant.causal for variant in members} == set(WIDE["causal"])
-    assert {variant.dims for variant in members} == set(WIDE["dims"])
-    assert {variant.config for variant in members} == set(CONFIGS)
-    # Neighbours of the simplest may share its dtype and mask.
-    members = pool(all_variants(Subject(), "cpu"), 12, seed)
-    assert len({(variant.dtype, variant.causal) for variant in members}) == 9
 
 
 @pytest.mark.parametrize(
