@@ -6,7 +6,7 @@ Rows may have equal errors by their structure, without a fault: with P = exp(-sl
     z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
           roundings of P and dS alone: the largest over the ways a kernel may round, eight references of P's exponent included
     c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
-          in a row that sees few keys, and 1 / n where it has n independent numbers
+          in a row that sees few keys, and 1 / n where it has n independent numbers; equal values have equal last roundings
 
 Independent roundings have z_k below 3.5 except for two in a thousand. A mean of n squares of single numbers exceeds
 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred.
@@ -30,6 +30,8 @@ __all__ = ["Independence"]
 
 _REFERENCES = 8
 _SAMPLED = 32
+_WINDOW = 16.0
+"""Mantissas are equal within u / 16, as in repeats.py."""
 _NOTHING = 1e-300
 
 
@@ -124,7 +126,18 @@ def _correlated(product: _Product, sampled: torch.Tensor, t: Scores) -> torch.Te
         if product.single is not None:
             one, direction = product.single[0][z, row], product.single[1][z, row]
             covariance += one * direction[:, None] * direction
-        covariance.diagonal().add_(last[z, row])
+        covariance += _last_covariance(product.expected[z, row], last[z, row], t)
         size = covariance.diagonal().clamp(min=_NOTHING).rsqrt()
         squares.append((covariance * size[:, None] * size).square().sum() / dim**2)
     return torch.stack(squares) if squares else torch.ones(1, dtype=torch.float64, device=t.p.device)
+
+
+def _last_covariance(expected: torch.Tensor, variance: torch.Tensor, t: Scores) -> torch.Tensor:
+    """Return the covariance `(dim, dim)` of the last roundings of a row: those equal but for sign and exponent have one.
+
+    Such rows are those of dV where dO has one element for all dims (measured on an H100: R was 1.01 x its limit).
+    """
+    mantissa = torch.frexp(expected).mantissa
+    alike = (mantissa.abs()[:, None] - mantissa.abs()).abs() <= t.form.u / _WINDOW
+    size = variance.sqrt() * torch.where(mantissa < 0, -1.0, 1.0)
+    return torch.where(alike, size[:, None] * size, 0.0)

@@ -11,7 +11,7 @@ import torch
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
-from attnfuzz.oracles.relations.difference import Difference, Related, Setup
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup, exactly
 from attnfuzz.oracles.relations.sizes import Noise, sum_of_seeing
 from attnfuzz.oracles.relations.tensors import output, packed
 
@@ -44,8 +44,7 @@ def constant_v(setup: Setup) -> Related:
                 expected = output(problem, outputs[0], name, part.index)
                 got = output(problem, outputs[1], name, part.index)
                 exact = name in setup.deterministic
-                allowed = torch.zeros_like(expected) if exact else noise.unit(name, expected)
-                yield Difference(name, part.index, got, expected, allowed, noise=not exact and name != "lse")
+                yield exactly(name, part.index, got, expected) if exact else noise.difference(name, got, expected)
             if "o" in needs:
                 yield from _constant_o(setup, part, noise, outputs[1])
             if "dv" in needs and part.v.shape[1]:
@@ -60,7 +59,7 @@ def _constant_o(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs
     heads, rows = part.q.shape[:2]
     got = output(problem, outputs, "o", part.index)
     if not part.v.shape[1]:
-        yield Difference("o", part.index, got, torch.zeros_like(got), torch.zeros_like(got))
+        yield exactly("o", part.index, got, torch.zeros_like(got))
         return
     c = part.v[:, :1].double().repeat_interleave(groups, 0)
     live = noise.live[:, None]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Device, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["Difference", "Related", "Setup"]
+__all__ = ["Difference", "Related", "Setup", "exactly"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,8 @@ class Difference:
 
     All are float64 `(heads, rows, dim)`, or `(heads, rows)` for LSE; `allowed` has that shape or broadcasts to it. With `noise`,
     `allowed` is the typical error of an element, and limits are multiples of it (`worst.limit`); else it is the largest allowed
-    error of an element, 0 for bit by bit. `what` names the compared value if it is not the output itself.
+    error of an element, 0 for bit by bit. `what` names the compared value if it is not the output itself. `terms`: of how many
+    terms each row is the sum (`sizes.Noise`); None: of at least as many as a row has elements.
     """
 
     output: OutputName
@@ -42,6 +43,18 @@ class Difference:
     allowed: torch.Tensor
     noise: bool = False
     what: str = ""
+    terms: float | torch.Tensor | None = None
+
+    def prefix(self, rows: int) -> Difference:
+        """Return that of the first `rows` rows; `allowed` must have the shape of the values."""
+        terms = self.terms[:rows] if isinstance(self.terms, torch.Tensor) else self.terms
+        got, expected, allowed = (each[:, :rows] for each in (self.got, self.expected, self.allowed))
+        return replace(self, got=got, expected=expected, allowed=allowed, terms=terms)
+
+
+def exactly(output: OutputName, sequence: int, got: torch.Tensor, expected: torch.Tensor) -> Difference:
+    """Return the Difference of values that must be equal bit by bit."""
+    return Difference(output, sequence, got, expected, torch.zeros_like(expected))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

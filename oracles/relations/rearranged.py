@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Outputs
-from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup
 from attnfuzz.oracles.relations.sizes import Noise
@@ -28,10 +28,6 @@ def _noise(setup: Setup, data: SequenceData) -> Noise:
     return Noise(setup.inputs.problem, data, setup.deviations, setup.device)
 
 
-def _noisy(noise: Noise, index: int, name: OutputName, got: torch.Tensor, expected: torch.Tensor) -> Difference:
-    return Difference(name, index, got, expected, noise.unit(name, expected), noise=name != "lse")
-
-
 def split_batch(setup: Setup) -> Related:
     """Launch the whole batch and each of its sequences alone (`setup.problems`): all outputs are equal."""
     parts = list(sequences(setup.inputs))
@@ -43,7 +39,7 @@ def split_batch(setup: Setup) -> Related:
             noise = _noise(setup, part)
             for name in whole.needs.outputs:
                 got = output(whole, outputs[0], name, part.index)
-                yield _noisy(noise, part.index, name, got, output(problem, own, name, 0))
+                yield noise.difference(name, got, output(problem, own, name, 0))
 
     return Related((setup.inputs, *alone), differences)
 
@@ -71,7 +67,7 @@ def permuted_keys(setup: Setup) -> Related:
                 expected = output(problem, outputs[1], name, part.index)
                 if name in ("dk", "dv"):
                     expected = torch.empty_like(expected).index_copy_(1, order, expected)
-                yield _noisy(noise, part.index, name, got, expected)
+                yield noise.difference(name, got, expected)
 
     return Related((setup.inputs, packed(problem, moved)), differences)
 
@@ -92,7 +88,7 @@ def repeated_heads(setup: Setup) -> Related:
                 expected = output(problem, outputs[1], name, part.index)
                 if name in ("dk", "dv"):
                     expected = expected.unflatten(0, (whole.kv_heads, groups)).sum(1)
-                yield _noisy(noise, part.index, name, output(whole, outputs[0], name, part.index), expected)
+                yield noise.difference(name, output(whole, outputs[0], name, part.index), expected)
 
     return Related((setup.inputs, packed(problem, repeated)), differences)
 
@@ -126,9 +122,9 @@ def split_keys(setup: Setup) -> Related:
             o = sum(weight[..., None] * output(*pair, "o", part.index) for weight, pair in zip(weights, pairs, strict=True))
             assert isinstance(o, torch.Tensor)
             if "lse" in whole.needs.outputs:
-                yield _noisy(noise, part.index, "lse", output(whole, outputs[0], "lse", part.index), total / base)
+                yield noise.difference("lse", output(whole, outputs[0], "lse", part.index), total / base)
             if "o" in whole.needs.outputs:
-                yield _noisy(noise, part.index, "o", output(whole, outputs[0], "o", part.index), o)
+                yield noise.difference("o", output(whole, outputs[0], "o", part.index), o)
 
     first = dataclasses.replace(setup.inputs, problem=_forward_only(setup.inputs.problem))
     return Related((first, *launches), differences)

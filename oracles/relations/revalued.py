@@ -13,7 +13,7 @@ from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData, sequences
 from attnfuzz.oracles.formats import Format
-from attnfuzz.oracles.relations.difference import Difference, Related, Setup
+from attnfuzz.oracles.relations.difference import Difference, Related, Setup, exactly
 from attnfuzz.oracles.relations.sizes import Noise, key_counts
 from attnfuzz.oracles.relations.tensors import BY_QUERY, output, packed
 
@@ -64,7 +64,7 @@ def shifted_scores(setup: Setup) -> Related:
                     expected = expected + shift / base
                 if name == "dk":
                     got, expected = got[..., :-1], expected[..., :-1]
-                yield Difference(name, part.index, got, expected, noise.unit(name, expected), noise=name != "lse")
+                yield noise.difference(name, got, expected)
 
     return Related((packed(problem, parts), packed(problem, moved)), differences)
 
@@ -113,8 +113,7 @@ def scaled_values(setup: Setup) -> Related:
                     allowed = torch.where(small & (name != "lse"), form.eta * (1 + 1 / factor), 0.0)
                     yield Difference(name, part.index, got, expected, allowed)
                 else:
-                    allowed = noise().unit(name, expected)
-                    yield Difference(name, part.index, got, expected, allowed, noise=name != "lse")
+                    yield noise().difference(name, got, expected)
 
     return Related((setup.inputs, packed(problem, scaled)), differences)
 
@@ -150,10 +149,10 @@ def future_keys(setup: Setup) -> Related:
             noise = functools.cache(functools.partial(_noise, setup, part))
             for name in (each for each in problem.needs.outputs if each in BY_QUERY):
                 expected = output(problem, outputs[0], name, part.index)
-                got = output(problem, outputs[1], name, part.index)[:, :count]
+                got = output(problem, outputs[1], name, part.index)
                 exact = name in setup.deterministic
-                allowed = torch.zeros_like(expected) if exact else noise().unit(name, expected)
-                values = (got, expected[:, :count], allowed[:, :count])
-                yield Difference(name, part.index, *values, noise=not exact and name != "lse")
+                yield (exactly(name, part.index, got, expected) if exact else noise().difference(name, got, expected)).prefix(
+                    count
+                )
 
     return Related((setup.inputs, packed(problem, changed)), differences)

@@ -15,8 +15,10 @@ keys with more weight point along q, plus p_i rms(k). Subnormals of P and dS los
 the magnitude of the exponents, and sqrt(n) of accumulation. The unit of `Noise` is the sum of all, with u in place of 0.6 u.
 
 Limits are multiples of it: 6.2 for an element, 1.8 for the root mean square of a row of 64, 1.2 for a long head
-(`worst.limit`). Largest error measured between correct runs, in units of the limit, over some 1,600 Cases on the CPU (an
-emulated half-precision kernel to 1,500 tokens, torch's flash attention to 20,000, Triton's interpreter, TileLang's C code):
+(`worst.limit`). A row that is the sum of fewer terms than it has elements has as many independent errors as terms: with one
+query and 192 dims, two runs of torch's memory-efficient attention had a row of dK 1.38 x the limit of 192 on an H100.
+Largest error measured between correct runs, in units of the limit, over some 1,600 Cases on the CPU (an emulated half-precision
+kernel to 1,500 tokens, torch's flash attention to 20,000, Triton's interpreter, TileLang's C code):
 
     permuted_keys    O 0.18  LSE 0.38  dQ 0.31  dK 0.23  dV 0.27
     repeated_heads   O 0     LSE 0     dQ 0     dK 0.26  dV 0.33
@@ -37,6 +39,7 @@ from attnfuzz.kernels.contract import Deviations, Device
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
 from attnfuzz.oracles.formats import EPS, Format
+from attnfuzz.oracles.relations.difference import Difference
 
 __all__ = ["Noise", "first_seeing", "key_counts", "sum_of_seeing"]
 
@@ -85,6 +88,7 @@ class Noise:
     ) -> None:
         form = Format.of(problem.dtype)
         self._groups, self._deviations, self.keys = problem.groups, deviations, data.k.shape[1]
+        self._masked = problem.causal is not None
         tf32 = self.tf32 = problem.dtype == "float32" and device in deviations.tf32_on
         self.half = problem.dtype != "float32"
         self.u = _TF32 if tf32 else form.u
@@ -137,6 +141,11 @@ class Noise:
         """Whether any row sees the key."""
         return self.first < self.key_counts.numel()
 
+    def difference(self, name: OutputName, got: torch.Tensor, expected: torch.Tensor) -> Difference:
+        """Return the Difference of two correct runs' values of one output."""
+        allowed, noisy = self.unit(name, expected), name != "lse"
+        return Difference(name, self._data.index, got, expected, allowed, noise=noisy, terms=self._terms(name) if noisy else None)
+
     def unit(self, name: OutputName, expected: torch.Tensor) -> torch.Tensor:
         """Return the typical error of each element of an output of value `expected`; for LSE the largest error."""
         match name:
@@ -160,6 +169,16 @@ class Noise:
                 size = self._scale * self._t * self._q / self.n
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self._scale * self._q
                 return self._by_key(expected, size, torch.hypot(self.u * size * (1 + 2 * self.p), flushed))
+
+    def _terms(self, name: OutputName) -> float | torch.Tensor:
+        """Return of how many terms each row of an output is the sum: one number, or `(rows,)` where a mask makes them differ.
+
+        A term is a number with an error, P or dS, times a row of an input: elements of a row with few terms share their errors.
+        """
+        if name in ("o", "dq"):
+            return self.n if self._masked else float(max(1, self.keys))
+        rows = self.key_counts.numel()
+        return self._groups * ((rows - self.first).clamp(min=1).double() if self._masked else float(max(1, rows)))
 
     def _drift(self) -> torch.Tensor:
         """Return |sum_j P_ij k_j| / rms(k), without its random part: as large as the others, so not kept."""

@@ -38,15 +38,14 @@ def huge_strides(setup: Setup) -> Related:
             noise = Noise(whole, part, setup.deviations, setup.device)
             for name in whole.needs.outputs:
                 expected = output(whole, outputs[0], name, part.index)
-                of_contiguous.append((name, part.index, expected, noise.unit(name, expected)))
+                of_contiguous.append(noise.difference(name, expected, expected))
         for problem, own in zip(setup.problems, outputs[1:], strict=True):
             wide = next(name for name, layout in TENSORS if getattr(problem, layout) != Layout())
             apart = "heads" if getattr(problem, dict(TENSORS)[wide]).order else "rows"
             # A huge pitch between rows puts sequences as far apart.
             what = f"with {apart} of {wide} a huge pitch apart"
-            for name, index, expected, allowed in of_contiguous:
-                got = output(problem, own, name, index)
-                yield Difference(name, index, got, expected, allowed, noise=name != "lse", what=what)
+            for each in of_contiguous:
+                yield dataclasses.replace(each, got=output(problem, own, each.output, each.sequence), what=what)
 
     others = (dataclasses.replace(setup.inputs, problem=problem) for problem in setup.problems)
     return Related((setup.inputs, *others), differences)

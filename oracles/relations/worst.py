@@ -45,13 +45,23 @@ class Worst:
     allowed: float
 
 
-def limit(elements: int) -> float:
-    """Return the largest RMS error over so many elements, in units of an element's typical error: 1.2 + 5 / sqrt(elements).
+def limit(errors: float) -> float:
+    """Return the largest RMS error over so many independent errors, in units of an element's typical one: 1.2 + 5 / sqrt(errors).
 
     The typical error of `sizes.Noise` is an upper estimate of the deviation. A mean square of m independent errors varies by
     sqrt(2 / m) of itself, its root by 1 / sqrt(2 m): this leaves seven such deviations above 1.2.
     """
-    return 1.2 + 5 / math.sqrt(elements)
+    return 1.2 + 5 / math.sqrt(errors)
+
+
+def _limits(shape: tuple[int, int, int], terms: float | torch.Tensor | None) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    """Return the limits of a row and of a head: `(rows,)` and no dimension where the rows' terms are many numbers."""
+    _, rows, dims = shape
+    if isinstance(terms, torch.Tensor):
+        errors = terms.clamp(max=dims)
+        return 1.2 + 5 * errors.rsqrt(), 1.2 + 5 * errors.sum().rsqrt()
+    errors_of_row = dims if terms is None else min(dims, terms)
+    return limit(errors_of_row), limit(rows * errors_of_row)
 
 
 def ratios(differences: Iterable[Difference]) -> list[Ratio]:
@@ -90,12 +100,11 @@ class _Row:
     noise: bool
 
     def ratio(self, numbers: Sequence[float]) -> Ratio:
-        """Return the largest ratio: `numbers` are the largest scaled error, and for noise mean squares of a row and of a head."""
-        heads, rows, dims = self.shape
+        """Return the largest ratio: `numbers` are those of `_numbers`."""
         largest = [numbers[0] / (limit(1) if self.noise else 1.0)] if numbers else []
         if self.noise and numbers:
-            largest += [math.sqrt(numbers[1]) / limit(dims), math.sqrt(numbers[2]) / limit(rows * dims)]
-        return Ratio(self.output, heads * rows * dims, max(largest, default=0.0))
+            largest += [math.sqrt(numbers[1]), math.sqrt(numbers[2])]
+        return Ratio(self.output, math.prod(self.shape), max(largest, default=0.0))
 
 
 @dataclass(slots=True)
@@ -131,7 +140,8 @@ class _Table:
             group = {number: each for number, each in self._waiting.items() if (each.output == "lse") == infinite}
             if group:
                 for number, scaled in zip(group, _all_scaled(list(group.values()), infinite=infinite), strict=True):
-                    self._numbers[number] = _numbers(scaled.reshape(self._rows[number].shape), noise=self._rows[number].noise)
+                    row = self._rows[number]
+                    self._numbers[number] = _numbers(scaled.reshape(row.shape), self._waiting[number].terms, noise=row.noise)
         self._waiting, self._elements = {}, 0
 
 
@@ -146,11 +156,14 @@ def _all_scaled(differences: Sequence[Difference], *, infinite: bool) -> Sequenc
     return list(flat.split([each.got.numel() for each in differences]))
 
 
-def _numbers(scaled: torch.Tensor, *, noise: bool) -> list[torch.Tensor]:
+def _numbers(scaled: torch.Tensor, terms: float | torch.Tensor | None, *, noise: bool) -> list[torch.Tensor]:
+    """Return the largest scaled error, and for noise the largest mean squares of a row and of a head, over their limits'."""
     if not noise:
         return [scaled.amax()]
+    heads, rows, dims = scaled.shape
+    of_row, of_head = _limits((heads, rows, dims), terms)
     by_row = scaled.square().mean(2)
-    return [scaled.amax(), by_row.amax(), by_row.mean(1).amax()]
+    return [scaled.amax(), (by_row / of_row**2).amax(), by_row.mean(1).amax() / of_head**2]
 
 
 def _scaled(got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, *, infinite: bool) -> torch.Tensor:
@@ -176,8 +189,9 @@ def worst(difference: Difference) -> Worst | None:
     ratios = {"element": by_element.amax(2)}
     if difference.noise:
         square = scaled.square().mean(2)
-        ratios["row"] = square.sqrt() / limit(dims)
-        ratios["head"] = (square.mean(1).sqrt() / limit(rows * dims))[:, None].expand(heads, rows)
+        of_row, of_head = _limits((heads, rows, dims), difference.terms)
+        ratios["row"] = square.sqrt() / of_row
+        ratios["head"] = (square.mean(1).sqrt() / of_head)[:, None].expand(heads, rows)
     rule = max(ratios, key=lambda name: float(ratios[name].max()))
     by_row = torch.maximum(ratios["element"], ratios.get("row", ratios["element"]))
     over = by_row > 1

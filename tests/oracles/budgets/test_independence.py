@@ -19,7 +19,7 @@ from attnfuzz.harness.judge.truth import truth  # noqa: E402
 from attnfuzz.harness.trial.inputs import materialise  # noqa: E402
 from attnfuzz.harness.trial.trial import run_trial  # noqa: E402
 from attnfuzz.kernels.contract import Deviations, Outputs  # noqa: E402
-from attnfuzz.kernels.problem import Problem  # noqa: E402
+from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
 from attnfuzz.oracles.budgets.bounds import budgets  # noqa: E402
 from attnfuzz.oracles.budgets.independence import Independence  # noqa: E402
 from attnfuzz.strategies.case import Recipe  # noqa: E402
@@ -61,6 +61,13 @@ def test_a_slope_beside_which_scores_are_nothing_is_rounded_alike_in_every_row()
 def test_where_rows_see_one_or_two_keys_a_rows_error_is_a_single_number() -> None:
     few = replace(PLAIN, seqlens_q=(2,) * 20, seqlens_k=(2,) * 20, causal=None)
     assert figures(few, Recipe(pattern="uniform01"))["dq"][1] > 0.5
+
+
+def test_rows_of_equal_values_have_one_error_in_all_dims() -> None:
+    """With one query and one element of dO for all dims, a row of dV is one number, and so is its last rounding."""
+    problem = replace(PLAIN, seqlens_q=(1, 1, 1), seqlens_k=(1, 1, 119), causal=None, layout_do=Layout(expanded=True))
+    assert figures(problem, Recipe(seed=3))["dv"][1] == pytest.approx(1.0)
+    assert figures(replace(problem, layout_do=Layout()), Recipe(seed=3))["dv"][1] < 0.7
 
 
 @pytest.mark.parametrize("output", ["o", "dq", "dv"])

@@ -8,13 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.oracles.attention import visible_keys
+from attnfuzz.oracles.attention import sequences, visible_keys
 from attnfuzz.oracles.relations import worst
 from attnfuzz.oracles.relations.difference import Difference
-from attnfuzz.oracles.relations.sizes import first_seeing, key_counts, sum_of_seeing
+from attnfuzz.oracles.relations.sizes import Noise, first_seeing, key_counts, sum_of_seeing
+from attnfuzz.strategies.case import Recipe
 
 
 def plainly(difference: Difference) -> float:
@@ -31,8 +35,10 @@ def plainly(difference: Difference) -> float:
     if difference.noise and ratios:
         dims = len(scaled[0][0])
         squares = [[sum(x * x for x in row) / dims for row in of_head] for of_head in scaled]
-        ratios += [math.sqrt(x) / worst.limit(dims) for of_head in squares for x in of_head]
-        ratios += [math.sqrt(sum(of_head) / rows) / worst.limit(rows * dims) for of_head in squares]
+        terms = difference.terms.tolist() if isinstance(difference.terms, torch.Tensor) else [difference.terms or dims] * rows
+        errors = [min(dims, x) for x in terms]
+        ratios += [math.sqrt(x) / worst.limit(n) for of_head in squares for x, n in zip(of_head, errors, strict=True)]
+        ratios += [math.sqrt(sum(of_head) / rows) / worst.limit(sum(errors)) for of_head in squares]
     return max(ratios, default=0.0)
 
 
@@ -63,8 +69,30 @@ def drawn(number: int) -> list[Difference]:
             (got, expected, allowed)[at // 8 % 3].view(-1)[at % 2 if allowed.numel() > 1 else 0] = (math.nan, math.inf)[at % 2]
         if is_lse and got.numel():
             got.view(-1)[0] = expected.view(-1)[0] = -math.inf
-        differences.append(Difference("lse" if is_lse else "o", 0, got, expected, allowed, noise=noise and not is_lse))
+        terms = (None, 1.0, 4.0, torch.arange(1.0, shape[1] + 1, dtype=torch.float64))[at // 3 % 4]
+        output = "lse" if is_lse else "o"
+        differences.append(Difference(output, 0, got, expected, allowed, noise=noise and not is_lse, terms=terms))
     return differences
+
+
+def test_a_row_of_one_term_may_be_off_as_far_as_one_element() -> None:
+    """One rounding of dS is the error of a whole row of dK where a key is seen by one query."""
+    one = torch.ones((1, 1, 192), dtype=torch.float64)
+    shared = Difference("dk", 0, 3 * one, 0 * one, one, noise=True, terms=1.0)
+    assert [each.value < 1 for each in worst.ratios([shared, dataclasses.replace(shared, terms=192.0)])] == [True, False]
+    assert worst.ratios([dataclasses.replace(shared, got=7 * one)])[0].value > 1
+
+
+def test_terms_of_a_row_are_the_keys_or_the_queries_that_it_sums() -> None:
+    problem = Problem(seqlens_q=(3,), seqlens_k=(5,), heads=4, kv_heads=2, dim_qk=16, dim_v=16, causal="bottom_right")
+    for causal, by_query, by_key in (("bottom_right", [3, 4, 5], [6, 6, 6, 4, 2]), (None, 5, 6)):
+        inputs = materialise(replace(problem, causal=causal), Recipe(), "cpu")
+        (part,) = sequences(inputs)
+        noise = Noise(inputs.problem, part, Deviations(), "cpu")
+        for name, wanted, rows in (("o", by_query, 3), ("dq", by_query, 3), ("dk", by_key, 5), ("dv", by_key, 5)):
+            values = torch.zeros((2 if name in ("dk", "dv") else 4, rows, 16), dtype=torch.float64)
+            terms = noise.difference(name, values, values).terms
+            assert (terms.tolist() if isinstance(terms, torch.Tensor) else terms) == wanted
 
 
 @pytest.mark.parametrize("together", [1 << 17, 300, 0])
