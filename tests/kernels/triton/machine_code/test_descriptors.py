@@ -267,7 +267,8 @@ def test_in_real_machine_code_what_is_planted_is_found_and_nothing_else() -> Non
     assert astray(done.stdout) == ()
     lines = done.stdout.splitlines()
     planted = [i for i, line in enumerate(lines) if re.search(r" UMOV UR\d+, 0x40000040 ", line)]
-    assert len(planted) >= 20, f"assembled by {version}"
+    # The assembler of CUDA 13.0 writes 11 of them where that of 12.9 writes more than 20.
+    assert len(planted) >= (10 if version and version[1] >= (13, 0) else 20), f"assembled by {version}"
     for i in planted[::4]:
         changed = re.sub(r"UMOV (UR\d+), 0x40000040", r"S2UR \1, SR_CTAID.Z", lines[i])
         sentences = astray("\n".join([*lines[:i], changed, *lines[i + 1 :]]))
