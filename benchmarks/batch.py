@@ -1,9 +1,11 @@
 """Batches of a kernel without a campaign around them: Cases a second of processes side by side, and what their GPU does.
 
-    python benchmarks/batch.py [--device cpu|cuda] [--cases N] [--size N] [--processes N] [--operations] [--json FILE] [KERNEL]
+    python benchmarks/batch.py [--device cpu|cuda] [--cases N] [--size N] [--processes N] [--operations] [--alone]
+                               [--json FILE] [KERNEL]
 
 Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
---operations also the operations of the judgement of a batch on the device, by kind (one process, torch's profiler).
+--operations also the operations of the judgement of a batch on the device, by kind (one process, torch's profiler). With --alone
+also whether the Verdicts are those of the Cases run alone: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ from typing import Any
 
 import click
 import torch
+from msgspec import to_builtins
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from attnfuzz.harness.campaign.context import batch_for
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.judge.batch import judge_batch
 from attnfuzz.harness.trial import batch as trial_batch
+from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument
@@ -149,6 +155,18 @@ def operations(name: str, count: int, size: int) -> dict[str, tuple[float, float
     return {kind: (spent[kind] / cases, number[kind] / cases) for kind, _ in spent.most_common()}
 
 
+def differences(name: str, device: Device, count: int, size: int) -> list[tuple[str, str, str]]:
+    """Return Case, Verdict in a batch and Verdict alone, as JSON, of each Case for which they differ in more than seconds."""
+    environment.prepare(device)
+    different = []
+    for each in batches(name, device, count, size):
+        for case, together in zip(each, trial_batch.run_batch(each, device), strict=True):
+            both = [dumps(to_builtins(replace(x, seconds={}))) for x in (together, run_trial(case, device))]
+            if both[0] != both[1]:
+                different.append((case.canonical(), *both))
+    return different
+
+
 def summary(runs: Sequence[Timed]) -> dict[str, Any]:
     """Return Cases a second of all processes, and milliseconds a Case by stage."""
     cases = sum(each.cases for each in runs)
@@ -168,9 +186,17 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
 @click.option("--size", default=None, type=click.IntRange(1), help="Cases of a batch [default: as a campaign has them].")
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--operations", "lists", is_flag=True, help="Also what the GPU does in the judgement of a batch.")
+@click.option("--alone", is_flag=True, help="Also compare the Verdicts with those of the Cases run alone.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
 def main(
-    kernel: str, device: str, cases: int | None, size: int | None, processes: int, lists: bool, json_file: Path | None
+    kernel: str,
+    device: str,
+    cases: int | None,
+    size: int | None,
+    processes: int,
+    lists: bool,
+    alone: bool,
+    json_file: Path | None,
 ) -> None:
     """Measure, and print the rate, the stages, and the operations."""
     where = environment.resolve_device(device)
@@ -183,9 +209,13 @@ def main(
     result = {"kernel": kernel, "device": where, "size": size, **summary(side_by_side(processes, kernel, where, count, size))}
     if lists:
         result["operations"] = operations(kernel, count, size)
+    if alone:
+        result["compared"], result["different"] = count, differences(kernel, where, count, size)
     if json_file is not None:
         json_file.write_text(json.dumps(result), encoding="utf-8")
     show(result)
+    if result.get("different"):
+        sys.exit(1)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -204,6 +234,10 @@ def show(result: dict[str, Any]) -> None:
         for kind, (us, number) in result["operations"].items():
             table.add_row(kind, f"{us:.1f}", f"{number:.2f}")
         console.print(table)
+    if "different" in result:
+        console.print(f"{result['compared']} Verdicts beside those of the Cases alone: {len(result['different'])} differ")
+        for case, together, one in result["different"][:3]:
+            console.print(f"{case}\n  in a batch: {together}\n  alone:      {one}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def measure(plan: Plan) -> dict[str, Any]:
     replaced = sum(each["processes_replaced"] for each in result.get("kernels", ()))
     return {
         "kernels": list(plan.kernels), "workers": plan.workers_here[-1], "caches": plan.caches, "orphans": orphans,
-        "failures": len(result.get("failures", ())), "replaced": replaced, **judged(samples, orphans),
+        "failures": len(result.get("failures", ())), "cases_of_failures": [each["case"] for each in result.get("failures", ())],
+        "replaced": replaced, **judged(samples, orphans),
         "samples": [[each.at, each.cases, each.processes, each.coordinator, each.total, each.largest] for each in samples],
     }  # fmt: skip
 
