@@ -26,10 +26,25 @@ _RELATIONS, _CALLS = 2, 3
 
 _Of = tuple[Capabilities, Device, Limits | None, tuple[Variant, ...]]
 _KIND = st.integers(0, _OUT_OF - 1)
-_RARE = 64
-_RARELY = st.integers(0, _RARE - 1)
-_USUAL = Limits(length=2048, tiles=96)
-"""Length and tiles of most Cases on a GPU: up to 400,000 scores, which are judged in half a millisecond."""
+_SHARES = 64
+_SHARE = st.integers(0, _SHARES - 1)
+
+
+_USUAL: dict[Device, Limits] = {"cpu": Limits(length=300, tiles=4), "cuda": Limits(length=2048, tiles=96)}
+"""Length and tiles of most Cases: on a CPU they take half as long as those of 12 tiles; on a GPU up to 400,000 scores are judged
+in half a millisecond, and a large Case takes as long as a hundred of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shares:
+    """Number of Cases in 64 that are large: of those against the oracle, and of relations."""
+
+    oracle: int
+    relations: int
+
+
+_SHARES_OF: dict[Device, _Shares] = {"cpu": _Shares(32, 32), "cuda": _Shares(4, 1)}
+"""Relations have no oracle, so that their largest Cases on a GPU are larger still."""
 _LAST: deque[tuple[Kernel, _Of, st.SearchStrategy[Case]]] = deque(maxlen=32)
 """The strategies built last: to build one may cost as much as to draw 100 Cases from it, and a campaign asks in each round."""
 
@@ -59,34 +74,28 @@ def _built(kernel: Kernel, device: Device, limits: Limits | None, chosen: tuple[
         return relation_cases(kernel, device=device, limits=room, variants=chosen) if relates else None
 
     relates = bool(relations_of(kernel, chosen, device))
-    if device == "cpu":
-        return _trials(_Parts(kernel, device, chosen, plain(limits), related(limits or RELATION_LIMITS["cpu"])))
-    largest = limits or RELATION_LIMITS[device]
-    usual = dataclasses.replace(largest, length=min(largest.length, _USUAL.length), tiles=min(largest.tiles, _USUAL.tiles))
-    large = _Parts(kernel, device, chosen, plain(limits), related(RELATION_LIMITS[device]))
-    return _sized(_Sizes(_Parts(kernel, device, chosen, plain(usual), related(usual)), large))
+    of_relations = limits if device == "cpu" and limits else RELATION_LIMITS[device]
+    usual = _usual(limits or of_relations, device, blocks=any(each.config.tile("block", 0) for each in chosen))
+    large = _Parts(kernel, device, chosen, plain(limits), related(of_relations))
+    return _trials(_Sizes(_Parts(kernel, device, chosen, plain(usual), related(usual)), large, _SHARES_OF[device]))
+
+
+def _usual(largest: Limits, device: Device, *, blocks: bool) -> Limits:
+    """Return the limits of most Cases; on a CPU several blocks of a mask take all the tiles there are."""
+    usual = _USUAL[device]
+    tiles = largest.tiles if blocks and device == "cpu" else usual.tiles
+    return dataclasses.replace(largest, length=min(largest.length, usual.length), tiles=min(largest.tiles, tiles))
 
 
 @st.composite
-def _sized(draw: st.DrawFn, sizes: _Sizes) -> Case:
-    """Draw a Case of the usual size, or a large one: its judgement takes as long as that of a hundred others."""
-    kind = draw(_KIND)
+def _trials(draw: st.DrawFn, sizes: _Sizes) -> Case:
+    """Draw a Case of the usual size, or a large one."""
+    kind, share = draw(_KIND), draw(_SHARE)
     if sizes.usual.related is not None and kind >= _OUT_OF - _RELATIONS:
-        # Relations have no oracle, so that their largest Cases are larger still.
-        largest = draw(_RARELY) == _RARE - 1
-        strategy = sizes.large.related if largest else sizes.usual.related
+        strategy = (sizes.large if share >= _SHARES - sizes.shares.relations else sizes.usual).related
         assert strategy is not None
         return draw(strategy)
-    parts = sizes.large if draw(_KIND) == _OUT_OF - 1 else sizes.usual
-    return _with_check(draw, parts, kind)
-
-
-@st.composite
-def _trials(draw: st.DrawFn, parts: _Parts) -> Case:
-    kind = draw(_KIND)
-    if parts.related is not None and kind >= _OUT_OF - _RELATIONS:
-        return draw(parts.related)
-    return _with_check(draw, parts, kind)
+    return _with_check(draw, sizes.large if share >= _SHARES - sizes.shares.oracle else sizes.usual, kind)
 
 
 def _with_check(draw: st.DrawFn, parts: _Parts, kind: int) -> Case:
@@ -105,6 +114,7 @@ class _Sizes:
 
     usual: _Parts
     large: _Parts
+    shares: _Shares
 
     def __repr__(self) -> str:
         return repr(self.usual)
