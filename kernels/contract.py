@@ -29,6 +29,7 @@ __all__ = [
     "Inputs",
     "Kernel",
     "Outputs",
+    "SlackRows",
     "beyond_grid",
     "why_unsupported",
 ]
@@ -37,6 +38,8 @@ Device = Literal["cpu", "cuda"]
 GRID_MAX = 65535
 """Blocks along the second and third dimension of a CUDA grid."""
 ConfigValue = int | str | bool
+SlackRows = Literal["anything", "zero", "untouched"]
+"""zero: 0, or -inf in LSE, as of a row that sees no key; untouched: what the memory held before the launch."""
 
 
 class Config(Mapping[str, ConfigValue]):
@@ -151,6 +154,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """seqlen_q != seqlen_k."""
     slack: bool = False
     """Rows allocated beyond cu_seqlens[-1]."""
+    slack_rows: SlackRows = "anything"
+    """What a launch leaves in the slack rows of its outputs; anything else is a failure."""
     scale_any: bool = False
     """softmax_scale may be zero or negative."""
     devices: tuple[Device, ...] = ("cuda",)
@@ -195,7 +200,8 @@ class Outputs:
     """Results of a kernel; None where it does not produce an output.
 
     `o` like q with dim_v, `dq, dk, dv` like q, k, v, in the input dtype. `lse` is float32, natural log:
-    `(heads, total_q + slack_q)` ragged, `(batch, heads, seqlen_q + slack_q)` dense. Slack rows may hold anything.
+    `(heads, total_q + slack_q)` ragged, `(batch, heads, seqlen_q + slack_q)` dense. Slack rows hold what the kernel declares
+    (`Capabilities.slack_rows`).
     """
 
     o: torch.Tensor | None = None

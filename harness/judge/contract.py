@@ -8,7 +8,7 @@ from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["broken_contract", "heads_first", "why_unfit"]
+__all__ = ["broken_contract", "heads_first", "slack_rows", "why_unfit"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _LARGE = 1 << 24
@@ -61,6 +61,15 @@ def broken_contract(
     if _overlaps(got):
         return broken("strides", "memory of its own for each element", got.stride())
     return None
+
+
+def slack_rows(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor | None:
+    """Return the slack rows of an output, a view; None where it has another shape than the contract's, or none."""
+    dense = problem.packing == "dense"
+    lengths, slack = (problem.seqlens_q, problem.slack_q) if name in BY_QUERY else (problem.seqlens_k, problem.slack_k)
+    if not slack or tuple(got.shape) != _shape(problem, name):
+        return None
+    return got.narrow(dense + (name == "lse"), lengths[0] if dense else sum(lengths), slack)
 
 
 def _bytes_needed(x: torch.Tensor) -> int:

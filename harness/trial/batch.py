@@ -101,7 +101,8 @@ class _BatchBench(_PreparedBench):
             # The second launch of a Case that is judged already.
             return super().launch(ready, inputs, fill=fill, bands=bands)
         with self.clock.stage("kernel"):
-            outcome = start(self.case, ready, inputs, self.device, fill=fill, bands=bands, wait=False)
+            rows = self.kernel.capabilities.slack_rows
+            outcome = start(self.case, ready, inputs, self.device, fill=fill, bands=bands, wait=False, slack_rows=rows)
             if isinstance(outcome, Failure):
                 raise WentWrong(outcome)
             self.suspicions.extend(outcome.writes.later())

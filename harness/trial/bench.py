@@ -81,7 +81,8 @@ class Bench:
             DeviceLost: it broke the device for this process.
         """
         with self.clock.stage("kernel"):
-            outcome = launch(self.case, ready, inputs, self.device, fill=fill, bands=bands)
+            rows = self.kernel.capabilities.slack_rows
+            outcome = launch(self.case, ready, inputs, self.device, fill=fill, bands=bands, slack_rows=rows)
         if isinstance(outcome, Failure):
             raise WentWrong(outcome)
         return outcome

@@ -17,8 +17,9 @@ from attnfuzz.harness.trial.defaults import of_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, DeviceLost, describe_exception, format_traceback, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.slack import Slack
 from attnfuzz.harness.trial.writes import Writes
-from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs
+from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs, SlackRows
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.support.memory import MemoryFault, Watch, watching
 from attnfuzz.strategies.case import Case
@@ -44,7 +45,14 @@ class Started:
 
 
 def launch(
-    case: Case, ready: Built, inputs: Inputs, device: Device, *, fill: float = math.nan, bands: Bands | None = None
+    case: Case,
+    ready: Built,
+    inputs: Inputs,
+    device: Device,
+    *,
+    fill: float = math.nan,
+    bands: Bands | None = None,
+    slack_rows: SlackRows = "anything",
 ) -> Outputs | Failure:
     """Run the kernel on copies of `inputs`; then check that it wrote only where it may.
 
@@ -55,16 +63,25 @@ def launch(
         device: the inputs' device.
         fill: value of memory that the kernel allocates but does not write.
         bands: new ones, if the caller will check them again; they keep all tensors of this launch alive.
+        slack_rows: what the kernel declares of its outputs; checked where `fill` is NaN.
 
     Raises:
         DeviceLost: the kernel broke the device for this process.
     """
-    outcome = start(case, ready, inputs, device, fill=fill, bands=bands, wait=True)
+    outcome = start(case, ready, inputs, device, fill=fill, bands=bands, wait=True, slack_rows=slack_rows)
     return outcome if isinstance(outcome, Failure) else outcome.writes.failure() or outcome.outputs
 
 
 def start(
-    case: Case, ready: Built, inputs: Inputs, device: Device, *, fill: float, bands: Bands | None, wait: bool
+    case: Case,
+    ready: Built,
+    inputs: Inputs,
+    device: Device,
+    *,
+    fill: float,
+    bands: Bands | None,
+    wait: bool,
+    slack_rows: SlackRows = "anything",
 ) -> Started | Failure:
     """Run the kernel as `launch` does, but only begin to check where it wrote.
 
@@ -76,7 +93,10 @@ def start(
     outcome = _run(case, ready, copies, device, bands, fill, wait=wait)
     if isinstance(outcome, Failure):
         return outcome
-    return Started(outcome, Writes(case.kernel, bands, _tensors(inputs), _tensors(copies)))
+    slack = None
+    if slack_rows != "anything" and math.isnan(fill):
+        slack = Slack(case.kernel, inputs.problem, outcome, slack_rows)
+    return Started(outcome, Writes(case.kernel, bands, _tensors(inputs), _tensors(copies), slack))
 
 
 def start_in_place(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, *, wait: bool) -> Outputs | Failure:

@@ -66,6 +66,14 @@ _AT_ONCE = 128
 """Tensors whose bands are gathered to be checked: 16 MiB."""
 
 
+POISON = {
+    torch.float16: (torch.int16, 0x7E5A),
+    torch.bfloat16: (torch.int16, 0x7FCB),
+    torch.float32: (torch.int32, 0x7FCB4000),
+}
+"""The NaN of uninitialised memory, by dtype: as which integers, and its bits. No processor computes it from another NaN."""
+
+
 class Reading:
     """Numbers that the device computes, compared with what they must be when that is asked, or read earlier with others.
 
@@ -357,7 +365,10 @@ def _bandable(tensor: Any) -> bool:
 
 def _fill(tensor: torch.Tensor, value: float) -> bool:
     """Fill it, if its dtype has a conspicuous value; return whether it has."""
-    if tensor.is_floating_point():
+    if tensor.dtype in POISON and math.isnan(value):
+        words, bits = POISON[tensor.dtype]
+        tensor.view(words).fill_(bits)
+    elif tensor.is_floating_point():
         tensor.fill_(value)
     elif tensor.dtype is not torch.bool and not tensor.is_complex():
         tensor.fill_(torch.iinfo(tensor.dtype).max)

@@ -12,6 +12,7 @@ import torch
 
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial.poison import Bands, Reading, memory
+from attnfuzz.harness.trial.slack import Slack
 
 __all__ = ["Suspicion", "Writes", "overstepped", "suspicion_of"]
 
@@ -27,25 +28,39 @@ class Writes:
         bands: those of all tensors of the launch.
         before: the inputs.
         after: their copies, which the kernel got.
+        slack: the check of the outputs' slack rows.
     """
 
-    def __init__(self, kernel: str, bands: Bands, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-        self._kernel, self._bands, self._before, self._after = kernel, bands, before, after
+    def __init__(
+        self,
+        kernel: str,
+        bands: Bands,
+        before: Mapping[str, torch.Tensor],
+        after: Mapping[str, torch.Tensor],
+        slack: Slack | None = None,
+    ) -> None:
+        self._kernel, self._bands, self._before, self._after, self._slack = kernel, bands, before, after, slack
         self._edges = bands.edges()
         self._same = None if self._edges is None else _same(before, after)
 
     def failure(self) -> Failure | None:
         """Wait for the device; return what was written where it may not be, or None."""
-        if self._edges is not None and self._same is not None and self._edges.as_expected() and self._same.as_expected():
-            return None
-        return overstepped(self._kernel, self._bands) or _changed_input(self._kernel, self._before, self._after)
+        if self._edges is None or self._same is None or not (self._edges.as_expected() and self._same.as_expected()):
+            elsewhere = overstepped(self._kernel, self._bands) or _changed_input(self._kernel, self._before, self._after)
+            if elsewhere is not None:
+                return elsewhere
+        return self._slack.failure() if self._slack is not None else None
 
     def later(self) -> tuple[Suspicion, ...]:
         """Return the checks without any of the launch's tensors, to be read with those of other launches."""
-        return (
+        checks = [
             suspicion_of(self._kernel, "bounds", self._edges),
             Suspicion(self._same, _unclear(self._kernel, "input", "the kernel wrote to one of its inputs")),
-        )
+        ]
+        if self._slack is not None:
+            message = "slack rows of an output do not hold what is declared"
+            checks.append(Suspicion(self._slack.reading, _unclear(self._kernel, "slack rows", message)))
+        return tuple(checks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,6 +30,7 @@ _CAPABILITIES: Final = Capabilities(
     zero_k=True,
     unequal=True,
     slack=True,
+    slack_rows="zero",
     # It masks before it scales: with causal and a scale of 0 or less, NaN.
     scale_any=False,
     devices=("cpu",),

@@ -31,6 +31,7 @@ _CAPABILITIES: Final = Capabilities(
     zero_k=True,
     unequal=True,
     slack=True,
+    slack_rows="untouched",
     layouts=True,
     scale_any=True,
     devices=("cpu", "cuda"),
