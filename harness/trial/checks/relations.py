@@ -149,7 +149,8 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
         outcome = start_in_place(bench.case, ready, wide, bench.device, bands, wait=bench.waits)
         if isinstance(outcome, Failure):
             raise WentWrong(outcome)
-        writes = Writes(kernel, bands, *({name: getattr(each, name) for name in _INPUTS} for each in (inputs, copies)))
+        before, after = ({name: getattr(each, name) for name in _INPUTS} for each in (inputs, copies))
+        writes = Writes(kernel, bands, before, after)
         (name,) = (name for name in _INPUTS if getattr(wide, name) is not getattr(copies, name))
         # Between its rows are gigabytes that nobody reads.
         same = Reading([(getattr(wide, name) != getattr(inputs, name)).any().long()[None]], [0])
