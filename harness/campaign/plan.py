@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.shapes import Variant, all_variants, modified, other_dims, pool
 
-__all__ = ["KernelPlan", "plan_of", "variants_of"]
+__all__ = ["KernelPlan", "every_variant", "plan_of", "variants_of"]
 
 _OTHERS, _ONE_OF = 2, 8
 """Variants with dims that a kernel does not list: two for each dtype and mask; an eighth of the pool where each is compiled."""
@@ -50,10 +50,20 @@ def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
 
 def variants_of(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
     """Return all variants that the kernel declares, or a pool where each is compiled, and some of dims that it does not list."""
-    variants, device, seed = all_variants(kernel, settings.device), settings.device, settings.seed
+    device, seed = settings.device, settings.seed
     if device not in kernel.capabilities.compiles_on:
-        kinds = {(each.dtype, each.causal) for each in variants}
-        return (*variants, *other_dims(kernel, device, seed, _OTHERS * len(kinds)))
-    count = PROFILES[settings.profile].variants[device]
+        return every_variant(kernel, device, seed)
+    variants, count = all_variants(kernel, device), PROFILES[settings.profile].variants[device]
     others = other_dims(kernel, device, seed, count // _ONE_OF)
     return modified((*pool(variants, count - len(others), seed), *others), kernel, device, seed)
+
+
+def every_variant(kernel: Kernel, device: Device, seed: int) -> tuple[Variant, ...]:
+    """Return all variants that the kernel declares, and some, chosen by `seed`, of dims that it does not list.
+
+    Raises:
+        BadArgument: the kernel declares nothing that can be drawn.
+    """
+    variants = all_variants(kernel, device)
+    kinds = {(each.dtype, each.causal) for each in variants}
+    return (*variants, *other_dims(kernel, device, seed, _OTHERS * len(kinds)))

@@ -47,6 +47,7 @@ __all__ = [
     "kernels_option",
     "no_memory_check_option",
     "out_option",
+    "profile_option",
     "run_options",
     "seed_option",
     "verbosity_of",
@@ -92,8 +93,8 @@ def _click_option(option: Option) -> _Decorator:
 
 
 _RUN = {option.name: _click_option(option) for option in OPTIONS if option.only != "pytest"}
-device_option, out_option, deadline_option, in_process_option, no_memory_check_option = (
-    _RUN[name] for name in ("device", "out", "deadline", "in-process", "no-memory-check")
+device_option, out_option, deadline_option, in_process_option, no_memory_check_option, profile_option = (
+    _RUN[name] for name in ("device", "out", "deadline", "in-process", "no-memory-check", "profile")
 )
 seed_option = click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="Same seed, same Cases in the same order."
