@@ -10,14 +10,13 @@ from attnfuzz.harness.audit.coverage.lines import LineCoverage, check_lines, lin
 from attnfuzz.harness.audit.coverage.pairs import PairCoverage, Pairs
 from attnfuzz.harness.campaign.coverage import Tally
 from attnfuzz.harness.campaign.drawer import draw_round
-from attnfuzz.harness.campaign.plan import KernelPlan, every_variant, plan_of
+from attnfuzz.harness.campaign.plan import KernelPlan, cases_of, every_variant, plan_of
 from attnfuzz.harness.campaign.rounds import Rounds
-from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.size_relations import possible_relations
-from attnfuzz.harness.campaign.undrawn import never_drawn
+from attnfuzz.harness.campaign.undrawn import models_left_out, never_drawn
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["Coverage", "Listener", "measure"]
 
@@ -52,7 +51,7 @@ def measure(kernel: Kernel, settings: Settings, lines: int = 0, listener: Listen
         check_lines(kernel, settings.device)
     plan = plan_of(kernel, settings)
     compiled = len(plan.variants) if plan.compiled else None
-    plan = replace(plan, variants=every_variant(kernel, settings.device, settings.seed))
+    plan = replace(plan, variants=every_variant(kernel, settings))
     tally, pairs, cases = Tally(), Pairs(kernel, settings.device, plan.variants), list[Case]()
     most, seconds = settings.max_examples or 1, 0.0
     drawing = time.perf_counter()
@@ -70,7 +69,7 @@ def measure(kernel: Kernel, settings: Settings, lines: int = 0, listener: Listen
         profile=settings.profile,
         seed=settings.seed,
         tally=tally,
-        never=_never(kernel, plan, settings.device, tally),
+        never=_never(kernel, plan, settings, tally),
         pairs=pairs.result(lambda number, count: listener("looking for pairs that are possible", number, count)),
         lines=lines_of(kernel, cases, settings.device, lambda n: listener("running", n, len(cases))) if lines else None,
         draw_seconds=seconds,
@@ -80,7 +79,7 @@ def measure(kernel: Kernel, settings: Settings, lines: int = 0, listener: Listen
 
 def _drawn(kernel: Kernel, plan: KernelPlan, settings: Settings) -> Iterator[Case]:
     """Yield the Cases of the rounds that a run with these settings draws."""
-    strategy = trial_cases(kernel, device=settings.device, limits=plan.limits, variants=plan.variants)
+    strategy = cases_of(kernel, plan, settings)
     rounds = Rounds(settings.max_examples)
     while (round_ := rounds.take()) is not None:
         cases = draw_round(strategy, plan.seed, round_)
@@ -89,9 +88,11 @@ def _drawn(kernel: Kernel, plan: KernelPlan, settings: Settings) -> Iterator[Cas
         rounds.finish(round_.number)
 
 
-def _never(kernel: Kernel, plan: KernelPlan, device: Device, tally: Tally) -> dict[str, tuple[str, ...]]:
-    """Return the declared values that no Case had, and the relations of sizes."""
+def _never(kernel: Kernel, plan: KernelPlan, settings: Settings, tally: Tally) -> dict[str, tuple[str, ...]]:
+    """Return the declared values that no Case had, and the relations of sizes; of models those that the kernel does not take."""
+    if PROFILES[settings.profile].models:
+        return models_left_out(kernel, settings.device, plan.limits.length)
     relations = possible_relations(kernel.capabilities, plan.variants, plan.limits)
     unmet = {name: tuple(each for each in values if each not in tally.drawn.get(name, {})) for name, values in relations.items()}
-    declared = never_drawn(kernel.capabilities, device, plan.variants, tally)
+    declared = never_drawn(kernel.capabilities, settings.device, plan.variants, tally)
     return declared | {name: values for name, values in unmet.items() if values}

@@ -6,6 +6,7 @@ from support.subjects import LIMITS, Subject
 
 from attnfuzz.harness.audit.coverage.pairs import PairCoverage, Pairs, paired_features
 from attnfuzz.harness.campaign.plan import every_variant
+from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
@@ -87,7 +88,7 @@ def test_values_and_checks_are_no_declared_features() -> None:
 def test_the_strategies_reach_nearly_all_pairs_of_declared_features() -> None:
     # In 2,000 Cases it is 98 % of every kernel's at least (docs/coverage.md); this is the part of it that is fast.
     kernel = registry.get("torch.reference_cpu")
-    variants = every_variant(kernel, "cpu", 0)
+    variants = every_variant(kernel, Settings())
     strategy = trial_cases(kernel, device="cpu", limits=LIMITS, variants=variants)
     pairs = Pairs(kernel, "cpu", variants)
     for seed in range(6):
