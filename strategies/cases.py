@@ -143,7 +143,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         packing=packing,
         heads=heads_q,
         kv_heads=kv_heads,
-        softmax_scale=draw(scales(can)),
+        softmax_scale=draw(scales(can, recipe.pattern)),
         slack_q=slack_q,
         slack_k=slack_q if packed else draw(slack),
         needs=replace(smallest.needs, dlse=True) if dlse else smallest.needs,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
+from attnfuzz.strategies.case import Pattern
 from attnfuzz.strategies.modifiers import Chosen, pooled
 
 __all__ = ["MODIFIED", "Variant", "all_variants", "covering", "heads", "modified", "one_variant", "other_dims", "pool", "scales"]
@@ -31,6 +32,7 @@ _ATTEMPTS = 20
 _WITH_NEIGHBOURS = 8
 _POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
 _SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
+_TINY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((2.0**-16, 1e-5, 2.0**-18))
 _ANY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((*_POSITIVE, -0.125, 0.0))
 
 
@@ -271,6 +273,11 @@ def _heads(of_kernel: tuple[int, ...], most: int) -> st.SearchStrategy[tuple[int
     return st.one_of([st.sampled_from(kind) for kind in kinds if kind])
 
 
-def scales(can: Capabilities) -> st.SearchStrategy[float | None]:
-    """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported."""
+def scales(can: Capabilities, pattern: Pattern = "normal") -> st.SearchStrategy[float | None]:
+    """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported.
+
+    For large products it is always so small that their scores are plain.
+    """
+    if pattern == "large_products":
+        return _TINY_SCALES
     return _ANY_SCALES if can.scale_any else _SCALES
