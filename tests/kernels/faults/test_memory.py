@@ -33,7 +33,9 @@ CASES = 150
 def with_calls(only: Check | None = None):
     """The strategy of Cases whose checks are sequences of calls as well, or `only` one of these."""
 
-    def mixed(kernel: Kernel, *, device: Device, **chosen) -> st.SearchStrategy[Case]:
+    def mixed(kernel: Kernel, *, device: Device, models: bool, **chosen) -> st.SearchStrategy[Case]:
+        assert not models
+
         def checked(case: Case) -> st.SearchStrategy[Case]:
             checks = call_checks(kernel, case.problem, case.config, device)
             wanted = checks if only is None else checks.filter(lambda check: check == only)
