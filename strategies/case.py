@@ -49,6 +49,8 @@ Pattern = Literal[
     "falling",
     "rising",
     "negative",
+    "below_sentinels",
+    "large_products",
     "sink",
     "onehot",
     "k_offset",

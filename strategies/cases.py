@@ -20,9 +20,10 @@ from attnfuzz.strategies.modifiers import Blocks, modifiers
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
 
-__all__ = ["Limits", "cases", "cases_by_compile_key"]
+__all__ = ["DEFAULT_TILE", "Limits", "cases", "cases_by_compile_key"]
 
-_DEFAULT_TILE = 64
+DEFAULT_TILE = 64
+"""Rows of a tile around which lengths are drawn, for a Config that names none."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 
 
@@ -43,8 +44,8 @@ class Limits:
             length=self.length,
             tiles=self.tiles if tiles is None else tiles,
             heads=heads,
-            tile_m=variant.config.tile("tile_m", _DEFAULT_TILE),
-            tile_n=variant.config.tile("tile_n", _DEFAULT_TILE),
+            tile_m=variant.config.tile("tile_m", DEFAULT_TILE),
+            tile_n=variant.config.tile("tile_n", DEFAULT_TILE),
         )
 
 
@@ -142,7 +143,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         packing=packing,
         heads=heads_q,
         kv_heads=kv_heads,
-        softmax_scale=draw(scales(can)),
+        softmax_scale=draw(scales(can, recipe.pattern)),
         slack_q=slack_q,
         slack_k=slack_q if packed else draw(slack),
         needs=replace(smallest.needs, dlse=True) if dlse else smallest.needs,

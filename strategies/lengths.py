@@ -70,9 +70,17 @@ def batches(can: Capabilities, room: Room, *, dense: bool = False, packed: bool 
 def _batches(lengths: _Lengths, room: Room, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
     equal = not lengths.unequal
     if dense:
-        alike = st.tuples(_pairs(lengths), st.integers(1, max(1, min(room.batch, room.tiles // room.heads))))
-        return alike.map(lambda parts: fitted([parts[0]], room, equal, copies=parts[1]) * parts[1])
+        # All of a dense batch is empty where one sequence is.
+        pair = weighted((2, _solid(lengths)), (1, _pairs(lengths)))
+        alike = st.tuples(pair, st.integers(1, max(1, min(room.batch, room.tiles // room.heads))))
+        return alike.map(lambda parts: _copied(*parts, room, equal))
     return _several(lengths, room.batch).map(lambda pairs: fitted(pairs, room, equal))
+
+
+def _copied(pair: _Pair, copies: int, room: Room, equal: bool) -> tuple[_Pair, ...]:
+    """Return a dense batch of `copies` sequences, or of fewer: lengths that lie at a tile's end matter more than their number."""
+    copies = max(1, min(copies, room.tiles // (room.heads * max(1, _cost(room, *pair)))))
+    return fitted([pair], room, equal, copies=copies) * copies
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -136,7 +144,7 @@ def weighted(*choices: tuple[int, st.SearchStrategy[_T]]) -> st.SearchStrategy[_
 def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
     near = [n * tile + d for n in (1, 2, 3) for d in (-1, 0, 1) if 1 <= n * tile + d <= longest] or [longest]
     around = st.sampled_from(near)
-    return weighted((3, st.sampled_from(edges(tile, longest))), (2, around), (2, st.integers(1, longest)))
+    return weighted((2, st.sampled_from(edges(tile, longest))), (4, around), (2, st.integers(1, longest)))
 
 
 def _solid(lengths: _Lengths) -> st.SearchStrategy[_Pair]:

@@ -123,9 +123,9 @@ def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrat
 def _anywhere(takes: _Takes) -> st.SearchStrategy[Chosen]:
     parts: dict[str, st.SearchStrategy[Any]] = {}
     if takes.score_mod:
-        parts["score_mod"] = st.none() | scores(takes.captured, takes.captured_gradients).map(to_data)
+        parts["score_mod"] = weighted((1, st.none()), (2, scores(takes.captured, takes.captured_gradients).map(to_data)))
     if takes.mask_mod:
-        parts["mask_mod"] = st.none() | masks(takes.captured).map(to_data)
+        parts["mask_mod"] = weighted((1, st.none()), (2, masks(takes.captured).map(to_data)))
     if takes.softcap:
         parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
     if takes.window:
@@ -289,4 +289,5 @@ def masks(reads: bool, depth: int = 3, edges: tuple[int, ...] = _EDGES) -> st.Se
         return leaf
     pair = st.builds(lambda op, x, y: op(x, y), st.sampled_from((both, either)), *[masks(reads, depth - 1, edges)] * 2)
     named = [each for each in MASKS.values() if reads or not captured(each)]
-    return st.one_of(leaf, st.sampled_from(named), pair, masks(reads, depth - 1, edges).map(negated))
+    # `map` of st.one_of maps each of its branches: without weights most masks would be negated, some twice.
+    return weighted((4, leaf), (1, st.sampled_from(named)), (2, pair), (1, masks(reads, depth - 1, edges).map(negated)))

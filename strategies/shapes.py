@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
+from attnfuzz.strategies.case import Pattern
 from attnfuzz.strategies.modifiers import Chosen, pooled
 
 __all__ = ["MODIFIED", "Variant", "all_variants", "covering", "heads", "modified", "one_variant", "other_dims", "pool", "scales"]
@@ -24,11 +25,14 @@ _GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
 _PARTS = ("dtype", "causal", "dims", "config", "modifiers")
 _KEY = _PARTS[:-1]
 """Parts that a compile key may have forgotten."""
+_CONFIG_FIRST = ("config", *(part for part in _PARTS if part != "config"))
+_BOOLEANS = st.booleans()
 _POWERS = (16, 32, 64, 128, 256)
 _ATTEMPTS = 20
 _WITH_NEIGHBOURS = 8
 _POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
 _SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
+_TINY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((2.0**-16, 1e-5, 2.0**-18))
 _ANY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((*_POSITIVE, -0.125, 0.0))
 
 
@@ -240,14 +244,15 @@ class _Tree:
 def one_variant(variants: Sequence[Variant]) -> st.SearchStrategy[Variant]:
     """Return the strategy of `variants`, value by value, so that each value shrinks on its own as far as the pool allows.
 
-    To build it costs more than to draw from it: keep it.
+    Half of them begin with the Config: one that fits few dtypes and dims would be rare otherwise. To build the strategy costs
+    more than to draw from it: keep it.
     """
-    return _one_variant(_Tree(variants))
+    return _one_variant(_Tree(variants), _Tree(variants, _CONFIG_FIRST))
 
 
 @st.composite
-def _one_variant(draw: st.DrawFn, tree: _Tree) -> Variant:
-    return tree.draw(draw)
+def _one_variant(draw: st.DrawFn, tree: _Tree, by_config: _Tree) -> Variant:
+    return (by_config if draw(_BOOLEANS) else tree).draw(draw)
 
 
 def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
@@ -268,6 +273,11 @@ def _heads(of_kernel: tuple[int, ...], most: int) -> st.SearchStrategy[tuple[int
     return st.one_of([st.sampled_from(kind) for kind in kinds if kind])
 
 
-def scales(can: Capabilities) -> st.SearchStrategy[float | None]:
-    """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported."""
+def scales(can: Capabilities, pattern: Pattern = "normal") -> st.SearchStrategy[float | None]:
+    """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported.
+
+    For large products it is always so small that their scores are plain.
+    """
+    if pattern == "large_products":
+        return _TINY_SCALES
     return _ANY_SCALES if can.scale_any else _SCALES

@@ -15,6 +15,7 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, Case, Check
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.earlier_calls import other_problems, takes_call
+from attnfuzz.strategies.models import model_cases
 from attnfuzz.strategies.relations import RELATION_LIMITS, relation_cases, relations_of
 from attnfuzz.strategies.shapes import Variant, all_variants
 
@@ -24,7 +25,7 @@ _OUT_OF = 16
 _RELATIONS, _CALLS = 2, 3
 """Number of Cases in 16 that are relations, and that draw a check with or without earlier calls (`call_checks`)."""
 
-_Of = tuple[Capabilities, Device, Limits | None, tuple[Variant, ...]]
+_Of = tuple[Capabilities, Device, Limits | None, tuple[Variant, ...], bool]
 _KIND = st.integers(0, _OUT_OF - 1)
 _SHARES = 64
 _SHARE = st.integers(0, _SHARES - 1)
@@ -50,30 +51,43 @@ _LAST: deque[tuple[Kernel, _Of, st.SearchStrategy[Case]]] = deque(maxlen=32)
 
 
 def trial_cases(
-    kernel: Kernel, *, device: Device, limits: Limits | None = None, variants: Sequence[Variant] | None = None
+    kernel: Kernel,
+    *,
+    device: Device,
+    limits: Limits | None = None,
+    variants: Sequence[Variant] | None = None,
+    models: bool = False,
 ) -> st.SearchStrategy[Case]:
     """Return the strategy of Cases of `kernel` on `device` with all checks that apply, within `variants` (default: all).
+
+    With `models` they have the attention shapes of published models, and no relations: `variants` are of `model_variants` then.
 
     Raises:
         BadArgument: the kernel declares nothing that can be drawn.
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
-    rest = (kernel.capabilities, device, limits, chosen)
+    rest = (kernel.capabilities, device, limits, chosen, models)
     for each, of, strategy in tuple(_LAST):
         if each is kernel and of == rest:
             return strategy
-    _LAST.append((kernel, rest, strategy := _built(kernel, device, limits, chosen)))
+    _LAST.append((kernel, rest, strategy := _built(kernel, device, limits, chosen, models=models)))
     return strategy
 
 
-def _built(kernel: Kernel, device: Device, limits: Limits | None, chosen: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
+def _built(
+    kernel: Kernel, device: Device, limits: Limits | None, chosen: tuple[Variant, ...], *, models: bool
+) -> st.SearchStrategy[Case]:
+    longest = (limits or Limits()).length
+
     def plain(room: Limits | None) -> st.SearchStrategy[Case]:
+        if models:
+            return model_cases(kernel, device=device, limits=room or Limits(), variants=chosen, longest=longest)
         return cases(kernel, device=device, limits=room, variants=chosen)
 
     def related(room: Limits) -> st.SearchStrategy[Case] | None:
         return relation_cases(kernel, device=device, limits=room, variants=chosen) if relates else None
 
-    relates = bool(relations_of(kernel, chosen, device))
+    relates = not models and bool(relations_of(kernel, chosen, device))
     of_relations = limits if device == "cpu" and limits else RELATION_LIMITS[device]
     usual = _usual(limits or of_relations, device, blocks=any(each.config.tile("block", 0) for each in chosen))
     large = _Parts(kernel, device, chosen, plain(limits), related(of_relations))

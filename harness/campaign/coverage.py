@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from attnfuzz.harness.campaign.size_relations import AROUND, at_tile, size_relations, tiles_of
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.problem import LAYOUTS, Layout, OutputName
@@ -77,6 +78,11 @@ class Tally:
             self._count_outputs(verdict)
             self._count_values(case)
 
+    def count_drawn(self, case: Case) -> None:
+        """Count a Case that was drawn and not tried."""
+        self.cases += 1
+        self._count_values(case)
+
     def _count_outputs(self, verdict: Verdict) -> None:
         for name, figures in verdict.figures.items():
             old = self.outputs.get(name, Worst())
@@ -131,12 +137,20 @@ def features(case: Case) -> list[str]:
         "over 1000 tokens": max(p.seqlens_q + p.seqlens_k) > 1000,
         "slack rows": bool(p.slack_q or p.slack_k),
         "dim_qk != dim_v": p.dim_qk != p.dim_v,
+        "a length around multiples of the tile": _around_tiles(case),
         "rows without keys": bool(p.causal == "bottom_right" and any(n_q > n_k for n_q, n_k in pairs)) or 0 in p.seqlens_k,
         f"dtype {p.dtype}": True,
         f"causal {p.causal}": True,
         f"pattern {case.recipe.pattern}": True,
     }
     return [name for name, holds in checks.items() if holds]
+
+
+def _around_tiles(case: Case) -> bool:
+    """Whether a sequence has at least one tile, and its queries or keys are a multiple of it or one more or less."""
+    tile_m, tile_n = tiles_of(case.config)
+    p = case.problem
+    return any(at_tile(n, tile) in AROUND for lengths, tile in ((p.seqlens_q, tile_m), (p.seqlens_k, tile_n)) for n in lengths)
 
 
 _LENGTHS = (0, 1, 16, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -161,6 +175,9 @@ def drawn_values(case: Case) -> Iterator[tuple[str, str]]:
     yield "softcap", "yes" if p.softcap else "no"
     yield "score_mod", "none" if p.score_mod is None else _shape(p.score_mod)
     yield "mask_mod", "none" if p.mask_mod is None else _shape(p.mask_mod)
+    yield "softmax_scale", "default" if p.softmax_scale is None else _sign(p.softmax_scale)
+    yield "gradient of LSE", "yes" if p.needs.dlse else "no"
+    yield from size_relations(case)
     layouts = {_layout(getattr(p, name)) for name in LAYOUTS}
     for each in sorted(layouts - {"plain"}) or ["plain"]:
         yield "layout", each
@@ -174,6 +191,10 @@ def _length(n: int) -> str:
             return str(upper) if upper <= 1 else f"{lower + 1}-{upper}"
         lower = upper
     return f"over {lower}"
+
+
+def _sign(number: float) -> str:
+    return "0" if number == 0 else "positive" if number > 0 else "negative"
 
 
 def _layout(layout: Layout) -> str:

@@ -14,7 +14,12 @@ from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.shapes import Variant
 
-__all__ = ["Drawer", "Drawn"]
+__all__ = ["Drawer", "Drawn", "draw_round"]
+
+
+def draw_round(strategy: st.SearchStrategy[Case], seed: int, round_: Round) -> list[Case]:
+    """Return the Cases of a round; `seed`: of the kernel's run."""
+    return drawn(strategy, seed=seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class Drawer:
         try:
             if self._strategy is None or variants != self._variants:
                 self._strategy, self._variants = self._make(variants), variants
-            cases = drawn(self._strategy, seed=self._seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
+            cases = draw_round(self._strategy, self._seed, round_)
             self._result = Drawn(round_, cases, [each.id for each in cases])
         except BaseException as error:  # raised where it is taken
             self._result = error

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import time
 
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.account import Account
@@ -20,9 +19,8 @@ from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
 from attnfuzz.harness.campaign.minimise import Minimiser
-from attnfuzz.harness.campaign.plan import KernelPlan
+from attnfuzz.harness.campaign.plan import KernelPlan, cases_of
 from attnfuzz.harness.campaign.runner import TrialRunner
-from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.outcomes import OutOfTime
@@ -32,23 +30,15 @@ from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import cases
-from attnfuzz.strategies.shapes import Variant
-from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["KernelRun"]
-
-
-def _strategy(kernel: Kernel, plan: KernelPlan, settings: Settings, variants: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
-    strategy = cases if settings.plain else trial_cases
-    return strategy(kernel, device=settings.device, limits=plan.limits, variants=variants)
 
 
 def _supply(kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign) -> Supply:
     return Supply(
         kernel,
         plan,
-        functools.partial(_strategy, kernel, plan, context.settings),
+        functools.partial(cases_of, kernel, plan, context.settings),
         campaign,
         context.settings.device,
         background=not context.settings.in_process,

@@ -17,7 +17,8 @@ from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.rounds import Rounds
-from attnfuzz.harness.campaign.undrawn import never_drawn
+from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.campaign.undrawn import models_left_out, never_drawn
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.executors import Compiled
 from attnfuzz.harness.judge.failure import Failure, Identity
@@ -232,5 +233,11 @@ class KernelState:
             times=self.times,
             disturbances=self._disturbances,
             drawn={name: dict(counts) for name, counts in self.tally.drawn.items()},
-            never_drawn=never_drawn(self.kernel.capabilities, self._context.settings.device, self.plan.variants, self.tally),
+            never_drawn=self._never_drawn(),
         )
+
+    def _never_drawn(self) -> dict[str, tuple[str, ...]]:
+        settings = self._context.settings
+        if PROFILES[settings.profile].models:
+            return models_left_out(self.kernel, settings.device, self.plan.limits.length)
+        return never_drawn(self.kernel.capabilities, settings.device, self.plan.variants, self.tally)

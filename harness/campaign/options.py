@@ -52,7 +52,8 @@ _flag = partial(Option, type=bool, default=False)
 OPTIONS = (
     Option("kernel", "Only these kernels; may be repeated.", "NAME", default=[], only="pytest"),
     Option("device", "Where the kernels run; auto takes CUDA if there is one.", "auto|cpu|cuda", default="auto"),
-    Option("profile", "How much is tried, and how large Cases are.", "quick|gate|nightly", default="quick"),
+    Option("profile", "How much is tried, and how large Cases are; models: with the attention shapes of published models.",
+           "quick|gate|nightly|models", default="quick"),
     Option("budget", "Time for the run, compiles included [default: the profile's].", "60s",
            pytest_help="Time for all fuzz tests of the session together, compiles included."),
     Option("max-examples", "Distinct Cases per kernel, instead of a budget or in addition to it.", "N", int,

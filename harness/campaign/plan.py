@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hypothesis import strategies as st
+
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.cases import Limits, cases
+from attnfuzz.strategies.models import model_cases, model_variants
 from attnfuzz.strategies.shapes import Variant, all_variants, modified, other_dims, pool
+from attnfuzz.strategies.trials import trial_cases
 
-__all__ = ["KernelPlan", "plan_of", "variants_of"]
+__all__ = ["KernelPlan", "cases_of", "every_variant", "plan_of", "variants_of"]
 
 _OTHERS, _ONE_OF = 2, 8
 """Variants with dims that a kernel does not list: two for each dtype and mask; an eighth of the pool where each is compiled."""
@@ -50,10 +54,36 @@ def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
 
 def variants_of(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
     """Return all variants that the kernel declares, or a pool where each is compiled, and some of dims that it does not list."""
-    variants, device, seed = all_variants(kernel, settings.device), settings.device, settings.seed
+    device, seed = settings.device, settings.seed
     if device not in kernel.capabilities.compiles_on:
-        kinds = {(each.dtype, each.causal) for each in variants}
-        return (*variants, *other_dims(kernel, device, seed, _OTHERS * len(kinds)))
+        return every_variant(kernel, settings)
     count = PROFILES[settings.profile].variants[device]
-    others = other_dims(kernel, device, seed, count // _ONE_OF)
+    if PROFILES[settings.profile].models:
+        return pool(every_variant(kernel, settings), count, seed)
+    variants, others = all_variants(kernel, device), other_dims(kernel, device, seed, count // _ONE_OF)
     return modified((*pool(variants, count - len(others), seed), *others), kernel, device, seed)
+
+
+def every_variant(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
+    """Return all variants that the kernel declares, and some of dims that it does not list; with the profile models, theirs.
+
+    Raises:
+        BadArgument: the kernel declares nothing that can be drawn, or takes no model.
+    """
+    profile, device = PROFILES[settings.profile], settings.device
+    if profile.models:
+        return model_variants(kernel, device, profile.limits[device].length)
+    variants = all_variants(kernel, device)
+    kinds = {(each.dtype, each.causal) for each in variants}
+    return (*variants, *other_dims(kernel, device, settings.seed, _OTHERS * len(kinds)))
+
+
+def cases_of(
+    kernel: Kernel, plan: KernelPlan, settings: Settings, variants: tuple[Variant, ...] | None = None
+) -> st.SearchStrategy[Case]:
+    """Return the strategy of Cases of the plan's variants, or of some of them."""
+    chosen, limits, models = plan.variants if variants is None else variants, plan.limits, PROFILES[settings.profile].models
+    if not settings.plain:
+        return trial_cases(kernel, device=settings.device, limits=limits, variants=chosen, models=models)
+    strategy = model_cases if models else cases
+    return strategy(kernel, device=settings.device, limits=limits, variants=chosen)

@@ -12,7 +12,7 @@ from attnfuzz.strategies.cases import Limits
 
 __all__ = ["PROFILES", "Profile", "ProfileName", "Settings", "duration", "profile"]
 
-ProfileName = Literal["quick", "gate", "nightly"]
+ProfileName = Literal["quick", "gate", "nightly", "models"]
 _GRACE, _LEAST_GRACE = 0.1, 10.0
 """Shrinking may go on for that share of the budget after its end, and for 10 s at least."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -29,6 +29,8 @@ class Profile:
     """Seconds that shrinking one failure may take."""
     variants: dict[Device, int]
     limits: dict[Device, Limits]
+    models: bool = False
+    """Whether Cases have the attention shapes of published models (strategies/models.py)."""
 
 
 _CPU = Limits(batch=4, heads=6, length=300, tiles=12)
@@ -43,6 +45,14 @@ PROFILES: dict[ProfileName, Profile] = {
         300.0,
         {"cpu": 24, "cuda": 96},
         {"cpu": Limits(batch=6, heads=7, length=400, tiles=24), "cuda": Limits(batch=16, heads=16, length=8192, tiles=16384)},
+    ),
+    "models": Profile(
+        "models",
+        300.0,
+        120.0,
+        {"cpu": 8, "cuda": 48},
+        {"cpu": Limits(batch=3, heads=8, length=300, tiles=16), "cuda": Limits(batch=8, heads=128, length=8192, tiles=16384)},
+        models=True,
     ),
 }
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attnfuzz.harness.campaign.coverage import OTHERS, Tally
-from attnfuzz.kernels.contract import Capabilities, Device
+from attnfuzz.kernels.contract import Capabilities, Device, Kernel
+from attnfuzz.strategies.models import left_out
 from attnfuzz.strategies.shapes import Variant
 
-__all__ = ["in_none_of", "never_drawn", "never_drawn_text"]
+__all__ = ["MODELS_LEFT_OUT", "in_none_of", "models_left_out", "never_drawn", "never_drawn_line", "never_drawn_text"]
 
 YES = "yes"
+MODELS_LEFT_OUT = "models left out"
+"""Stands for the published models whose attention a kernel does not take, with the profile of models."""
 _MOST = 4
 """Values of one ability that a text names."""
 
@@ -69,6 +72,15 @@ def _abilities(can: Capabilities, tally: Tally) -> Iterator[tuple[str, bool]]:
             yield name, name in tally.features
 
 
+def models_left_out(kernel: Kernel, device: Device, longest: int) -> dict[str, tuple[str, ...]]:
+    """Return the models that the kernel does not take, by reason: all that is not drawn on purpose with the profile of models."""
+    names: dict[str, list[str]] = {}
+    for model, reason in left_out(kernel, device, longest).items():
+        names.setdefault(reason, []).append(model)
+    texts = tuple(f"{', '.join(models)} ({reason})" for reason, models in names.items())
+    return {MODELS_LEFT_OUT: texts} if texts else {}
+
+
 def in_none_of(parts: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
     """Return what was drawn in none of the parts of a run, of what was not drawn in each."""
     first, *others = parts
@@ -79,10 +91,17 @@ def in_none_of(parts: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, tuple[
     return {name: values for name, values in common.items() if values}
 
 
+def never_drawn_line(missing: Mapping[str, Sequence[str]]) -> str:
+    """Return a line for people that says what Cases did not have; empty where nothing is missing."""
+    text = never_drawn_text(missing)
+    return text if not text or MODELS_LEFT_OUT in missing else f"declared, and in no case: {text}"
+
+
 def never_drawn_text(missing: Mapping[str, Sequence[str]]) -> str:
     """Return the result of `never_drawn` in words, such as "dtype float32; window"; empty where nothing is missing."""
     texts = []
     for name, values in missing.items():
-        more = f" and {len(values) - _MOST} more" if len(values) > _MOST else ""
-        texts.append(name if tuple(values) == (YES,) else f"{name} {', '.join(values[:_MOST])}{more}")
+        most = len(values) if name == MODELS_LEFT_OUT else _MOST
+        more = f" and {len(values) - most} more" if len(values) > most else ""
+        texts.append(name if tuple(values) == (YES,) else f"{name} {', '.join(values[:most])}{more}")
     return "; ".join(texts)

@@ -18,6 +18,7 @@ from attnfuzz.harness.cli.options import (
     deadline_option,
     device_option,
     echo_json,
+    gate_profile_option,
     json_option,
     no_memory_check_option,
     out_option,
@@ -54,6 +55,7 @@ __all__ = ["gate_command"]
 )
 @click.option("--all", "everything", is_flag=True, help="Gate every kernel of the checkout, changed or not.")
 @device_option
+@gate_profile_option
 @click.option("--budget", metavar="60s", help="Time for all kernels' campaigns [default: 5m, or none with --max-examples].")
 @click.option("--max-examples", type=int, metavar="N", help="Distinct Cases of each kernel's campaign.")
 @seed_option
@@ -83,6 +85,7 @@ def gate_command(
     kernels: tuple[str, ...],
     everything: bool,
     device: str,
+    profile: str,
     budget: str | None,
     max_examples: int | None,
     seed: int,
@@ -111,12 +114,14 @@ def gate_command(
     """
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     from attnfuzz.harness.campaign.settings import duration
+    from attnfuzz.harness.campaign.settings import profile as profile_of
     from attnfuzz.harness.gate.plan import Plan
     from attnfuzz.harness.gate.result import not_begun
 
     project = current_project()
     plan = Plan(
         device=resolve_device(device),
+        profile=profile_of(profile).name,
         base=base,
         baseline=None if baseline is None else Path(baseline),
         write=None if write is None else _absent_or_full(write),

@@ -16,6 +16,7 @@ import click
 from attnfuzz.harness.cli.check_adapter import check_adapter_command
 from attnfuzz.harness.cli.compile import compile_command
 from attnfuzz.harness.cli.corpus import corpus_group
+from attnfuzz.harness.cli.coverage import coverage_command
 from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
@@ -192,6 +193,7 @@ for _command in (
     gate_command,
     compile_command,
     check_adapter_command,
+    coverage_command,
     report_command,
     merge_command,
     fleet_command,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +41,14 @@ __all__ = [
     "device_option",
     "echo_json",
     "every_kernel",
+    "gate_profile_option",
     "in_process_option",
     "json_option",
     "kernel_option",
     "kernels_option",
     "no_memory_check_option",
     "out_option",
+    "profile_option",
     "run_options",
     "seed_option",
     "verbosity_of",
@@ -92,9 +94,10 @@ def _click_option(option: Option) -> _Decorator:
 
 
 _RUN = {option.name: _click_option(option) for option in OPTIONS if option.only != "pytest"}
-device_option, out_option, deadline_option, in_process_option, no_memory_check_option = (
-    _RUN[name] for name in ("device", "out", "deadline", "in-process", "no-memory-check")
+device_option, out_option, deadline_option, in_process_option, no_memory_check_option, profile_option = (
+    _RUN[name] for name in ("device", "out", "deadline", "in-process", "no-memory-check", "profile")
 )
+gate_profile_option = _click_option(replace(next(each for each in OPTIONS if each.name == "profile"), default="gate"))
 seed_option = click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="Same seed, same Cases in the same order."
 )

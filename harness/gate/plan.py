@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.settings import ProfileName, Settings
 from attnfuzz.harness.gate.parts.accuracy import FEWEST
 from attnfuzz.harness.gate.parts.speed import ROUNDS
 from attnfuzz.kernels.contract import Device
@@ -39,6 +39,7 @@ class Plan:
     """Further folders of case files, only read."""
     ledger: Path | None = None
     """None: attnfuzz-ledger.toml in `folder`, if it exists."""
+    profile: ProfileName = "gate"
     budget: float | None = None
     max_examples: int | None = None
     seed: int = 0
@@ -72,7 +73,7 @@ class Plan:
         """Return the settings of each kernel's campaign."""
         return Settings(
             device=self.device,
-            profile="gate",
+            profile=self.profile,
             budget=self.budget,
             max_examples=self.max_examples,
             seed=self.seed,

@@ -144,8 +144,7 @@ def _not_replayed(shards: list[dict[str, Any]]) -> str:
 
 def _never(shards: list[dict[str, Any]]) -> str:
     """Say what no shard has drawn; one without Cases says nothing of it."""
-    from attnfuzz.harness.campaign.undrawn import in_none_of, never_drawn_text
+    from attnfuzz.harness.campaign.undrawn import in_none_of, never_drawn_line
 
     parts = [each["never_drawn"] for each in shards if each["cases"]]
-    text = never_drawn_text(in_none_of(parts)) if parts else ""
-    return f"declared, and in no case: {text}" if text else ""
+    return never_drawn_line(in_none_of(parts)) if parts else ""

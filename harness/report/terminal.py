@@ -17,7 +17,7 @@ from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
 from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
 from attnfuzz.harness.campaign.explain import Explanation
-from attnfuzz.harness.campaign.undrawn import never_drawn_text
+from attnfuzz.harness.campaign.undrawn import never_drawn_line
 from attnfuzz.harness.core.text import counted, json_line, one_line
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
@@ -242,8 +242,8 @@ def _not_replayed(row: KernelSummary) -> str:
 
 def never_drawn_lines(event: events.CampaignFinished) -> list[str]:
     """Return a line for each kernel of which Cases had not all that it declares."""
-    texts = {row.kernel: never_drawn_text(row.never_drawn) for row in event.summaries}
-    return [f"{kernel}: declared, and in no case: {text}" for kernel, text in texts.items() if text]
+    texts = {row.kernel: never_drawn_line(row.never_drawn) for row in event.summaries}
+    return [f"{kernel}: {text}" for kernel, text in texts.items() if text]
 
 
 def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:

@@ -21,7 +21,9 @@ sequence. Magnitudes within a pattern are chosen by a hash of the seed. What eac
     huge_logits    scores in the hundreds: only the maximum has weight, the exponent's error is largest
     falling        scores fall tile by tile: the first maximum stays
     rising         scores rise tile by tile: every tile rescales
-    negative       all scores far below 0: LSE below any finite sentinel
+    negative       all scores far below 0
+    below_sentinels  all scores below -1e4 or below -65504, values with which kernels replace -inf; else as normal
+    large_products products of q and k beyond 65504, the largest float16, with a scale so small that scores are plain
     sink           the first key takes most of the weight, with V = 0 there for half of the seeds
     onehot         key i is query i: P is the identity, dS cancels
     k_offset       a row common to all keys: scores share a large offset that softmax must cancel
@@ -43,6 +45,7 @@ Keys beyond a sequence's length (padding) need no pattern: they are slack rows, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -57,6 +60,10 @@ __all__ = ["Maker", "lists_of", "requests_of"]
 
 _T = TypeVar("_T")
 _TENSORS = ("q", "k", "v", "do")
+_DEVIATION = 0.816
+"""Standard deviation of the noise."""
+_LARGEST_PRODUCT = 26
+"""Power of two: q and k, each about half of it, stay far below the largest float16."""
 
 
 class Maker:
@@ -80,6 +87,10 @@ class Maker:
                 return q * 8
             case "small_logits":
                 return q * self._power("q", -12, -5)
+            case "below_sentinels":
+                return self._one_channel(q, 2.0 ** (self._depth() // 2))
+            case "large_products":
+                return q * 2.0 ** (self._growth() // 2)
             case "falling" | "rising" | "negative":
                 # q along a common positive direction, so that k alone decides the score's level.
                 return q * 0.25 + 1
@@ -134,6 +145,10 @@ class Maker:
                 return self._channels(k, "qk", 2, self._chosen("k", (1.0, 4.0)))
             case "tok_outlier":
                 return self._token(k, "k", self._keys, self._power("k", 1, 5))
+            case "below_sentinels":
+                return self._one_channel(k, math.copysign(2.0 ** -(-self._depth() // 2), -p.scale))
+            case "large_products":
+                return k * 2.0 ** -(-self._growth() // 2)
             case "falling" | "rising":
                 return k * 0.25 + self._staircase()
             case "negative":
@@ -291,6 +306,22 @@ class Maker:
         for other in range(min(count, dim)):
             x[..., (first + other * (dim // 2 or 1)) % dim] *= factor
         return x
+
+    def _one_channel(self, x: torch.Tensor, value: float) -> torch.Tensor:
+        """Set one dim, the same in q and k, to a value."""
+        x = x.clone()
+        x[..., self._chosen("channel", range(self.problem.dim_qk))] = value
+        return x
+
+    def _depth(self) -> int:
+        """Return the power of two of a product that lies, scaled, below -1e4 or below -65504."""
+        _, power = math.frexp(abs(self.problem.scale) or 1.0)
+        return max(0, min(_LARGEST_PRODUCT, self._chosen("depth", (14, 17, 17, 17)) + 1 - power))
+
+    def _growth(self) -> int:
+        """Return the power of two by which products of noise grow until scores deviate by 1 to 2."""
+        _, power = math.frexp(_DEVIATION**2 * abs(self.problem.scale) * math.sqrt(self.problem.dim_qk))
+        return max(0, min(_LARGEST_PRODUCT, 1 - power))
 
     def _repeated(self) -> torch.Tensor:
         """Return for each key the one it repeats: from 1/2, 1/4 or 1/16 of its sequence, at random or in runs."""

@@ -30,7 +30,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "a budget without unit": ('budget = "60"', "budget='60': it is not a duration; give a number and a unit"),
     "no time": ('budget = "0s"', "budget='0s': must be positive; "),
     "a wrong deadline": ('deadline = "soon"', "deadline='soon': it is not a duration; "),
-    "an unknown profile": ('profile = "x"', "profile='x': there is no such profile; use one of quick, gate, nightly"),
+    "an unknown profile": ('profile = "x"', "profile='x': there is no such profile; use one of quick, gate, nightly, models"),
     "text for a number": ('seed = "1"', "seed='1': it is not an integer; give an integer, such as seed = 8"),
     "true for a number": ("seed = true", "seed=True: it is not an integer; "),
     "a fraction for a number": ("max-examples = 1.5", "max-examples=1.5: it is not an integer; "),

@@ -596,3 +596,23 @@ def test_windows_shrink_to_the_narrowest_that_fails(
         case, steps = less, steps + 1
     assert case.problem.window == minimal
     assert steps < 300
+
+
+@pytest.mark.parametrize("packing", ["ragged", "dense"])
+@pytest.mark.parametrize("tile", [32, 64])
+def test_half_of_the_cases_have_lengths_around_multiples_of_the_tile(packing: str, tile: int) -> None:
+    subject = Subject({"packings": (packing,)}, (Config(tile_m=tile, tile_n=tile),))
+    drawn = draw_cases(subject, 300)
+    around = [any(n >= tile - 1 and (n + 1) % tile < 3 for n in (*p.seqlens_q, *p.seqlens_k)) for p in (c.problem for c in drawn)]
+    assert sum(around) > 0.5 * len(drawn)
+
+
+def test_a_config_for_few_variants_is_not_rare() -> None:
+    rare = Config(tile_m=16, tile_n=16)
+
+    def only_float32(problem: Problem, config: Config) -> str | None:
+        return "float32 of 64 alone" if config == rare and (problem.dtype, problem.dim_qk) != ("float32", 64) else None
+
+    drawn = draw_cases(Subject(tiles=(*CONFIGS, rare), refuse=only_float32), 200)
+    # One variant in 55 has it.
+    assert sum(each.config == rare for each in drawn) > 0.1 * len(drawn)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from attnfuzz.kernels.support.absent import Absent
@@ -17,14 +17,23 @@ from attnfuzz.kernels.triton.interpreter.views import View
 try:
     import triton
     import triton.language as tl
+    import triton.runtime.interpreter as shipped
 except ImportError:
-    triton = tl = Absent("triton")
+    triton = tl = shipped = Absent("triton")
 
-__all__ = ["callers", "site", "title"]
+__all__ = ["callers", "is_device_code", "site", "title"]
 
-_MODULES = ("accesses", "interpreter", "launches", "memory", "shadow", "shortcuts", "sites", "views")
+_MODULES = ("accesses", "interpreter", "launches", "memory", "reached", "shadow", "shortcuts", "sites", "views")
 _OWN = frozenset(str(Path(__file__).with_name(f"{name}.py")) for name in _MODULES)
 _TRITON = str(Path(getattr(triton, "__file__", None) or "/absent/triton.py").parent) + os.sep
+
+
+def is_device_code(code: CodeType) -> bool:
+    """Whether code is a function that Triton's interpreter has rewritten, and neither Triton's nor the interpreter's own."""
+    if code.co_filename in _OWN or code.co_filename.startswith(_TRITON):
+        return False
+    rewritten = shipped.InterpretedFunction.rewritten_fn.values()
+    return any(getattr(each, "__code__", None) is code for each in rewritten)
 
 
 def site() -> Site:

@@ -65,7 +65,7 @@ def test_no_time_is_refused(text: str) -> None:
     assert str(caught.value) == f"budget={text!r}: must be positive; give a positive duration, such as 60s"
 
 
-@pytest.mark.parametrize("name", ["quick", "gate", "nightly"])
+@pytest.mark.parametrize("name", ["quick", "gate", "nightly", "models"])
 def test_profiles(name: str) -> None:
     found = profile(name)
     assert found.name == name
@@ -90,7 +90,7 @@ def test_profiles_try_more_and_more() -> None:
 def test_an_unknown_profile_is_refused(name: str) -> None:
     with pytest.raises(BadArgument) as caught:
         profile(name)
-    assert str(caught.value) == f"profile={name!r}: there is no such profile; use one of quick, gate, nightly"
+    assert str(caught.value) == f"profile={name!r}: there is no such profile; use one of quick, gate, nightly, models"
 
 
 def test_changed_shows_only_what_differs() -> None:

@@ -189,7 +189,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "no examples": (["run", "--max-examples", "0"], "max_examples=0: must be positive; give 1 or more"),
     "fewer than no examples": (["run", "--max-examples", "-3"], "max_examples=-3: must be positive; give 1 or more"),
-    "an unknown profile": (["run", "--profile", "x"], "profile='x': there is no such profile; use one of quick, gate, nightly"),
+    "an unknown profile": (
+        ["run", "--profile", "x"],
+        "profile='x': there is no such profile; use one of quick, gate, nightly, models",
+    ),
     "a negative seed": (["run", "--seed", "-1"], "seed=-1: must not be negative; give 0 or more"),
     "show what is missing": (
         ["show", "none.json"],

@@ -322,6 +322,11 @@ def test_a_plan_that_makes_no_sense(changed: dict[str, Any], told: str) -> None:
         Plan(**{"device": "cpu", "base": "main", **changed})
 
 
+def test_the_profile_is_of_the_gate_unless_another_is_given() -> None:
+    assert Plan(device="cpu", base="main").settings().profile == "gate"
+    assert Plan(device="cpu", base="main", profile="models").settings().profile == "models"
+
+
 @pytest.mark.parametrize(
     ("stored", "runs", "outputs"),
     [({}, 1, ["o"]), ({"kind": "mismatch"}, 3, ["o", "dq"]), ({"kind": "nondeterministic"}, 1, ["o"])],

@@ -195,7 +195,7 @@ def test_a_kernel_that_cannot_run_here_is_skipped_with_the_reason(acme: pytest.P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--attnfuzz-profile", "x"], "*profile='x': there is no such profile; use one of quick, gate, nightly"),
+        (["--attnfuzz-profile", "x"], "*profile='x': there is no such profile; use one of quick, gate, nightly, models"),
         (
             ["--attnfuzz-budget", "banana"],
             "*budget='banana': it is not a duration; give a number and a unit*",

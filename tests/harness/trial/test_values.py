@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
+from support.subjects import LIMITS, Subject
 from support.verdict.cases import FAMILIES
 
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.noise import chosen, hashed, noise, uniform
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Needs, Problem
-from attnfuzz.strategies.case import PATTERNS, Recipe
+from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.strategies.draw import draw_values
+from attnfuzz.strategies.trials import trial_cases
 
 PROBLEM = Problem(seqlens_q=(3, 0, 5), seqlens_k=(2, 4, 9), heads=4, kv_heads=2, dim_qk=8, dim_v=5, slack_q=1, slack_k=2)
 TENSORS = ("q", "k", "v", "d_o")
@@ -90,6 +94,8 @@ PINNED_PATTERNS = {
     "falling": "a4dafaca 69abc44e 3109468e",
     "rising": "fda7bb1d 9150767a 4d2199e6",
     "negative": "b53287e2 6e311c3f f9651d76",
+    "below_sentinels": "60c012de 7028632c b11cc6ef",
+    "large_products": "10d76af2 4cf83518 20495870",
     "sink": "9e722e88 05ab097f b87d4ead",
     "onehot": "43c1c4b4 2abcd530 8fb7d99d",
     "k_offset": "5dd79484 3d8837ca 8697f409",
@@ -340,3 +346,56 @@ def test_near_overflow() -> None:
     for seed in SEEDS:
         assert 2**13 < inputs_of("near_overflow", seed, "float16").v.abs().max() <= 65504
         assert 2.0**100 < inputs_of("near_overflow", seed, "bfloat16").v.abs().max() < 2.0**102
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.1, 0.0078125, -0.125])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_scores_lie_below_the_sentinels(dtype: str, scale: float | None) -> None:
+    problem = Problem(seqlens_q=(40,), seqlens_k=(24,), dim_qk=64, dim_v=8, dtype=dtype, softmax_scale=scale)
+    highest = []
+    for seed in SEEDS:
+        inputs = materialise(problem, Recipe(pattern="below_sentinels", seed=seed), "cpu")
+        scores = inputs.q[:, 0].double() @ inputs.k[:, 0].double().T * problem.scale
+        highest.append(scores.max())
+        # Relative to each other they are as those of normal values.
+        assert 0.01 < scores.std() < 20
+    assert max(highest) < -1e4
+    assert sum(each < -65504 for each in highest) > len(SEEDS) / 2
+
+
+@pytest.mark.parametrize("scale", [2.0**-16, 1e-5, 2.0**-18])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_large_and_scores_are_not(dtype: str, scale: float) -> None:
+    problem = Problem(seqlens_q=(40,), seqlens_k=(24,), dim_qk=64, dim_v=8, dtype=dtype, softmax_scale=scale)
+    inputs = materialise(problem, Recipe(pattern="large_products", seed=3), "cpu")
+    products = inputs.q[:, 0].double() @ inputs.k[:, 0].double().T
+    assert products.max() > 65504
+    assert products.min() < -65504
+    assert 0.5 < (products * scale).std() < 2.5
+
+
+def depths(case: Case) -> set[str]:
+    """What a Case meets: a row whose scores are all so low, or a product beyond float16's range whose score is plain."""
+    problem, met = case.problem, set[str]()
+    inputs = materialise(problem, case.recipe, "cpu")
+    queries = inputs.q[: problem.total_q].split(problem.seqlens_q)
+    keys = inputs.k[: problem.total_k].split(problem.seqlens_k)
+    for q, k in zip(queries, keys, strict=True):
+        products = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(problem.groups, 1))
+        if products.numel():
+            scores = products * problem.scale
+            highest = scores.amax(-1).min()
+            met |= {name for name, limit in (("-88", -88), ("-1e4", -1e4), ("-65504", -65504)) if highest < limit}
+            if products.abs().max() > 65504 and scores.abs().max() < 100:
+                met.add("products")
+    return met
+
+
+def test_two_in_a_hundred_cases_are_deep() -> None:
+    subject, counts, drawn = Subject(), Counter[str](), list[Case]()
+    draw_values(trial_cases(subject, device="cpu", limits=LIMITS), drawn.append, seed=1, examples=800)
+    for case in drawn:
+        if case.recipe.pattern in ("negative", "below_sentinels", "large_products"):
+            counts.update(depths(case))
+    assert set(counts) == {"-88", "-1e4", "-65504", "products"}
+    assert min(counts.values()) > 0.02 * len(drawn), counts

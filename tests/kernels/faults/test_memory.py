@@ -13,7 +13,7 @@ from support.memory import FAULTS, RACING, MemoryFault, planted
 from support.runs import try_variants
 from support.triton_mode import interpreted
 
-from attnfuzz.harness.campaign import kernel_run
+from attnfuzz.harness.campaign import plan
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.minimise import Minimiser
 from attnfuzz.harness.core import environment
@@ -33,7 +33,9 @@ CASES = 150
 def with_calls(only: Check | None = None):
     """The strategy of Cases whose checks are sequences of calls as well, or `only` one of these."""
 
-    def mixed(kernel: Kernel, *, device: Device, **chosen) -> st.SearchStrategy[Case]:
+    def mixed(kernel: Kernel, *, device: Device, models: bool, **chosen) -> st.SearchStrategy[Case]:
+        assert not models
+
         def checked(case: Case) -> st.SearchStrategy[Case]:
             checks = call_checks(kernel, case.problem, case.config, device)
             wanted = checks if only is None else checks.filter(lambda check: check == only)
@@ -61,7 +63,7 @@ def run_of(
     if reason := kernel.unavailable(device):
         pytest.skip(reason)
     if check != "oracle":
-        monkeypatch.setattr(kernel_run, "trial_cases", with_calls(check))
+        monkeypatch.setattr(plan, "trial_cases", with_calls(check))
     if not (isolated or memory_check):
         # Neighbours with no keys are among those that explain a failure: to read past nothing ends this process.
         monkeypatch.setattr(Minimiser, "explain", lambda *_: None)

@@ -17,9 +17,8 @@ from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe
 
 Table = Literal["correct", "plain", "mixed"]
 """correct: all patterns and dtypes, for false alarms. plain: normal values, table A of the floors. mixed: 27 families, B."""
-FAMILIES: tuple[Pattern, ...] = tuple(
-    each for each in PATTERNS if each not in ("needle", "falling", "rising", "negative", "outlier", "do_parallel")
-)
+_OTHERS = ("needle", "falling", "rising", "negative", "below_sentinels", "large_products", "outlier", "do_parallel")
+FAMILIES: tuple[Pattern, ...] = tuple(each for each in PATTERNS if each not in _OTHERS)
 """The patterns on which the verdict is calibrated. Padded keys are calibrated too, but are lengths and slack rows, not values."""
 PADDED: Final = "padmask"
 """Sequences of very different key lengths in one batch, with rows beyond the last: the one family without a pattern of values."""
