@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Iterable
@@ -17,12 +18,11 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "rates", "simple"]
+__all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "executor", "rates", "simple"]
 
 PLAIN = ("normal", "zeros")
 """Patterns of values that are plain."""
 _NOT_RUN = ("compile-error", "exception", "crash", "hang")
-_executor: Isolated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +73,35 @@ class Found:
     """Why a failure that was found is not that of the bug."""
 
 
+@functools.cache
+def executor() -> Isolated:
+    """Return the executor of all attempts of this process, ready: to load Triton takes longer than most of them."""
+    isolated = Isolated("cpu", backends=["triton"])
+    isolated.describe()
+    return isolated
+
+
 def attempt(task: Attempt) -> Found:
     """Run the campaign that `attnfuzz run` would run on a mutant, in child processes, until its first failure is shrunk.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended the campaign, which says nothing of the mutant.
     """
-    global _executor
-    if _executor is None:
-        # One for all attempts of this process: to load Triton takes longer than most of them.
-        _executor = Isolated("cpu", backends=["triton"])
     mutant, listener = mutants()[task.mutant], _Listener()
     kernel = kernel_of(mutant)
+    executor()  # seconds count from where its children have loaded what they need
     registry.register(kernel)
     settings = Settings(max_examples=task.most, max_failures=1, seed=task.seed, shrink=task.shrink, budget=task.budget, out=None)
-    _executor.describe()  # seconds count from where its children have loaded what they need
     start = time.monotonic()
     try:
-        done = run_campaign([kernel], settings, listener, _executor)
+        done = run_campaign([kernel], settings, listener, executor())
     finally:
         registry.unregister(kernel.name)
+        executor().limit(None)
     if done.interrupted:
         raise KeyboardInterrupt
     result = _of(task, done.summaries[0], start, listener, time.monotonic())
-    if result.cases is not None and (why := _why_not_found(mutant, result, _executor)):
+    if result.cases is not None and (why := _why_not_found(mutant, result, executor())):
         return replace(result, cases=None, otherwise=why)
     return result
 
