@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from support.mutants import mutants
 
-from detection.contest import METHODS, Result
+from detection.contest import METHODS, OURS, Result
 
 __all__ = ["show"]
 
@@ -22,6 +22,8 @@ def show(terminal: Console, rows: Sequence[Result], *, markdown: bool) -> None:
         table.box = style
         terminal.print(table, highlight=False)
         terminal.print()
+    for line in _apart(rows):
+        terminal.print(line, highlight=False, soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:
@@ -78,6 +80,20 @@ def _kinds(rows: Sequence[Result]) -> Table:
         counts = (str(sum(bool(row.found) for row in own if row.method == method)) for method in present)
         table.add_row(kind, str(len({row.subject for row in own})), *counts)
     return table
+
+
+def _apart(rows: Sequence[Result]) -> Iterator[str]:
+    """Yield what attnfuzz alone found, what it missed and others found, and what none found, by id."""
+    bank = mutants()
+    finders: dict[str, list[str]] = {each: [] for each in sorted({row.subject for row in rows}) if each in bank}
+    for row in rows:
+        if row.found and row.subject in finders:
+            finders[row.subject].append(row.method)
+    alone = [each for each, by in finders.items() if by == [OURS]]
+    others = [f"{each} ({', '.join(sorted(by))})" for each, by in finders.items() if by and OURS not in by]
+    none = [each for each, by in finders.items() if not by]
+    for title, ids in ((f"found by {OURS} alone", alone), ("found by others only", others), ("found by none", none)):
+        yield f"{title} ({len(ids)}): {', '.join(ids) or '-'}"
 
 
 def _words() -> Table:
