@@ -90,8 +90,8 @@ def played(turn: Turn) -> Result:
     Raises:
         KeyboardInterrupt: Ctrl-C ended it.
     """
-    _ready()
     bank = mutants()
+    _ready(bank[turn.subject].kernel if turn.subject in bank else turn.subject)
     if turn.method == OURS:
         return _campaign_on_mutant(turn) if turn.subject in bank else _campaign_on_kernel(turn)
     if turn.subject not in bank:
@@ -105,10 +105,11 @@ def played(turn: Turn) -> Result:
 
 
 @functools.cache
-def _ready() -> None:
+def _ready(kernel: str) -> None:
     """Load in this process and in its children, before any time begins, what a method loads when it is first used."""
+    right = registry.get(kernel)
     settings = Settings(max_examples=1, shrink=_SHRINK, out=None)
-    run_campaign([registry.get(next(iter(mutants().values())).kernel)], settings, lambda _: None, executor())
+    run_campaign([right], settings, lambda _: None, executor(right.backend))
 
 
 def _campaign_on_mutant(turn: Turn) -> Result:
@@ -121,10 +122,11 @@ def _campaign_on_mutant(turn: Turn) -> Result:
 
 def _campaign_on_kernel(turn: Turn) -> Result:
     settings = Settings(max_examples=_MOST, seed=turn.seed, shrink=_SHRINK, budget=turn.seconds, out=None)
+    kernel = registry.get(turn.subject)
     try:
-        done = run_campaign([registry.get(turn.subject)], settings, lambda _: None, executor())
+        done = run_campaign([kernel], settings, lambda _: None, executor(kernel.backend))
     finally:
-        executor().limit(None)
+        executor(kernel.backend).limit(None)
     if done.interrupted:
         raise KeyboardInterrupt
     summary = done.summaries[0]
@@ -193,10 +195,11 @@ def failure_of(case: Case, rule: str | None) -> str:
     Raises:
         ExecutionError: the harness itself failed.
     """
+    isolated = executor(registry.get(case.kernel).backend)
     if rule is None:
-        return ", ".join(f"{each.kind} {each.output or ''}".strip() for each in executor().trial(case).failures)
+        return ", ".join(f"{each.kind} {each.output or ''}".strip() for each in isolated.trial(case).failures)
     payload = {"kernel": shipped(case.kernel), "case": case.canonical(), "device": "cpu", "rule": rule}
-    outcome = executor().ask("detection.rules:judged", payload)
+    outcome = isolated.ask("detection.rules:judged", payload)
     if isinstance(outcome, Reply):
         return str(outcome.result["broken"])
     if isinstance(outcome, Death):

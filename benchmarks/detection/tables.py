@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -60,8 +61,9 @@ def _share(rows: Sequence[Result]) -> str:
 
 
 def _alone(row: Result, rows: Sequence[Result]) -> bool:
-    """Whether no other method found the bug."""
-    return bool(row.found) and not any(each.found for each in rows if each.subject == row.subject and each.method != row.method)
+    """Whether all other methods had their turn on the bug, and none found it."""
+    others = [each for each in rows if each.subject == row.subject and each.method != row.method]
+    return bool(row.found) and len(others) == len(_present(rows)) - 1 and not any(each.found for each in others)
 
 
 def _alarms(method: str, rows: Sequence[Result]) -> str:
@@ -85,7 +87,10 @@ def _kinds(rows: Sequence[Result]) -> Table:
 def _apart(rows: Sequence[Result]) -> Iterator[str]:
     """Yield what attnfuzz alone found, what it missed and others found, and what none found, by id."""
     bank = mutants()
-    finders: dict[str, list[str]] = {each: [] for each in sorted({row.subject for row in rows}) if each in bank}
+    turns = Counter(row.subject for row in rows)
+    # After Ctrl-C some methods may not have had their turn.
+    whole = [each for each in sorted(turns) if each in bank and turns[each] == len(_present(rows))]
+    finders: dict[str, list[str]] = {each: [] for each in whole}
     for row in rows:
         if row.found and row.subject in finders:
             finders[row.subject].append(row.method)

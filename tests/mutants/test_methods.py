@@ -173,7 +173,7 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setitem(contest.METHODS, "flash", contest.Method("", draw, "twice", "", ""))
         return contest.played(contest.Turn("flash", "MSK-05", seconds, 0))
 
-    monkeypatch.setattr(contest, "_ready", lambda: None)
+    monkeypatch.setattr(contest, "_ready", lambda kernel: None)
     return play
 
 

@@ -74,9 +74,9 @@ class Found:
 
 
 @functools.cache
-def executor() -> Isolated:
-    """Return the executor of all attempts of this process, ready: to load Triton takes longer than most of them."""
-    isolated = Isolated("cpu", backends=["triton"])
+def executor(backend: str) -> Isolated:
+    """Return the executor of all attempts on a backend's kernels, ready: to load Triton takes longer than most of them."""
+    isolated = Isolated("cpu", backends=[backend])
     isolated.describe()
     return isolated
 
@@ -89,29 +89,29 @@ def attempt(task: Attempt) -> Found:
     """
     mutant, listener = mutants()[task.mutant], _Listener()
     kernel = kernel_of(mutant)
-    executor()  # seconds count from where its children have loaded what they need
+    isolated = executor(kernel.backend)  # seconds count from where its children have loaded what they need
     registry.register(kernel)
     settings = Settings(max_examples=task.most, max_failures=1, seed=task.seed, shrink=task.shrink, budget=task.budget, out=None)
     start = time.monotonic()
     try:
-        done = run_campaign([kernel], settings, listener, executor())
+        done = run_campaign([kernel], settings, listener, isolated)
     finally:
         registry.unregister(kernel.name)
-        executor().limit(None)
+        isolated.limit(None)
     if done.interrupted:
         raise KeyboardInterrupt
     result = _of(task, done.summaries[0], start, listener, time.monotonic())
-    if result.cases is not None and (why := _why_not_found(mutant, result, executor())):
+    if result.cases is not None and (why := _why_not_found(mutant, result, isolated)):
         return replace(result, cases=None, otherwise=why)
     return result
 
 
-def _why_not_found(mutant: Mutant, result: Found, executor: Isolated) -> str | None:
+def _why_not_found(mutant: Mutant, result: Found, isolated: Isolated) -> str | None:
     """Return why a failure is not that of the bug, or None: a text that is no code fails as well, and so may a right kernel."""
     if result.kind in _NOT_RUN and result.kind not in mutant.kinds:
         return f"it fails with {result.kind}, which the bug does not cause"
     case = msgspec.structs.replace(case_from_json(result.case), kernel=mutant.kernel)
-    return None if executor.trial(case).status == "pass" else f"{mutant.kernel} fails in the same Case"
+    return None if isolated.trial(case).status == "pass" else f"{mutant.kernel} fails in the same Case"
 
 
 class _Listener:
