@@ -21,6 +21,7 @@ from attnfuzz.harness.cli.fleet import fleet_command
 from attnfuzz.harness.cli.gate import gate_command
 from attnfuzz.harness.cli.list import list_command
 from attnfuzz.harness.cli.merge import merge_command
+from attnfuzz.harness.cli.mutants import mutants_command
 from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, JSON_FORMAT, WRONG_USE
 from attnfuzz.harness.cli.project import blamed, project_defaults
 from attnfuzz.harness.cli.report import report_command
@@ -199,6 +200,7 @@ for _command in (
     fleet_command,
     demo_command,
     selftest_group,
+    mutants_command,
 ):
     main.add_command(_command)
 

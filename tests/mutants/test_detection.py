@@ -1,21 +1,15 @@
-"""Detection power is measured rightly: its arithmetic, a campaign that finds a bug, one that does not, and wrong use."""
+"""Detection power is measured rightly: its arithmetic, campaigns that find a bug, that find none, and that end early."""
 
 from __future__ import annotations
 
-from types import ModuleType
+import dataclasses
 
 import pytest
-from click.testing import CliRunner
-from support.benchmarks import loaded
+from support import detection
 from support.detection import Attempt, Found, attempt, rates
 from support.mutants import mutants
 
 from attnfuzz.strategies.case import case_from_json
-
-
-@pytest.fixture(scope="module")
-def command() -> ModuleType:
-    return loaded("mutants")
 
 
 def found(cases: int | None, *, shrinking: float = 1.0, simple: bool = True) -> Found:
@@ -39,17 +33,22 @@ def test_a_campaign_finds_a_bug_and_shrinks_it() -> None:
     case = case_from_json(one.case)
     assert case.kernel == mutants()["MSK-05"].name
     assert case.problem.causal is None
+    assert one.tokens == case.problem.total_q + case.problem.total_k
 
 
-def test_a_campaign_that_is_too_short_says_how_near_it_came() -> None:
+def test_a_campaign_that_is_too_short_says_which_case_came_nearest() -> None:
     pytest.importorskip("triton")
     one = attempt(Attempt("DIM-04", 0, 1))
-    assert one.cases is None
-    assert one.worst
-    assert all(0 <= each < 1 for each in one.worst.values())
+    assert (one.cases, one.tried) == (None, 1)
+    assert one.nearest
+    for each in one.nearest.values():
+        assert 0 <= each.ratio < 1
+        assert case_from_json(each.case).kernel == mutants()["DIM-04"].name
 
 
-def test_an_unknown_mutant_is_refused(command: ModuleType) -> None:
-    done = CliRunner().invoke(command.main, ["MSK-99"])
-    assert done.exit_code == 2
-    assert "ID='MSK-99': no mutant has that id; it is one of ADD-01" in done.output
+def test_a_campaign_that_ctrl_c_ends_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    run = detection.run_campaign
+    monkeypatch.setattr(detection, "run_campaign", lambda *args: dataclasses.replace(run(*args), interrupted=True))
+    with pytest.raises(KeyboardInterrupt):
+        attempt(Attempt("DIM-04", 0, 1))

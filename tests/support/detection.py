@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from support.mutants import Mutant, kernel_of, mutants
 
 from attnfuzz.harness.campaign.campaign import run_campaign
-from attnfuzz.harness.campaign.events import Event, FailureFound, KernelSummary
+from attnfuzz.harness.campaign.events import Event, FailureFound, KernelSummary, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["Attempt", "Found", "Rates", "attempt", "rates", "simple"]
+__all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "executor", "rates", "simple"]
 
 PLAIN = ("normal", "zeros")
 """Patterns of values that are plain."""
 _NOT_RUN = ("compile-error", "exception", "crash", "hang")
-_executor: Isolated | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A mutant by its id, the seed of a campaign, its number of Cases, and seconds for shrinking (None: those of a run)."""
+    """A mutant by its id, the seed of a campaign, its number of Cases, and seconds for shrinking (None: those of a run).
+
+    `budget`: seconds after which it ends, before `most` Cases; None: no limit.
+    """
 
     mutant: str
     seed: int
     most: int
     shrink: float | None = None
+    budget: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The Case with the largest error over its budget in one output; canonical JSON."""
+
+    ratio: float
+    case: str
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a campaign made of a mutant.
 
-    `cases` and `seconds`: to the first failure; None: there was none, and `worst` is the largest error / budget of each output.
-    `case`: the minimal Case, and `shrinking`: the seconds from the first failure to it.
+    `cases` and `seconds`: to the first failure; None: there was none, and `nearest` has the nearest Case of each output.
+    `case`: the minimal Case, `tokens`: its queries and keys, and `shrinking`: the seconds from the first failure to it.
+    `tried`: Cases that were drawn and judged.
     """
 
     mutant: str
@@ -50,65 +63,93 @@ class Found:
     kind: str = ""
     output: str = ""
     case: str = ""
+    tokens: int = 0
     shrinking: float = 0.0
     partly: bool = False
     simple: bool = False
-    worst: dict[str, float] | None = None
+    tried: int = 0
+    nearest: dict[str, Nearest] = field(default_factory=dict)
     otherwise: str = ""
     """Why a failure that was found is not that of the bug."""
 
 
+@functools.cache
+def executor(backend: str) -> Isolated:
+    """Return the executor of all attempts on a backend's kernels, ready: to load Triton takes longer than most of them."""
+    isolated = Isolated("cpu", backends=[backend])
+    isolated.describe()
+    return isolated
+
+
 def attempt(task: Attempt) -> Found:
-    """Run the campaign that `attnfuzz run` would run on a mutant, in child processes, until its first failure is shrunk."""
-    global _executor
-    if _executor is None:
-        # One for all attempts of this process: to load Triton takes longer than most of them.
-        _executor = Isolated("cpu", backends=["triton"])
-    mutant, found = mutants()[task.mutant], list[float]()
+    """Run the campaign that `attnfuzz run` would run on a mutant, in child processes, until its first failure is shrunk.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended the campaign, which says nothing of the mutant.
+    """
+    mutant, listener = mutants()[task.mutant], _Listener()
     kernel = kernel_of(mutant)
-
-    def listen(event: Event) -> None:
-        if isinstance(event, FailureFound):
-            found.append(time.monotonic())
-
+    isolated = executor(kernel.backend)  # seconds count from where its children have loaded what they need
     registry.register(kernel)
-    settings = Settings(max_examples=task.most, max_failures=1, seed=task.seed, shrink=task.shrink, out=None)
+    settings = Settings(max_examples=task.most, max_failures=1, seed=task.seed, shrink=task.shrink, budget=task.budget, out=None)
     start = time.monotonic()
     try:
-        done = run_campaign([kernel], settings, listen, _executor)
+        done = run_campaign([kernel], settings, listener, isolated)
     finally:
         registry.unregister(kernel.name)
-    result = _of(task, done.summaries[0], start, found, time.monotonic())
-    if result.cases is not None and (why := _why_not_found(mutant, result, _executor)):
+        isolated.limit(None)
+    if done.interrupted:
+        raise KeyboardInterrupt
+    result = _of(task, done.summaries[0], start, listener, time.monotonic())
+    if result.cases is not None and (why := _why_not_found(mutant, result, isolated)):
         return replace(result, cases=None, otherwise=why)
     return result
 
 
-def _why_not_found(mutant: Mutant, result: Found, executor: Isolated) -> str | None:
+def _why_not_found(mutant: Mutant, result: Found, isolated: Isolated) -> str | None:
     """Return why a failure is not that of the bug, or None: a text that is no code fails as well, and so may a right kernel."""
     if result.kind in _NOT_RUN and result.kind not in mutant.kinds:
         return f"it fails with {result.kind}, which the bug does not cause"
     case = msgspec.structs.replace(case_from_json(result.case), kernel=mutant.kernel)
-    return None if executor.trial(case).status == "pass" else f"{mutant.kernel} fails in the same Case"
+    return None if isolated.trial(case).status == "pass" else f"{mutant.kernel} fails in the same Case"
 
 
-def _of(task: Attempt, summary: KernelSummary, start: float, found: Sequence[float], end: float) -> Found:
+class _Listener:
+    """Listener of a campaign: when failures were found, and the passing Cases that came nearest to a budget."""
+
+    def __init__(self) -> None:
+        self.failures: list[float] = []
+        self.nearest: dict[str, Nearest] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Note what an event says of either."""
+        if isinstance(event, FailureFound):
+            self.failures.append(time.monotonic())
+        elif isinstance(event, TrialFinished) and event.phase == "generate":
+            for name, figures in event.verdict.figures.items():
+                before = self.nearest.get(name)
+                if figures.elements and (before is None or figures.worst > before.ratio):
+                    self.nearest[name] = Nearest(figures.worst, event.case.canonical())
+
+
+def _of(task: Attempt, summary: KernelSummary, start: float, listener: _Listener, end: float) -> Found:
     if not summary.findings:
-        worst = {name: each.worst for name, each in summary.outputs.items()}
-        return Found(task.mutant, task.seed, None, end - start, worst=worst)
+        return Found(task.mutant, task.seed, None, end - start, tried=summary.cases, nearest=listener.nearest)
     first = summary.findings[0]
     case = first.case
     return Found(
         mutant=task.mutant,
         seed=task.seed,
         cases=first.cases_to_find,
-        seconds=found[0] - start,
+        seconds=listener.failures[0] - start,
         kind=first.identity.kind,
         output=first.identity.output or "",
         case=case.canonical(),
-        shrinking=end - found[0],
+        tokens=case.problem.total_q + case.problem.total_k,
+        shrinking=end - listener.failures[0],
         partly=first.partly,
         simple=simple(case.problem.batch, case.recipe.pattern),
+        tried=first.cases_to_find,
     )
 
 

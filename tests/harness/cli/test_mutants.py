@@ -1,0 +1,141 @@
+"""`attnfuzz mutants`: its rows, as a table and as JSON; Ctrl-C keeps them; wrong use, and an installation without the bank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.detection import Attempt, Found, Nearest
+from support.mutants import mutants
+
+from attnfuzz.harness.cli import mutants as command
+from attnfuzz.harness.cli.main import main
+
+CASE = mutants()["MSK-05"].direct_case("mutant.MSK-05").canonical()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["mutants", *arguments])
+
+
+def row(task: Attempt, *, killed: bool = True) -> Found:
+    if killed:
+        return Found(task.mutant, task.seed, 3, 0.5, kind="mismatch", output="dq", case=CASE, tokens=4, tried=3)
+    return Found(task.mutant, task.seed, None, 2.0, tried=task.most, nearest={"o": Nearest(0.75, CASE)})
+
+
+@pytest.fixture
+def campaigns(monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
+    """Campaigns that take no time: those of seed 1 find nothing. The list gets what was asked for."""
+    asked: list[Attempt] = []
+
+    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+        for each in tasks:
+            asked.append(each)
+            yield row(each, killed=each.seed != 1)
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    return asked
+
+
+def test_each_mutant_has_a_row(campaigns: list[Attempt]) -> None:
+    done = run("MSK-05", "DIM-04", "MSK-05", "--seeds", "1", "--max-examples", "7", "--shrink", "0.01")
+    assert done.exit_code == 0, done.output
+    assert campaigns == [Attempt("MSK-05", 0, 7, 0.01), Attempt("DIM-04", 0, 7, 0.01)]
+    assert "MSK-05   triton.varlen   mismatch dq" in done.output
+    assert "2 of 2 campaigns found their bug; Cases to find it: median 3" in done.output
+
+
+def test_a_survivor_is_a_failure_and_its_nearest_case_is_shown(campaigns: list[Attempt]) -> None:
+    done = run("MSK-05", "--seeds", "2", "--max-examples", "7")
+    assert done.exit_code == 1
+    assert "never" in done.output
+    text = " ".join(done.output.split())
+    assert "MSK-05, seed 1: not found: 7 Cases; nearest to the budget (error / budget): o 0.75 in" in text
+
+
+def test_json_has_every_campaign(campaigns: list[Attempt]) -> None:
+    done = run("MSK-05", "--seeds", "2", "--json")
+    content = json.loads(done.stdout)
+    assert (content["command"], content["interrupted"]) == ("mutants", False)
+    assert (content["rates"]["attempts"], content["rates"]["killed"]) == (2, 1)
+    assert [each["cases"] for each in content["attempts"]] == [3, None]
+    assert content["attempts"][1]["nearest"] == {"o": {"ratio": 0.75, "case": CASE}}
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_ctrl_c_keeps_the_finished_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+        yield from map(row, tasks[:rows])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    done = run("MSK-05", "DIM-04", "--seeds", "1")
+    assert done.exit_code == 130
+    assert ("mismatch dq" in done.output) == bool(rows)
+    assert f"interrupted; campaigns until then: {rows}" in done.stderr
+    done = run("MSK-05", "DIM-04", "--seeds", "1", "--json")
+    assert done.exit_code == 130
+    content = json.loads(done.stdout)
+    assert (content["interrupted"], len(content["attempts"])) == (True, rows)
+
+
+WRONG = {
+    "an unknown id": (["MSK-99"], "ID='MSK-99': no mutant has that id; give one of ADD-01, "),
+    "no Cases": (["--max-examples", "0"], "'--max-examples': 0 is not in the range x>=1"),
+    "no seeds": (["--seeds", "0"], "'--seeds': 0 is not in the range x>=1"),
+    "no number": (["--seeds", "many"], "'--seeds': 'many' is not a valid integer range"),
+    "no time": (["--shrink", "0"], "'--shrink': 0.0 is not in the range x>0"),
+    "no jobs": (["--jobs", "0"], "'--jobs': 0 is not in the range x>=1"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "text"), list(WRONG.values()), ids=list(WRONG))
+def test_wrong_use_is_refused(arguments: list[str], text: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert text in done.output
+
+
+def test_a_mutant_that_shows_on_a_gpu_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import msgspec
+
+    alike = {"MSK-05": msgspec.structs.replace(mutants()["MSK-05"], device="cuda")}
+    monkeypatch.setattr("support.mutants.mutants", lambda: alike)
+    done = run("MSK-05")
+    assert done.exit_code == 2
+    assert "ID='MSK-05': it shows on a GPU only, and campaigns run on the CPU; give another" in done.output
+
+
+def test_a_process_that_ends_in_a_campaign_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.verdict.processes import LostProcess
+
+    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+        raise LostProcess("a process ended")
+        yield
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    done = run("MSK-05", "--jobs", "8")
+    assert done.exit_code == 2
+    assert "jobs=8: a process ended; give fewer" in done.output
+
+
+def test_a_broken_bank_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ValueError("MSK-05.toml: unknown field `colour`")
+
+    monkeypatch.setattr("support.mutants.mutants", broken)
+    done = run()
+    assert done.exit_code == 2
+    assert "MSK-05.toml: unknown field `colour`" in done.output
+
+
+def test_an_installation_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_BANK", tmp_path / "mutants" / "bugs")
+    done = run("MSK-05")
+    assert done.exit_code == 2
+    assert "the bank of mutants is no part of an installation; run `attnfuzz` from a checkout of the repository" in done.output

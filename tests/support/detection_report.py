@@ -1,0 +1,75 @@
+"""The table of `attnfuzz mutants`: a row for each mutant, what came nearest in those that survived, and figures over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from support.detection import Found, rates
+from support.mutants import mutants
+
+from attnfuzz.strategies.case import case_from_json
+
+__all__ = ["brief", "show"]
+
+
+def show(terminal: Console, rows: Sequence[Found], most: int) -> None:
+    """Print a row for each mutant, what survived, and the figures over all."""
+    table = Table(title=f"mutants, {most} Cases", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("mutant", "kernel", "found as", "minimal Case"):
+        table.add_column(column)
+    for column in ("tokens", "Cases", "seconds", "shrunk in s"):
+        table.add_column(column, justify="right")
+    for id_ in dict.fromkeys(each.mutant for each in rows):
+        table.add_row(*_row(id_, [each for each in rows if each.mutant == id_]))
+    terminal.print(table)
+    for each in rows:
+        if each.cases is None:
+            terminal.print(f"[red]{escape(each.mutant)}, seed {each.seed}: not found[/]: {escape(_why(each))}", highlight=False)
+    figures = rates(rows)
+    terminal.print(
+        f"{figures.killed} of {figures.attempts} campaigns found their bug; Cases to find it: median "
+        f"{_or_never(figures.median)}, 90th percentile {_or_never(figures.ninetieth)}; {figures.simple} minimal Cases have at "
+        f"most two sequences and plain values; shrunk in {figures.shrinking:.1f} s (median)",
+        highlight=False,
+    )
+
+
+def _row(id_: str, rows: Sequence[Found]) -> tuple[str, ...]:
+    """Return the cells of a mutant: kinds, smallest minimal Case, and Cases and seconds to the first failure by seed."""
+    killed = [each for each in rows if each.cases is not None]
+    kinds = dict.fromkeys(f"{each.kind} {each.output}".strip() for each in killed)
+    smallest = min(killed, key=lambda each: (each.tokens, len(each.case)), default=None)
+    return (
+        escape(id_),
+        mutants()[id_].kernel,
+        escape(", ".join(kinds)),
+        escape(brief(smallest.case)) if smallest else "",
+        str(smallest.tokens) if smallest else "",
+        ", ".join("[red]never[/]" if each.cases is None else str(each.cases) for each in rows),
+        ", ".join(f"{each.seconds:.1f}" for each in rows),
+        f"{max((each.shrinking for each in killed), default=0):.1f}",
+    )
+
+
+def _why(row: Found) -> str:
+    """Say what a campaign saw instead of the bug: another failure, or the Cases whose errors came nearest to their budgets."""
+    if row.otherwise:
+        return row.otherwise
+    nearest = sorted(row.nearest.items(), key=lambda each: each[1].ratio, reverse=True)
+    cases = "; ".join(f"{name} {each.ratio:.2f} in {brief(each.case)}" for name, each in nearest)
+    return f"{row.tried} Cases; nearest to the budget (error / budget): {cases or 'no Case was judged'}"
+
+
+def brief(case: str) -> str:
+    """Return the shape of a Case in JSON, in a few words."""
+    problem = case_from_json(case).problem
+    lengths = " ".join(f"{q}x{k}" for q, k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
+    return f"{lengths} heads {problem.heads}/{problem.kv_heads} dims {problem.dim_qk}/{problem.dim_v} {problem.causal or 'full'}"
+
+
+def _or_never(value: float | None) -> str:
+    return "never" if value is None else f"{value:g}"
