@@ -42,7 +42,7 @@ def _methods(rows: Sequence[Result]) -> Table:
     """Return a row for each method: what it found, in how many Cases, and its false alarms."""
     bank = mutants()
     kernels = list(dict.fromkeys(bank[row.subject].kernel for row in rows if row.subject in bank))
-    table = _table("", "found", *kernels, "by it alone", "Cases tried", "seconds to find", "false alarms")
+    table = _table("", "found", *kernels, "by it alone", "Cases tried", "in all", "seconds to find", "false alarms")
     for method in _present(rows):
         own = [row for row in rows if row.method == method and row.subject in bank]
         of_kernels = [[row for row in own if bank[row.subject].kernel == kernel] for kernel in kernels]
@@ -50,7 +50,7 @@ def _methods(rows: Sequence[Result]) -> Table:
         seconds = [row.seconds for row in own if row.found]
         tried = statistics.median([row.cases for row in own if not row.found] or [row.cases for row in own] or [0])
         table.add_row(
-            method, _share(own), *map(_share, of_kernels), str(alone), f"{tried:g}",
+            method, _share(own), *map(_share, of_kernels), str(alone), f"{tried:g}", str(sum(row.cases for row in own)),
             f"{statistics.median(seconds):.1f}" if seconds else "-", _alarms(method, rows),
         )  # fmt: skip
     return table
@@ -99,6 +99,10 @@ def _apart(rows: Sequence[Result]) -> Iterator[str]:
     none = [each for each, by in finders.items() if not by]
     for title, ids in ((f"found by {OURS} alone", alone), ("found by others only", others), ("found by none", none)):
         yield f"{title} ({len(ids)}): {', '.join(ids) or '-'}"
+    for method in (each for each in _present(rows) if each != OURS):
+        first = sum(OURS in by and method not in by for by in finders.values())
+        second = sum(method in by and OURS not in by for by in finders.values())
+        yield f"of {OURS} and {method}, the first alone found {first}, the second alone {second}"
 
 
 def _words() -> Table:

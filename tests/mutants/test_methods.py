@@ -224,12 +224,13 @@ def test_tables_count_what_each_found(rows: list[Any], tmp_path: Path, monkeypat
     done = command("MSK-05", "FLX-03", "--method", "attnfuzz", "--method", "flash", "--markdown", "--json", str(file))
     assert done.exit_code == 0, done.output
     lines = ["|".join(cell.strip() for cell in line.split("|")) for line in done.output.splitlines()]
-    assert "|attnfuzz|2 of 2|1 of 1|1 of 1|1|5.5|2.0|0 of 50|" in lines
-    assert "|flash|1 of 2|1 of 1|0 of 1|0|11|2.0|3 of 40|" in lines
+    assert "|attnfuzz|2 of 2|1 of 1|1 of 1|1|5.5|11|2.0|0 of 50|" in lines
+    assert "|flash|1 of 2|1 of 1|0 of 1|0|11|20|2.0|3 of 40|" in lines
     assert "|FLX|1|1|0|" in lines
     assert "found by attnfuzz alone (1): FLX-03" in lines
     assert "found by others only (0): -" in lines
     assert "found by none (0): -" in lines
+    assert "of attnfuzz and flash, the first alone found 1, the second alone 0" in lines
     again = command("--read", str(file), "--markdown")
     assert (again.exit_code, again.output) == (0, done.output)
 
