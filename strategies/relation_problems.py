@@ -8,7 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
-from attnfuzz.kernels.problem import ORDERS, Layout, Needs, Problem
+from attnfuzz.kernels.problem import LAYOUTS, ORDERS, Layout, Needs, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, Check
 
 __all__ = ["SPREAD", "related_problems", "spread", "why_not_relation"]
@@ -36,7 +36,8 @@ def related_problems(check: Check, problem: Problem, seed: int) -> tuple[Problem
             forward = Needs(outputs=("o", "lse"))
             return tuple(replace(problem, seqlens_k=part, slack_k=0, needs=forward) for part in (cuts, rests))
         case "huge_strides":
-            return tuple(_pitched(problem, name, seed) for name in ("layout_q", "layout_k", "layout_v", "layout_do"))
+            # Another offset in each tensor: most faults are in code that tensors share.
+            return tuple(_pitched(problem, name, seed + at) for at, name in enumerate(LAYOUTS))
         case _:
             return (problem,)
 
@@ -47,8 +48,8 @@ def _cut(keys: int, seed: int) -> int:
     return max(0, min(choices[seed % 5], keys))
 
 
-def _pitched(problem: Problem, name: str, seed: int) -> Problem:
-    """Return `problem` with one tensor so wide that an offset in it is 2^31 elements or just more: `seed` selects which.
+def _pitched(problem: Problem, name: str, number: int) -> Problem:
+    """Return `problem` with one tensor so wide that an offset in it is 2^31 elements or just more: `number` selects which.
 
     That of the last row, over all sequences; of the last sequence, where tensors have a dimension for several; or of the last
     head, where heads are stored outside tokens. The latter two are one product of an index and a stride.
@@ -59,10 +60,10 @@ def _pitched(problem: Problem, name: str, seed: int) -> Problem:
     dim = problem.dim_qk if name in ("layout_q", "layout_k") else problem.dim_v
     several = problem.packing == "dense" and problem.batch > 1
     rows, order, row = max(2, sum(lengths)) - 1, None, heads * dim
-    if seed % 3 == 1 and heads > 1 and heads * sum(lengths) <= _TINY_ROWS and not several:
+    if number % 3 == 1 and heads > 1 and heads * sum(lengths) <= _TINY_ROWS and not several:
         order, row = ORDERS[problem.packing][1], dim
         rows = (heads - 1) * sum(lengths)
-    elif seed % 3 and several:
+    elif number % 3 and several:
         rows = (problem.batch - 1) * lengths[0]
     stride = -(-_LARGEST // max(1, rows) // _ALIGNED) * _ALIGNED + _ALIGNED
     return replace(problem, **{name: Layout(order=order, pitch=max(0, stride - row))})
