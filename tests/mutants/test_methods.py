@@ -199,7 +199,7 @@ def test_a_grid_that_is_done_is_named(turn: Callable[..., Any]) -> None:
 
 
 def command(*arguments: str) -> Result:
-    return CliRunner().invoke(part("cli").main, list(arguments))
+    return CliRunner(env={"COLUMNS": "160"}).invoke(part("cli").main, list(arguments))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ CASE = mutants()["MSK-05"].direct_case("mutant.MSK-05").canonical()
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["mutants", *arguments])
+    return CliRunner(env={"COLUMNS": "160"}).invoke(main, ["mutants", *arguments])
 
 
 def row(task: Attempt, *, killed: bool = True) -> Found:
