@@ -22,7 +22,8 @@ __all__ = ["Attempt", "Found", "Rates", "attempt", "rates", "simple"]
 PLAIN = ("normal", "zeros")
 """Patterns of values that are plain."""
 _NOT_RUN = ("compile-error", "exception", "crash", "hang")
-_executor: Isolated | None = None
+_executors: dict[str, Isolated] = {}
+"""One for all attempts on the kernels of a language: to load Triton takes longer than most of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,11 @@ class Found:
 
 def attempt(task: Attempt) -> Found:
     """Run the campaign that `attnfuzz run` would run on a mutant, in child processes, until its first failure is shrunk."""
-    global _executor
-    if _executor is None:
-        # One for all attempts of this process: to load Triton takes longer than most of them.
-        _executor = Isolated("cpu", backends=["triton"])
     mutant, found = mutants()[task.mutant], list[float]()
     kernel = kernel_of(mutant)
+    if mutant.backend not in _executors:
+        _executors[mutant.backend] = Isolated("cpu", backends=[mutant.backend])
+    executor = _executors[mutant.backend]
 
     def listen(event: Event) -> None:
         if isinstance(event, FailureFound):
@@ -75,11 +75,11 @@ def attempt(task: Attempt) -> Found:
     settings = Settings(max_examples=task.most, max_failures=1, seed=task.seed, shrink=task.shrink, out=None)
     start = time.monotonic()
     try:
-        done = run_campaign([kernel], settings, listen, _executor)
+        done = run_campaign([kernel], settings, listen, executor)
     finally:
         registry.unregister(kernel.name)
     result = _of(task, done.summaries[0], start, found, time.monotonic())
-    if result.cases is not None and (why := _why_not_found(mutant, result, _executor)):
+    if result.cases is not None and (why := _why_not_found(mutant, result, executor)):
         return replace(result, cases=None, otherwise=why)
     return result
 
