@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import mutants as bank
-from support.mutants import Mutant, kernel_of, mutants
+from support.mutants import SUBJECTS, Mutant, kernel_of, mutants
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -17,6 +17,7 @@ from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.tilelang import build
 from attnfuzz.strategies.case import Case, case_from_json
+from attnfuzz.strategies.shapes import all_variants
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def of_the_right_kernel(case: str) -> Verdict:
     return run_trial(case_from_json(case), "cpu")
 
 
-ALWAYS = {"ADD-01", "MSK-19", "LSE-18", "STR-10", "PRC-01-modified", "BWD-06-modified", "MSK-12-ragged"}
+ALWAYS = {"ADD-01", "MSK-19", "LSE-18", "STR-10", "PRC-01-modified"}
 """Cases of several blocks take a second each, and compiles several: those few always that no other test has."""
 
 DEADLINE = 10.0
@@ -73,6 +74,19 @@ def test_its_direct_case_shows_it(mutant: Mutant) -> None:
 
 def test_those_are_there() -> None:
     assert mutants().keys() >= ALWAYS
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_without_a_patch_it_is_the_kernel(name: str) -> None:
+    """With its own capabilities and Configs: those that a campaign draws from."""
+    kernel, planted = (
+        registry.get(name),
+        kernel_of(Mutant(id="no", source="", mechanism="", kernel=name, outputs=(), kinds=(), patches=(), case="{}")),
+    )
+    assert (planted.name, planted.capabilities) == ("mutant.no", kernel.capabilities)
+    problem = next(each.problem(kernel.capabilities) for each in all_variants(kernel, kernel.capabilities.devices[0]))
+    assert planted.configs(problem) == kernel.configs(problem)
+    assert [Path(each).name for each in planted.files] == [Path(each).name for each in kernel.files]
 
 
 WRONG = {

@@ -1,6 +1,6 @@
-"""The bank of mutants: bugs of released attention kernels, and of kinds that Cases did not reach, planted in copies of ours.
+"""The bank of mutants: bugs of released attention kernels, of kinds that Cases did not reach, and others that tests need.
 
-One file each in tests/mutants/bugs.
+One file each in tests/mutants/bugs, planted in copies of our kernels.
 """
 
 from __future__ import annotations
@@ -96,11 +96,12 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A bug that a released kernel had, or of a kind that Cases did not reach, and how to plant it in one of our kernels.
+    """A bug, and how to plant it in one of our kernels.
 
-    `source`: repository and number. `case`: a Case that shows it, JSON as in a case file, without format and kernel. `outputs`:
-    those that are wrong in that Case, and `kinds`: of its failures. `control`: any grid of shapes finds it. `fused`: it shows
-    only where a product and a sum are rounded once. `isolated`: the Case needs a process of its own, which hangs.
+    `source`: repository and number of the released kernel that had it, or "no released kernel" and why it is here. `case`: a Case
+    that shows it, JSON as in a case file, without format and kernel. `outputs`: those that are wrong in that Case, and `kinds`:
+    of its failures. `control`: any grid of shapes finds it. `fused`: it shows only where a product and a sum are rounded once.
+    `isolated`: the Case needs a process of its own, which hangs.
     """
 
     id: str

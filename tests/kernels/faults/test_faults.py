@@ -12,12 +12,8 @@ from support.runs import row_of
 from attnfuzz.kernels.faults import device as on_device
 from attnfuzz.kernels.faults.planted import planted_source
 
-ALWAYS = {
-    *("MSK-30", "GQA-30", "RAG-14"),
-    *("MSK-01-tilelang", "LSE-14-tilelang", "BWD-30-tilelang"),
-    *("RAG-14-ragged", "RAG-32-ragged"),
-}
-"""Some of each kernel; the others are tried by `-m slow`: most of the time is compilers'."""
+ALWAYS = {"MSK-30", "RAG-14", "LSE-14-tilelang"}
+"""Some of each language; the others are tried by `-m slow`: most of the time is compilers'."""
 
 
 def marks_of(mutant: Mutant) -> list[pytest.MarkDecorator]:
