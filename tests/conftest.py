@@ -80,7 +80,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     rows = [value for each in reports for name, value in getattr(each, "user_properties", ()) if name == "fault"]
     if rows:
         terminalreporter.section("planted faults")
-        terminalreporter.write_line(f"{'kernel':<9} {'fault':<41} {'in':<4} {'cases':>5} {'s':>6}  minimal case")
+        terminalreporter.write_line(f"{'kernel':<26} {'fault':<16} {'in':<4} {'cases':>5} {'s':>6}  minimal case")
         for row in sorted(rows, key=lambda row: (row["kernel"], row["fault"])):
             figures = f"{row['shows in']:<4} {row['cases']:>5} {row['seconds']:>6}"
-            terminalreporter.write_line(f"{row['kernel']:<9} {row['fault']:<41} {figures}  {row['minimal']}")
+            terminalreporter.write_line(f"{row['kernel']:<26} {row['fault']:<16} {figures}  {row['minimal']}")

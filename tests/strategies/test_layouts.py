@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
 from support.emulated.whole import Emulated
-from support.faults import TRITON
+from support.mutants import module_of
 from support.runs import try_variants
 
 from attnfuzz.harness.campaign.events import Finding
@@ -182,7 +182,9 @@ TRITON_FAULTS = {
 @pytest.mark.parametrize("name", TRITON_FAULTS)
 def test_a_stride_fault_of_a_real_kernel_is_found(name: str) -> None:
     edit, layout = TRITON_FAULTS[name]
-    kernel = TritonVarlen(name="test.strides", device_code=functools.partial(planted_copy, TRITON, [edit]))
+    kernel = TritonVarlen(
+        name="test.strides", device_code=functools.partial(planted_copy, module_of("triton.varlen", "device"), [edit])
+    )
     assert verdict_of(kernel, RAGGED, DEVICE).status == "pass"
     verdict = verdict_of(kernel, replace(RAGGED, **ALL[layout]), DEVICE)
     assert {each.kind for each in verdict.failures} & {"mismatch", "nonfinite"}

@@ -1,6 +1,6 @@
-"""The bank of mutants: bugs of released attention kernels, and of kinds that Cases did not reach, planted in copies of ours.
+"""The bank of mutants: bugs of released attention kernels, of kinds that Cases did not reach, and others that tests need.
 
-One file each in tests/mutants/bugs.
+One file each in tests/mutants/bugs, planted in copies of our kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import importlib
 import json
 import tomllib
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from support.paths import TESTS
@@ -17,21 +17,48 @@ from support.paths import TESTS
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.faults.planted import Edit, planted_copy, planted_source
-from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import FORMAT, Case, case_from_object
 
-__all__ = ["FOLDER", "MODULES", "Mutant", "Patch", "kernel_of", "mutants"]
+__all__ = ["FOLDER", "SUBJECTS", "Campaign", "Memory", "Mutant", "Patch", "kernel_of", "module_of", "mutants"]
 
 FOLDER = TESTS / "mutants" / "bugs"
 Part = Literal["device", "host", "masks"]
-MODULES: dict[str, dict[Part, str]] = {
-    "triton.varlen": {"device": "attnfuzz.kernels.triton.varlen_device", "host": "attnfuzz.kernels.triton.varlen"},
-    "triton.flex": {
-        "device": "attnfuzz.kernels.triton.flex_device",
-        "masks": "attnfuzz.kernels.triton.blockmask",
-    },
+
+
+class Subject(NamedTuple):
+    """A kernel in which bugs are planted: its modules, the class in `host` that makes it, and that class's arguments."""
+
+    modules: dict[Part, str]
+    kind: str
+    arguments: dict[str, Any]
+
+
+def _triton(name: str, kind: str, **more: str) -> Subject:
+    package = "attnfuzz.kernels.triton"
+    parts = {"device": f"{name}_device", "host": name, **more}
+    return Subject({part: f"{package}.{module}" for part, module in parts.items()}, kind, {})  # type: ignore[misc]
+
+
+def _tilelang(name: str, kind: str, device: str, **arguments: Any) -> Subject:
+    package = "attnfuzz.kernels.tilelang"
+    return Subject({"device": f"{package}.{device}_device", "host": f"{package}.{name}"}, kind, arguments)
+
+
+SUBJECTS: dict[str, Subject] = {
+    "triton.varlen": _triton("varlen", "TritonVarlen"),
+    "triton.flex": _triton("flex", "TritonFlex", masks="blockmask"),
+    "triton.flex.prescaled": _triton("flex", "TritonFlex", masks="blockmask"),
+    "triton.flex.tf32": _triton("flex", "TritonFlex", masks="blockmask"),
+    "tilelang.varlen": _tilelang("varlen", "TileLangVarlen", "varlen"),
+    "tilelang.mha": _tilelang("dense", "TileLangDense", "dense", reduction="none", pipelined=False),
+    "tilelang.mha_pipelined": _tilelang("dense", "TileLangDense", "dense", reduction="none"),
+    "tilelang.gqa.atomic": _tilelang("dense", "TileLangDense", "dense", reduction="atomic"),
+    "tilelang.gqa.split": _tilelang("dense", "TileLangDense", "dense", reduction="split"),
+    "tilelang.gqa_varlen.atomic": _tilelang("ragged", "TileLangRagged", "ragged", reduction="atomic"),
+    "tilelang.gqa_varlen.split": _tilelang("ragged", "TileLangRagged", "ragged", reduction="split"),
+    "tilelang.modified": _tilelang("modified", "TileLangModified", "dense"),
 }
-"""The modules of each kernel in which bugs are planted."""
+"""The kernels in which bugs are planted."""
 
 
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,28 +70,64 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     times: int = 1
 
 
-class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A bug that a released kernel had, or of a kind that Cases did not reach, and how to plant it in one of our kernels.
+class Campaign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a campaign of few variants finds the bug (tests/kernels/faults/test_faults.py), on the CPU or on a GPU.
 
-    `source`: repository and number. `case`: a Case that shows it, JSON as in a case file, without format and kernel. `outputs`:
-    those that are wrong in that Case, and `kinds`: of its failures. `control`: any grid of shapes finds it.
+    `causal`: only a causal mask shows it. `ahead`: only a Config of four warps, whose products are asynchronous. `races`: rows of
+    another sequence are stored twice, and on a GPU either block may be the last.
+    """
+
+    causal: bool = False
+    ahead: bool = False
+    races: bool = False
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a campaign finds a bug of memory, or of what one call leaves to the next (tests/kernels/faults/test_memory.py).
+
+    `kinds`: of the failure without the memory checker, and `says`: a part of its message. `checker`: the kind as which the memory
+    checker of interpreted kernels finds it, if it does. `cpu_only`: its code cannot be compiled for a GPU, or is guarded there.
+    """
+
+    kinds: tuple[str, ...]
+    says: str = ""
+    checker: str = ""
+    cpu_only: bool = False
+
+
+class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A bug, and how to plant it in one of our kernels.
+
+    `source`: repository and number of the released kernel that had it, or "no released kernel" and why it is here. `case`: a Case
+    that shows it, JSON as in a case file, without format and kernel. `outputs`: those that are wrong in that Case, and `kinds`:
+    of its failures. `control`: any grid of shapes finds it. `fused`: it shows only where a product and a sum are rounded once.
+    `isolated`: the Case needs a process of its own, which hangs.
     """
 
     id: str
     source: str
     mechanism: str
     kernel: str
-    outputs: tuple[OutputName, ...]
+    outputs: tuple[str, ...]
     kinds: tuple[str, ...]
     patches: tuple[Patch, ...]
     case: str
     device: Device = "cpu"
     control: bool = False
+    fused: bool = False
+    isolated: bool = False
+    campaign: Campaign | None = None
+    memory: Memory | None = None
 
     @property
     def name(self) -> str:
         """The name of the kernel that has the bug."""
         return f"mutant.{self.id}"
+
+    @property
+    def backend(self) -> str:
+        """The language of the kernel."""
+        return self.kernel.partition(".")[0]
 
     def edits(self, part: Part) -> list[Edit]:
         """Return the edits of one part."""
@@ -86,7 +149,7 @@ def mutants() -> dict[str, Mutant]:
     Raises:
         ValueError: a file is not a mutant, or not named by its id; the text says which and why.
     """
-    found = {}
+    bank = {}
     for path in sorted(FOLDER.glob("*.toml")):
         try:
             each = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Mutant)
@@ -95,8 +158,8 @@ def mutants() -> dict[str, Mutant]:
             raise ValueError(f"{path.name}: {error}") from None
         if each.id != path.stem:
             raise ValueError(f"{path.name}: its id is {each.id!r}; a file is named by its id")
-        found[each.id] = each
-    return found
+        bank[each.id] = each
+    return bank
 
 
 def _check(mutant: Mutant) -> None:
@@ -105,11 +168,11 @@ def _check(mutant: Mutant) -> None:
     Raises:
         ValueError: one of them is not; the text says what is expected.
     """
-    if mutant.kernel not in MODULES:
-        raise ValueError(f"kernel={mutant.kernel!r}: no bugs are planted in it; it is one of {', '.join(MODULES)}")
+    if mutant.kernel not in SUBJECTS:
+        raise ValueError(f"kernel={mutant.kernel!r}: no bugs are planted in it; it is one of {', '.join(SUBJECTS)}")
     if not mutant.patches:
         raise ValueError("patches: there are none; give one at least")
-    modules = MODULES[mutant.kernel]
+    modules = SUBJECTS[mutant.kernel].modules
     if unknown := [each.part for each in mutant.patches if each.part not in modules]:
         raise ValueError(f"part={unknown[0]!r}: {mutant.kernel} has no such part; it is one of {', '.join(modules)}")
     for part, module in modules.items():
@@ -121,22 +184,26 @@ def _check(mutant: Mutant) -> None:
     mutant.direct_case(mutant.kernel)
 
 
-def kernel_of(mutant: Mutant) -> Kernel:
-    """Make the kernel that has the bug, under a name of its own.
+def module_of(kernel: str, part: Part) -> str:
+    """Return the name of a kernel's module."""
+    return SUBJECTS[kernel].modules[part]
+
+
+def kernel_of(mutant: Mutant, name: str = "") -> Kernel:
+    """Make the kernel that has the bug, called `name`, or by a name of its own.
 
     Raises:
         BadArgument: a patch no longer fits the kernel's source.
     """
-    modules = MODULES[mutant.kernel]
-    files = registry.get(mutant.kernel).files
-    device = functools.partial(planted_copy, modules["device"], mutant.edits("device"))
-    if mutant.kernel == "triton.varlen":
-        edits = mutant.edits("host")
-        host = planted_copy(modules["host"], edits) if edits else importlib.import_module(modules["host"])
-        kernel: Kernel = host.TritonVarlen(name=mutant.name, device_code=device, files=files)
-        return kernel
-    from attnfuzz.kernels.triton.flex import TritonFlex
-
-    return TritonFlex(
-        name=mutant.name, device_code=device, masks=functools.partial(planted_copy, modules["masks"], mutant.edits("masks"))
-    )
+    modules, kind, arguments = SUBJECTS[mutant.kernel]
+    copies = {part: functools.partial(planted_copy, module, mutant.edits(part)) for part, module in modules.items()}
+    host = copies["host"]() if mutant.edits("host") else importlib.import_module(modules["host"])
+    # A right part is not copied: what TileLang has compiled for the right kernel is found again.
+    options = {"device_code": copies["device"]} if mutant.edits("device") else {}
+    if mutant.backend == "triton":
+        original = registry.get(mutant.kernel)
+        options |= {"files": original.files, "device_code": copies["device"]}
+        if "masks" in modules:
+            options |= {"masks": copies["masks"], "capabilities": original.capabilities}
+    kernel: Kernel = getattr(host, kind)(name=name or mutant.name, **arguments, **options)
+    return kernel

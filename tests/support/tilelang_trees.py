@@ -1,17 +1,12 @@
-"""A PrimFunc that evaluates many trees over a tile, and faults of the dense TileLang kernel with trees, planted in copies."""
+"""A PrimFunc that evaluates many trees over a tile, and Problems of the dense TileLang kernel with trees."""
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
-from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.expressions.tree import KV, Data, H, Q, S, const, parse, tanh, to_data, to_float, where
-from attnfuzz.kernels.faults.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.kernels.tilelang.modified import TileLangModified
 from attnfuzz.kernels.tilelang.printer import value
 
 
@@ -40,7 +35,6 @@ def evaluated_trees(*, trees: tuple[Data, ...], rows: int, columns: int) -> Any:
     return evaluated
 
 
-DEVICE = "attnfuzz.kernels.tilelang.dense_device"
 # The first tile of keys is hidden from all queries, and some queries see none at all.
 PROBLEM = Problem(
     seqlens_q=(45, 45),
@@ -67,87 +61,3 @@ HIDING = Problem(
     causal="top_left",
     score_mod=to_data(where(KV >= Q, S, S + const(-1e38))),
 )
-_PLACE = "(seq, head, row_0 + i, key_0 + j, n_q, n_k)"
-_FORWARD = f"s[i, j] = trees.changed(s[i, j] * exponent, {_PLACE})"
-_INDENT = "\n" + " " * 28
-_BACKWARD = f"p[j, i] * exponent, {_PLACE}"
-
-
-@dataclass(frozen=True)
-class TreeFault:
-    """One fault, a Problem that shows it, and the outputs that must be wrong there."""
-
-    name: str
-    shows: frozenset[str]
-    edits: tuple[Edit, ...]
-    only: bool = True
-    """No other output is wrong."""
-    problem: Problem = PROBLEM
-    fused: bool = False
-    """Shows only where a product and a sum are rounded once."""
-
-
-def _fault(name: str, shows: str, *edits: Edit, **others: Any) -> TreeFault:
-    return TreeFault(name, frozenset(shows.split()), edits, **others)
-
-
-TREE_FAULTS = (
-    _fault(
-        "slope of score_mod left out",
-        "dq dk",
-        Edit(f"trees.sloped({_INDENT}ds[j, i] - delta[i], {_BACKWARD}\n", f"({_INDENT}ds[j, i] - delta[i]\n"),
-    ),
-    _fault(
-        "slope of the changed score",
-        "dq dk",
-        Edit(f"delta[i], {_BACKWARD}", f"delta[i], trees.changed({_BACKWARD}), {_PLACE}"),
-    ),
-    _fault(
-        "query and key index swapped in the backward",
-        "dq dk dv",
-        Edit(_BACKWARD, _BACKWARD.replace("row_0 + i, key_0 + j", "key_0 + j, row_0 + i"), times=2),
-    ),
-    _fault("head of the group in the backward", "dq dk dv", Edit(_BACKWARD, _BACKWARD.replace("head", "kv_head"), times=2)),
-    _fault(
-        "mask left out of P in the backward",
-        "dv",
-        Edit("p[j, i] = trees.changed(", "p[j, i] = printed(score, None).changed("),
-    ),
-    _fault(
-        "rows beyond the queries counted in the backward",
-        "dv",
-        Edit(_BACKWARD, _BACKWARD.replace("n_q", "n_q + tile_m"), times=2),
-        only=False,
-        problem=RISING,
-    ),
-    _fault(
-        "score_mod before the scale",
-        "o lse",
-        Edit(_FORWARD, f"s[i, j] = trees.changed(s[i, j], {_PLACE}) * exponent"),
-        only=False,
-    ),
-    _fault(
-        "hidden scores -1e30",
-        "o lse",
-        Edit(_FORWARD, f"s[i, j] = T.max(trees.changed(s[i, j] * exponent, {_PLACE}), -1e30)"),
-        only=False,
-    ),
-    _fault(
-        "a maximum of -1e38 that does not cancel",
-        "o lse",
-        Edit(
-            "s[i, j] = T.exp2((s[i, j] - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i])) * scale_log2)",
-            "s[i, j] = T.exp2(s[i, j] * scale_log2 - T.if_then_else(m[i] == -T.infinity(ACC), 0.0, m[i] * scale_log2))",
-        ),
-        only=False,
-        problem=HIDING,
-        fused=True,
-    ),
-    _fault("LSE scaled twice", "lse", Edit("m[i] * (1.0 if changed else exponent)", "m[i] * exponent"), only=False),
-)  # fmt: skip
-
-
-def faulty(fault: TreeFault) -> Kernel:
-    """A copy of tilelang.modified with `fault`, under a name of its own."""
-    name = "".join(each if each.isalnum() else "_" for each in fault.name)
-    return TileLangModified(f"test.tilelang.{name}", functools.partial(planted_copy, DEVICE, fault.edits))

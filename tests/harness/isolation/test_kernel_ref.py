@@ -97,10 +97,10 @@ def test_another_kernel_of_the_same_name_is_another_parcel(tmp_path: Path, monke
 
 
 def test_planted_copies_can_be_shipped() -> None:
-    from support.faults import FAULTS, faulty
+    from support.mutants import kernel_of, mutants
 
-    for backend in ("triton", "tilelang"):
-        kernel = registry.register(faulty(backend, FAULTS[0]))
+    for id_ in ("MSK-30", "MSK-30-tilelang", "HST-01", "RAC-13-tilelang"):
+        kernel = registry.register(kernel_of(mutants()[id_]))
         assert in_a_child(shipped(kernel.name)) == kernel.name
 
 

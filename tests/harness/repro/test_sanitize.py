@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
 from support.calls import PROBLEM, WIDE, Subject
-from support.memory import FAULTS, planted
+from support.mutants import kernel_of, mutants
 
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.core import environment
@@ -481,7 +481,7 @@ def test_gpu_memcheck_names_a_row_written_past_o(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.gpu
 def test_gpu_initcheck_names_a_workspace_assumed_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = planted(next(each for each in FAULTS if each.name == "Delta added to a workspace assumed zero"))
+    kernel = kernel_of(mutants()["HST-30"])
     problem = Problem(seqlens_q=(5,), seqlens_k=(5,), dim_qk=64, dim_v=64)
     registry.register(kernel)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faults import FAULTS, faulty
+from support.mutants import kernel_of, mutants
 from support.runs import few_variants, try_variants
 
 from attnfuzz.harness.campaign import explainer
@@ -148,34 +148,32 @@ def test_what_failing_cases_have_in_common_is_named(tmp_path: Path) -> None:
 
 
 TRITON: dict[str, tuple[set[str], set[str]]] = {
-    # parts that must matter, and rules that must be among those of some part
-    "mask off by one": ({"causal", "seqlen_k"}, {"seqlen_k not a multiple of tile_n=32"}),
-    "missing offset when seqlen_q != seqlen_k": ({"causal"}, {"seqlen_q != seqlen_k"}),
-    "tail keys unmasked": ({"causal", "seqlen_k"}, {"seqlen_k not a multiple of tile_n=32"}),
-    "rescale dropped": ({"seqlen_k"}, set()),
-    "group index wrong": ({"groups", "kv_heads"}, set()),
-    "dK, dV of the group not summed": ({"groups"}, set()),
-    "tail rows stored into the next sequence": ({"batch"}, set()),
-    "zero-length sequence skipped": ({"seqlen_q"}, set()),
-    "P rounded to bf16 in an fp16 kernel": ({"dtype"}, set()),
+    # by id: parts that must matter, and rules that must be among those of some part
+    "MSK-30": ({"causal", "seqlen_k"}, {"seqlen_k not a multiple of tile_n=32"}),
+    "MSK-01": ({"causal"}, {"seqlen_q != seqlen_k"}),
+    "MSK-11-tail": ({"causal", "seqlen_k"}, {"seqlen_k not a multiple of tile_n=32"}),
+    "LSE-30": ({"seqlen_k"}, set()),
+    "GQA-30": ({"groups", "kv_heads"}, set()),
+    "GQA-02": ({"groups"}, set()),
+    "RAG-14": ({"batch"}, set()),
+    "RAG-03": ({"seqlen_q"}, set()),
+    "PRC-31": ({"dtype"}, set()),
 }
 
-_BY_VALUES = {"rescale dropped", "P rounded to bf16 in an fp16 kernel"}
+_BY_VALUES = {"LSE-30", "PRC-31"}
 """Faults that show with some values only: other dims, or another seed, have other values."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRITON)
-def test_the_cause_of_a_fault_in_triton_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("id_", TRITON)
+def test_the_cause_of_a_fault_in_triton_is_named(id_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All the time that shrinking leaves is for the explanation: on a loaded machine the interpreter is slow."""
     monkeypatch.setattr(explainer, "_SHARE", 1.0)
-    fault = next(each for each in FAULTS if each.name == name)
-    kernel = faulty("triton", fault)
-    _, parts = explained(kernel, tmp_path)
-    must, rules = TRITON[name]
+    _, parts = explained(kernel_of(mutants()[id_]), tmp_path)
+    must, rules = TRITON[id_]
     assert must <= set(rules_of(parts)), rules_of(parts)
     assert rules <= {each for part in parts.values() for each in part.rules}
-    for plain in ("slack_q", "slack_k") if name in _BY_VALUES else ("seed", "kv_heads", "dims", "slack_q", "slack_k"):
+    for plain in ("slack_q", "slack_k") if id_ in _BY_VALUES else ("seed", "kv_heads", "dims", "slack_q", "slack_k"):
         assert plain in must or not (plain in parts and parts[plain].passes), parts[plain]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.memory import FAULTS, RACING, MemoryFault, planted
+from support.mutants import Mutant, kernel_of, mutants
 from support.runs import try_variants
 from support.triton_mode import interpreted
 
@@ -28,6 +29,9 @@ from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.trials import call_checks
 
 CASES = 150
+FAULTS = [each for each in mutants().values() if each.memory]
+OFTEN = {"OOB-30", "OOB-31", "OOB-32", "HST-04", "RAG-03", "HST-01-call", "HST-33-tilelang"}
+"""Some of each check; the others are tried by `-m slow`."""
 
 
 def with_calls(only: Check | None = None):
@@ -109,49 +113,53 @@ def test_what_a_tensor_holds_survives_its_growth() -> None:
     assert tensor.flatten()[4:].isnan().all()
 
 
+def dtype_of(mutant: Mutant) -> str:
+    return mutant.direct_case(mutant.kernel).problem.dtype
+
+
 @pytest.mark.any_device
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] * (number % 2 or "another order" in each.name))
-        for number, each in enumerate(FAULTS)
-    ],
-    ids=lambda fault: f"{fault.backend}: {fault.name}",
+    "mutant", [pytest.param(each, id=each.id, marks=[pytest.mark.slow] * (each.id not in OFTEN)) for each in FAULTS]
 )
-def test_the_fault_is_found_as_what_it_is(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fault.cpu_only and environment.has_cuda():
+def test_the_fault_is_found_as_what_it_is(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mutant.memory is not None
+    if mutant.memory.cpu_only and environment.has_cuda():
         pytest.skip("its code is the CPU's")
-    kernel, dtype = planted(fault), fault.dtype
+    kernel, check = kernel_of(mutant), mutant.direct_case(mutant.kernel).check
     # The memory checker, which a GPU has not, would be first.
-    run = run_of(kernel, tmp_path, monkeypatch, check=fault.check, dtype=dtype, most=CASES, memory_check=False)
+    run = run_of(kernel, tmp_path, monkeypatch, check=check, dtype=dtype_of(mutant), most=CASES, memory_check=False)
     assert run.findings.closed, f"not found in {run.tally.cases} cases"
     finding = next(iter(run.findings.closed.values()))
     failure = next(each for each in finding.verdict.failures if each.identity == finding.identity)
-    assert failure.kind in fault.kinds, failure.message
-    assert fault.says in failure.message
+    assert failure.kind in mutant.memory.kinds, failure.message
+    assert mutant.memory.says in failure.message
     assert finding.case.problem.batch <= 2
 
 
 @interpreted
 @pytest.mark.parametrize(
-    "fault",
+    "mutant",
     [
-        pytest.param(each, marks=[pytest.mark.slow] * (each.name == "lengths of the first call kept"))
+        pytest.param(each, id=each.id, marks=[pytest.mark.slow] * (each.id == "HST-32"))
         for each in FAULTS
-        if each.checked
+        if each.memory and each.memory.checker
     ],
-    ids=lambda fault: fault.name,
 )
-def test_the_memory_checker_finds_it_first(fault: MemoryFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(planted(fault), tmp_path, monkeypatch, check=fault.check, dtype=fault.dtype, most=CASES)
-    assert next(iter(run.findings.closed)).kind == fault.checked
+def test_the_memory_checker_finds_it_first(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mutant.memory is not None
+    check = mutant.direct_case(mutant.kernel).check
+    run = run_of(kernel_of(mutant), tmp_path, monkeypatch, check=check, dtype=dtype_of(mutant), most=CASES)
+    assert next(iter(run.findings.closed)).kind == mutant.memory.checker
+
+
+def test_those_are_there() -> None:
+    assert {each.id for each in FAULTS} >= OFTEN
 
 
 @pytest.mark.any_device
 def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the oracle in a process that earlier Cases have used: shrunk to calls that show it in any process."""
-    fault = next(each for each in FAULTS if each.check == "other_scale")
-    kernel = planted(fault)
+    kernel = kernel_of(mutants()["HST-01-call"])
     run = run_of(kernel, tmp_path, monkeypatch, check="oracle", dtype="float16", most=CASES, isolated=True)
     finding = next(iter(run.findings.closed.values()))
     assert finding.case.check in ("other_scale", "other_shape")
@@ -173,7 +181,8 @@ def test_what_one_case_leaves_to_the_next_becomes_a_case_of_its_own(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "tilelang"])
 def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = planted(MemoryFault("nothing", backend, ()))
+    kernel = copy.copy(registry.get(f"{backend}.varlen"))
+    kernel.name = "test.clean"
     run = run_of(kernel, tmp_path, monkeypatch, check=None, dtype="float16", most=40)
     assert not run.findings.closed
     assert run.tally.cases == 40
@@ -184,6 +193,7 @@ def test_a_clean_kernel_passes_every_sequence_of_calls(backend: str, tmp_path: P
 def test_another_order_of_additions_is_right_where_nothing_else_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = planted(MemoryFault("order", "triton", (), device=RACING), deterministic=("o", "lse", "dk", "dv"))
+    kernel = kernel_of(mutants()["RAC-27"])
+    kernel.capabilities = replace(kernel.capabilities, deterministic=("o", "lse", "dk", "dv"))
     run = run_of(kernel, tmp_path, monkeypatch, check="twice", dtype="float32", most=40)
     assert not run.findings.closed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.doubt import ALL, FEW, MASKS_IN_DOUBT, ONE, TIES, answered
 from support.flex import dense
-from support.flex_faults import FlexFault, faulty
+from support.mutants import kernel_of, mutants
 from support.triton_mode import interpreted
 
 from attnfuzz.harness.campaign import coverage as tally
@@ -19,10 +19,9 @@ from attnfuzz.harness.report.terminal import summary_table
 from attnfuzz.harness.trial import trial
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Deviations, Kernel
+from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.expressions.named import alibi, bias, softcap
 from attnfuzz.kernels.expressions.tree import KV, Captured, Expression, H, Q, S, load, to_data, to_float
-from attnfuzz.kernels.faults.planted import Edit
 from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.oracles.budgets.bounds import budgets
 from attnfuzz.strategies.case import Case, Recipe
@@ -191,42 +190,25 @@ def test_what_is_judged_in_part_is_counted() -> None:
     assert list(table.columns[2].cells) == ["1 (1 in part)"] * 3 + ["1"] * 2
 
 
-def fault(
-    name: str, mask: Expression, *device: Edit, masks: tuple[Edit, ...] = (), lengths: tuple[int, int] = (70, 100)
-) -> FlexFault:
-    return FlexFault(f"doubt {name}", dense(*lengths, batch=1, mask=mask), frozenset(), device, masks)
-
-
-_MASKED = "seen = seen & MASK(b, h, _within(q_idx, sizes[3], EVEN_Q), _within(kv_idx"
-_OF_QUERIES = "queries_masked, queries_count, queries, tensors,\n            b, kv_head"
-FAULTS = (
-    (
-        fault("lse in base 2", TIES, Edit("(row_max + tl.math.log2(row_sum)) * LN_2", "(row_max + tl.math.log2(row_sum))", 2)),
-        "lse",
-    ),
-    (fault("no dlse", TIES, Edit("row_delta -= tl.load(d_lse", "row_delta -= 0.0 * tl.load(d_lse")), "dq"),
-    (fault("mask of the next key", FEW, Edit(_MASKED, f"{_MASKED} + 1")), "o lse dq dk dv"),
-    (fault("lists", TIES, Edit(_OF_QUERIES, _OF_QUERIES.replace("queries", "keys")), lengths=(128, 128)), "dk dv"),
-    (
-        fault(
-            "full where some are seen",
-            TIES,
-            masks=(Edit("return count > 0, count == block[0] * block[1]", "return count > 0, count > 0"),),
-            lengths=(128, 128),
-        ),
-        "o lse dq dk dv",
-    ),
-)
+IN_OTHER_ROWS = {
+    "LSE-14-flex": (TIES, (70, 100), "lse"),
+    "BWD-31": (TIES, (70, 100), "dq"),
+    "FLX-43": (FEW, (70, 100), "o lse dq dk dv"),
+    "FLX-11": (TIES, (128, 128), "dk dv"),
+    "FLX-44": (TIES, (128, 128), "o lse dq dk dv"),
+}
+"""Mutants by id, with a mask in doubt, lengths, and the outputs that are wrong."""
 
 
 @interpreted
-@pytest.mark.parametrize(("planted", "shows"), FAULTS, ids=lambda each: each.name if isinstance(each, FlexFault) else "")
-def test_a_fault_in_other_rows_is_found(planted: FlexFault, shows: str) -> None:
-    kernel: Kernel = faulty(planted)
-    registry.register(kernel)
+@pytest.mark.parametrize("id_", IN_OTHER_ROWS)
+def test_a_fault_in_other_rows_is_found(id_: str) -> None:
+    mask, lengths, shows = IN_OTHER_ROWS[id_]
+    problem = dense(*lengths, batch=1, mask=mask)
+    kernel = registry.register(kernel_of(mutants()[id_]))
     try:
-        verdict = judged(kernel.name, planted.problem)
+        verdict = judged(kernel.name, problem)
     finally:
         registry.unregister(kernel.name)
-    assert judged("triton.flex", planted.problem).status == "pass"
+    assert judged("triton.flex", problem).status == "pass"
     assert set(shows.split()) <= {each.output for each in verdict.failures}, messages(verdict)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.calls import PROBLEM, WIDE, Spoil, Subject
-from support.memory import KEPT_WORKSPACE, planted
+from support.mutants import kernel_of, mutants
 from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign.events import Finding
@@ -257,7 +257,7 @@ def test_a_value_kept_from_the_first_call_shows_in_the_last(check: Check, key: C
 @pytest.mark.usefixtures("unchecked")
 def test_a_workspace_of_other_lengths_is_watched_in_later_calls() -> None:
     device: Device = "cuda" if environment.has_cuda() else "cpu"
-    kernel = planted(KEPT_WORKSPACE)
+    kernel = kernel_of(mutants()["HST-35"])
     if reason := kernel.unavailable(device):
         pytest.skip(reason)
     registry.register(kernel)
@@ -265,11 +265,11 @@ def test_a_workspace_of_other_lengths_is_watched_in_later_calls() -> None:
     try:
         kinds = set()
         for seed in range(4):
-            kernel = planted(KEPT_WORKSPACE)
+            kernel = kernel_of(mutants()["HST-35"])
             registry.register(kernel)
             case = Case(kernel=kernel.name, problem=problem, recipe=Recipe(seed=seed), config=kernel.configs(problem)[0])
             assert run_trial(case, device).status == "pass"
-            kernel = planted(KEPT_WORKSPACE)
+            kernel = kernel_of(mutants()["HST-35"])
             registry.register(kernel)
             kinds |= {each.check for each in run_trial(replace(case, check="other_shape"), device).failures}
     finally:
