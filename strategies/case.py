@@ -15,6 +15,7 @@ from attnfuzz.kernels.problem import BadArgument, Problem, reject, shown
 __all__ = [
     "CALLS",
     "CHECKS",
+    "DEFAULT_TILE",
     "FORMAT",
     "PATTERNS",
     "RELATIONS",
@@ -27,6 +28,8 @@ __all__ = [
     "case_from_object",
 ]
 
+DEFAULT_TILE = 64
+"""Tile around which lengths are drawn where a Config names none."""
 FORMAT = 1
 """Version of the Case's JSON. A Case of another version is refused, never guessed at."""
 

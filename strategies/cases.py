@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import DEFAULT_TILE, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, long_enough, whole_blocks
@@ -20,9 +20,8 @@ from attnfuzz.strategies.modifiers import Blocks, modifiers
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
 
-__all__ = ["DEFAULT_TILE", "Limits", "cases", "cases_by_compile_key"]
+__all__ = ["Limits", "cases", "cases_by_compile_key"]
 
-DEFAULT_TILE = 64
 """Rows of a tile around which lengths are drawn, for a Config that names none."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 

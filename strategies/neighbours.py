@@ -35,7 +35,6 @@ _SCALES = ("q_scale", "k_scale", "v_scale", "do_scale")
 _PATTERNS: tuple[Pattern, ...] = ("normal", "uniform01", "negative", "large_logits")
 """Patterns that leave no output constant, so that a pass says something."""
 _MOST_CONFIGS, _MOST_OTHERS = 6, 3
-_DEFAULT_TILE = 64
 _ADDED: dict[str, Any] = {
     "window": (1, 1),
     "softcap": 20.0,
@@ -138,7 +137,7 @@ def in_room(case: Case, limits: Limits, of: Case) -> bool:
 
 def _sizes(case: Case) -> tuple[int, int, int, int]:
     p = case.problem
-    tile_m, tile_n = (case.config.tile(name, _DEFAULT_TILE) for name in ("tile_m", "tile_n"))
+    tile_m, tile_n = (case.config.tile(name, DEFAULT_TILE) for name in ("tile_m", "tile_n"))
     tiles = sum(-(-n_q // tile_m) * -(-n_k // tile_n) for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True))
     return p.batch, p.heads, max(p.seqlens_q + p.seqlens_k), p.heads * tiles
 
@@ -218,7 +217,7 @@ def _other_batches(case: Case) -> Iterator[Case]:
 def _other_lengths(case: Case, part: str) -> Iterator[Case]:
     """Yield other lengths of each of the first sequences: one more and one less, and around multiples of the tiles."""
     p = case.problem
-    tiles = sorted({size for _, size in tiles_for(case.config, part)}) or [_DEFAULT_TILE]
+    tiles = sorted({size for _, size in tiles_for(case.config, part)}) or [DEFAULT_TILE]
     for i in range(1 if p.packing == "dense" else min(p.batch, 2)):
         n_q, n_k = p.seqlens_q[i], p.seqlens_k[i]
         if part == "both lengths":

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from attnfuzz.kernels.contract import Capabilities, Config
-from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.cases import DEFAULT_TILE, Limits
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.case import DEFAULT_TILE, Case
+
+if TYPE_CHECKING:
+    # To import Hypothesis takes longer than commands that draw nothing.
+    from attnfuzz.strategies.cases import Limits
+    from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["AROUND", "at_tile", "possible_relations", "size_relations", "tiles_of"]
 

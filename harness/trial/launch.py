@@ -93,9 +93,9 @@ def start(
     outcome = _run(case, ready, copies, device, bands, fill, wait=wait)
     if isinstance(outcome, Failure):
         return outcome
-    slack = None
-    if slack_rows != "anything" and math.isnan(fill):
-        slack = Slack(case.kernel, inputs.problem, outcome, slack_rows)
+    slack, problem = None, inputs.problem
+    if slack_rows != "anything" and math.isnan(fill) and (problem.slack_q or problem.slack_k):
+        slack = Slack(case.kernel, problem, outcome, slack_rows)
     return Started(outcome, Writes(case.kernel, bands, _tensors(inputs), _tensors(copies), slack))
 
 

@@ -292,7 +292,9 @@ def test_a_right_kernel_passes_and_all_memory_is_released(packing: Any, on_the_h
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
 def test_an_offset_that_wraps_is_still_found(name: str, on_the_host: VirtualMemory, known: Any) -> None:
-    failure = verdict(known, Long(fault=f"the row offset of {name} wraps at 2^31")).failure
+    # The seed for which it is the rows of that tensor that lie apart.
+    seed = -("q", "k", "v", "do").index(name) % 3
+    failure = verdict(known, Long(fault=f"the row offset of {name} wraps at 2^31"), seed=seed).failure
     assert failure is not None
     assert f"with rows of {'d_o' if name == 'do' else name} a huge pitch apart" in failure.message
     assert released(on_the_host)
@@ -350,7 +352,7 @@ def assert_gives_back(act: Callable[[], int], within: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_on_the_gpu_a_stretched_tensor_takes_little_memory(dtype: torch.dtype) -> None:
-    of = replace(TINY, dtype=str(dtype).removeprefix("torch."))
+    of = replace(TINY, heads=1, kv_heads=1, dtype=str(dtype).removeprefix("torch."))
     for each, (name, layout) in zip(related_problems("huge_strides", of, 0), strides.TENSORS, strict=True):
         inputs = materialise(replace(each, **dict.fromkeys(LAYOUTS, Layout())), Recipe(), "cuda")
         far = dataclasses.replace(inputs, problem=each)

@@ -176,7 +176,7 @@ def test_where_there_is_no_memory_nothing_is_judged_and_the_reason_is_told(monke
 
 
 def test_a_huge_pitch_puts_the_last_row_beyond_two_to_the_31() -> None:
-    for each, (name, _) in zip(related_problems("huge_strides", problem(5, 7, heads=2), 0), strides.TENSORS, strict=True):
+    for each, (name, _) in zip(related_problems("huge_strides", problem(5, 7), 0), strides.TENSORS, strict=True):
         inputs = materialise(
             replace(each, layout_q=Layout(), layout_k=Layout(), layout_v=Layout(), layout_do=Layout()), Recipe(), "cpu"
         )
@@ -200,7 +200,9 @@ def test_a_huge_pitch_puts_the_last_row_beyond_two_to_the_31() -> None:
 )
 def test_the_seed_selects_which_offset_is_huge(changes: dict[str, Any], seed: int, what: str) -> None:
     of = replace(problem(5, 7), **changes)
-    for each, (name, layout) in zip(related_problems("huge_strides", of, seed), strides.TENSORS, strict=True):
+    for at, (name, layout) in enumerate(strides.TENSORS):
+        # The seed counts from tensor to tensor.
+        each = related_problems("huge_strides", of, seed - at)[at]
         inputs = materialise(replace(each, **{layout: Layout()}), Recipe(), "cpu")
         wide = getattr(strides.stretch(dataclasses.replace(inputs, problem=each)), name)
         assert torch.equal(wide, getattr(inputs, name))
