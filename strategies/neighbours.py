@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.expressions.tree import KV, Q, S, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import CALLS, Case, Pattern
+from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, Case, Pattern
 
 if TYPE_CHECKING:
     # Its module imports hypothesis, and every command imports this one.
