@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support.detection import Attempt, Found, Nearest
-from support.mutants import mutants
+from support.mutants import FOLDER, mutants
+from support.paths import TESTS
 
 from attnfuzz.harness.cli import mutants as command
 from attnfuzz.harness.cli.main import main
@@ -26,6 +27,13 @@ def row(task: Attempt, *, killed: bool = True) -> Found:
     if killed:
         return Found(task.mutant, task.seed, 3, 0.5, kind="mismatch", output="dq", case=CASE, tokens=4, tried=3)
     return Found(task.mutant, task.seed, None, 2.0, tried=task.most, nearest={"o": Nearest(0.75, CASE)})
+
+
+@pytest.fixture(autouse=True)
+def of_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bank of this checkout, where attnfuzz itself is installed as a wheel."""
+    monkeypatch.setattr(command, "_TESTS", TESTS)
+    monkeypatch.setattr(command, "_BANK", FOLDER)
 
 
 @pytest.fixture
