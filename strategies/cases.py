@@ -23,6 +23,8 @@ from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant
 __all__ = ["Limits", "cases", "cases_by_compile_key"]
 
 """Rows of a tile around which lengths are drawn, for a Config that names none."""
+_SPLIT_TILES = 3
+"""Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 
 
@@ -120,16 +122,18 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     packing = draw(parts.packing)
     laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
+    split = not of_blocks and variant.config.tile("split") > 1 and "block" in variant.config and draw(_BOOLEANS)
     # Few heads leave room for several blocks of each.
-    most = draw(_FEW_HEADS if of_blocks else parts.most_heads)
+    most = draw(_FEW_HEADS if of_blocks or split else parts.most_heads)
     heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
-    room, dense = limits.room(variant, heads_q), packing == "dense"
-    if of_blocks:
-        pairs = draw(whole_blocks(can, room, variant.config.integer("block"), dense=dense, packed=packed))
+    room, dense = limits.room(variant, heads_q, limits.tiles * (_SPLIT_TILES if split else 1)), packing == "dense"
+    if of_blocks or split:
+        block, of_keys = variant.config.integer("block"), 2 if split else 1
+        pairs = draw(whole_blocks(can, room, block, of_keys=of_keys, dense=dense, packed=packed))
     else:
         pairs = draw(batches(can, room, dense=dense, packed=packed))
     pairs = long_enough(pairs, can)
-    blocks = _blocks(variant, pairs[0]) if of_blocks else None
+    blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
     dlse = draw(_DLSE) if can.dlse else False
     slack = _slack(room.tile_m if can.slack else None)

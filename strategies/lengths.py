@@ -104,18 +104,21 @@ def blocks_in_room(room: Room, block: int) -> bool:
 
 
 def whole_blocks(
-    can: Capabilities, room: Room, block: int, *, dense: bool = False, packed: bool = False
+    can: Capabilities, room: Room, block: int, *, of_keys: int = 1, dense: bool = False, packed: bool = False
 ) -> st.SearchStrategy[tuple[_Pair, ...]]:
-    """Return a strategy as `batches`, with at least one block of queries and of keys a sequence, around multiples of it."""
+    """Return a strategy as `batches`, with at least one block of queries and `of_keys` of keys, around multiples of it."""
     longest = min(room.length, can.length_max or room.length)
-    return _whole_blocks(can.unequal and not packed, longest, room, block, dense)
+    return _whole_blocks(can.unequal and not packed, longest, room, block, of_keys, dense)
 
 
 @functools.lru_cache(_REMEMBERED)
-def _whole_blocks(unequal: bool, longest: int, room: Room, block: int, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
+def _whole_blocks(
+    unequal: bool, longest: int, room: Room, block: int, of_keys: int, dense: bool
+) -> st.SearchStrategy[tuple[_Pair, ...]]:
     near = [n for n in (many * block + d for many in (1, 2, 3) for d in (0, 1, -1, -2)) if block <= n <= longest] or [longest]
+    keys = [n for n in near if n > (of_keys - 1) * block] or near[-1:]
     # Cheapest first; without room for any, the smallest.
-    pairs = [(q, k) for q in near for k in near if unequal or q == k]
+    pairs = [(q, k) for q in near for k in keys if unequal or q == k]
     every = sorted(pairs, key=lambda pair: (_cost(room, *pair), sum(pair)))
     most = max(1, min(room.batch, room.tiles // (room.heads * _cost(room, *every[0]))))
 
