@@ -22,7 +22,6 @@ from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant
 
 __all__ = ["Limits", "cases", "cases_by_compile_key"]
 
-"""Rows of a tile around which lengths are drawn, for a Config that names none."""
 _SPLIT_TILES = 3
 """Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))

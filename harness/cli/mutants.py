@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -22,6 +23,8 @@ __all__ = ["mutants_command"]
 _TESTS = Path(__file__).parents[2] / "tests"
 """The repository's tests, where this module is in a checkout."""
 _BANK = _TESTS / "mutants" / "bugs"
+_MOST_JOBS = 4
+"""Campaigns at once, as a multiple of the cores."""
 
 
 @click.command("mutants", hidden=not _BANK.is_dir())
@@ -41,7 +44,7 @@ _BANK = _TESTS / "mutants" / "bugs"
 def mutants_command(
     ids: tuple[str, ...], max_examples: int, seeds: int, shrink: float | None, jobs: int | None, as_json: bool
 ) -> None:
-    """Bugs of released kernels, planted in copies of ours (default: all): how many Cases it takes to find each.
+    """Bugs, most of them of released kernels, planted in copies of ours (default: all): how many Cases it takes to find each.
 
     Each campaign is that of `attnfuzz run`. Exit 0 only if each finds its bug. Needs a checkout of the repository: the bank is in
     tests/mutants.
@@ -49,7 +52,8 @@ def mutants_command(
     detection = _of_checkout("detection")
     chosen = _chosen(_bank(), ids)
     tasks = [detection.Attempt(each, seed, max_examples, shrink) for each in chosen for seed in range(seeds)]
-    rows, interrupted = _finished(detection, tasks, jobs or len(os.sched_getaffinity(0)), as_json=as_json)
+    cores = len(os.sched_getaffinity(0))
+    rows, interrupted = _finished(detection, tasks, min(jobs or cores, _MOST_JOBS * cores), as_json=as_json)
     _report(detection, rows, max_examples, interrupted=interrupted, as_json=as_json)
     survived = any(each.cases is None for each in rows)
     click.get_current_context().exit(INTERRUPTED if interrupted else FAILURES if survived else CLEAN)
@@ -90,7 +94,8 @@ def _chosen(bank: dict[str, Any], ids: Sequence[str]) -> list[str]:
     """
     for each in ids:
         if each not in bank:
-            raise reject("ID", each, "no mutant has that id", f"give one of {', '.join(bank)}")
+            near = ", ".join(difflib.get_close_matches(each, bank)) or f"those of {_BANK}"
+            raise reject("ID", each, f"none of the {len(bank)} mutants has that id", f"did you mean {near}?")
         if bank[each].device != "cpu":
             raise reject("ID", each, "it shows on a GPU only, and campaigns run on the CPU", "give another")
     return [each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu"]

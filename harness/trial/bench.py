@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -52,6 +52,8 @@ class Bench:
     kernel: Kernel
     device: Device
     clock: Clock
+    slack: list[Failure] = field(default_factory=list, kw_only=True)
+    """Failures of slack rows so far."""
     waits: ClassVar[bool] = True
     """Whether each launch is waited for, so that an error of the device is attributed to it."""
 
@@ -82,7 +84,7 @@ class Bench:
         """
         with self.clock.stage("kernel"):
             rows = self.kernel.capabilities.slack_rows
-            outcome = launch(self.case, ready, inputs, self.device, fill=fill, bands=bands, slack_rows=rows)
+            outcome = launch(self.case, ready, inputs, self.device, fill=fill, bands=bands, slack_rows=rows, slack=self.slack)
         if isinstance(outcome, Failure):
             raise WentWrong(outcome)
         return outcome

@@ -53,6 +53,7 @@ def launch(
     fill: float = math.nan,
     bands: Bands | None = None,
     slack_rows: SlackRows = "anything",
+    slack: list[Failure] | None = None,
 ) -> Outputs | Failure:
     """Run the kernel on copies of `inputs`; then check that it wrote only where it may.
 
@@ -64,12 +65,19 @@ def launch(
         fill: value of memory that the kernel allocates but does not write.
         bands: new ones, if the caller will check them again; they keep all tensors of this launch alive.
         slack_rows: what the kernel declares of its outputs; checked where `fill` is NaN.
+        slack: gets the Failure of slack rows, which makes no other row doubtful.
 
     Raises:
         DeviceLost: the kernel broke the device for this process.
     """
     outcome = start(case, ready, inputs, device, fill=fill, bands=bands, wait=True, slack_rows=slack_rows)
-    return outcome if isinstance(outcome, Failure) else outcome.writes.failure() or outcome.outputs
+    if isinstance(outcome, Failure):
+        return outcome
+    if (failure := outcome.writes.failure()) is not None:
+        return failure
+    if slack is not None and (failure := outcome.writes.slack_failure()) is not None:
+        slack.append(failure)
+    return outcome.outputs
 
 
 def start(
@@ -95,7 +103,7 @@ def start(
         return outcome
     slack, problem = None, inputs.problem
     if slack_rows != "anything" and math.isnan(fill) and (problem.slack_q or problem.slack_k):
-        slack = Slack(case.kernel, problem, outcome, slack_rows)
+        slack = Slack(case.kernel, problem, outcome, slack_rows, inputs.q.device)
     return Started(outcome, Writes(case.kernel, bands, _tensors(inputs), _tensors(copies), slack))
 
 

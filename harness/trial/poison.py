@@ -68,10 +68,10 @@ _AT_ONCE = 128
 
 POISON = {
     torch.float16: (torch.int16, 0x7E5A),
-    torch.bfloat16: (torch.int16, 0x7FCB),
-    torch.float32: (torch.int32, 0x7FCB4000),
+    torch.bfloat16: (torch.int16, 0x7FD6),
+    torch.float32: (torch.int32, 0x7FD1A3B7),
 }
-"""The NaN of uninitialised memory, by dtype: as which integers, and its bits. No processor computes it from another NaN."""
+"""The NaN of uninitialised memory, by dtype: as which integers, and its bits. None is that of another dtype, converted."""
 
 
 class Reading:

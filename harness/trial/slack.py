@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from attnfuzz.harness.core.text import counted
-from attnfuzz.harness.judge.contract import slack_rows
+from attnfuzz.harness.judge.contract import broken_contract, slack_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
 from attnfuzz.harness.trial.poison import POISON, Reading
 from attnfuzz.kernels.contract import Outputs, SlackRows
-from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.problem import Problem
 
 __all__ = ["Slack"]
 
@@ -26,11 +24,18 @@ class Slack:
         problem: of the launch.
         outputs: its results; memory that was not written is filled with the poison (poison.py).
         declared: what the slack rows must hold, "zero" or "untouched".
+        device: the inputs' device.
     """
 
-    def __init__(self, kernel: str, problem: Problem, outputs: Outputs, declared: SlackRows) -> None:
+    def __init__(self, kernel: str, problem: Problem, outputs: Outputs, declared: SlackRows, device: torch.device) -> None:
         self._kernel, self._declared = kernel, declared
-        self._rows = list(_rows(problem, outputs))
+        self._rows = [
+            (name, rows)
+            for name in problem.needs.outputs
+            # One that breaks the contract is judged by that.
+            if broken_contract(kernel, problem, name, output := getattr(outputs, name), device) is None
+            and (rows := slack_rows(problem, name, output.detach())).numel()
+        ]
         # Outputs of one dtype by the same operations.
         alike: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
         for name, rows in self._rows:
@@ -40,7 +45,7 @@ class Slack:
 
     def _wrong(self, rows: torch.Tensor, *, of_lse: bool) -> torch.Tensor:
         if self._declared == "zero":
-            return (rows != 0) & (rows != -torch.inf) if of_lse else rows != 0
+            return (rows != 0) & ~rows.isinf() if of_lse else rows != 0
         words, bits = POISON[rows.dtype]
         return rows.view(words) != bits
 
@@ -60,13 +65,3 @@ class Slack:
             )
             return Failure(kernel=self._kernel, kind="contract", output=name, check="slack rows", message=message)
         return None
-
-
-def _rows(problem: Problem, outputs: Outputs) -> Iterator[tuple[OutputName, torch.Tensor]]:
-    """Yield the slack rows of each output that has some; one that breaks the contract is judged by that."""
-    for name in problem.needs.outputs:
-        output = getattr(outputs, name)
-        if isinstance(output, torch.Tensor) and output.dtype in POISON and output.layout is torch.strided:
-            rows = slack_rows(problem, name, output.detach())
-            if rows is not None and rows.numel():
-                yield name, rows

@@ -73,12 +73,14 @@ def run_trial(
     environment.prepare(device)
     kernel, clock = check_runnable(case, device), Clock(enter)
     case = with_config(kernel, case)
+    own = bench(case, kernel, device, clock)
     try:
-        own = bench(case, kernel, device, clock)
         with of_torch():
             verdict = completed(own, CHECKS[case.check](own))
     except WentWrong as error:
         verdict = Verdict(status="fail", failures=(error.failure,))
+    if own.slack:
+        verdict = replace(verdict, status="fail", failures=(*verdict.failures, own.slack[0]))
     return signed(verdict, clock.seconds, device)
 
 

@@ -49,6 +49,10 @@ class Writes:
             elsewhere = overstepped(self._kernel, self._bands) or _changed_input(self._kernel, self._before, self._after)
             if elsewhere is not None:
                 return elsewhere
+        return None
+
+    def slack_failure(self) -> Failure | None:
+        """Wait for the device; return what slack rows hold that is not declared, or None: the other rows may still be right."""
         return self._slack.failure() if self._slack is not None else None
 
     def later(self) -> tuple[Suspicion, ...]:

@@ -14,6 +14,8 @@ from attnfuzz.oracles.relations.difference import Difference
 
 __all__ = ["Comparison", "Ratio", "Worst", "limit", "ratios", "worst"]
 
+_FEWEST = 4
+"""Terms that a row counts as at least: each has the bounded errors of a rounding or two, and none the tails of a normal one."""
 _AT_ONCE = 1 << 17
 """Elements of differences that are compared by the same operations: a larger one is not copied for that."""
 
@@ -58,9 +60,9 @@ def _limits(shape: tuple[int, int, int], terms: float | torch.Tensor | None) -> 
     """Return the limits of a row and of a head: `(rows,)` and no dimension where the rows' terms are many numbers."""
     _, rows, dims = shape
     if isinstance(terms, torch.Tensor):
-        errors = terms.clamp(max=dims)
+        errors = terms.clamp(min=_FEWEST, max=dims)
         return 1.2 + 5 * errors.rsqrt(), 1.2 + 5 * errors.sum().rsqrt()
-    errors_of_row = dims if terms is None else min(dims, terms)
+    errors_of_row = dims if terms is None else min(dims, max(_FEWEST, terms))
     return limit(errors_of_row), limit(rows * errors_of_row)
 
 

@@ -56,7 +56,7 @@ def show_coverage(console: Console, coverage: Coverage) -> None:
     if coverage.compiled is not None:
         _print(console, f"drawn from all variants; a run compiles {coverage.compiled} of them, and draws from those")
     _show_counts(console, coverage.tally)
-    _show_never(console, coverage.never)
+    _show_never(console, coverage.never, coverage.profile)
     _show_pairs(console, coverage.pairs)
     if coverage.lines is not None:
         _show_lines(console, coverage.lines)
@@ -86,9 +86,10 @@ def _own_features(counts: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if not name.startswith(("dtype ", "causal ", "pattern "))}
 
 
-def _show_never(console: Console, never: Mapping[str, Sequence[str]]) -> None:
+def _show_never(console: Console, never: Mapping[str, Sequence[str]], profile: str) -> None:
     if not never:
-        _print(console, "every declared value and every relation of sizes was drawn", "green")
+        what = "it takes every model" if profile == "models" else "every declared value and every relation of sizes was drawn"
+        _print(console, what, "green")
         return
     _print(console, "never drawn:", "yellow")
     for name, values in never.items():

@@ -88,7 +88,8 @@ def _one_way(function: DeviceFunction, steps: set[Step]) -> Iterator[tuple[int, 
 
 def _function(node: ast.FunctionDef) -> DeviceFunction:
     statements = [each for each in ast.walk(node) if isinstance(each, ast.stmt) and each is not node and _runs(each)]
-    ifs = [each for each in statements if isinstance(each, ast.If)]
+    # Of a body on the line of its condition no step shows which way it went.
+    ifs = [each for each in statements if isinstance(each, ast.If) and each.body[0].lineno > _head(each)[1]]
     return DeviceFunction(
         name=node.name,
         first=node.lineno,

@@ -110,6 +110,46 @@ def test_lse_of_slack_rows_may_be_that_of_a_row_without_keys(failures: Callable[
     assert failures(RAGGED, "zero", "o", lambda rows: rows.fill_(-torch.inf)) != []
 
 
+@pytest.mark.parametrize("break_it", [lambda o: o.untyped_storage().resize_(0) and o, lambda o: o.to("meta")])
+def test_an_output_without_memory_here_is_reported_as_that(
+    failures: Callable[..., list[str]], break_it: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = Subject.of
+
+    def broken(self: Subject, problem: Problem, name: OutputName, values: torch.Tensor) -> torch.Tensor:
+        out = of(self, problem, name, values)
+        return break_it(out) if name == "o" else out
+
+    monkeypatch.setattr(Subject, "of", broken)
+    (message,) = failures(RAGGED, "zero", "dq", lambda rows: None)
+    assert message.startswith(("the memory was taken away", "O has device meta"))
+
+
+def test_rows_are_judged_beside_wrong_slack_rows(failures: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    of = Subject.of
+
+    def wrong(self: Subject, problem: Problem, name: OutputName, values: torch.Tensor) -> torch.Tensor:
+        return of(self, problem, name, values + 1 if name == "dv" else values)
+
+    monkeypatch.setattr(Subject, "of", wrong)
+    numeric, slack = failures(RAGGED, "zero", "dq", lambda rows: rows.fill_(1.0))
+    assert numeric.startswith("dV")
+    assert slack.startswith("dQ: ")
+
+
+def test_no_poison_is_another_converted() -> None:
+    for dtype, (words, bits) in POISON.items():
+        poison = torch.full((4,), bits, dtype=words).view(dtype)
+        for other, (other_words, other_bits) in POISON.items():
+            if other is not dtype:
+                assert (poison.to(other).view(other_words) != other_bits).all()
+                # As NumPy and compilers convert, which keep the first bits of a NaN.
+                if torch.float32 in (dtype, other):
+                    single, half = POISON[torch.float32][1], other_bits if dtype is torch.float32 else bits
+                    mantissa = 10 if torch.float16 in (dtype, other) else 7
+                    assert half & (2**mantissa - 1) != single >> (23 - mantissa) & (2**mantissa - 1)
+
+
 @pytest.mark.parametrize("dtype", POISON)
 def test_poison_is_a_nan_that_no_computation_makes(dtype: torch.dtype) -> None:
     words, bits = POISON[dtype]
