@@ -72,12 +72,19 @@ def wait_until(ready: Callable[[], bool], seconds: float) -> None:
     assert ready()
 
 
+def ignores_sigterm(pid: int) -> bool:
+    ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_a_reaper_that_was_killed_is_replaced(number: signal.Signals, place: Path) -> None:
     forkserver = Forkserver(["json"])
     supervisor = Supervisor(forkserver, memory=1 << 29)
     supervisor.run(ECHO)
     first = forkserver._reaper
+    # A signal that comes before it has begun ends it in any case.
+    wait_until(lambda: ignores_sigterm(first.pid), 10)
     first.send_signal(number)
     if number == signal.SIGTERM:
         # Which it ignores: Ctrl-C and SIGTERM of a whole session end the run, and the reaper last.
