@@ -267,8 +267,8 @@ class Supervisor:
         if what is None:
             return False
         if what in running.disturbed:
-            # It has ended in the same way twice: neither was from outside.
-            running.disturbed.remove(what)
+            # It has ended in the same way twice: neither was from outside, nor the end of a spare child between the two.
+            running.disturbed = [each for each in running.disturbed if each != what]
             return False
         running.disturbed.append(what)
         return True
