@@ -54,6 +54,19 @@ SLOW = frozenset({
     "test_ctrl_c.py::test_whenever_ctrl_c_comes_after_a_failure_the_run_says_so[240]",
     "test_ctrl_c.py::test_whenever_ctrl_c_comes_after_a_failure_the_run_says_so[420]",
     "test_ctrl_c.py::test_whenever_ctrl_c_comes_after_a_failure_the_run_says_so[750]",
+    "test_methods.py::test_each_method_finds_a_bug_that_any_grid_shows[tilelang]",
+    "test_methods.py::test_each_method_finds_a_bug_that_any_grid_shows[flex]",
+    "test_methods.py::test_each_method_finds_a_bug_that_any_grid_shows[boundary]",
+    "test_methods.py::test_each_method_finds_a_bug_that_any_grid_shows[plain]",
+    "test_methods.py::test_a_right_kernel_has_no_bug_to_find[flash]",
+    "test_methods.py::test_a_right_kernel_has_no_bug_to_find[tilelang]",
+    "test_methods.py::test_a_right_kernel_has_no_bug_to_find[flex]",
+    "test_methods.py::test_a_right_kernel_has_no_bug_to_find[plain]",
+    "test_methods.py::test_a_right_kernel_has_no_bug_to_find[attnfuzz]",
+    "test_methods.py::test_cases_are_those_of_their_seed_and_the_kernel_takes_them[triton.flex-flash]",
+    "test_methods.py::test_cases_are_those_of_their_seed_and_the_kernel_takes_them[triton.flex-tilelang]",
+    "test_methods.py::test_cases_are_those_of_their_seed_and_the_kernel_takes_them[triton.flex-flex]",
+    "test_fused_budgets.py::test_budgets_are_equal[normal-float16-plain-True]",
 })  # fmt: skip
 
 
