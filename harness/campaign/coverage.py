@@ -147,7 +147,7 @@ def features(case: Case) -> list[str]:
 
 
 def _around_tiles(case: Case) -> bool:
-    """Whether a sequence has at least one tile, and its queries or keys are a multiple of it or one more or less."""
+    """Whether a sequence's queries or keys are a multiple of the tile, or one more or less."""
     tile_m, tile_n = tiles_of(case.config)
     p = case.problem
     return any(at_tile(n, tile) in AROUND for lengths, tile in ((p.seqlens_q, tile_m), (p.seqlens_k, tile_n)) for n in lengths)

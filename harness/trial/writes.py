@@ -45,11 +45,9 @@ class Writes:
 
     def failure(self) -> Failure | None:
         """Wait for the device; return what was written where it may not be, or None."""
-        if self._edges is None or self._same is None or not (self._edges.as_expected() and self._same.as_expected()):
-            elsewhere = overstepped(self._kernel, self._bands) or _changed_input(self._kernel, self._before, self._after)
-            if elsewhere is not None:
-                return elsewhere
-        return None
+        if self._edges is not None and self._same is not None and self._edges.as_expected() and self._same.as_expected():
+            return None
+        return overstepped(self._kernel, self._bands) or _changed_input(self._kernel, self._before, self._after)
 
     def slack_failure(self) -> Failure | None:
         """Wait for the device; return what slack rows hold that is not declared, or None: the other rows may still be right."""
