@@ -125,6 +125,7 @@ def side_by_side(processes: int, name: str, device: Device, count: int, size: in
 
 def operations(name: str, count: int, size: int) -> dict[str, tuple[float, float]]:
     """Return microseconds and number of operations a Case of each kind, in the judgement of batches on a GPU."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     environment.prepare("cuda")
@@ -139,7 +140,8 @@ def operations(name: str, count: int, size: int) -> dict[str, tuple[float, float
         with profile(activities=[ProfilerActivity.CUDA]) as watched:
             result = judge_batch(*arguments)
             torch.cuda.synchronize()
-        for event in watched.events():
+        # Newer profilers list the calls of the driver as well.
+        for event in (each for each in watched.events() if each.device_type == DeviceType.CUDA):
             kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, event.name)), "other")
             spent[kind] += event.time_range.elapsed_us()
             number[kind] += 1

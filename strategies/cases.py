@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, Case
 from attnfuzz.strategies.draw import draw_values
@@ -36,13 +36,20 @@ class Limits:
     length: int = 200
     tiles: int = 16
     """Sum over heads and sequences of (query tiles x key tiles)."""
+    scores: int | None = None
+    """Scores of all these tiles, where fewer of a Config's tiles have as many: what a Case costs on a CPU. None: no limit."""
+
+    def tiles_of(self, config: Config) -> int:
+        """Return the limit on tiles for this Config, at least 1."""
+        size = config.tile("tile_m", DEFAULT_TILE) * config.tile("tile_n", DEFAULT_TILE)
+        return self.tiles if self.scores is None else min(self.tiles, max(1, self.scores // size))
 
     def room(self, variant: Variant, heads: int, tiles: int | None = None) -> Room:
         """Return the room for lengths with so many heads; `tiles` replaces the limit's own."""
         return Room(
             batch=self.batch,
             length=self.length,
-            tiles=self.tiles if tiles is None else tiles,
+            tiles=self.tiles_of(variant.config) if tiles is None else tiles,
             heads=heads,
             tile_m=variant.config.tile("tile_m", DEFAULT_TILE),
             tile_n=variant.config.tile("tile_n", DEFAULT_TILE),
@@ -124,8 +131,9 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     split = not of_blocks and variant.config.tile("split") > 1 and "block" in variant.config and draw(_BOOLEANS)
     # Few heads leave room for several blocks of each.
     most = draw(_FEW_HEADS if of_blocks or split else parts.most_heads)
-    heads_q, kv_heads = draw(heads(can, min(most, limits.heads, limits.tiles)))
-    room, dense = limits.room(variant, heads_q, limits.tiles * (_SPLIT_TILES if split else 1)), packing == "dense"
+    tiles = limits.tiles_of(variant.config) if not of_blocks else limits.tiles
+    heads_q, kv_heads = draw(heads(can, min(most, limits.heads, tiles)))
+    room, dense = limits.room(variant, heads_q, tiles * (_SPLIT_TILES if split else 1)), packing == "dense"
     if of_blocks or split:
         block, of_keys = variant.config.integer("block"), 2 if split else 1
         pairs = draw(whole_blocks(can, room, block, of_keys=of_keys, dense=dense, packed=packed))
@@ -164,4 +172,4 @@ def _blocks(variant: Variant, lengths: tuple[int, int]) -> Blocks:
 def _with_room(variants: tuple[Variant, ...], limits: Limits) -> tuple[Variant, ...]:
     """Return the variants whose mask blocks are so small that Cases with several are cheap."""
     blocks = ((each, each.config.tile("block", 0)) for each in variants)
-    return tuple(each for each, block in blocks if block and blocks_in_room(limits.room(each, 1), block))
+    return tuple(each for each, block in blocks if block and blocks_in_room(limits.room(each, 1, limits.tiles), block))

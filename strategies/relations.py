@@ -21,7 +21,7 @@ from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant
 __all__ = ["RELATION_LIMITS", "relation_cases", "relations_of"]
 
 RELATION_LIMITS: dict[Device, Limits] = {
-    "cpu": Limits(batch=4, heads=6, length=300, tiles=12),
+    "cpu": Limits(batch=4, heads=6, length=300, tiles=12, scores=1 << 17),
     "cuda": Limits(batch=8, heads=8, length=1 << 17, tiles=1 << 20),
 }
 """Limits of a Trial without an oracle: on CUDA up to 65,536 x 65,536 in tiles of 64 for one head, or 131,072 keys."""
@@ -111,9 +111,10 @@ def _relation_cases(draw: st.DrawFn, parts: _Parts) -> Case:
     kernel, device, limits, can = parts.kernel, parts.device, parts.limits, parts.can
     check = draw(parts.check)
     variant = draw(parts.variant[check])
-    heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, limits.tiles // 2))))
+    tiles = limits.tiles_of(variant.config)
+    heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, tiles // 2))))
     packing = draw(parts.packing)
-    room = limits.room(variant, heads_q, max(heads_q, limits.tiles // 2 if check == "split_batch" else limits.tiles))
+    room = limits.room(variant, heads_q, max(heads_q, tiles // 2 if check == "split_batch" else tiles))
     dense = packing == "dense"
     pairs = draw(_tiny(can.unequal) if check == "huge_strides" else batches(can, room, dense=dense))
     pairs = _suited(check, can, variant, pairs, dense)

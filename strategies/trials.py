@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import CALLS, Case, Check
+from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, Case, Check
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.earlier_calls import other_problems, takes_call
 from attnfuzz.strategies.models import model_cases
@@ -31,21 +31,24 @@ _SHARES = 64
 _SHARE = st.integers(0, _SHARES - 1)
 
 
-_USUAL: dict[Device, Limits] = {"cpu": Limits(length=300, tiles=4), "cuda": Limits(length=2048, tiles=96)}
-"""Length and tiles of most Cases: on a CPU they take half as long as those of 12 tiles; on a GPU up to 400,000 scores are judged
-in half a millisecond, and a large Case takes as long as a hundred of them."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Shares:
-    """Number of Cases in 64 that are large: of those against the oracle, and of relations."""
+class _Size:
+    """Most tokens of a sequence and most tiles of Cases; how many in 64 have it, of those against the oracle and of relations."""
 
+    length: int
+    tiles: int
     oracle: int
     relations: int
 
 
-_SHARES_OF: dict[Device, _Shares] = {"cpu": _Shares(32, 32), "cuda": _Shares(4, 1)}
-"""Relations have no oracle, so that their largest Cases on a GPU are larger still."""
+_SIZES: dict[Device, tuple[_Size, ...]] = {
+    "cpu": (_Size(300, 4, 48, 48),),
+    "cuda": (_Size(2048, 12, 44, 44), _Size(2048, 96, 18, 19)),
+}
+"""The others are as large as the limits allow. A GPU judges some dozen small Cases together in the operations of one, and a large
+one takes as long as a hundred of them; relations have no oracle, so that their largest are larger still."""
+_SMALL_TILE = 1 << 13
+"""Scores of a tile up to which most Cases of a CPU have it: those of larger tiles cost as much as a large Case."""
 _LAST: deque[tuple[Kernel, _Of, st.SearchStrategy[Case]]] = deque(maxlen=32)
 """The strategies built last: to build one may cost as much as to draw 100 Cases from it, and a campaign asks in each round."""
 
@@ -79,37 +82,46 @@ def _built(
 ) -> st.SearchStrategy[Case]:
     longest = (limits or Limits()).length
 
-    def plain(room: Limits | None) -> st.SearchStrategy[Case]:
+    def plain(room: Limits | None, of: tuple[Variant, ...]) -> st.SearchStrategy[Case]:
         if models:
-            return model_cases(kernel, device=device, limits=room or Limits(), variants=chosen, longest=longest)
-        return cases(kernel, device=device, limits=room, variants=chosen)
+            return model_cases(kernel, device=device, limits=room or Limits(), variants=of, longest=longest)
+        return cases(kernel, device=device, limits=room, variants=of)
 
-    def related(room: Limits) -> st.SearchStrategy[Case] | None:
-        return relation_cases(kernel, device=device, limits=room, variants=chosen) if relates else None
+    def parts(room: Limits | None, of_relations: Limits, of: tuple[Variant, ...]) -> _Parts:
+        relates = not models and bool(relations_of(kernel, of, device))
+        relations = relation_cases(kernel, device=device, limits=of_relations, variants=of) if relates else None
+        return _Parts(kernel, device, chosen, plain(room, of), relations)
 
-    relates = not models and bool(relations_of(kernel, chosen, device))
     of_relations = limits if device == "cpu" and limits else RELATION_LIMITS[device]
-    usual = _usual(limits or of_relations, device, blocks=any(each.config.tile("block", 0) for each in chosen))
-    large = _Parts(kernel, device, chosen, plain(limits), related(of_relations))
-    return _trials(_Sizes(_Parts(kernel, device, chosen, plain(usual), related(usual)), large, _SHARES_OF[device]))
+    blocks = any(each.config.tile("block", 0) for each in chosen)
+    cheap = chosen if models else _of_small_tiles(chosen, device)
+    usual = [(size, _within(limits or of_relations, size, device, blocks=blocks)) for size in _SIZES[device]]
+    smaller = [(size.oracle, size.relations, parts(room, room, cheap)) for size, room in usual]
+    return _trials(_Sizes(smaller, parts(limits, of_relations, chosen)))
 
 
-def _usual(largest: Limits, device: Device, *, blocks: bool) -> Limits:
-    """Return the limits of most Cases; on a CPU several blocks of a mask take all the tiles there are."""
-    usual = _USUAL[device]
-    tiles = largest.tiles if blocks and device == "cpu" else usual.tiles
-    return dataclasses.replace(largest, length=min(largest.length, usual.length), tiles=min(largest.tiles, tiles))
+def _of_small_tiles(variants: tuple[Variant, ...], device: Device) -> tuple[Variant, ...]:
+    """Return the variants whose tiles are no large part of what a Case costs on a CPU; all where there are none, or on a GPU."""
+
+    def size(each: Variant) -> int:
+        return each.config.tile("tile_m", DEFAULT_TILE) * each.config.tile("tile_n", DEFAULT_TILE)
+
+    return tuple(each for each in variants if device != "cpu" or size(each) <= _SMALL_TILE) or variants
+
+
+def _within(largest: Limits, size: _Size, device: Device, *, blocks: bool) -> Limits:
+    """Return the limits of Cases of a size; on a CPU several blocks of a mask take all the tiles there are."""
+    tiles = largest.tiles if blocks and device == "cpu" else size.tiles
+    return dataclasses.replace(largest, length=min(largest.length, size.length), tiles=min(largest.tiles, tiles))
 
 
 @st.composite
 def _trials(draw: st.DrawFn, sizes: _Sizes) -> Case:
-    """Draw a Case of the usual size, or a large one."""
+    """Draw a Case of one of the sizes, the smallest first."""
     kind, share = draw(_KIND), draw(_SHARE)
-    if sizes.usual.related is not None and kind >= _OUT_OF - _RELATIONS:
-        strategy = (sizes.large if share >= _SHARES - sizes.shares.relations else sizes.usual).related
-        assert strategy is not None
+    if kind >= _OUT_OF - _RELATIONS and (strategy := sizes.for_relations[share].related) is not None:
         return draw(strategy)
-    return _with_check(draw, sizes.large if share >= _SHARES - sizes.shares.oracle else sizes.usual, kind)
+    return _with_check(draw, sizes.for_oracle[share], kind)
 
 
 def _with_check(draw: st.DrawFn, parts: _Parts, kind: int) -> Case:
@@ -122,16 +134,17 @@ def _with_check(draw: st.DrawFn, parts: _Parts, kind: int) -> Case:
     return replace(case, check=check)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The strategies of Cases of the usual size and of large ones."""
+    """The strategies of Cases by their size: `_SHARES` of those against the oracle, and of relations, smallest first."""
 
-    usual: _Parts
-    large: _Parts
-    shares: _Shares
+    def __init__(self, smaller: Sequence[tuple[int, int, _Parts]], largest: _Parts) -> None:
+        self.for_oracle = [parts for count, _, parts in smaller for _ in range(count)]
+        self.for_relations = [parts for _, count, parts in smaller for _ in range(count)]
+        for every in (self.for_oracle, self.for_relations):
+            every += [largest] * (_SHARES - len(every))
 
     def __repr__(self) -> str:
-        return repr(self.usual)
+        return repr(self.for_oracle[0])
 
 
 def call_checks(kernel: Kernel, problem: Problem, config: Config, device: Device) -> st.SearchStrategy[Check]:

@@ -33,7 +33,7 @@ class Profile:
     """Whether Cases have the attention shapes of published models (strategies/models.py)."""
 
 
-_CPU = Limits(batch=4, heads=6, length=300, tiles=12)
+_CPU = Limits(batch=4, heads=6, length=300, tiles=12, scores=1 << 17)
 _CUDA = Limits(batch=8, heads=8, length=4096, tiles=4096)
 
 PROFILES: dict[ProfileName, Profile] = {
@@ -44,7 +44,10 @@ PROFILES: dict[ProfileName, Profile] = {
         3600.0,
         300.0,
         {"cpu": 24, "cuda": 96},
-        {"cpu": Limits(batch=6, heads=7, length=400, tiles=24), "cuda": Limits(batch=16, heads=16, length=8192, tiles=16384)},
+        {
+            "cpu": Limits(batch=6, heads=7, length=400, tiles=24, scores=1 << 18),
+            "cuda": Limits(batch=16, heads=16, length=8192, tiles=16384),
+        },
     ),
     "models": Profile(
         "models",
