@@ -169,7 +169,7 @@ class Coordinator:
 
     def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
         """Queue compiles; returns the state of each key."""
-        return self.compiles.want(kernel, cases)
+        return self.compiles.want(kernel, cases, soon=not self.states[kernel].tally.cases)
 
     def ready(self, kernel: str, keys: Collection[str]) -> set[str]:
         """Return those of `keys` that are compiled."""

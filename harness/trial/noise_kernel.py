@@ -71,7 +71,7 @@ _KERNEL = Handwritten("hashed_numbers", _TEXT)
 class Segment(NamedTuple):
     """The numbers of one tensor: how many, of which of KINDS, and the first value of each word's counter."""
 
-    count: int
+    size: int
     kind: int
     first: int
     second: int
@@ -87,8 +87,8 @@ def numbers_by_kernel(segments: Sequence[Segment], device: torch.device) -> list
     table, count = [], 0
     for each in segments:
         table += [count, each.first, each.second, each.kind]
-        count += each.count
+        count += each.size
     sent = torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True)
     out = torch.empty(count, dtype=torch.int64 if segments[0].kind == KINDS.index("hashed") else torch.float32, device=device)
     _KERNEL(_ARGUMENT.pack(sent.data_ptr(), out.data_ptr(), len(table) // _FIELDS, count), count, out.device)
-    return list(out.split([each.count for each in segments]))
+    return list(out.split([each.size for each in segments]))
