@@ -133,6 +133,9 @@ def _with_check(draw: st.DrawFn, parts: _Parts, *, calls: bool) -> Case:
     check = draw(call_checks(parts.kernel, case.problem, case.config, parts.device))
     if check == "other_mask" and not parts.has_other_masks(case):
         check = "twice"
+    elif check == "oracle" and case.problem.dtype == "float32" and parts.takes_twice(case):
+        # Another order of additions shows in few bits, which the rounding of O and gradients to 16 bits hides.
+        check = "twice"
     return replace(case, check=check)
 
 
@@ -184,6 +187,10 @@ class _Parts:
     def _keys(self) -> frozenset[str]:
         can = self.kernel.capabilities
         return frozenset(self.kernel.compile_key(each.problem(can), each.config) for each in self._variants)
+
+    def takes_twice(self, case: Case) -> bool:
+        """Whether the same call may be made twice."""
+        return takes_call(self.kernel, "twice", case.problem, case.config, self.device)
 
     def has_other_masks(self, case: Case) -> bool:
         """Whether every other mask of an earlier call is compiled already: a Trial must not wait for a compiler."""
