@@ -60,8 +60,6 @@ _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
 changes them. Up to 63 tensors have different words, so that a copy of one band to another shows."""
 _ALIGNMENT = 256
 """Bytes: a copy has the alignment of its original, up to this."""
-_COSTLY = {"cuda"}
-"""Types of devices where an operation costs more than the bytes that it fills."""
 _HALF = _BAND // 2
 """A band in 16-bit words."""
 _AT_ONCE = 128
@@ -103,7 +101,7 @@ class Bands:
         """
         size, device = _reach(tensor) * tensor.element_size(), tensor.device
         pieces = Pieces(device) if guard_kernel.takes(device) else None
-        held = self._between(size, 0, device, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces=pieces)
+        held = self._between(size, 0, device, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces)
         if pieces is not None:
             if pattern is not None:
                 pieces.fill(held.data_ptr(), size, pattern)
@@ -124,58 +122,37 @@ class Bands:
                 groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
             else:
                 copies[name] = tensor.clone()
-        pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         pieces = {device: Pieces(device) for device, _ in groups if guard_kernel.takes(device)}
         for (device, _), names in groups.items():
-            copies |= self._copied({name: tensors[name] for name in names}, what, pending, pieces.get(device))
+            copies |= self._copied({name: tensors[name] for name in names}, what, pieces.get(device))
         for each in pieces.values():
             each.launch()
-        for device in dict.fromkeys(to.device for to, _ in pending):
-            here = [pair for pair in pending if pair[0].device == device]
-            torch._foreach_copy_([to for to, _ in here], [source for _, source in here])
         return {name: copies[name] for name in tensors}
 
-    def _copied(
-        self,
-        sharing: Mapping[str, torch.Tensor],
-        what: str,
-        pending: list[tuple[torch.Tensor, torch.Tensor]],
-        pieces: Pieces | None,
-    ) -> dict[str, torch.Tensor]:
-        """Prepare copies of tensors of one allocation, with all bytes from the first to the last of any.
+    def _copied(self, sharing: Mapping[str, torch.Tensor], what: str, pieces: Pieces | None) -> dict[str, torch.Tensor]:
+        """Copy tensors of one allocation, with all bytes from the first to the last of any.
 
-        `pieces` gets what is to be written, bands and contents; without it `pending` gets it, as pairs of to and from.
+        `pieces` gets what is to be written, bands and contents; without it they are written here.
         """
         spans = [_span(tensor) for tensor in sharing.values()]
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         first = next(iter(sharing.values()))
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
-        held = self._between(
-            end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}", pending, pieces
-        )
+        held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}", pieces)
         if pieces is not None:
             pieces.copy(held.data_ptr(), first.untyped_storage().data_ptr() + begin, end - begin)
         else:
-            pending.append((held, memory(first, begin, end)))
+            held.copy_(memory(first, begin, end))
         copies = {}
         for (name, tensor), (start, stop) in zip(sharing.items(), spans, strict=True):
             own = held[start - begin : stop - begin].view(tensor.dtype)
             copies[name] = own.as_strided(tensor.shape, tensor.stride())
         return copies
 
-    def _between(
-        self,
-        size: int,
-        lead: int,
-        device: torch.device,
-        what: str,
-        pending: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
-        pieces: Pieces | None = None,
-    ) -> torch.Tensor:
+    def _between(self, size: int, lead: int, device: torch.device, what: str, pieces: Pieces | None) -> torch.Tensor:
         """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment.
 
-        `pieces` gets the bands, or `pending` on a GPU, where each operation costs; elsewhere, and without either, they are filled
-        here.
+        `pieces` gets the bands; without it they are filled here.
         """
         pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
         before = _BAND + lead // 2 * 2
@@ -185,11 +162,8 @@ class Bands:
             start = words.data_ptr()
             pieces.fill(start, before, doubled(pattern))
             pieces.fill(start + before + size, 2 * count - before - size, doubled(pattern))
-        elif pending is None or device.type not in _COSTLY:
-            words = torch.full((count,), pattern, dtype=torch.int16, device=device)
         else:
-            words = torch.empty((count,), dtype=torch.int16, device=device)
-            pending += _bands_of(words.view(torch.uint8), before, size, pattern)
+            words = torch.full((count,), pattern, dtype=torch.int16, device=device)
         self._kept.append(_Band(what, words, before // 2, pattern))
         return words.view(torch.uint8)[before : before + size]
 
@@ -238,19 +212,6 @@ def _bands_to_check(bands: Sequence[_Band], device: torch.device) -> Pieces:
         pieces.holds(start, 2 * each.before, pattern)
         pieces.holds(start + 2 * (each.words.numel() - _HALF), 2 * _HALF, pattern)
     return pieces
-
-
-def _bands_of(whole: torch.Tensor, before: int, size: int, pattern: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the bands of `size` bytes after the first `before` of `whole`, each with the bytes that belong there."""
-    words = _words(pattern, whole.device)
-    after, odd = whole[before + size :], size % 2
-    return [(whole[:before], words[:before]), (after, words[odd : odd + len(after)])]
-
-
-@functools.cache
-def _words(pattern: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes of a band, and some more."""
-    return torch.full((_HALF + _ALIGNMENT,), pattern, dtype=torch.int16, device=device).view(torch.uint8)
 
 
 @functools.cache
