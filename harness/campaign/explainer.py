@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.explain import Explanation, Outcome, explanation_of, outcome_of
 from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.neighbours import LENGTHS, PARTS, differences, with_lengths
@@ -76,7 +77,9 @@ class Explainer:
         if self._finding.rate is not None:
             failed, runs = self._finding.rate
             self._reliable = False
-            raise _Ended(f"the failure shows in {failed} of {runs} runs, so that a neighbour that passes says nothing")
+            dropped = self._finding.dropped
+            before = f"; {counted(dropped, 'Case')} that its process had run long before could not be run again" * (dropped > 0)
+            raise _Ended(f"the failure shows in {failed} of {runs} runs, so that a neighbour that passes says nothing{before}")
         self._check_end()
         self._read_memo()
         # One neighbour of every part before the second of any: time may be over.

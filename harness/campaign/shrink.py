@@ -1,19 +1,22 @@
 """Shrinking: from the Case that failed first to the smallest that fails alike, and how often it does.
 
 A failure counts as reliable when it shows in every rerun. One that shows only sometimes is rerun to measure its rate, and every
-simpler Case is then tried as often as that rate demands before it counts as a pass.
+simpler Case is then tried as often as that rate demands before it counts as a pass. One that does not show in a new process may
+need what earlier Cases left in the old one: these are then part of the Case (`Case.after`), and are shrunk with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.shapes import Variant
@@ -48,6 +51,10 @@ class Shrinker:
         self.finding = dataclasses.replace(finding, shrunk=True, partly=True)
         self._runner, self._supported, self._variants = runner, supported, variants
         self._needs_its_check = False
+        self._misled = False
+        """Whether a Case failed by what others had left in the process."""
+        self._afresh = False
+        """Every step is tried in a new process."""
         self._end = 0.0
 
     def shrink(self, seconds: float) -> Finding:
@@ -56,39 +63,50 @@ class Shrinker:
         before = self._runner.trials
         try:
             self._confirm()
-            first, passed = (self.finding.case, self.finding.verdict), set[Case]()
-            while (step := self._step(passed)) is not None:
-                self._keep(*step)
-            partly = self._late()
-            if self.finding.case != first[0] and not self._fails_once_more():
-                # A step followed noise, or took a slow Case for one that hangs.
-                self._keep(*first)
-                partly = True
+            first = self.finding.case, self.finding.verdict
+            partly = self._take_steps(first)
+            if partly and self._misled and not self._late():
+                self._afresh = True
+                partly = self._take_steps(first)
             self.finding = dataclasses.replace(self.finding, partly=partly)
         finally:
             trials = self.finding.shrink_trials + self._runner.trials - before
             self.finding = dataclasses.replace(self.finding, shrink_trials=trials)
         return self.finding
 
+    def _take_steps(self, first: tuple[Case, Verdict]) -> bool:
+        """Take steps from `first`, or none where the last does not fail in a new process; returns whether some are not tried."""
+        passed = set[Case]()
+        while (step := self._step(passed)) is not None:
+            self._keep(*step)
+        if self.finding.case == first[0] or self._fails_once_more():
+            return self._late()
+        # A step followed noise, what earlier Cases had left in the process, or took a slow Case for one that hangs.
+        self._misled = self.finding.rate is None and self.finding.identity.kind not in _ENDS_PROCESS
+        self._keep(*first)
+        return True
+
     def _confirm(self) -> None:
         """Rerun what was seen once; measure its rate where it does not show every time."""
         case, outcomes = self.finding.case, [True]
+        past = self._runner.past(case)
         for _ in range(_CONFIRMATIONS):
             if not self._late():
                 outcomes.append(self._shows(self._tried(case)))
         if all(outcomes):
-            # What ends its process has shown in new ones already.
-            known = self.finding.identity.kind in _ENDS_PROCESS or self._late()
+            # What ends its process has shown in new ones already, though they may have built something in advance.
+            known = (self.finding.identity.kind in _ENDS_PROCESS and not self._runner.past(case)) or self._late()
             if known or self._shows(self._tried_afresh(case)) or self._fails_with_own_calls():
                 return
             outcomes.append(False)
-        else:
-            self._runner.fresh()
+        if self._fails_after(past):
+            return
+        self._runner.fresh()
         for _ in range(_RERUNS):
             if self._late():
                 break
             outcomes.append(self._shows(self._tried(case)))
-        self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)))
+        self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)), dropped=past.dropped)
 
     def _fails_with_own_calls(self) -> bool:
         """Replace a Case that failed by what earlier Cases left in its process by one with calls of its own, if it fails."""
@@ -103,10 +121,32 @@ class Shrinker:
                     return True
         return False
 
+    def _fails_after(self, past: Past) -> bool:
+        """Have the Case run after the latest of those that its process had run before, as few as are needed, if it fails so."""
+        alone = self.finding.case
+        for count in _counts(len(past.cases)):
+            case = replace(alone, after=past.cases[-count:])
+            if alone.after or self._late(case):
+                return False
+            verdict = self._tried(case)
+            if self._shows(verdict):
+                if needed := self._needs_earlier(case):
+                    self._keep(case, verdict)
+                return needed
+        return False
+
+    def _needs_earlier(self, case: Case) -> bool:
+        """Whether a Case fails every time after its earlier ones, and never alone."""
+        for _ in range(_CONFIRMATIONS):
+            if self._late(case):
+                break
+            if self._shows(self._tried_afresh(case.alone)) or not self._shows(self._tried(case)):
+                return False
+        return True
+
     def _fails_once_more(self) -> bool:
-        """Whether the minimal Case fails once more with deadlines of full length; that Verdict is the one to show."""
-        if self.finding.case.check in CALLS:
-            self._runner.fresh()
+        """Whether the minimal Case fails once more, in a new process, with full deadlines; that Verdict is the one to show."""
+        self._runner.fresh()
         case, rate = self.finding.case, self.finding.rate
         verdict = self._runner.run(case, "shrink", rate=rate, shows=self._shows, patient=True)
         if self._shows(verdict):
@@ -121,13 +161,14 @@ class Shrinker:
             other_check = case.check != now.case.check
             if case in passed or (other_check and self._needs_its_check) or not self._supported(case):
                 continue
-            verdict = None if other_check else self._runner.memo.get(case)
+            verdict = None if other_check or self._afresh else self._runner.memo.get(case)
             if verdict is None or (now.rate is not None and not self._shows(verdict)):
-                if other_check:
+                if other_check or self._afresh:
                     # What earlier Cases left in the process must not stand for the calls that this one makes no more.
                     self._runner.fresh()
+                stop = functools.partial(self._stop_if_late, case)
                 try:
-                    verdict = self._runner.run(case, "shrink", rate=now.rate, shows=self._shows, before=self._stop_if_late)
+                    verdict = self._runner.run(case, "shrink", rate=now.rate, shows=self._shows, before=stop)
                 except _TimeIsUp:
                     return None
             if self._shows(verdict):
@@ -151,9 +192,21 @@ class Shrinker:
     def _keep(self, case: Case, verdict: Verdict) -> None:
         self.finding = dataclasses.replace(self.finding, case=case, verdict=verdict)
 
-    def _late(self) -> bool:
-        return time.monotonic() >= self._end
+    def _late(self, case: Case | None = None) -> bool:
+        """Whether time is up, or would be before the Cases that run before `case` are done."""
+        earlier = (self._runner.memo.get(each) for each in (case.after if case else ()))
+        return time.monotonic() + sum(sum(each.seconds.values()) for each in earlier if each) >= self._end
 
-    def _stop_if_late(self) -> None:
-        if self._late():
+    def _stop_if_late(self, case: Case) -> None:
+        if self._late(case):
             raise _TimeIsUp
+
+
+def _counts(most: int) -> Iterator[int]:
+    """Yield 1, 2, 4, ..., and `most` at last."""
+    count = 1
+    while count < most:
+        yield count
+        count *= 2
+    if most:
+        yield most
