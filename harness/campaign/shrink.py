@@ -90,9 +90,11 @@ class Shrinker:
         """Rerun what was seen once; measure its rate where it does not show every time."""
         case, outcomes = self.finding.case, [True]
         past = self._runner.past(case)
+        # What others have left in the process must not stand for the earlier calls of a Case, or hide what they leave.
+        rerun = self._tried_afresh if case.check in CALLS else self._tried
         for _ in range(_CONFIRMATIONS):
             if not self._late():
-                outcomes.append(self._shows(self._tried(case)))
+                outcomes.append(self._shows(rerun(case)))
         if all(outcomes):
             # What ends its process has shown in new ones already, though they may have built something in advance.
             known = (self.finding.identity.kind in _ENDS_PROCESS and not self._runner.past(case)) or self._late()

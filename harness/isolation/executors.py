@@ -137,14 +137,12 @@ class InProcess:
 
     def finish(self) -> Verdict:
         """Run the Trial."""
-        from attnfuzz.harness.trial.sequence import run_earlier
-        from attnfuzz.harness.trial.trial import run_trial
+        from attnfuzz.harness.trial.sequence import run_sequence
 
         assert self.case is not None
         self.statistics.tasks += 1
         with self.memory_checked():
-            run_earlier(self.case, self.device)
-            return run_trial(self.case, self.device)
+            return run_sequence(self.case, self.device)
 
     def batch(self, cases: Sequence[Case]) -> list[Verdict]:
         """Run the Trials of a batch."""

@@ -57,6 +57,8 @@ _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _GIB = 1 << 30
 _LEAST_MEMORY: dict[Device, int] = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
 """Of a child of one worker among several: CUDA's libraries alone are 3 GiB, in memory that the children share."""
+_LATEST, _PATIENTLY = 8, 4.0
+"""Where a Case has hung that ends in time alone: the Cases before it that run again, and how much longer it may take then."""
 _MOST_REASONS, _REMEMBERED_PASTS = 20, 200
 
 
@@ -135,8 +137,11 @@ class Isolated:
         first = outcome = self._ended(running)
         if self._doubtful(case.kernel, outcome):
             # A hang may be slowness, and an error outside the kernel may come from earlier Cases: run again with full deadlines.
+            past = running.past
             running = self._supervisor.begin(self._task(case, self._full), fresh=True)
             outcome = self._ended(running)
+            if (hang := self._hang_after(case, past, first, outcome)) is not None:
+                outcome, running.past = hang, past
         if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
             self._hangs.add((case.kernel, outcome.stage))
         verdict = self._with_late_death(case, self._verdict(case, outcome))
@@ -145,6 +150,25 @@ class Isolated:
             verdict = _with_death(case, verdict, first)
         self._learn(case, key, verdict, running.past)
         return verdict
+
+    def _hang_after(self, case: Case, past: Past, first: Outcome, alone: Outcome) -> Death | None:
+        """Return the hang of a Case that ends in time alone, and hangs again after the latest Cases of its first process."""
+        hung = isinstance(first, Death) and first.why == "hang" and not first.stopped and first.stage in KERNEL_STAGES
+        if not (hung and past and not case.after and isinstance(alone, Reply)):
+            return None
+        assert isinstance(first, Death)
+        deadline = min(self._full[first.stage], _PATIENTLY * first.limit)
+        together = msgspec.structs.replace(case, after=past.cases[-_LATEST:])
+        outcome = self._ended(self._supervisor.begin(self._task(together, {**self._full, first.stage: deadline}), fresh=True))
+        if not isinstance(outcome, Death) or (outcome.why, outcome.stage, outcome.item) != (
+            "hang",
+            first.stage,
+            len(together.after),
+        ):
+            return None
+        # Every other Case that hangs so would cost two more processes.
+        self._hangs.add((case.kernel, first.stage))
+        return outcome
 
     def past(self, case: Case) -> Past:
         """Return what the process that gave the latest Verdict of `case` had run before it, where that Verdict was a failure."""

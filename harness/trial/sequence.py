@@ -7,13 +7,25 @@ import functools
 from collections.abc import Callable
 
 from attnfuzz.harness.judge.failure import in_earlier
+from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.gpu_memory import trim, when_free
 from attnfuzz.harness.trial.trial import check_runnable, run_trial
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
-__all__ = ["run_earlier"]
+__all__ = ["run_earlier", "run_sequence"]
+
+
+def run_sequence(case: Case, device: Device) -> Verdict:
+    """Run the Cases of `case.after`, then the Case.
+
+    Raises:
+        BadArgument: one of them cannot run here.
+        DeviceLost: the kernel broke the device for this process.
+    """
+    run_earlier(case, device)
+    return run_trial(case, device)
 
 
 def run_earlier(case: Case, device: Device, enter: Callable[..., None] = lambda *_: None) -> None:

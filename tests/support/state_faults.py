@@ -84,13 +84,14 @@ def _scale_of_the_first(state: State, problem: Problem) -> Problem:
 
 
 def _workspace(state: State, inputs: Inputs, outputs: _Forward) -> _Forward:
-    """A workspace is cleared where the last call has used it: where the shape grows again, it holds what an older one left."""
+    """A workspace is cleared unless the shape has grown, as if it were new then: it holds what an older call has left."""
     o, lse = outputs
     size, used = o.numel(), state.get("used", 0)
     space = state.get("space", torch.zeros(0))
     if space.numel() < size:
         space = torch.zeros(size)
-    space[:used] = 0.0
+    elif size <= used:
+        space[:size] = 0.0
     space[:size] += o.detach().flatten()
     state["space"], state["used"] = space, size
     return space[:size].view(o.shape).clone(), lse
