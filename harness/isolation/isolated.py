@@ -123,7 +123,9 @@ class Isolated:
         # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
         task = self._task(case, self._full if patient else self._deadlines(*key))
-        self._begun = case, key, self._supervisor.begin(task, fresh=bool(case.after))
+        if case.after:
+            self.fresh()
+        self._begun = case, key, self._supervisor.begin(task)
 
     def finish(self) -> Verdict:
         """Return the Verdict of the Case, also if it ended its process.
@@ -138,7 +140,8 @@ class Isolated:
         if self._doubtful(case.kernel, outcome):
             # A hang may be slowness, and an error outside the kernel may come from earlier Cases: run again with full deadlines.
             past = running.past
-            running = self._supervisor.begin(self._task(case, self._full), fresh=True)
+            self.fresh()
+            running = self._supervisor.begin(self._task(case, self._full))
             outcome = self._ended(running)
             if (hang := self._hang_after(case, past, first, outcome)) is not None:
                 outcome, running.past = hang, past
@@ -159,7 +162,8 @@ class Isolated:
         assert isinstance(first, Death)
         deadline = min(self._full[first.stage], _PATIENTLY * first.limit)
         together = msgspec.structs.replace(case, after=past.cases[-_LATEST:])
-        outcome = self._ended(self._supervisor.begin(self._task(together, {**self._full, first.stage: deadline}), fresh=True))
+        self.fresh()
+        outcome = self._ended(self._supervisor.begin(self._task(together, {**self._full, first.stage: deadline})))
         if not isinstance(outcome, Death) or (outcome.why, outcome.stage, outcome.item) != (
             "hang",
             first.stage,
@@ -222,7 +226,9 @@ class Isolated:
             OutOfTime: the time of `limit` was over first.
         """
         task = Task("attnfuzz.harness.isolation.tasks:map_case", self._task(case, {}).payload, self._full, (case,))
-        outcome = self._ended(self._supervisor.begin(task, fresh=bool(case.after)))
+        if case.after:
+            self.fresh()
+        outcome = self._ended(self._supervisor.begin(task))
         if isinstance(outcome, Death):
             return death_failure(case.kernel, outcome).message
         if isinstance(outcome, Error):

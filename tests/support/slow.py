@@ -67,6 +67,20 @@ SLOW = frozenset({
     "test_methods.py::test_cases_are_those_of_their_seed_and_the_kernel_takes_them[triton.flex-tilelang]",
     "test_methods.py::test_cases_are_those_of_their_seed_and_the_kernel_takes_them[triton.flex-flex]",
     "test_fused_budgets.py::test_budgets_are_equal[normal-float16-plain-True]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[scale]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[mask]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[workspace]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[tickets]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[counter]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[fourth]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[table]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[raises]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[nan]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[packing]",
+    "test_state.py::test_a_failure_that_needs_earlier_cases_is_kept_with_them[waits]",
+    "test_state.py::test_chance_is_no_state[1]",
+    "test_state.py::test_chance_is_no_state[2]",
+    "test_state.py::test_chance_is_no_state[3]",
 })  # fmt: skip
 
 

@@ -152,9 +152,8 @@ class Answers(Supervisor):
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes, self.limits, self.fresh, self.late = list(outcomes), [], 0, None  # type: ignore[assignment]
 
-    def begin(self, task: Any, *, fresh: bool = False) -> Any:
+    def begin(self, task: Any) -> Any:
         self.limits.append(task.deadlines["kernel"])
-        self.fresh += fresh
         return SimpleNamespace(past=Past())
 
     def finish(self, running: Any, until: float | None = None) -> Any:
