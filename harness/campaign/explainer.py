@@ -98,9 +98,13 @@ class Explainer:
                     yield part, self._neighbours[part][number]
 
     def _read_memo(self) -> None:
-        """Take the outcomes of neighbours that were drawn or tried by shrinking."""
+        """Take the outcomes of neighbours that were drawn or tried by shrinking, after the same earlier Cases."""
         for case, verdict in list(self._runner.memo.items()):
-            if len(parts := differences(self._finding.case, case)) == 1 and case.kernel == self._finding.case.kernel:
+            if (
+                case.after == self._finding.case.after
+                and len(parts := differences(self._finding.case, case)) == 1
+                and case.kernel == self._finding.case.kernel
+            ):
                 self._outcomes.setdefault(parts[0], {})[case] = outcome_of(verdict, self._finding.identity)
 
     def _try(self, part: str, case: Case) -> Outcome | None:

@@ -68,6 +68,8 @@ class Shrinker:
             if partly and self._misled and not self._late():
                 self._afresh = True
                 partly = self._take_steps(first)
+            if self.finding.case.after and self._fails_alone():
+                partly = self._take_steps((self.finding.case, self.finding.verdict))
             self.finding = dataclasses.replace(self.finding, partly=partly)
         finally:
             trials = self.finding.shrink_trials + self._runner.trials - before
@@ -126,8 +128,9 @@ class Shrinker:
     def _fails_after(self, past: Past) -> bool:
         """Have the Case run after the latest of those that its process had run before, as few as are needed, if it fails so."""
         alone = self.finding.case
-        for count in _counts(len(past.cases)):
-            case = replace(alone, after=past.cases[-count:])
+        earlier = tuple(each for each in past.cases if each.kernel == alone.kernel)
+        for count in _counts(len(earlier)):
+            case = replace(alone, after=earlier[-count:])
             if alone.after or self._late(case):
                 return False
             verdict = self._tried(case)
@@ -139,12 +142,20 @@ class Shrinker:
 
     def _needs_earlier(self, case: Case) -> bool:
         """Whether a Case fails every time after its earlier ones, and never alone."""
-        for _ in range(_CONFIRMATIONS):
-            if self._late(case):
+        for number in range(_CONFIRMATIONS):
+            if number and self._late(case):
                 break
             if self._shows(self._tried_afresh(case.alone)) or not self._shows(self._tried(case)):
                 return False
         return True
+
+    def _fails_alone(self) -> bool:
+        """Drop the earlier Cases of a minimal one that does not need them: a step has led to another failure of the identity."""
+        alone = self.finding.case.alone
+        verdict = self._tried_afresh(alone)
+        if self._shows(verdict):
+            self._keep(alone, verdict)
+        return self._shows(verdict)
 
     def _fails_once_more(self) -> bool:
         """Whether the minimal Case fails once more, in a new process, with full deadlines; that Verdict is the one to show."""

@@ -18,14 +18,17 @@ from attnfuzz.harness.campaign.blob import blob_of, stored_case
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.explainer import Explainer
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.cli import main as cli
+from attnfuzz.harness.gate.parts.correctness import replay
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.plugin.run import _run_again
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, case_from_object
@@ -278,6 +281,26 @@ def test_ctrl_c_while_earlier_cases_are_cut_keeps_those_so_far() -> None:
     assert (shrinker.finding.partly, shrinker.finding.rate) == (True, None)
 
 
+def test_a_step_to_a_failure_that_needs_no_earlier_case_drops_them() -> None:
+    finding = shrunk(
+        Process(lambda run, case: keys(case) >= 2 and (bool(run) or keys(case) == 2), [case_of("any")]),
+        case_of("any", seqlens_k=(7,)),
+    )
+    assert (finding.case.after, keys(finding.case), finding.rate) == ((), 2, None)
+
+
+def test_what_ran_too_long_ago_is_said() -> None:
+    executor = Process(lambda *_: executor.longest == 0 and len(executor.cases) < 3, [case_of("any")])
+    runner = TrialRunner(executor)
+    case = case_of("any")
+    verdict = runner.run(case)
+    executor._pasts[case] = Past((case,), 44)
+    finding = Shrinker(Finding(FAILED.identity, case, verdict), runner, lambda _: True, ()).shrink(60.0)
+    assert (finding.rate, finding.dropped) == ((2, 11), 44)
+    explanation = Explainer(finding, runner, {}, lambda _: True).explain(60.0, 60.0)
+    assert explanation.ended.endswith("; 44 Cases that its process had run long before could not be run again")
+
+
 def test_no_time_is_no_search() -> None:
     executor = Process(lambda run, _: bool(run), [case_of("any")])
     runner = TrialRunner(executor)
@@ -353,3 +376,22 @@ def test_an_earlier_case_that_cannot_run_any_more_is_named(tmp_path: Path) -> No
     result = repro(path)
     assert result.exit_code == 2
     assert "its failure needs earlier Cases, and number 2 of 2 cannot run any more: config=" in result.output
+
+
+def test_a_campaign_replays_a_case_with_its_earlier_ones(tmp_path: Path, executor: Isolated) -> None:
+    kernel = registry.register(FAULTS["dims"])
+    (tmp_path / "cases").mkdir()
+    stored = kept(tmp_path).rename(tmp_path / "cases" / "state.dims-o-mismatch-0.json")
+    settings = Settings(max_examples=1, max_failures=1, shrink=2.0, out=str(tmp_path))
+    (finding,) = run_campaign([kernel], settings, lambda _: None, executor).findings
+    assert len(finding.case.after) == 1
+    assert finding.rate is None
+    assert stored.exists()
+
+
+def test_the_gate_and_pytest_replay_earlier_cases_too(tmp_path: Path, executor: Isolated) -> None:
+    stored = read_case(kept(tmp_path))
+    part = replay(FAULTS["dims"], "cpu", [stored], executor)
+    assert part.outcome == "fail"
+    with pytest.raises(pytest.fail.Exception, match=r"FAILED .*case.json(.|\n)*passes alone; fails after this Case"):
+        _run_again(stored, Settings(in_process=True))
