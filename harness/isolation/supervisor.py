@@ -212,8 +212,7 @@ class Supervisor:
 
     def settle(self) -> None:
         """Wait until every spare is ready."""
-        while len(self._ready) < self._spares:
-            self._ready.append(self._started())
+        self._fill(fresh=False)
         for child in list(self._ready):
             if not self._warmed(child):
                 self._ready.remove(child)
