@@ -77,8 +77,8 @@ class Explainer:
         if self._finding.rate is not None:
             failed, runs = self._finding.rate
             self._reliable = False
-            dropped = self._finding.dropped
-            before = f"; {counted(dropped, 'Case')} that its process had run long before could not be run again" * (dropped > 0)
+            untried = self._finding.untried
+            before = f"; {counted(untried, 'Case')} that its process had run before could not be run again" * (untried > 0)
             raise _Ended(f"the failure shows in {failed} of {runs} runs, so that a neighbour that passes says nothing{before}")
         self._check_end()
         self._read_memo()

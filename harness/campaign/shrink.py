@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.past import parts_of_past
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.judge.verdict import Verdict
@@ -55,6 +56,8 @@ class Shrinker:
         """Whether a Case failed by what others had left in the process."""
         self._afresh = False
         """Every step is tried in a new process."""
+        self._untried = 0
+        """Cases that its process had run before, and that were not run again."""
         self._end = 0.0
 
     def shrink(self, seconds: float) -> Finding:
@@ -97,7 +100,8 @@ class Shrinker:
         for _ in range(_CONFIRMATIONS):
             if not self._late():
                 outcomes.append(self._shows(rerun(case)))
-        if all(outcomes):
+        steady = all(outcomes)
+        if steady:
             # What ends its process has shown in new ones already, though they may have built something in advance.
             known = (self.finding.identity.kind in _ENDS_PROCESS and not self._runner.past(case)) or self._late()
             if known or self._shows(self._tried_afresh(case)) or self._fails_with_own_calls():
@@ -105,12 +109,13 @@ class Shrinker:
             outcomes.append(False)
         if self._fails_after(past):
             return
-        self._runner.fresh()
+        if not steady:
+            self._runner.fresh()
         for _ in range(_RERUNS):
             if self._late():
                 break
             outcomes.append(self._shows(self._tried(case)))
-        self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)), dropped=past.dropped)
+        self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)), untried=self._untried)
 
     def _fails_with_own_calls(self) -> bool:
         """Replace a Case that failed by what earlier Cases left in its process by one with calls of its own, if it fails."""
@@ -126,18 +131,20 @@ class Shrinker:
         return False
 
     def _fails_after(self, past: Past) -> bool:
-        """Have the Case run after the latest of those that its process had run before, as few as are needed, if it fails so."""
+        """Have the Case run after few of those that its process had run before, if it fails so."""
         alone = self.finding.case
-        earlier = tuple(each for each in past.cases if each.kernel == alone.kernel)
-        for count in _counts(len(earlier)):
-            case = replace(alone, after=earlier[-count:])
-            if alone.after or self._late(case):
+        self._untried = past.dropped + len(past.cases)
+        for earlier in () if alone.after else parts_of_past(alone, past.cases):
+            case = replace(alone, after=earlier)
+            if self._late(case):
                 return False
             verdict = self._tried(case)
             if self._shows(verdict):
                 if needed := self._needs_earlier(case):
                     self._keep(case, verdict)
                 return needed
+            self._untried = min(self._untried, past.dropped + len(past.cases) - len(earlier))
+        self._untried = past.dropped
         return False
 
     def _needs_earlier(self, case: Case) -> bool:
@@ -213,13 +220,3 @@ class Shrinker:
     def _stop_if_late(self, case: Case) -> None:
         if self._late(case):
             raise _TimeIsUp
-
-
-def _counts(most: int) -> Iterator[int]:
-    """Yield 1, 2, 4, ..., and `most` at last."""
-    count = 1
-    while count < most:
-        yield count
-        count *= 2
-    if most:
-        yield most

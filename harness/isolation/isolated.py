@@ -261,7 +261,7 @@ class Isolated:
         verdicts = [msgspec.convert(each, Verdict) for each in outcome.result]
         verdicts[0] = self._with_late_death(cases[0], verdicts[0])
         for number, (case, key, verdict) in enumerate(zip(cases, keys, verdicts, strict=True)):
-            self._learn(case, key, verdict, running.past.with_(cases[:number]) if verdict.failures else Past())
+            self._learn(case, key, verdict, running.past.plus(cases[:number]) if verdict.failures else Past())
         return verdicts
 
     def _one_by_one(self, cases: Sequence[Case], outcome: Outcome, past: Past) -> list[Verdict]:
@@ -279,7 +279,7 @@ class Isolated:
                 verdicts[outcome.item] = self._verdict(case, outcome)
             elif outcome.by_itself:
                 verdicts[outcome.item] = _with_death(case, verdicts[outcome.item], outcome)
-            self._pasts[case] = past.with_(cases[: outcome.item])
+            self._pasts[case] = past.plus(cases[: outcome.item])
         return verdicts
 
     def limit(self, until: float | None) -> None:

@@ -62,7 +62,7 @@ class Past:
         """Whether it has run or built anything."""
         return bool(self.cases)
 
-    def with_(self, cases: Sequence[Case]) -> Past:
+    def plus(self, cases: Sequence[Case]) -> Past:
         """Return the Past after `cases` as well, whose own earlier Cases count too."""
         together = (*self.cases, *(single for each in cases for single in (*each.after, each.alone)))
         too_many = max(0, len(together) - _KEPT)

@@ -132,7 +132,7 @@ class Supervisor:
         fresh, self._fresh_next = fresh or self._fresh_next, False
         child, now, number = self._free_child(fresh=fresh), time.monotonic(), next(self._numbers)
         past = self._pasts.get(child, Past())
-        self._pasts[child] = past.with_(task.cases)
+        self._pasts[child] = past.plus(task.cases)
         child.send({"task": number, "target": task.target, "payload": task.payload})
         self._pauses.begin()
         return Running(task, child, number, now, now, StageTime(now, child.cpu()), past, fresh)
@@ -339,7 +339,7 @@ class Supervisor:
         self._living.add(child)
         self.statistics.children += 1
         if warm is not None:
-            self._pasts[child] = Past().with_(warm.cases)
+            self._pasts[child] = Past().plus(warm.cases)
             self._warming[child] = next(self._numbers)
             child.send({"task": self._warming[child], "target": warm.target, "payload": warm.payload})
         return child

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
+from support.mutants import kernel_of, mutants
 from support.runs import FunctionExecutor
 from support.state_faults import FAULTS
 
@@ -109,6 +110,19 @@ def test_chance_is_no_state(seed: int, tmp_path: Path, executor: Isolated) -> No
     assert finding.case.after == ()
 
 
+@pytest.mark.parametrize("bug", ["HST-40", "HST-41"])
+def test_a_cache_of_compiled_code_with_a_wrong_key_is_found(bug: str, tmp_path: Path) -> None:
+    """In a copy of triton.varlen, where a spare builds in advance."""
+    kernel = registry.register(kernel_of(mutants()[bug]))
+    settings = Settings(max_examples=80, max_failures=1, seed=2, shrink=20.0, plain=True, out=str(tmp_path))
+    done = run_campaign([kernel], settings, lambda _: None)
+    (finding,) = done.findings
+    assert finding.rate is None
+    assert len(finding.case.after) <= 1
+    assert finding.case.after or finding.case.check == "other_mask"
+    assert repro(Path(str(finding.path))).exit_code == 1
+
+
 # --- what a child process has done
 
 
@@ -134,9 +148,9 @@ def test_a_process_keeps_what_it_has_run(executor: Isolated) -> None:
 
 def test_a_past_is_bounded() -> None:
     cases = [case_of("dims", seqlens_q=(n,)) for n in range(1, 301)]
-    past = Past().with_(cases)
+    past = Past().plus(cases)
     assert (past.cases, past.dropped) == (tuple(cases[-256:]), 44)
-    assert past.with_([replace(cases[0], after=(cases[1],))]).cases[-2:] == (cases[1], cases[0])
+    assert past.plus([replace(cases[0], after=(cases[1],))]).cases[-2:] == (cases[1], cases[0])
 
 
 def test_a_new_process_has_built_nothing(executor: Isolated) -> None:
@@ -254,6 +268,15 @@ def test_a_long_past_is_cut_to_what_is_needed() -> None:
     assert executor.longest < 200, "the latest are tried first"
 
 
+def test_a_case_that_differs_little_is_tried_early() -> None:
+    alike = case_of("any", seqlens_q=(4,), causal="top_left", heads=6, kv_heads=3)
+    others = [case_of("any", seqlens_q=(n + 10,), dim_qk=32, softmax_scale=2.0) for n in range(200)]
+    executor = Process(lambda run, case: alike in run and case.problem.causal is None, [alike, *others])
+    finding = shrunk(executor, replace(alike, problem=replace(alike.problem, causal=None)))
+    assert len(finding.case.after) == 1
+    assert executor.longest == 1
+
+
 def test_what_fails_neither_alone_nor_after_earlier_cases_has_a_rate() -> None:
     shows = itertools.cycle((True, True, False))
     finding = shrunk(Process(lambda *_: next(shows), [case_of("any")] * 3), case_of("any"))
@@ -296,9 +319,9 @@ def test_what_ran_too_long_ago_is_said() -> None:
     verdict = runner.run(case)
     executor._pasts[case] = Past((case,), 44)
     finding = Shrinker(Finding(FAILED.identity, case, verdict), runner, lambda _: True, ()).shrink(60.0)
-    assert (finding.rate, finding.dropped) == ((2, 11), 44)
+    assert (finding.rate, finding.untried) == ((2, 11), 44)
     explanation = Explainer(finding, runner, {}, lambda _: True).explain(60.0, 60.0)
-    assert explanation.ended.endswith("; 44 Cases that its process had run long before could not be run again")
+    assert explanation.ended.endswith("; 44 Cases that its process had run before could not be run again")
 
 
 def test_no_time_is_no_search() -> None:
