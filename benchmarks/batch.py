@@ -4,8 +4,8 @@
                                [--json FILE] [KERNEL]
 
 Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
---operations also the operations of the judgement of a batch on the device, by kind (one process, torch's profiler). With --alone
-also whether the Verdicts are those of the Cases run alone: exit code 1 if not.
+--operations also the operations of batches on the device, by kind: all, and those of the judgement (one process, torch's
+profiler). With --alone also whether the Verdicts are those of the Cases run alone: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -48,7 +48,7 @@ from attnfuzz.strategies.trials import trial_cases
 _UNTIMED = 2
 _ROUND = 200
 _KINDS = {
-    "generated": r"^run_fused_",
+    "generated": r"^run_fused_|^guarded_pieces|^hashed_numbers",
     "product": r"gemm|cutlass|xmma|gemv|dot_kernel",
     "sort": r"[sS]ort|searchsorted",
     "softmax": r"[sS]oft[mM]ax",
@@ -123,38 +123,53 @@ def side_by_side(processes: int, name: str, device: Device, count: int, size: in
         return [each.result() for each in running]
 
 
-def operations(name: str, count: int, size: int) -> dict[str, tuple[float, float]]:
-    """Return microseconds and number of operations a Case of each kind, in the judgement of batches on a GPU."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
+def operations(name: str, count: int, size: int) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return microseconds and number of operations a Case of each kind on a GPU: of the judgement, and of all."""
     environment.prepare("cuda")
     every = batches(name, "cuda", count, size)
     for each in every[:_UNTIMED]:
         trial_batch.run_batch(each, "cuda")
-    spent, number = Counter[str](), Counter[str]()
-    cases = 0
-
-    def judged(*arguments: Any) -> Any:
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as watched:
-            result = judge_batch(*arguments)
-            torch.cuda.synchronize()
-        # Newer profilers list the calls of the driver as well.
-        for event in (each for each in watched.events() if each.device_type == DeviceType.CUDA):
-            kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, event.name)), "other")
-            spent[kind] += event.time_range.elapsed_us()
-            number[kind] += 1
-        return result
-
-    before, trial_batch.judge_batch = trial_batch.judge_batch, judged  # type: ignore[attr-defined]
+    judgement, cases = _Watch(), sum(len(each) for each in every[_UNTIMED:])
+    before, trial_batch.judge_batch = trial_batch.judge_batch, judgement.of(judge_batch)  # type: ignore[attr-defined]
     try:
         for each in every[_UNTIMED:]:
-            cases += len(each)
             trial_batch.run_batch(each, "cuda")
     finally:
         trial_batch.judge_batch = before  # type: ignore[attr-defined]
-    return {kind: (spent[kind] / cases, number[kind] / cases) for kind, _ in spent.most_common()}
+    whole = _Watch()
+    for each in every[_UNTIMED:]:
+        whole.of(trial_batch.run_batch)(each, "cuda")
+    return {"judgement": judgement.by_kind(cases), "all": whole.by_kind(cases)}
+
+
+class _Watch:
+    """Counts what the device does while a function runs."""
+
+    def __init__(self) -> None:
+        self._spent, self._number = Counter[str](), Counter[str]()
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, watched."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        def watched(*arguments: Any) -> Any:
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                result = function(*arguments)
+                torch.cuda.synchronize()
+            # Newer profilers list the calls of the driver as well.
+            for event in (each for each in profiled.events() if each.device_type == DeviceType.CUDA):
+                kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, event.name)), "other")
+                self._spent[kind] += event.time_range.elapsed_us()
+                self._number[kind] += 1
+            return result
+
+        return watched
+
+    def by_kind(self, cases: int) -> dict[str, tuple[float, float]]:
+        """Return microseconds and number a Case of each kind, the most expensive first."""
+        return {kind: (spent / cases, self._number[kind] / cases) for kind, spent in self._spent.most_common()}
 
 
 def differences(name: str, device: Device, count: int, size: int) -> list[tuple[str, str, str]]:
@@ -187,7 +202,7 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
 @click.option("--cases", default=None, type=click.IntRange(1), help="Of each process [default: six batches].")
 @click.option("--size", default=None, type=click.IntRange(1), help="Cases of a batch [default: as a campaign has them].")
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--operations", "lists", is_flag=True, help="Also what the GPU does in the judgement of a batch.")
+@click.option("--operations", "lists", is_flag=True, help="Also what the GPU does for a Case.")
 @click.option("--alone", is_flag=True, help="Also compare the Verdicts with those of the Cases run alone.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
 def main(
@@ -232,9 +247,13 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(stage, f"{ms:.2f}")
     console.print(table)
     if "operations" in result:
-        table = Table("operations of the judgement", "us a Case", "a Case")
-        for kind, (us, number) in result["operations"].items():
-            table.add_row(kind, f"{us:.1f}", f"{number:.2f}")
+        table = Table("operations", "us a Case", "a Case", "of the judgement, us", "a Case")
+        every = result["operations"]
+        for kind, (us, number) in every["all"].items():
+            of = every["judgement"].get(kind, (0.0, 0.0))
+            table.add_row(kind, f"{us:.1f}", f"{number:.2f}", f"{of[0]:.1f}", f"{of[1]:.2f}")
+        sums = [sum(column) for of in every.values() for column in zip(*of.values(), strict=True)]
+        table.add_row("all", *(f"{sums[at]:.1f}" for at in (2, 3, 0, 1)))
         console.print(table)
     if "different" in result:
         console.print(f"{result['compared']} Verdicts beside those of the Cases alone: {len(result['different'])} differ")

@@ -7,19 +7,24 @@ batch. All indices are computed on the host and sent at once: nothing here waits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Dtype, Problem
-from attnfuzz.oracles.frames import FREE, PADDING, Loaded
+from attnfuzz.oracles.frames import Loaded
 from attnfuzz.oracles.modifiers import Leaves, Modifiers
 
 __all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent"]
 
+_LAUNCHES = 4
+"""The operations of a frame cost as much as the scores of a chunk divided by this."""
 _ENDLESS = 1 << 40
 """Keys of a side of the window without a limit."""
 
@@ -245,19 +250,56 @@ def flat(slots: Slots, batches: Sequence[Inputs]) -> Flat:
 def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
     """Return the numbers of `sizes` (rows, keys) in groups of at most `chunk` padded scores, where padding is cheap or short.
 
-    One that is larger is a group of its own.
+    One that is larger is a group of its own. Groups of similar sizes are merged, those first that save most.
     """
-    groups: list[list[int]] = []
-    most_rows = most_keys = real = 0
-    for number in sorted(range(len(sizes)), key=lambda at: (sizes[at][1].bit_length(), sizes[at][0], at)):
-        rows, keys = sizes[number]
-        most_rows, most_keys, real = max(most_rows, rows), max(most_keys, keys), real + rows * keys
-        padded = most_rows * most_keys * (len(groups[-1]) + 1) if groups else 0
-        if not groups or padded > min(chunk, max(chunk // FREE, PADDING * real)):
-            groups.append([])
-            most_rows, most_keys, real = rows, keys, rows * keys
-        groups[-1].append(number)
-    return groups
+    groups = dict(enumerate(_alike(sizes, chunk)))
+    price = chunk // _LAUNCHES
+    best: list[tuple[int, int, int]] = []
+
+    def offer(first: int, other: int) -> None:
+        one, two = groups[first], groups[other]
+        padded = max(one.rows, two.rows) * max(one.keys, two.keys) * (len(one.numbers) + len(two.numbers))
+        if padded <= chunk and (saved := price + one.padded + two.padded - padded) > 0:
+            heapq.heappush(best, (-saved, first, other))
+
+    for first, other in itertools.combinations(groups, 2):
+        offer(first, other)
+    new = len(groups)
+    while best:
+        _, first, other = heapq.heappop(best)
+        if first not in groups or other not in groups:
+            continue
+        one, two = groups.pop(first), groups.pop(other)
+        groups[new] = _Group(max(one.rows, two.rows), max(one.keys, two.keys), one.numbers + two.numbers)
+        for each in groups:
+            if each != new:
+                offer(each, new)
+        new += 1
+    return [each.numbers for each in groups.values()]
+
+
+class _Group(NamedTuple):
+    """Slots of one frame: the most rows and keys of one, and their numbers."""
+
+    rows: int
+    keys: int
+    numbers: list[int]
+
+    @property
+    def padded(self) -> int:
+        return self.rows * self.keys * len(self.numbers)
+
+
+def _alike(sizes: Sequence[tuple[int, int]], chunk: int) -> Iterator[_Group]:
+    """Yield groups of sizes that are equal up to a factor of 2, each of at most `chunk` padded scores or of one."""
+    cells: dict[tuple[int, int], list[int]] = {}
+    for number, (rows, keys) in enumerate(sizes):
+        cells.setdefault((rows.bit_length(), keys.bit_length()), []).append(number)
+    for cell in cells.values():
+        rows, keys = (max(sizes[number][side] for number in cell) for side in (0, 1))
+        at_once = max(1, chunk // (rows * keys))
+        for start in range(0, len(cell), at_once):
+            yield _Group(rows, keys, cell[start : start + at_once])
 
 
 def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

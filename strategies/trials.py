@@ -22,8 +22,10 @@ from attnfuzz.strategies.shapes import Variant, all_variants
 __all__ = ["call_checks", "trial_cases"]
 
 _OUT_OF = 16
-_RELATIONS, _CALLS = 2, 3
-"""Number of Cases in 16 that are relations, and that draw a check with or without earlier calls (`call_checks`)."""
+_RELATIONS: dict[Device, int] = {"cpu": 2, "cuda": 1}
+"""Number of Cases in 16 that are relations: each is several launches, and takes a GPU's child as long as five others."""
+_CALLS = 3
+"""Number of Cases in 16 that draw a check with or without earlier calls (`call_checks`)."""
 
 _Of = tuple[Capabilities, Device, Limits | None, tuple[Variant, ...], bool]
 _KIND = st.integers(0, _OUT_OF - 1)
@@ -119,14 +121,14 @@ def _within(largest: Limits, size: _Size, device: Device, *, blocks: bool) -> Li
 def _trials(draw: st.DrawFn, sizes: _Sizes) -> Case:
     """Draw a Case of one of the sizes, the smallest first."""
     kind, share = draw(_KIND), draw(_SHARE)
-    if kind >= _OUT_OF - _RELATIONS and (strategy := sizes.for_relations[share].related) is not None:
+    if kind >= sizes.first_relation and (strategy := sizes.for_relations[share].related) is not None:
         return draw(strategy)
-    return _with_check(draw, sizes.for_oracle[share], kind)
+    return _with_check(draw, sizes.for_oracle[share], calls=kind >= sizes.first_relation - _CALLS)
 
 
-def _with_check(draw: st.DrawFn, parts: _Parts, kind: int) -> Case:
+def _with_check(draw: st.DrawFn, parts: _Parts, *, calls: bool) -> Case:
     case = draw(parts.plain)
-    if kind < _OUT_OF - _RELATIONS - _CALLS:
+    if not calls:
         return case
     check = draw(call_checks(parts.kernel, case.problem, case.config, parts.device))
     if check == "other_mask" and not parts.has_other_masks(case):
@@ -142,6 +144,7 @@ class _Sizes:
         self.for_relations = [parts for _, count, parts in smaller for _ in range(count)]
         for every in (self.for_oracle, self.for_relations):
             every += [largest] * (_SHARES - len(every))
+        self.first_relation = _OUT_OF - _RELATIONS[largest.device]
 
     def __repr__(self) -> str:
         return repr(self.for_oracle[0])

@@ -20,6 +20,8 @@ from attnfuzz.strategies.case import Case
 __all__ = ["CompileService", "KeyState", "Wanted"]
 
 _LOOK_SECONDS = 0.02
+_SOON = 3
+"""Compiles of a kernel that come soon where it has Cases and none that can run."""
 KeyState = Literal["waiting", "ready", "failed"]
 """Of a compile key. failed: the compiler refused it, so that no Case of it can be tried."""
 
@@ -67,14 +69,20 @@ class CompileService:
         self._states: dict[tuple[str, str], KeyState] = {}
         self._queued: dict[str, int] = {}
         """Compiles of each kernel that were queued, or are known: the first of them is what the kernel waits for."""
+        self._soon: dict[str, int] = {}
+        """Compiles of each kernel that were queued to come soon."""
         self._queue: list[tuple[int, int, Wanted]] = []
         self._order = itertools.count()
         self._active: dict[Case, Wanted] = {}
         self._journals: dict[Case, Journal] = {}
         self._looked = 0.0
 
-    def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
-        """Queue the compile keys of `cases` that are not known yet; returns the state of each."""
+    def want(self, kernel: str, cases: Mapping[str, Case], *, soon: bool = False) -> dict[str, KeyState]:
+        """Queue the compile keys of `cases` that are not known yet; returns the state of each.
+
+        `soon`: the first of them come before any kernel's third, since the kernel has tried no Case: where code is specialised
+        to lengths and heads, Cases need other code than that of its variants.
+        """
         new = [key for key in cases if (kernel, key) not in self._states]
         known = [key for key in new if self._marks.has(kernel, key)]
         for key in known:
@@ -86,7 +94,9 @@ class CompileService:
                 self._states[kernel, key] = "waiting"
                 rank = self._queued[kernel]
                 self._queued[kernel] = rank + 1
-                heapq.heappush(self._queue, (rank, next(self._order), Wanted(kernel, key, cases[key], rank == 0)))
+                before = min(rank, 1) if soon and self._soon.get(kernel, 0) < _SOON else rank
+                self._soon[kernel] = self._soon.get(kernel, 0) + (soon and before < rank)
+                heapq.heappush(self._queue, (before, next(self._order), Wanted(kernel, key, cases[key], rank == 0)))
         return {key: self._states[kernel, key] for key in cases}
 
     def state(self, kernel: str, key: str) -> KeyState | None:

@@ -35,7 +35,7 @@ from attnfuzz.strategies.case import Case
 __all__ = ["Coordinator", "LocalTurns"]
 
 _SHORTEST = 1.0
-_LONGEST: dict[Device, float] = {"cpu": 10.0, "cuda": 25.0}
+_LONGEST: dict[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 """Seconds of a turn under a budget. The new process of another kernel loads its code again, and on CUDA takes seconds."""
 _PARTS = 2
 """Turns in which a kernel has its share."""
@@ -169,7 +169,7 @@ class Coordinator:
 
     def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
         """Queue compiles; returns the state of each key."""
-        return self.compiles.want(kernel, cases)
+        return self.compiles.want(kernel, cases, soon=not self.states[kernel].tally.cases)
 
     def ready(self, kernel: str, keys: Collection[str]) -> set[str]:
         """Return those of `keys` that are compiled."""

@@ -32,11 +32,11 @@ __all__ = ["Judged", "Launched", "judge_batch"]
 
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
 """Scores of a frame: few enough for a CPU's cache, and many enough to fill a GPU."""
-_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements of q, k, v and dO of the Cases judged at once: each has some fifteen numbers of 8 bytes in the budgets.
-
-On a CPU, Cases of up to 12 tokens a sequence take a third of their time alone, those of up to 64 two thirds.
-"""
+_ELEMENTS = 1 << 18
+"""Elements of q, k, v and dO of the Cases judged at once on a CPU. Cases of up to 12 tokens a sequence take a third of their time
+alone then, those of up to 64 two thirds."""
+_MEMORY = 1 << 12
+"""Bytes of a GPU's memory for each of these elements, which has some fifteen numbers of 8 bytes in the budgets: 3 % of it."""
 _CLEAR, _CLEAR_RATIO = 0.99, 0.999
 """Largest statistic, and largest error over its budget, of a Case that passes clearly."""
 _OVER = 1.001
@@ -117,13 +117,18 @@ def _together(launched: Sequence[Launched], deviations: Deviations) -> Iterator[
         group: list[int] = []
         taken = 0
         for number in numbers:
-            size, most = _elements(launched[number].inputs.problem), _ELEMENTS[launched[number].inputs.q.device.type]
+            size, most = _elements(launched[number].inputs.problem), _most_elements(launched[number].inputs.q.device)
             if group and taken + size > most:
                 yield group
                 group, taken = [], 0
             group.append(number)
             taken += size
         yield group
+
+
+@functools.cache
+def _most_elements(where: torch.device) -> int:
+    return torch.cuda.get_device_properties(where).total_memory // _MEMORY if where.type == "cuda" else _ELEMENTS
 
 
 def _elements(problem: Problem) -> int:

@@ -30,7 +30,8 @@ from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, when_free
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
 from attnfuzz.harness.trial.launch import start
 from attnfuzz.harness.trial.noise import Numbers
-from attnfuzz.harness.trial.poison import Bands, read_together
+from attnfuzz.harness.trial.poison import Bands
+from attnfuzz.harness.trial.reading import read_together
 from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable, run_trial, signed
 from attnfuzz.harness.trial.writes import Suspicion, suspicion_of

@@ -1,6 +1,7 @@
 """Hashed numbers that depend on (seed, name, index) alone: the same bits on every device, in any order of creation.
 
-A tensor takes some 30 device operations. `Numbers` computes those of many tensors together, over one flat buffer.
+A tensor takes some 30 device operations, or one on a GPU (noise_kernel.py). `Numbers` computes those of many tensors together,
+over one flat buffer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from itertools import accumulate
 from typing import Literal, TypeVar
 
 import torch
+
+from attnfuzz.harness.trial.noise_kernel import KINDS, Segment, numbers_by_kernel, takes
 
 __all__ = ["Numbers", "Request", "chosen", "hashed", "noise", "uniform"]
 
@@ -33,6 +36,8 @@ _AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 22}
 """Words computed together. On a CPU they stay in its cache; on a GPU the temporaries take 100 MiB."""
 _FEW = 2
 """Segments whose bases are added one by one, without waiting for a copy to the device."""
+_BY_KERNEL = 1 << 25
+"""Numbers of one launch of the kernel, which has no temporaries."""
 _MOST = 1 << 26
 """Elements held for one `Numbers`."""
 
@@ -56,7 +61,8 @@ class Numbers:
     def __init__(self, device: str, requests: Iterable[Request] = (), lists: Iterable[tuple[int, ...]] = ()) -> None:
         self.device = device
         self._ready: dict[tuple[str, int, str], torch.Tensor] = {}
-        for together in _rounds(requests, _AT_ONCE["cuda" if device.startswith("cuda") else "cpu"]):
+        at_once = _AT_ONCE["cuda" if device.startswith("cuda") else "cpu"]
+        for together in _rounds(requests, _BY_KERNEL if takes(torch.device(device), 1) else at_once):
             self._ready |= _computed(together, device)
         self._lists = _sent(list(dict.fromkeys(lists)), device)
 
@@ -137,6 +143,9 @@ def _rounds(requests: Iterable[Request], at_once: int) -> Iterator[list[Request]
 
 def _computed(requests: list[Request], device: str) -> dict[tuple[str, int, str], torch.Tensor]:
     """Compute all requests over one flat buffer of words: first and second words of noise, then the others."""
+    where = torch.device(device)
+    if takes(where, sum(each.count for each in requests)):
+        return _computed_by_kernel(requests, where)
     normal, integers, heavy = ([each for each in requests if each.kind == kind] for kind in ("noise", "hashed", "heavy"))
     segments = [(each, 0) for each in normal] + [(each, 1) for each in normal] + [(each, 0) for each in (*integers, *heavy)]
     words = _words(segments, device)
@@ -148,6 +157,19 @@ def _computed(requests: list[Request], device: str) -> dict[tuple[str, int, str]
             values = values_of(words[begin : begin + parts * total].view(parts, total)).split([each.count for each in group])
             ready |= {(each.kind, each.seed, each.name): x for each, x in zip(group, values, strict=True)}
             begin += parts * total
+    return ready
+
+
+def _computed_by_kernel(requests: list[Request], device: torch.device) -> dict[tuple[str, int, str], torch.Tensor]:
+    """Compute all requests: those of float32 in one launch, the integers in another."""
+    ready: dict[tuple[str, int, str], torch.Tensor] = {}
+    for integers in (False, True):
+        group = [each for each in requests if each.count and (each.kind == "hashed") == integers]
+        if group:
+            segments = [Segment(x.count, KINDS.index(x.kind), _key(x, 0), _key(x, 1) + 1) for x in group]
+            ready |= {(x.kind, x.seed, x.name): one for x, one in zip(group, numbers_by_kernel(segments, device), strict=True)}
+    for x in (each for each in requests if not each.count):
+        ready[x.kind, x.seed, x.name] = torch.empty(0, dtype=torch.int64 if x.kind == "hashed" else torch.float32, device=device)
     return ready
 
 

@@ -7,7 +7,6 @@ its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnfuzz.harness.trial import guard_kernel
+from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
+from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.kernels.support.memory import Watch
 
-__all__ = ["Bands", "PoisonEmpty", "Reading", "memory", "read_together"]
+__all__ = ["POISON", "Bands", "PoisonEmpty", "memory"]
 
 _aten = torch.ops.aten
 _EMPTY = frozenset(
@@ -74,50 +76,6 @@ POISON = {
 """The NaN of uninitialised memory, by dtype: as which integers, and its bits. None is that of another dtype, converted."""
 
 
-class Reading:
-    """Numbers that the device computes, compared with what they must be when that is asked, or read earlier with others.
-
-    Args:
-        numbers: int64 tensors of one dimension.
-        expected: the values that they must have, of all tensors one after the other.
-    """
-
-    def __init__(self, numbers: Sequence[torch.Tensor], expected: Sequence[int]) -> None:
-        self.numbers = list(numbers)
-        self._expected: list[int] = list(expected)
-        self._values: list[int] = []
-
-    def as_expected(self) -> bool:
-        """Whether all numbers are what they must be; waits for the device unless they were read before."""
-        read_together([self])
-        return self._values == self._expected
-
-    def take(self, values: list[int]) -> None:
-        """Keep the values of all numbers."""
-        self.numbers, self._values = [], values
-
-
-def read_together(readings: Sequence[Reading]) -> None:
-    """Read the numbers of all `readings` with one copy from each device, so that it is waited for once."""
-    waiting = [each for each in readings if each.numbers]
-    if not waiting:
-        return
-    parts = [part for each in waiting for part in each.numbers]
-    flat = iter(value for part in _read(parts) for value in part)
-    for each in waiting:
-        each.take(list(itertools.islice(flat, sum(len(part) for part in each.numbers))))
-
-
-def _read(parts: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the values of each tensor."""
-    values: dict[int, list[int]] = {}
-    for device in {part.device for part in parts}:
-        here = [number for number, part in enumerate(parts) if part.device == device]
-        flat = iter(torch.cat([parts[number] for number in here]).tolist())
-        values |= {number: list(itertools.islice(flat, len(parts[number]))) for number in here}
-    return [values[number] for number in range(len(parts))]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Band:
     what: str
@@ -138,10 +96,20 @@ class Bands:
     def __init__(self) -> None:
         self._kept: list[_Band] = []
 
-    def like(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """Return an unfilled tensor of the same shape, strides, dtype and device, between bands. `what` names it in messages."""
-        size = _reach(tensor) * tensor.element_size()
-        held = self._between(size, 0, tensor.device, f"{what} {tuple(tensor.shape)} {tensor.dtype}")
+    def like(self, tensor: torch.Tensor, what: str, pattern: int | None = None) -> torch.Tensor:
+        """Return a tensor of the same shape, strides, dtype and device, between bands. `what` names it in messages.
+
+        It is filled with the `pattern` of 32 bits, from its first element to its last with what lies between; None: unfilled.
+        """
+        size, device = _reach(tensor) * tensor.element_size(), tensor.device
+        pieces = Pieces(device) if guard_kernel.takes(device) else None
+        held = self._between(size, 0, device, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces=pieces)
+        if pieces is not None:
+            if pattern is not None:
+                pieces.fill(held.data_ptr(), size, pattern)
+            pieces.launch()
+        elif pattern is not None:
+            _repeat(held, pattern)
         return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def copies(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
@@ -150,33 +118,45 @@ class Bands:
         Tensors that share an allocation share one in the copies. Messages name them by `what` and their names.
         """
         copies: dict[str, torch.Tensor] = {}
-        groups: dict[object, list[str]] = {}
+        groups: dict[tuple[torch.device, int], list[str]] = {}
         for name, tensor in tensors.items():
             if tensor.numel():
                 groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
             else:
                 copies[name] = tensor.clone()
         pending: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for names in groups.values():
-            copies |= self._copied({name: tensors[name] for name in names}, what, pending)
+        pieces = {device: Pieces(device) for device, _ in groups if guard_kernel.takes(device)}
+        for (device, _), names in groups.items():
+            copies |= self._copied({name: tensors[name] for name in names}, what, pending, pieces.get(device))
+        for each in pieces.values():
+            each.launch()
         for device in dict.fromkeys(to.device for to, _ in pending):
             here = [pair for pair in pending if pair[0].device == device]
             torch._foreach_copy_([to for to, _ in here], [source for _, source in here])
         return {name: copies[name] for name in tensors}
 
     def _copied(
-        self, sharing: Mapping[str, torch.Tensor], what: str, pending: list[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        sharing: Mapping[str, torch.Tensor],
+        what: str,
+        pending: list[tuple[torch.Tensor, torch.Tensor]],
+        pieces: Pieces | None,
     ) -> dict[str, torch.Tensor]:
         """Prepare copies of tensors of one allocation, with all bytes from the first to the last of any.
 
-        `pending` gets what is to be copied, as pairs of to and from: bands and contents of all tensors take one operation then.
+        `pieces` gets what is to be written, bands and contents; without it `pending` gets it, as pairs of to and from.
         """
         spans = [_span(tensor) for tensor in sharing.values()]
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         first = next(iter(sharing.values()))
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
-        held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}", pending)
-        pending.append((held, memory(first, begin, end)))
+        held = self._between(
+            end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}", pending, pieces
+        )
+        if pieces is not None:
+            pieces.copy(held.data_ptr(), first.untyped_storage().data_ptr() + begin, end - begin)
+        else:
+            pending.append((held, memory(first, begin, end)))
         copies = {}
         for (name, tensor), (start, stop) in zip(sharing.items(), spans, strict=True):
             own = held[start - begin : stop - begin].view(tensor.dtype)
@@ -190,15 +170,22 @@ class Bands:
         device: torch.device,
         what: str,
         pending: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        pieces: Pieces | None = None,
     ) -> torch.Tensor:
         """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment.
 
-        `pending` gets the bands on a GPU, where each operation costs; elsewhere, and without it, they are filled here.
+        `pieces` gets the bands, or `pending` on a GPU, where each operation costs; elsewhere, and without either, they are filled
+        here.
         """
         pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
         before = _BAND + lead // 2 * 2
         count = (before + size + _BAND + 1) // 2
-        if pending is None or device.type not in _COSTLY:
+        if pieces is not None:
+            words = torch.empty((count,), dtype=torch.int16, device=device)
+            start = words.data_ptr()
+            pieces.fill(start, before, doubled(pattern))
+            pieces.fill(start + before + size, 2 * count - before - size, doubled(pattern))
+        elif pending is None or device.type not in _COSTLY:
             words = torch.full((count,), pattern, dtype=torch.int16, device=device)
         else:
             words = torch.empty((count,), dtype=torch.int16, device=device)
@@ -214,6 +201,10 @@ class Bands:
         expected: list[int] = []
         for device in dict.fromkeys(each.words.device for each in self._kept):
             here = [each for each in self._kept if each.words.device == device]
+            if guard_kernel.takes(device):
+                numbers.append(guard_kernel.checked(_bands_to_check(here, device), device))
+                expected.append(0)
+                continue
             for some in (here[start : start + _AT_ONCE] for start in range(0, len(here), _AT_ONCE)):
                 parts = [part for each in some for part in (each.words[each.before - _HALF : each.before], each.words[-_HALF:])]
                 numbers += torch.aminmax(torch.cat(parts).view(torch.int64).view(len(parts), -1), dim=1)
@@ -238,6 +229,15 @@ class Bands:
                 side, count = ("before the start", before) if before else ("past the end", after)
                 return f"{count} 2-byte words were written {side} of {each.what}"
         return None
+
+
+def _bands_to_check(bands: Sequence[_Band], device: torch.device) -> Pieces:
+    pieces = Pieces(device)
+    for each in bands:
+        start, pattern = each.words.data_ptr(), doubled(each.pattern)
+        pieces.holds(start, 2 * each.before, pattern)
+        pieces.holds(start + 2 * (each.words.numel() - _HALF), 2 * _HALF, pattern)
+    return pieces
 
 
 def _bands_of(whole: torch.Tensor, before: int, size: int, pattern: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -306,7 +306,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **(kwargs or {}))
         if func in _ZEROS and _strided(args, kwargs or {}):
             unfilled = _ZEROS[func](*args, **(kwargs or {}))
-            return self._bands.like(unfilled, _OWN).zero_() if _bandable(unfilled) else unfilled.zero_()
+            return self._bands.like(unfilled, _OWN, 0) if _bandable(unfilled) else unfilled.zero_()
         held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
         for tensor in _written(traits.writes, args, kwargs or {}):
@@ -315,9 +315,10 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             _fill(result.as_strided((grown,), (1,), held), self._value)
         if not (traits.empty or traits.filled) or not _bandable(result):
             return result
-        between = self._bands.like(result, _OWN)
+        pattern = _pattern(result.dtype, self._value) if traits.empty else None
+        between = self._bands.like(result, _OWN, pattern)
         if traits.empty:
-            if _fill(between, self._value) and between.device.type == "cpu":
+            if (pattern is not None or _fill(between, self._value)) and between.device.type == "cpu":
                 self._watch.allocated(between)
         else:
             between.copy_(result)
@@ -361,6 +362,25 @@ def _strided(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def _bandable(tensor: Any) -> bool:
     plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
     return bool(plain and tensor.numel() and all(stride >= 0 for stride in tensor.stride()))
+
+
+def _pattern(dtype: torch.dtype, value: float) -> int | None:
+    """Return the 32 bits of a dtype's poison, if that is the value."""
+    if dtype not in POISON or not math.isnan(value):
+        return None
+    words, bits = POISON[dtype]
+    return bits if words is torch.int32 else doubled(bits)
+
+
+def _repeat(held: torch.Tensor, pattern: int) -> None:
+    """Fill bytes with a pattern of 32 bits from their start, or of 16 repeated."""
+    if held.numel() % 4 == 0 and held.storage_offset() % 4 == 0:
+        held.view(torch.int32).fill_(pattern - (pattern >> 31 << 32))
+    elif held.numel() % 2 == 0:
+        word = pattern & 0xFFFF
+        held.view(torch.int16).fill_(word - (word >> 15 << 16))
+    else:
+        held.fill_(pattern & 0xFF)
 
 
 def _fill(tensor: torch.Tensor, value: float) -> bool:

@@ -7,7 +7,8 @@ import torch
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import broken_contract, slack_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
-from attnfuzz.harness.trial.poison import POISON, Reading
+from attnfuzz.harness.trial.poison import POISON
+from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.kernels.contract import Outputs, SlackRows
 from attnfuzz.kernels.problem import Problem
 

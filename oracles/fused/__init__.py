@@ -1,7 +1,9 @@
-"""Functions of elements as one GPU kernel each: a function of tensors is traced into C (trace.py) and launched (launch.py)."""
+"""Functions of elements as one GPU kernel each: a function of tensors is traced into C (trace.py) and launched (launch.py).
+
+Kernels written by hand (Handwritten) are compiled and launched in the same way."""
 
 from __future__ import annotations
 
-from attnfuzz.oracles.fused.launch import fused
+from attnfuzz.oracles.fused.launch import Handwritten, fused
 
-__all__ = ["fused"]
+__all__ = ["Handwritten", "fused"]

@@ -19,7 +19,7 @@ from attnfuzz.oracles.fused.nvrtc import Loaded, compiled, library
 from attnfuzz.oracles.fused.source import Source, shape_of
 from attnfuzz.oracles.fused.trace import traced
 
-__all__ = ["FUNCTIONS", "Backend", "Fused", "Kernel", "fused"]
+__all__ = ["FUNCTIONS", "Backend", "Code", "Fused", "Handwritten", "Kernel", "fused"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,23 +27,35 @@ Kernel = Callable[[bytes, int, int], None]
 """Launches compiled code: its argument, the number of elements, and the device's index."""
 
 
+class Code(Protocol):
+    """CUDA source with one kernel, that takes one struct by value."""
+
+    @property
+    def text(self) -> str:
+        """The source."""
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name."""
+
+
 class Backend(Protocol):
     """Compiles and launches sources."""
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether functions of a tensor on its device are to be compiled."""
+    def takes(self, device: torch.device) -> bool:
+        """Whether functions of tensors on that device are to be compiled."""
 
-    def kernel(self, source: Source) -> Kernel:
+    def kernel(self, source: Code) -> Kernel:
         """Compile a source, for the device that is current."""
 
 
 class _Nvrtc:
     """NVRTC and the driver."""
 
-    def takes(self, x: torch.Tensor) -> bool:
-        return x.is_cuda and self._available
+    def takes(self, device: torch.device) -> bool:
+        return device.type == "cuda" and self._available
 
-    def kernel(self, source: Source) -> Kernel:
+    def kernel(self, source: Code) -> Kernel:
         nvrtc = library()
         assert nvrtc is not None
         return Loaded(compiled(nvrtc, source.text, self._architecture()), source.entry)
@@ -113,7 +125,7 @@ class Fused(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what the function returns, in one launch where a tensor is on a GPU."""
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if first is None or not BACKEND.takes(first):
+        if first is None or not BACKEND.takes(first.device):
             return self.function(*args, **kwargs)
         arguments = args if len(args) == len(self._names) else self._ordered(args, kwargs)
         result: R = self._launch(arguments)(self.function, arguments)
@@ -143,8 +155,43 @@ class Fused(Generic[P, R]):
         return _Launch(name, code, tensors, are_bool, scalars, results, several)
 
 
-FUNCTIONS: list[Fused[Any, Any]] = []
+class Compilable(Protocol):
+    """What keeps compiled code."""
+
+    def forget(self) -> None:
+        """Forget compiled code: the next call compiles it again."""
+
+
+FUNCTIONS: list[Compilable] = []
 """All of them."""
+
+
+class Handwritten:
+    """A kernel whose source is written by hand, for what no function of elements can be: its threads read tables.
+
+    Args:
+        entry: the kernel's name.
+        text: CUDA source; `index_t` is an unsigned 32-bit number. It uses the places of thread and block alone, in x.
+    """
+
+    def __init__(self, entry: str, text: str) -> None:
+        self.entry, self.text = entry, f"typedef unsigned int index_t;\n{text}"
+        self._kernel: Kernel | None = None
+        FUNCTIONS.append(self)
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether it can be launched for tensors on that device."""
+        return BACKEND.takes(device)
+
+    def __call__(self, argument: bytes, count: int, device: torch.device) -> None:
+        """Launch it with its struct, for `count` elements."""
+        if self._kernel is None:
+            self._kernel = BACKEND.kernel(self)
+        self._kernel(argument, count, device.index or 0)
+
+    def forget(self) -> None:
+        """Forget compiled code: the next call compiles it again."""
+        self._kernel = None
 
 
 def fused(function: Callable[P, R]) -> Fused[P, R]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -83,15 +84,22 @@ def test_rows_and_keys_are_stored_where_a_batch_has_them() -> None:
         assert (slots.batch_of_row == number).sum() == p.heads * p.total_q
 
 
-def test_every_slot_is_in_one_group_of_bounded_padding() -> None:
+def padded(sizes: list[tuple[int, int]], group: list[int]) -> int:
+    return max(sizes[n][0] for n in group) * max(sizes[n][1] for n in group) * len(group)
+
+
+def test_every_slot_is_in_one_group_and_no_merge_of_two_is_cheaper() -> None:
     generator = random.Random(3)
     sizes = [(generator.choice([1, 5, 40, 300]), generator.choice([1, 7, 33, 200])) for _ in range(300)]
-    groups = grouped(sizes, 1 << 16)
+    chunk = 1 << 16
+    groups = grouped(sizes, chunk)
     assert sorted(number for group in groups for number in group) == list(range(300))
-    for group in groups:
-        padded = max(sizes[n][0] for n in group) * max(sizes[n][1] for n in group) * len(group)
-        real = sum(sizes[n][0] * sizes[n][1] for n in group)
-        assert padded <= 1 << 16
-        assert padded <= max(1 << 13, 2 * real)
+    assert all(padded(sizes, group) <= chunk for group in groups)
+    for one, other in itertools.combinations(groups, 2):
+        more = padded(sizes, one + other) - padded(sizes, one) - padded(sizes, other)
+        assert padded(sizes, one + other) > chunk or more >= chunk // 4
     assert len(groups) < 40
-    assert grouped([(1000, 1000), (2, 2)], 1 << 16) == [[1], [0]]
+
+
+def test_a_slot_larger_than_a_chunk_is_a_group_of_its_own() -> None:
+    assert grouped([(1000, 1000), (2, 2)], 1 << 16) == [[0], [1]]

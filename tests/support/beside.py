@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnfuzz.harness.core import environment
-from attnfuzz.harness.trial import batch, bench, launch, poison
+from attnfuzz.harness.trial import batch, bench, launch, reading
 from attnfuzz.harness.trial.checks import relations
 from attnfuzz.oracles.relations import transfer
 
@@ -115,5 +115,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Beside:
 
     monkeypatch.setattr(environment, "synchronise", synchronised)
     monkeypatch.setattr(relations, "copied", beside.counted(relations.copied, "launch"))
-    monkeypatch.setattr(poison, "_read", beside.counted(poison._read, "compare"))
+    monkeypatch.setattr(reading, "_read", beside.counted(reading._read, "compare"))
     return beside

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
-from attnfuzz.oracles.fused.source import Source
+from attnfuzz.oracles.fused.launch import Code
+
+launch = importlib.import_module("attnfuzz.oracles.fused.launch")
 
 _HEAD = """#include <cmath>
 #include <cstring>
 #define __device__
 #define __global__
+#define __align__(n) alignas(n)
 struct place { unsigned x; };
 static const place blockIdx = {0}, threadIdx = {0}, blockDim = {1}, gridDim = {1};
 static inline double __dadd_rn(double a, double b) { return a + b; }
@@ -33,10 +39,10 @@ class Compiled:
         self.calls: dict[str, int] = {}
         self.sources: dict[str, ctypes.CDLL] = {}
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def takes(self, device: torch.device) -> bool:
         return True
 
-    def kernel(self, source: Source) -> Callable[[bytes, int, int], None]:
+    def kernel(self, source: Code) -> Callable[[bytes, int, int], None]:
         if source.text not in self.sources:
             self.sources[source.text] = self._built(source)
         library = self.sources[source.text]
@@ -49,10 +55,24 @@ class Compiled:
 
         return run
 
-    def _built(self, source: Source) -> ctypes.CDLL:
+    def _built(self, source: Code) -> ctypes.CDLL:
         path = self._folder / f"{source.entry}_{len(self.sources)}.cpp"
         call = f"void call(const char* at) {{ arguments a; std::memcpy(&a, at, sizeof a); {source.entry}(a); }}"
         path.write_text(f'{_HEAD}{source.text}\nextern "C" {{ {call}\nint size() {{ return sizeof(arguments); }} }}\n')
         built = path.with_suffix(".so")
         subprocess.run(["g++", *_OPTIONS, "-o", str(built), str(path)], check=True)
         return ctypes.CDLL(str(built))
+
+
+@contextmanager
+def generated(backend: Compiled) -> Iterator[None]:
+    """Run generated code. What was compiled for a GPU of this process would be launched with addresses of the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "BACKEND", backend)
+        for each in launch.FUNCTIONS:
+            each.forget()
+        try:
+            yield
+        finally:
+            for each in launch.FUNCTIONS:
+                each.forget()

@@ -83,6 +83,22 @@ SLOW = frozenset({
     "test_state.py::test_chance_is_no_state[3]",
     "test_state.py::test_a_cache_of_compiled_code_with_a_wrong_key_is_found[HST-40]",
     "test_state.py::test_a_cache_of_compiled_code_with_a_wrong_key_is_found[HST-41]",
+    "test_batch.py::test_verdicts_are_those_of_the_cases_run_alone[torch.reference_cpu-60]",
+    "test_faults.py::test_the_fault_is_found_and_shrunk[MSK-30]",
+    "test_pytest_arguments.py::test_with_xdist_as_well[of another kernel]",
+    "test_relations.py::test_correct_kernels_pass_what_is_drawn[long]",
+    "test_left_by_modules.py::test_the_exit_code_is_that_of_the_command[an exit handler that ends the process]",
+    "test_out_folders.py::test_a_folder_of_any_name_holds_cases_that_can_be_copied[a home that is none]",
+    "test_out_folders.py::test_a_folder_of_any_name_holds_cases_that_can_be_copied[a backslash]",
+    "test_sparse.py::test_what_a_failure_halfway_has_taken_is_released[801-Unsupported-cuMemSetAccess]",
+    "test_out_folders.py::test_a_disk_of_a_few_pages_loses_nothing[16]",
+    "test_relations.py::test_correct_kernels_pass_what_is_drawn[reference]",
+    "test_kernels.py::test_triton_flex[1]",
+    "test_out_folders.py::test_a_disk_of_a_few_pages_loses_nothing[4]",
+    "test_attacks.py::test_the_campaign_goes_on_and_the_next_kernel_is_right[returns_twice]",
+    "test_out_folders.py::test_a_folder_of_any_name_holds_cases_that_can_be_copied[markup]",
+    "test_out_folders.py::test_a_disk_of_a_few_pages_loses_nothing[64]",
+    "test_out_folders.py::test_a_folder_of_any_name_holds_cases_that_can_be_copied[a workflow command]",
 })  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from attnfuzz.harness.trial import sparse
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.launch import copied, start, start_in_place
-from attnfuzz.harness.trial.poison import Bands, Reading, read_together
+from attnfuzz.harness.trial.poison import Bands
+from attnfuzz.harness.trial.reading import Reading, read_together
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.writes import Writes
 from attnfuzz.kernels.contract import Inputs, Outputs

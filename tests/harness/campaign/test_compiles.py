@@ -84,6 +84,21 @@ def test_every_kernels_first_comes_before_any_kernels_second() -> None:
     assert order[4:] == [(kernel, key) for key in "12" for kernel in "abc"]
 
 
+def test_the_code_of_a_kernel_without_any_trial_comes_before_the_third_of_others() -> None:
+    service = Service(Compilers())
+    for kernel in "abc":
+        service.want(kernel, {str(number): case(kernel, number) for number in range(4)})
+    # Its own variants wait like the others; its Cases need other code.
+    service.want("a", {f"drawn {number}": case("a", 10 + number) for number in range(5)}, soon=True)
+    order = service.all()
+    assert order[:3] == [(kernel, "0") for kernel in "abc"]
+    assert sorted(order[3:9]) == sorted(
+        [*[(kernel, "1") for kernel in "abc"], *[("a", f"drawn {number}") for number in range(3)]]
+    )
+    assert order[9:12] == [(kernel, "2") for kernel in "abc"]
+    assert order[-2:] == [("a", "drawn 3"), ("a", "drawn 4")]
+
+
 def test_a_key_is_compiled_once_and_its_state_is_known() -> None:
     service = Service(Compilers(lambda each: Compiled(each, 0.1, REFUSED if each.recipe.seed else None)))
     assert service.state("a", "x") is None

@@ -314,7 +314,7 @@ def test_many_elements_are_judged_in_several_batches(monkeypatch: pytest.MonkeyP
         "truth_of_batches",
         lambda batches, *rest, **named: calls.append(len(batches)) or counted(batches, *rest, **named),
     )
-    monkeypatch.setitem(batching._ELEMENTS, "cpu", 40_000)
+    monkeypatch.setattr(batching, "_most_elements", lambda _: 40_000)
     parts = judge_batch(every, PLAIN, "cpu")
     assert len(calls) > 1
     assert sum(calls) == len(every)
@@ -349,8 +349,8 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_batch_costs_about_the_launches_of_one_case_and_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sizes in (batching._CHUNK, batching._ELEMENTS):
-        monkeypatch.setitem(sizes, "cpu", sizes["cuda"])
+    monkeypatch.setitem(batching._CHUNK, "cpu", batching._CHUNK["cuda"])
+    monkeypatch.setattr(batching, "_most_elements", lambda _: 1 << 24)
     every = [launched(p, Recipe(seed=seed)) for seed in range(4) for p in MIXED]
     with Operations() as of_one:
         alone(every[0])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial import batch, poison
+from attnfuzz.harness.trial import batch, reading
 from attnfuzz.harness.trial.batch import run_batch
 from attnfuzz.harness.trial.errors import BatchLost
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
@@ -381,8 +381,8 @@ class Operations(TorchDispatchMode):
 
 def test_a_case_of_a_batch_takes_few_operations_and_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Counter[str]()
-    shipped = poison._read
-    monkeypatch.setattr(poison, "_read", lambda parts: (reads.update(["reads"]), shipped(parts))[1])
+    shipped = reading._read
+    monkeypatch.setattr(reading, "_read", lambda parts: (reads.update(["reads"]), shipped(parts))[1])
     problem = replace(PROBLEM, slack_q=1, needs=Needs(dlse=False))
     cases = [Case(kernel="torch.reference_cpu", problem=problem, recipe=Recipe(seed=at)) for at in range(32)]
     inputs, built = materialise(problem, Recipe(), "cpu"), registry.get("torch.reference_cpu").build(problem, Config(), "cpu")

@@ -81,3 +81,10 @@ def test_a_scale_is_found_as_before(output: str, score_mod: object) -> None:
     rounded = {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype) for name, x in outputs.items()}
     failures = judge("k", inputs, Outputs(**{name: x.contiguous() for name, x in rounded.items()}), true).failures
     assert [(each.output, each.check) for each in failures] == [(output, "z")]
+
+
+def test_a_p_of_few_values_leans_by_the_last_rounding() -> None:
+    """255/256 of a value with eight bits is rounded down: dV of one query whose P are next to a power of two."""
+    problem = replace(PLAIN, seqlens_q=(1, 1), seqlens_k=(2, 128), causal=None, heads=8, kv_heads=8, dtype="bfloat16")
+    assert figures(problem, Recipe(pattern="small_logits", seed=10))["dv"][0] > 2 * Independence.Z_LIMIT
+    assert figures(problem, Recipe(seed=10))["dv"][0] < Independence.Z_LIMIT

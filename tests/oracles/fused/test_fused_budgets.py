@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from support.doubt import MASKS_IN_DOUBT
 from support.emulated.whole import WIDE, Emulated
-from support.fused_c import Compiled
+from support.fused_c import Compiled, generated
 
 from attnfuzz.harness.judge.batch import Launched, judge_batch
 from attnfuzz.harness.trial.inputs import materialise
@@ -38,20 +36,6 @@ RAGGED = Problem(
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return Compiled(tmp_path_factory.mktemp("fused"))
-
-
-@contextmanager
-def generated(backend: Compiled) -> Iterator[None]:
-    """Run generated code. What was compiled for a GPU of this process would be launched with addresses of the host."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "BACKEND", backend)
-        for each in launch.FUNCTIONS:
-            each.forget()
-        try:
-            yield
-        finally:
-            for each in launch.FUNCTIONS:
-                each.forget()
 
 
 def tensors(x: Any, at: str = "") -> dict[str, torch.Tensor]:

@@ -1,0 +1,134 @@
+"""Fill, copy and compare several parts of a GPU's memory by one launch: guard bands, copies of inputs, and their checks.
+
+Each of these is small, and a launch costs more than its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from attnfuzz.oracles.fused import Handwritten
+
+__all__ = ["Pieces", "checked", "doubled", "takes"]
+
+_PIECE = struct.Struct("=QQQII")
+_REST = struct.Struct("=QII")
+_PIECES = 64
+"""Pieces of one launch: the driver takes arguments of 4 KiB."""
+_CHUNK = 16
+"""Bytes that one thread handles at a time."""
+_FLAGS = 4096
+_FILL, _COPY, _HOLDS, _EQUAL = range(4)
+_TEXT = """
+typedef unsigned long long address;
+struct piece { address at, other, bytes; unsigned kind, pattern; };
+struct arguments { piece pieces[64]; address flag; index_t number, chunks; };
+struct __align__(16) quad { unsigned a, b, c, d; };
+
+__device__ inline bool differs(const quad& x, const quad& y) {
+  return x.a != y.a || x.b != y.b || x.c != y.c || x.d != y.d;
+}
+
+extern "C" __global__ void guarded_pieces(const arguments a) {
+  const index_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+  bool wrong = false;
+  for (index_t number = 0; number < a.number; ++number) {
+    const piece p = a.pieces[number];
+    const address gap = (16 - (p.at & 15)) & 15, lead = gap < p.bytes ? gap : p.bytes;
+    const bool paired = p.kind & 1;
+    const address quads = paired && ((p.at ^ p.other) & 15) ? 0 : (p.bytes - lead) / 16;
+    const quad all = {p.pattern, p.pattern, p.pattern, p.pattern};
+    for (address i = first; i < quads; i += step) {
+      quad* at = (quad*)(p.at + lead) + i;
+      const quad value = paired ? ((const quad*)(p.other + lead))[i] : all;
+      if (p.kind < 2) *at = value; else wrong |= differs(*at, value);
+    }
+    for (address i = first; i < p.bytes - 16 * quads; i += step) {
+      const address j = i < lead ? i : i + 16 * quads;
+      unsigned char* at = (unsigned char*)(p.at + j);
+      const unsigned char value =
+          paired ? ((const unsigned char*)p.other)[j] : (unsigned char)(p.pattern >> (8 * ((p.at + j) & 3)));
+      if (p.kind < 2) *at = value; else wrong |= *at != value;
+    }
+  }
+  if (wrong) *(long long*)a.flag = 1;
+}
+"""
+_KERNEL = Handwritten("guarded_pieces", _TEXT)
+
+
+def takes(device: torch.device) -> bool:
+    """Whether pieces of memory on that device can be handled by the kernel."""
+    return _KERNEL.takes(device)
+
+
+def doubled(word: int) -> int:
+    """Return a pattern of 32 bits from one of 16, which may be negative."""
+    return (word & 0xFFFF) * 0x10001
+
+
+class Pieces:
+    """Parts of the memory of one device, and what is to be done with each; addresses and sizes in bytes.
+
+    A pattern of 32 bits is repeated from every multiple of 4 bytes. The memory must live until the launch has been requested.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._packed: list[bytes] = []
+        self._bytes = 0
+
+    def fill(self, at: int, size: int, pattern: int) -> None:
+        """Write a pattern."""
+        self._add(at, 0, size, _FILL, pattern)
+
+    def copy(self, at: int, source: int, size: int) -> None:
+        """Write a copy of what lies at `source`."""
+        self._add(at, source, size, _COPY)
+
+    def holds(self, at: int, size: int, pattern: int) -> None:
+        """Check that a pattern lies there."""
+        self._add(at, 0, size, _HOLDS, pattern)
+
+    def equal(self, at: int, other: int, size: int) -> None:
+        """Check that two parts are equal."""
+        self._add(at, other, size, _EQUAL)
+
+    def launch(self, flag: torch.Tensor | None = None) -> None:
+        """Begin with all of them, on the current stream; `flag`, one int64, becomes 1 if a check fails."""
+        address = 0 if flag is None else flag.data_ptr()
+        for start in range(0, len(self._packed), _PIECES):
+            some = self._packed[start : start + _PIECES]
+            chunks = self._bytes // _CHUNK + 1
+            padding = bytes(_PIECE.size * (_PIECES - len(some)))
+            _KERNEL(b"".join(some) + padding + _REST.pack(address, len(some), min(chunks, 0xFFFFFFFF)), chunks, self._device)
+
+    def _add(self, at: int, other: int, size: int, kind: int, pattern: int = 0) -> None:
+        if size:
+            self._packed.append(_PIECE.pack(at, other, size, kind, pattern & 0xFFFFFFFF))
+            self._bytes = max(self._bytes, size)
+
+
+class _Flags:
+    """Numbers that are 0, each handed out once."""
+
+    def __init__(self) -> None:
+        self._left: dict[torch.device, list[torch.Tensor]] = {}
+
+    def one(self, device: torch.device) -> torch.Tensor:
+        left = self._left.setdefault(device, [])
+        if not left:
+            left.extend(torch.zeros(_FLAGS, dtype=torch.int64, device=device).split(1))
+        return left.pop()
+
+
+_UNUSED = _Flags()
+
+
+def checked(pieces: Pieces, device: torch.device) -> torch.Tensor:
+    """Begin with the checks of `pieces`; return one int64, which is 0 if all hold."""
+    flag = _UNUSED.one(device)
+    pieces.launch(flag)
+    return flag

@@ -1,0 +1,170 @@
+"""Bands, poison and their checks by the kernel for a GPU are those of torch, byte by byte: its source is run here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.fused_c import Compiled, generated
+
+from attnfuzz.harness.trial import poison
+from attnfuzz.harness.trial.guard_kernel import Pieces, checked, doubled
+from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.writes import Writes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return Compiled(tmp_path_factory.mktemp("guard"))
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    shared = torch.arange(3000, dtype=torch.float32).to(torch.float16)
+    return {
+        "q": torch.arange(105, dtype=torch.float32).reshape(3, 5, 7),
+        "odd": torch.arange(8, dtype=torch.int8)[1:6],
+        "one byte": torch.ones(1, dtype=torch.uint8),
+        "nothing": torch.empty(0),
+        "with gaps": torch.arange(200, dtype=torch.float64).view(10, 20)[:, 3:9],
+        "k": shared[3:500],
+        "v": shared[600:].view(8, 300).T,
+    }
+
+
+def contents(bands: Bands) -> list[bytes]:
+    return [bytes(each.words.view(torch.uint8).tolist()) for each in bands._kept]
+
+
+def test_copies_are_equal(compiled: Compiled) -> None:
+    plain = Bands()
+    theirs = plain.copies(inputs(), "its input")
+    compiled.calls.clear()
+    with generated(compiled):
+        bands = Bands()
+        ours = bands.copies(inputs(), "its input")
+        assert compiled.calls == {"guarded_pieces": 1}
+        assert contents(bands) == contents(plain)
+        assert {name: x.tolist() for name, x in ours.items()} == {name: x.tolist() for name, x in theirs.items()}
+        assert bands.broken() is None
+
+
+MADE: dict[str, Callable[[], torch.Tensor]] = {
+    "half": lambda: torch.empty(3, 5, dtype=torch.float16),
+    "bfloat16": lambda: torch.empty(33, dtype=torch.bfloat16),
+    "float32": lambda: torch.empty(7, 3),
+    "float64": lambda: torch.empty(5, dtype=torch.float64),
+    "int32": lambda: torch.empty(9, dtype=torch.int32),
+    "bool": lambda: torch.empty(9, dtype=torch.bool),
+    "zeros": lambda: torch.zeros(3, 3, dtype=torch.bfloat16),
+    "odd zeros": lambda: torch.zeros(5, dtype=torch.uint8),
+    "ones": lambda: torch.ones(4),
+    "transposed": lambda: torch.empty_like(torch.ones(3, 4).T),
+}
+
+
+@pytest.mark.parametrize("fill", [math.nan, 3.0])
+@pytest.mark.parametrize("made", MADE)
+def test_tensors_of_the_kernels_own_are_equal(compiled: Compiled, made: str, fill: float) -> None:
+    plain, bands = Bands(), Bands()
+    with PoisonEmpty(plain, fill=fill):
+        theirs = MADE[made]()
+    with generated(compiled), PoisonEmpty(bands, fill=fill):
+        ours = MADE[made]()
+    assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+    if made != "bool":
+        # Values of empty bools are not defined.
+        assert contents(bands) == contents(plain)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize("number", range(5))
+def test_one_word_written_outside_is_found(compiled: Compiled, number: int, side: str, place: int) -> None:
+    with generated(compiled):
+        bands = Bands()
+        bands.copies(inputs(), "its input")
+        edges = bands.edges()
+        assert edges is not None
+        assert edges.as_expected()
+        band = bands._kept[number]
+        at = (0, poison._HALF - 1, 17, poison._HALF // 2)[place]
+        band.words[band.before - 1 - at if side == "before" else -1 - at] = 1
+        edges = bands.edges()
+        assert edges is not None
+        assert not edges.as_expected()
+        message = bands.broken()
+        assert message is not None
+        assert message.startswith(f"1 2-byte words were written {'before the start' if side == 'before' else 'past the end'} of")
+
+
+@pytest.mark.parametrize("name", [each for each in inputs() if each not in ("nothing", "odd", "one byte")])
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_write_to_an_input_is_found(compiled: Compiled, name: str, at: int) -> None:
+    with generated(compiled):
+        before, bands = {each: x for each, x in inputs().items() if x.element_size() > 1}, Bands()
+        after = bands.copies(before, "its input")
+        assert Writes("k", bands, before, after).failure() is None
+        after[name][(at,) * after[name].dim()] = 9999.0
+        failure = Writes("k", bands, before, after).failure()
+        assert failure is not None
+        assert failure.message == f"the kernel wrote to its input {name}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 33, 1000, 4099])
+@pytest.mark.parametrize(("ours", "theirs"), [(0, 0), (3, 3), (2, 6), (5, 0), (0, 13)])
+def test_parts_of_any_alignment(compiled: Compiled, size: int, ours: int, theirs: int) -> None:
+    source = torch.arange(5000, dtype=torch.int32).to(torch.uint8)
+    target = torch.zeros(5000, dtype=torch.uint8)
+    with generated(compiled):
+        pieces = Pieces(CPU)
+        pieces.copy(target.data_ptr() + ours, source.data_ptr() + theirs, size)
+        pieces.launch()
+        assert torch.equal(target[ours : ours + size], source[theirs : theirs + size])
+        assert not target[:ours].any()
+        assert not target[ours + size :].any()
+        same = Pieces(CPU)
+        same.equal(target.data_ptr() + ours, source.data_ptr() + theirs, size)
+        assert checked(same, CPU).tolist() == [0]
+        for place in {0, size // 2, size - 1}:
+            target[ours + place] ^= 1
+            assert checked(same, CPU).tolist() == [1]
+            target[ours + place] ^= 1
+        pattern = Pieces(CPU)
+        pattern.fill(target.data_ptr() + ours, size, 0x7FD1A3B7)
+        pattern.launch()
+        pattern = Pieces(CPU)
+        pattern.holds(target.data_ptr() + ours, size, 0x7FD1A3B7)
+        assert checked(pattern, CPU).tolist() == [0]
+        target[ours + size - 1] ^= 1
+        assert checked(pattern, CPU).tolist() == [1]
+
+
+def test_more_pieces_than_one_launch_takes(compiled: Compiled) -> None:
+    source, target = torch.arange(400, dtype=torch.int32), torch.zeros(400, dtype=torch.int32)
+    with generated(compiled):
+        pieces = Pieces(CPU)
+        for at in range(0, 1600, 16):
+            pieces.copy(target.data_ptr() + at, source.data_ptr() + at, 16)
+        compiled.calls.clear()
+        pieces.launch()
+        assert compiled.calls == {"guarded_pieces": 2}
+    assert torch.equal(target, source)
+
+
+def test_nothing_is_launched_for_nothing(compiled: Compiled) -> None:
+    compiled.calls.clear()
+    with generated(compiled):
+        Pieces(CPU).launch()
+        pieces = Pieces(CPU)
+        pieces.fill(0, 0, 1)
+        pieces.launch()
+    assert compiled.calls == {}
+
+
+@pytest.mark.parametrize(("word", "pattern"), [(0x7E5A, 0x7E5A7E5A), (0xFF81 - (1 << 16), 0xFF81FF81), (0, 0)])
+def test_a_pattern_of_16_bits_is_doubled(word: int, pattern: int) -> None:
+    assert doubled(word) == pattern
