@@ -88,8 +88,11 @@ Check = Literal["oracle"] | Calls | Relation
 CALLS: tuple[Check, ...] = get_args(Calls)
 RELATIONS: tuple[Check, ...] = get_args(Relation)
 CHECKS: tuple[Check, ...] = ("oracle", *CALLS, *RELATIONS)
-_KEYS = frozenset({"format", "kernel", "problem", "recipe", "config", "check", "found"})
+_PARTS = frozenset({"problem", "recipe", "config", "check"})
+_KEYS = _PARTS | {"format", "kernel", "after", "found"}
 """`found` holds what a case file records in addition to the Case."""
+_MOST_AFTER = 1000
+"""Largest number of earlier Cases: a file with more was not written here."""
 _SCALE_LIMIT = 2.0**40
 
 
@@ -122,19 +125,34 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernel name, Problem, Recipe, Config and check: frozen, hashable, JSON both ways. Canonical JSON is its identity."""
+    """Kernel name, Problem, Recipe, Config and check: frozen, hashable, JSON both ways. Canonical JSON is its identity.
+
+    `after`: Cases of the same kernel that run first, in the same new process, whatever their Verdicts; they have none themselves.
+    """
 
     kernel: str
     problem: Problem
     recipe: Recipe = Recipe()
     config: Config = Config()
     check: Check = "oracle"
+    after: tuple[Case, ...] = ()
+
+    @property
+    def alone(self) -> Case:
+        """Return the Case without those that run first."""
+        return msgspec.structs.replace(self, after=()) if self.after else self
 
     def to_object(self) -> dict[str, Any]:
         """Return the Case as plain JSON values without defaults."""
         return {
             "format": FORMAT,
             "kernel": self.kernel,
+            **self._parts(),
+            **({"after": [each._parts() for each in self.after]} if self.after else {}),
+        }
+
+    def _parts(self) -> dict[str, Any]:
+        return {
             "problem": _without_defaults(self.problem),
             "recipe": _without_defaults(self.recipe),
             "config": dict(self.config),
@@ -189,11 +207,11 @@ def case_from_object(data: object) -> Case:
         )
     for name in ("kernel", "problem"):
         if name not in data:
-            raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config and check")
+            raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config, check and after")
     unknown = sorted(data.keys() - _KEYS)
     if unknown:
         part = shown(unknown[0])[1:-1]
-        raise BadCase(f"case.{part}: no such part; a Case has format, kernel, problem, recipe, config and check")
+        raise BadCase(f"case.{part}: no such part; a Case has format, kernel, problem, recipe, config, check and after")
     kernel = _part(data, "kernel", str)
     if ":" in kernel:
         # package.module:OBJECT would be imported, and a file from anywhere must not choose what is imported.
@@ -204,7 +222,29 @@ def case_from_object(data: object) -> Case:
         recipe=_part(data, "recipe", Recipe),
         config=_config(data),
         check=_part({"check": "oracle", **data}, "check", Check),
+        after=_after(data.get("after", []), kernel),
     )
+
+
+def _after(data: object, kernel: str) -> tuple[Case, ...]:
+    """Read the Cases that run before one of `kernel`."""
+    if not isinstance(data, list) or len(data) > _MOST_AFTER:
+        raise BadCase(
+            f"case.after={shown(data)}: not a list of at most {_MOST_AFTER} earlier Cases; give a file that `attnfuzz run` wrote"
+        )
+    return tuple(_earlier(each, number, kernel) for number, each in enumerate(data))
+
+
+def _earlier(data: object, number: int, kernel: str) -> Case:
+    parts = "an earlier Case has problem, recipe, config and check"
+    if not isinstance(data, dict) or "problem" not in data:
+        raise BadCase(f"case.after[{number}]={shown(data)}: it has no problem; {parts}")
+    if unknown := sorted(data.keys() - _PARTS):
+        raise BadCase(f"case.after[{number}].{shown(unknown[0])[1:-1]}: no such part; {parts}")
+    try:
+        return case_from_object({"format": FORMAT, "kernel": kernel, **data})
+    except BadCase as error:
+        raise BadCase(str(error).replace("case.", f"case.after[{number}].", 1)) from None
 
 
 def _config(data: dict[str, Any]) -> Config:

@@ -34,11 +34,51 @@ _VARIANT_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
 
 
 def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
-    """Yield Cases with one part of `case` simplified, largest steps first.
+    """Yield Cases with one part of `case` simplified, or fewer or simpler Cases before it, largest steps first.
 
     Every step lowers one part and raises none, so that shrinking ends. Variants stay within `variants` (simplest first), whose
     code is compiled already. A Case may be outside the kernel's capabilities: check `supports`.
     """
+    if not case.after:
+        yield from _simpler(case, variants)
+        return
+    yield from _fewer_earlier(case)
+    for each in _simpler(case.alone, variants):
+        # What the Cases have in common is often why one fails after the other: the key of a cache, the size of a workspace.
+        if (alike := tuple(_likewise(earlier, case, each) for earlier in case.after)) != case.after:
+            yield replace(each, after=alike)
+        yield replace(each, after=case.after)
+    for number, earlier in enumerate(case.after):
+        for each in _simpler(earlier, variants):
+            yield replace(case, after=(*case.after[:number], each, *case.after[number + 1 :]))
+
+
+def _fewer_earlier(case: Case) -> Iterator[Case]:
+    """Leave out parts of the Cases that run first, halves first; one stays."""
+    size = len(case.after) // 2
+    while size:
+        for start in range(0, len(case.after), size):
+            yield replace(case, after=case.after[:start] + case.after[start + size :])
+        size //= 2
+
+
+def _likewise(earlier: Case, before: Case, now: Case) -> Case:
+    """Return an earlier Case with the change from `before` to `now`, in each part where it was as `before`."""
+    changed = {}
+    for part in ("problem", "recipe"):
+        old, new, own = getattr(before, part), getattr(now, part), getattr(earlier, part)
+        names = [name for name in own.__struct_fields__ if getattr(own, name) == getattr(old, name) != getattr(new, name)]
+        changed[part] = {name: getattr(new, name) for name in names}
+    config = now.config if earlier.config == before.config else earlier.config
+    try:
+        problem = replace(earlier.problem, **changed["problem"])
+    except BadArgument:
+        return earlier
+    return replace(earlier, problem=problem, recipe=replace(earlier.recipe, **changed["recipe"]), config=config)
+
+
+def _simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
+    """Yield Cases with one part of one that runs alone simplified."""
     if case.check != "oracle":
         yield replace(case, check="oracle")
     yield from _fewer_sequences(case)

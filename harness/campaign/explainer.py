@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.explain import Explanation, Outcome, explanation_of, outcome_of
 from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.neighbours import LENGTHS, PARTS, differences, with_lengths
@@ -76,7 +77,9 @@ class Explainer:
         if self._finding.rate is not None:
             failed, runs = self._finding.rate
             self._reliable = False
-            raise _Ended(f"the failure shows in {failed} of {runs} runs, so that a neighbour that passes says nothing")
+            untried = self._finding.untried
+            before = f"; {counted(untried, 'Case')} that its process had run before could not be run again" * (untried > 0)
+            raise _Ended(f"the failure shows in {failed} of {runs} runs, so that a neighbour that passes says nothing{before}")
         self._check_end()
         self._read_memo()
         # One neighbour of every part before the second of any: time may be over.
@@ -95,9 +98,13 @@ class Explainer:
                     yield part, self._neighbours[part][number]
 
     def _read_memo(self) -> None:
-        """Take the outcomes of neighbours that were drawn or tried by shrinking."""
+        """Take the outcomes of neighbours that were drawn or tried by shrinking, after the same earlier Cases."""
         for case, verdict in list(self._runner.memo.items()):
-            if len(parts := differences(self._finding.case, case)) == 1 and case.kernel == self._finding.case.kernel:
+            if (
+                case.after == self._finding.case.after
+                and len(parts := differences(self._finding.case, case)) == 1
+                and case.kernel == self._finding.case.kernel
+            ):
                 self._outcomes.setdefault(parts[0], {})[case] = outcome_of(verdict, self._finding.identity)
 
     def _try(self, part: str, case: Case) -> Outcome | None:

@@ -10,7 +10,7 @@ from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.events import Phase, Rate
 from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.isolation.executors import Executor
-from attnfuzz.harness.isolation.outcomes import OutOfTime
+from attnfuzz.harness.isolation.outcomes import OutOfTime, Past
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import reject
@@ -194,6 +194,10 @@ class TrialRunner:
             if isinstance(maps, str) or maps.over:
                 break
         return maps
+
+    def past(self, case: Case) -> Past:
+        """Return what the process of a Case's latest Verdict, a failure, had run before it."""
+        return self.executor.past(case)
 
     def fresh(self) -> None:
         """Start a new process for the next trial: what earlier trials left behind must not show in it."""

@@ -1,19 +1,23 @@
 """Shrinking: from the Case that failed first to the smallest that fails alike, and how often it does.
 
 A failure counts as reliable when it shows in every rerun. One that shows only sometimes is rerun to measure its rate, and every
-simpler Case is then tried as often as that rate demands before it counts as a pass.
+simpler Case is then tried as often as that rate demands before it counts as a pass. One that does not show in a new process may
+need what earlier Cases left in the old one: these are then part of the Case (`Case.after`), and are shrunk with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.past import parts_of_past
 from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.shapes import Variant
@@ -48,6 +52,12 @@ class Shrinker:
         self.finding = dataclasses.replace(finding, shrunk=True, partly=True)
         self._runner, self._supported, self._variants = runner, supported, variants
         self._needs_its_check = False
+        self._misled = False
+        """Whether a Case failed by what others had left in the process."""
+        self._afresh = False
+        """Every step is tried in a new process."""
+        self._untried = 0
+        """Cases that its process had run before, and that were not run again."""
         self._end = 0.0
 
     def shrink(self, seconds: float) -> Finding:
@@ -56,39 +66,56 @@ class Shrinker:
         before = self._runner.trials
         try:
             self._confirm()
-            first, passed = (self.finding.case, self.finding.verdict), set[Case]()
-            while (step := self._step(passed)) is not None:
-                self._keep(*step)
-            partly = self._late()
-            if self.finding.case != first[0] and not self._fails_once_more():
-                # A step followed noise, or took a slow Case for one that hangs.
-                self._keep(*first)
-                partly = True
+            first = self.finding.case, self.finding.verdict
+            partly = self._take_steps(first)
+            if partly and self._misled and not self._late():
+                self._afresh = True
+                partly = self._take_steps(first)
+            if self.finding.case.after and self._fails_alone():
+                partly = self._take_steps((self.finding.case, self.finding.verdict))
             self.finding = dataclasses.replace(self.finding, partly=partly)
         finally:
             trials = self.finding.shrink_trials + self._runner.trials - before
             self.finding = dataclasses.replace(self.finding, shrink_trials=trials)
         return self.finding
 
+    def _take_steps(self, first: tuple[Case, Verdict]) -> bool:
+        """Take steps from `first`, or none where the last does not fail in a new process; returns whether some are not tried."""
+        passed = set[Case]()
+        while (step := self._step(passed)) is not None:
+            self._keep(*step)
+        if self.finding.case == first[0] or self._fails_once_more():
+            return self._late()
+        # A step followed noise, what earlier Cases had left in the process, or took a slow Case for one that hangs.
+        self._misled = self.finding.rate is None and self.finding.identity.kind not in _ENDS_PROCESS
+        self._keep(*first)
+        return True
+
     def _confirm(self) -> None:
         """Rerun what was seen once; measure its rate where it does not show every time."""
         case, outcomes = self.finding.case, [True]
+        past = self._runner.past(case)
+        # What others have left in the process must not stand for the earlier calls of a Case, or hide what they leave.
+        rerun = self._tried_afresh if case.check in CALLS else self._tried
         for _ in range(_CONFIRMATIONS):
             if not self._late():
-                outcomes.append(self._shows(self._tried(case)))
-        if all(outcomes):
-            # What ends its process has shown in new ones already.
-            known = self.finding.identity.kind in _ENDS_PROCESS or self._late()
+                outcomes.append(self._shows(rerun(case)))
+        steady = all(outcomes)
+        if steady:
+            # What ends its process has shown in new ones already, though they may have built something in advance.
+            known = (self.finding.identity.kind in _ENDS_PROCESS and not self._runner.past(case)) or self._late()
             if known or self._shows(self._tried_afresh(case)) or self._fails_with_own_calls():
                 return
             outcomes.append(False)
-        else:
+        if self._fails_after(past):
+            return
+        if not steady:
             self._runner.fresh()
         for _ in range(_RERUNS):
             if self._late():
                 break
             outcomes.append(self._shows(self._tried(case)))
-        self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)))
+        self.finding = dataclasses.replace(self.finding, rate=(sum(outcomes), len(outcomes)), untried=self._untried)
 
     def _fails_with_own_calls(self) -> bool:
         """Replace a Case that failed by what earlier Cases left in its process by one with calls of its own, if it fails."""
@@ -103,10 +130,43 @@ class Shrinker:
                     return True
         return False
 
+    def _fails_after(self, past: Past) -> bool:
+        """Have the Case run after few of those that its process had run before, if it fails so."""
+        alone = self.finding.case
+        self._untried = past.dropped + len(past.cases)
+        for earlier in () if alone.after else parts_of_past(alone, past.cases):
+            case = replace(alone, after=earlier)
+            if self._late(case):
+                return False
+            verdict = self._tried(case)
+            if self._shows(verdict):
+                if needed := self._needs_earlier(case):
+                    self._keep(case, verdict)
+                return needed
+            self._untried = min(self._untried, past.dropped + len(past.cases) - len(earlier))
+        self._untried = past.dropped
+        return False
+
+    def _needs_earlier(self, case: Case) -> bool:
+        """Whether a Case fails every time after its earlier ones, and never alone."""
+        for number in range(_CONFIRMATIONS):
+            if number and self._late(case):
+                break
+            if self._shows(self._tried_afresh(case.alone)) or not self._shows(self._tried(case)):
+                return False
+        return True
+
+    def _fails_alone(self) -> bool:
+        """Drop the earlier Cases of a minimal one that does not need them: a step has led to another failure of the identity."""
+        alone = self.finding.case.alone
+        verdict = self._tried_afresh(alone)
+        if self._shows(verdict):
+            self._keep(alone, verdict)
+        return self._shows(verdict)
+
     def _fails_once_more(self) -> bool:
-        """Whether the minimal Case fails once more with deadlines of full length; that Verdict is the one to show."""
-        if self.finding.case.check in CALLS:
-            self._runner.fresh()
+        """Whether the minimal Case fails once more, in a new process, with full deadlines; that Verdict is the one to show."""
+        self._runner.fresh()
         case, rate = self.finding.case, self.finding.rate
         verdict = self._runner.run(case, "shrink", rate=rate, shows=self._shows, patient=True)
         if self._shows(verdict):
@@ -121,13 +181,14 @@ class Shrinker:
             other_check = case.check != now.case.check
             if case in passed or (other_check and self._needs_its_check) or not self._supported(case):
                 continue
-            verdict = None if other_check else self._runner.memo.get(case)
+            verdict = None if other_check or self._afresh else self._runner.memo.get(case)
             if verdict is None or (now.rate is not None and not self._shows(verdict)):
-                if other_check:
+                if other_check or self._afresh:
                     # What earlier Cases left in the process must not stand for the calls that this one makes no more.
                     self._runner.fresh()
+                stop = functools.partial(self._stop_if_late, case)
                 try:
-                    verdict = self._runner.run(case, "shrink", rate=now.rate, shows=self._shows, before=self._stop_if_late)
+                    verdict = self._runner.run(case, "shrink", rate=now.rate, shows=self._shows, before=stop)
                 except _TimeIsUp:
                     return None
             if self._shows(verdict):
@@ -151,9 +212,11 @@ class Shrinker:
     def _keep(self, case: Case, verdict: Verdict) -> None:
         self.finding = dataclasses.replace(self.finding, case=case, verdict=verdict)
 
-    def _late(self) -> bool:
-        return time.monotonic() >= self._end
+    def _late(self, case: Case | None = None) -> bool:
+        """Whether time is up, or would be before the Cases that run before `case` are done."""
+        earlier = (self._runner.memo.get(each) for each in (case.after if case else ()))
+        return time.monotonic() + sum(sum(each.seconds.values()) for each in earlier if each) >= self._end
 
-    def _stop_if_late(self) -> None:
-        if self._late():
+    def _stop_if_late(self, case: Case) -> None:
+        if self._late(case):
             raise _TimeIsUp

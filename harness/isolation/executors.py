@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import encodable
+from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Failure
@@ -74,6 +75,9 @@ class Executor(Protocol):
     def limit(self, until: float | None) -> None:
         """End each Trial at `until` (time.monotonic), with OutOfTime; None: no such time."""
 
+    def past(self, case: Case) -> Past:
+        """Return what the process that gave the latest Verdict of `case` had run before it, where that Verdict was a failure."""
+
     def compiler(self) -> Compiler:
         """Return a new Compiler; it is closed before the executor."""
 
@@ -133,12 +137,12 @@ class InProcess:
 
     def finish(self) -> Verdict:
         """Run the Trial."""
-        from attnfuzz.harness.trial.trial import run_trial
+        from attnfuzz.harness.trial.sequence import run_sequence
 
         assert self.case is not None
         self.statistics.tasks += 1
         with self.memory_checked():
-            return run_trial(self.case, self.device)
+            return run_sequence(self.case, self.device)
 
     def batch(self, cases: Sequence[Case]) -> list[Verdict]:
         """Run the Trials of a batch."""
@@ -150,6 +154,10 @@ class InProcess:
 
     def limit(self, until: float | None) -> None:
         """Do nothing: a Trial of this process cannot be ended."""
+
+    def past(self, case: Case) -> Past:  # noqa: ARG002 - there is no other process in which it could be run again
+        """Return nothing."""
+        return Past()
 
     def compiler(self) -> Compiler:
         """Return a Compiler that compiles in this process."""
@@ -165,8 +173,10 @@ class InProcess:
     def mapped(self, case: Case) -> ErrorMaps | str:
         """Run it in this process."""
         from attnfuzz.harness.trial.errormaps import error_maps
+        from attnfuzz.harness.trial.sequence import run_earlier
 
         with self.memory_checked():
+            run_earlier(case, self.device)
             return error_maps(case, self.device)
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ from attnfuzz.harness.isolation.outcomes import (
     ExecutionError,
     Outcome,
     OutOfTime,
+    Past,
     Reply,
     Task,
     death_failure,
@@ -29,7 +30,7 @@ from attnfuzz.harness.isolation.outcomes import (
 from attnfuzz.harness.isolation.supervisor import Running, Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.errormap import ErrorMaps
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, in_earlier
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN
 from attnfuzz.harness.trial.supports import compile_key_of
@@ -56,7 +57,9 @@ _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _GIB = 1 << 30
 _LEAST_MEMORY: dict[Device, int] = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
 """Of a child of one worker among several: CUDA's libraries alone are 3 GiB, in memory that the children share."""
-_MOST_REASONS = 20
+_LATEST, _PATIENTLY = 8, 4.0
+"""Where a Case has hung that ends in time alone: the Cases before it that run again, and how much longer it may take then."""
+_MOST_REASONS, _REMEMBERED_PASTS = 20, 200
 
 
 class Isolated:
@@ -105,6 +108,7 @@ class Isolated:
             self._forkserver, memory=self._memory, warm=warm, spares=_SPARES[device] if spares is None else spares
         )
         self._until: float | None = None
+        self._pasts: dict[Case, Past] = {}
         self.statistics = self._supervisor.statistics
         self._described: dict[str, Any] | None = None
         self._begun: tuple[Case, tuple[str, str], Running] | None = None
@@ -118,7 +122,10 @@ class Isolated:
         kernel = registry.get(case.kernel)
         # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
-        self._begun = case, key, self._supervisor.begin(self._task(case, self._full if patient else self._deadlines(*key)))
+        task = self._task(case, self._full if patient else self._deadlines(*key))
+        if case.after:
+            self.fresh()
+        self._begun = case, key, self._supervisor.begin(task)
 
     def finish(self) -> Verdict:
         """Return the Verdict of the Case, also if it ended its process.
@@ -132,16 +139,44 @@ class Isolated:
         first = outcome = self._ended(running)
         if self._doubtful(case.kernel, outcome):
             # A hang may be slowness, and an error outside the kernel may come from earlier Cases: run again with full deadlines.
+            past = running.past
             self.fresh()
-            outcome = self._ended(self._supervisor.begin(self._task(case, self._full)))
+            running = self._supervisor.begin(self._task(case, self._full))
+            outcome = self._ended(running)
+            if (hang := self._hang_after(case, past, first, outcome)) is not None:
+                outcome, running.past = hang, past
         if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
             self._hangs.add((case.kernel, outcome.stage))
         verdict = self._with_late_death(case, self._verdict(case, outcome))
         if isinstance(first, Death) and first.by_itself and first.stage not in KERNEL_STAGES and not verdict.failures:
             # Neither the oracle nor the judge ends a process: something of the kernel's, such as a thread, was still at work.
             verdict = _with_death(case, verdict, first)
-        self._learn(case, key, verdict)
+        self._learn(case, key, verdict, running.past)
         return verdict
+
+    def _hang_after(self, case: Case, past: Past, first: Outcome, alone: Outcome) -> Death | None:
+        """Return the hang of a Case that ends in time alone, and hangs again after the latest Cases of its first process."""
+        hung = isinstance(first, Death) and first.why == "hang" and not first.stopped and first.stage in KERNEL_STAGES
+        if not (hung and past and not case.after and isinstance(alone, Reply)):
+            return None
+        assert isinstance(first, Death)
+        deadline = min(self._full[first.stage], _PATIENTLY * first.limit)
+        together = msgspec.structs.replace(case, after=past.cases[-_LATEST:])
+        self.fresh()
+        outcome = self._ended(self._supervisor.begin(self._task(together, {**self._full, first.stage: deadline})))
+        if not isinstance(outcome, Death) or (outcome.why, outcome.stage, outcome.item) != (
+            "hang",
+            first.stage,
+            len(together.after),
+        ):
+            return None
+        # Every other Case that hangs so would cost two more processes.
+        self._hangs.add((case.kernel, first.stage))
+        return outcome
+
+    def past(self, case: Case) -> Past:
+        """Return what the process that gave the latest Verdict of `case` had run before it, where that Verdict was a failure."""
+        return self._pasts.get(case, Past())
 
     def _ended(self, running: Running) -> Outcome:
         """Return the outcome of a task.
@@ -154,15 +189,22 @@ class Isolated:
             raise OutOfTime
         return outcome
 
-    def _learn(self, case: Case, key: tuple[str, str], verdict: Verdict) -> None:
-        """Remember how long each stage took, and what the next spare is to load."""
+    def _learn(self, case: Case, key: tuple[str, str], verdict: Verdict, past: Past) -> None:
+        """Remember how long each stage took, what the next spare is to load, and what the process of a failure had run."""
+        self._pasts.pop(case, None)
+        if verdict.failures:
+            self._pasts[case] = past
+            if len(self._pasts) > _REMEMBERED_PASTS:
+                del self._pasts[next(iter(self._pasts))]
         for stage, seconds in verdict.seconds.items():
             self._usual[case.kernel, stage].append(seconds)
         self._finished.add(key)
         if key != self._warm_key and not any(each.check in ("build", "compile") for each in verdict.failures):
             # The next spare loads this code in advance: it is known to load.
             self._warm_key = key
-            self._supervisor.hint(Task("attnfuzz.harness.isolation.tasks:warm", self._task(case, {}).payload, {}))
+            self._supervisor.hint(
+                Task("attnfuzz.harness.isolation.tasks:warm", self._task(case.alone, {}).payload, {}, (case.alone,))
+            )
 
     def ask(self, target: str, payload: Mapping[str, Any]) -> Outcome:
         """Run `target` ("module:function") with `payload`, JSON values, at full deadlines; return the outcome.
@@ -183,7 +225,9 @@ class Isolated:
             BadArgument: a child cannot find the kernel.
             OutOfTime: the time of `limit` was over first.
         """
-        task = Task("attnfuzz.harness.isolation.tasks:map_case", self._task(case, {}).payload, self._full)
+        task = Task("attnfuzz.harness.isolation.tasks:map_case", self._task(case, {}).payload, self._full, (case,))
+        if case.after:
+            self.fresh()
         outcome = self._ended(self._supervisor.begin(task))
         if isinstance(outcome, Death):
             return death_failure(case.kernel, outcome).message
@@ -210,16 +254,17 @@ class Isolated:
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
         deadlines = [self._deadlines(*key, times=len(cases)) for key in dict.fromkeys(keys)]
         longest = {stage: max(each[stage] for each in deadlines) for stage in self._full}
-        outcome = self._ended(self._supervisor.begin(self._batch_task(cases, longest)))
+        running = self._supervisor.begin(self._batch_task(cases, longest))
+        outcome = self._ended(running)
         if not isinstance(outcome, Reply):
-            return self._one_by_one(cases, outcome)
+            return self._one_by_one(cases, outcome, running.past)
         verdicts = [msgspec.convert(each, Verdict) for each in outcome.result]
         verdicts[0] = self._with_late_death(cases[0], verdicts[0])
-        for case, key, verdict in zip(cases, keys, verdicts, strict=True):
-            self._learn(case, key, verdict)
+        for number, (case, key, verdict) in enumerate(zip(cases, keys, verdicts, strict=True)):
+            self._learn(case, key, verdict, running.past.plus(cases[:number]) if verdict.failures else Past())
         return verdicts
 
-    def _one_by_one(self, cases: Sequence[Case], outcome: Outcome) -> list[Verdict]:
+    def _one_by_one(self, cases: Sequence[Case], outcome: Outcome, past: Past) -> list[Verdict]:
         if len(self.statistics.lost) < _MOST_REASONS:
             self.statistics.lost.append(outcome.trace if isinstance(outcome, Error) else str(outcome))
         self.fresh()
@@ -234,6 +279,7 @@ class Isolated:
                 verdicts[outcome.item] = self._verdict(case, outcome)
             elif outcome.by_itself:
                 verdicts[outcome.item] = _with_death(case, verdicts[outcome.item], outcome)
+            self._pasts[case] = past.plus(cases[: outcome.item])
         return verdicts
 
     def limit(self, until: float | None) -> None:
@@ -284,11 +330,11 @@ class Isolated:
             "device_name": self.describe()["device"],
             "memory_check": self._memory_check,
         }
-        return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines)
+        return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines, (case,))
 
     def _batch_task(self, cases: Sequence[Case], deadlines: Mapping[str, float]) -> Task:
         payload = self._task(cases[0], {}).payload | {"cases": [each.canonical() for each in cases]}
-        return Task("attnfuzz.harness.isolation.tasks:trials", payload, deadlines)
+        return Task("attnfuzz.harness.isolation.tasks:trials", payload, deadlines, tuple(cases))
 
     def _deadlines(self, kernel: str, compile_key: str, times: int = 1) -> dict[str, float]:
         """Return a multiple of each stage's usual time, for so many Cases; the full deadline for code that has not run yet."""
@@ -327,7 +373,9 @@ class Isolated:
         failures: tuple[Failure, ...] = ()
         figures = {}
         if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in KERNEL_STAGES):
-            failures = (death_failure(case.kernel, outcome),)
+            failure = death_failure(case.kernel, outcome)
+            in_own = not 0 <= outcome.item < len(case.after)
+            failures = (failure if in_own else in_earlier(failure, outcome.item, len(case.after)),)
         elif isinstance(outcome, Death) or isinstance(error := exception_of(outcome), ChildMemoryError):
             # The oracle needs more time or memory than there is: the kernel is not judged.
             late = isinstance(outcome, Death) and outcome.why == "hang"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.kernels.registry import LeavesProcess, MissingObject, UnknownKernel
-from attnfuzz.strategies.case import BadCase
+from attnfuzz.strategies.case import BadCase, Case
 
 __all__ = [
     "KERNEL_STAGES",
@@ -26,6 +26,7 @@ __all__ = [
     "ExecutionError",
     "OutOfTime",
     "Outcome",
+    "Past",
     "Reply",
     "Task",
     "death_failure",
@@ -34,6 +35,8 @@ __all__ = [
 
 KERNEL_STAGES = ("start", "compile", "kernel", "end")
 """Stages in which the kernel's code runs; the others are the harness's."""
+_KEPT = 256
+"""Cases that a Past holds: what a process ran long ago is unlikely to matter, and is too much to run again."""
 _GIB = 1 << 30
 
 
@@ -44,6 +47,26 @@ class Task:
     target: str
     payload: dict[str, Any]
     deadlines: Mapping[str, float]
+    cases: tuple[Case, ...] = ()
+    """What it builds or runs, in order: the process keeps them in its Past."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a process has run since it was started, oldest first; `dropped` others came before them."""
+
+    cases: tuple[Case, ...] = ()
+    dropped: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether it has run or built anything."""
+        return bool(self.cases)
+
+    def plus(self, cases: Sequence[Case]) -> Past:
+        """Return the Past after `cases` as well, whose own earlier Cases count too."""
+        together = (*self.cases, *(single for each in cases for single in (*each.after, each.alone)))
+        too_many = max(0, len(together) - _KEPT)
+        return Past(together[too_many:], self.dropped + too_many)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from attnfuzz.harness.isolation.child import Child, ChildError
 from attnfuzz.harness.isolation.disturbances import Disturbance, Disturbances
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Outcome, Reply, Task
+from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Outcome, Past, Reply, Task
 from attnfuzz.harness.isolation.stage_time import Pauses, StageTime
 from attnfuzz.harness.isolation.wire import wait
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
@@ -59,6 +59,10 @@ class Running:
     started: float
     looked: float
     time: StageTime
+    past: Past = field(default_factory=Past)
+    """What the child had run before."""
+    fresh: bool = False
+    """Its child must have run nothing before."""
     again: bool = False
     """Another child ended before it started the task."""
     disturbed: list[Disturbance] = field(default_factory=list)
@@ -97,6 +101,8 @@ class Supervisor:
         self._forkserver, self._memory, self._warm, self._spares = forkserver, memory, warm, spares
         self._owner = owner
         self._hint: Task | None = None
+        self._pasts: dict[Child, Past] = {}
+        self._fresh_next = False
         self._last_output = ""
         self.late: Death | None = None
         """The death of a child between two tasks, not reported yet."""
@@ -118,15 +124,18 @@ class Supervisor:
         return outcome
 
     def begin(self, task: Task, *, fresh: bool = False) -> Running:
-        """Send `task` to a child that is free, or to a new one; with `fresh` always to one that has run no task.
+        """Send `task` to a child that is free, or to a new one; with `fresh` always to one that has run and built nothing.
 
         Raises:
             ChildError: a child process cannot be started.
         """
+        fresh, self._fresh_next = fresh or self._fresh_next, False
         child, now, number = self._free_child(fresh=fresh), time.monotonic(), next(self._numbers)
+        past = self._pasts.get(child, Past())
+        self._pasts[child] = past.plus(task.cases)
         child.send({"task": number, "target": task.target, "payload": task.payload})
         self._pauses.begin()
-        return Running(task, child, number, now, now, StageTime(now, child.cpu()))
+        return Running(task, child, number, now, now, StageTime(now, child.cpu()), past, fresh)
 
     def finish(self, running: Running, until: float | None = None) -> Outcome | None:
         """Wait for the outcome of a task that `begin` sent; None: it has not ended by `until` (time.monotonic), and was killed.
@@ -203,14 +212,14 @@ class Supervisor:
 
     def settle(self) -> None:
         """Wait until every spare is ready."""
-        while len(self._ready) < self._spares:
-            self._ready.append(self._started())
+        self._fill(fresh=False)
         for child in list(self._ready):
             if not self._warmed(child):
                 self._ready.remove(child)
 
     def replace(self) -> None:
-        """Run the next task in a new child."""
+        """Run the next task in a new child, which has built nothing either: what `hint` had it build may be wrong for others."""
+        self._fresh_next = True
         for child in self._idle:
             self._discard(child)
         self._idle.clear()
@@ -258,8 +267,9 @@ class Supervisor:
             self._disturbed(each)
 
     def _begin_again(self, running: Running, *, fresh: bool = False) -> None:
-        new = self.begin(running.task, fresh=fresh)
+        new = self.begin(running.task, fresh=fresh or running.fresh)
         running.child, running.number, running.started, running.time = new.child, new.number, new.started, new.time
+        running.past = new.past
 
     def _to_try_again(self, running: Running, death: Death) -> bool:
         """Whether the machine may have ended a child, and not the kernel, of which a second end of this kind is."""
@@ -289,22 +299,33 @@ class Supervisor:
             return self._idle.pop(0)
         start = time.perf_counter()
         try:
-            child = self._ready_child()
-            while len(self._ready) < self._spares:
-                self._ready.append(self._started())
+            child = self._ready_child(fresh=fresh)
+            self._fill(fresh=fresh)
         finally:
             self.statistics.start_seconds += time.perf_counter() - start
         return child
+
+    def _fill(self, *, fresh: bool) -> None:
+        """Start spares: of several, one has built nothing; a single one is of the kind that was wanted last."""
+        if fresh and self._spares == len(self._ready) == 1 and self._pasts.get(self._ready[0]):
+            self._discard(self._ready.pop())
+        while len(self._ready) < self._spares:
+            several = self._spares > 1 and all(self._pasts.get(each) for each in self._ready)
+            self._ready.append(self._started(plain=fresh or several))
 
     def _late_death(self, child: Child) -> Death:
         status = child.kill()
         return Death("exit", "end", 0.0, 0.0, status, child.tail(), child.output_size())
 
-    def _ready_child(self) -> Child:
+    def _ready_child(self, *, fresh: bool) -> Child:
         """Return a spare or a new child. A kernel may have killed the template process, and the spares with it."""
         for attempt in range(_ATTEMPTS):
             try:
-                child = self._ready.pop(0) if self._ready else self._started()
+                able = (each for each in self._ready if not (fresh and self._pasts.get(each)))
+                spare = max(able, key=lambda each: bool(self._pasts.get(each)), default=None)
+                if spare is not None:
+                    self._ready.remove(spare)
+                child = spare or self._started(plain=fresh)
             except ChildError:
                 if attempt == _ATTEMPTS - 1:
                     raise
@@ -313,11 +334,12 @@ class Supervisor:
                 return child
         raise ChildError(f"a child process could not be made ready: {self._last_output}")
 
-    def _started(self) -> Child:
-        child, warm = self._forkserver.start(), self._hint or self._warm
+    def _started(self, *, plain: bool = False) -> Child:
+        child, warm = self._forkserver.start(), (None if plain else self._hint) or self._warm
         self._living.add(child)
         self.statistics.children += 1
         if warm is not None:
+            self._pasts[child] = Past().plus(warm.cases)
             self._warming[child] = next(self._numbers)
             child.send({"task": self._warming[child], "target": warm.target, "payload": warm.payload})
         return child
@@ -415,6 +437,7 @@ class Supervisor:
         self._living.discard(child)
         self._forkserver.ended(child)
         self._warming.pop(child, None)
+        self._pasts.pop(child, None)
         self.statistics.replaced += 1
         if not killed:
             child.kill()

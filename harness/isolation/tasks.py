@@ -86,6 +86,7 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
     from attnfuzz.harness.judge.verdict import Verdict
     from attnfuzz.harness.trial.errors import DeviceLost
     from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, trim, when_free
+    from attnfuzz.harness.trial.sequence import run_earlier
     from attnfuzz.harness.trial.trial import run_trial
     from attnfuzz.kernels.support import memory
 
@@ -93,6 +94,7 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
     memory.check(payload["memory_check"])
     case, device = case_from_json(payload["case"]), payload["device"]
     try:
+        run_earlier(case, device, enter)
         verdict = when_free(lambda: run_trial(case, device, enter), device)
         trim(device)
     except Exception as error:
@@ -160,9 +162,12 @@ def kernel_of(payload: dict[str, Any]) -> Kernel:
 def map_case(payload: dict[str, Any], enter: _Enter) -> _Done:
     """Make error maps of one Case, with the payload of a Trial: {"maps": ErrorMaps} or {"reason": text}."""
     from attnfuzz.harness.trial.errormaps import error_maps
+    from attnfuzz.harness.trial.sequence import run_earlier
     from attnfuzz.kernels.support import memory
 
     kernel_of(payload)
     memory.check(payload["memory_check"])
-    maps = error_maps(case_from_json(payload["case"]), payload["device"], enter)
+    case = case_from_json(payload["case"])
+    run_earlier(case, payload["device"], enter)
+    maps = error_maps(case, payload["device"], enter)
     return ({"reason": maps} if isinstance(maps, str) else {"maps": msgspec.to_builtins(maps)}), False

@@ -13,7 +13,7 @@ from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
 
-__all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "where"]
+__all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "in_earlier", "where"]
 
 Kind = Literal[
     "mismatch",
@@ -125,3 +125,9 @@ def where(name: OutputName, place: Place) -> str:
     rows = "query" if name in BY_QUERY else "key"
     dim = "" if place.dim is None else f", dim {place.dim}"
     return f"sequence {place.sequence}, {rows} {place.position}, head {place.head}{dim}"
+
+
+def in_earlier(failure: Failure, number: int, count: int) -> Failure:
+    """Return a failure of one of the `count` Cases that run before a Case, counted from 0: it is not the Case's own."""
+    message = f"earlier Case {number + 1} of {count}: {failure.message}"
+    return msgspec.structs.replace(failure, check="earlier", message=message)

@@ -11,8 +11,12 @@ from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Needs
 from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.neighbours import differences, value_of
 
-__all__ = ["describe_case", "describe_verdict", "lengths"]
+__all__ = ["describe_case", "describe_verdict", "lengths", "needs_earlier"]
+
+_MOST_EARLIER = 8
+"""Earlier Cases that are described."""
 
 
 def lengths(case: Case) -> str:
@@ -59,7 +63,29 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
         rows.append(("check", case.check))
     if case.config:
         rows.append(("config", str(case.config)))
-    return [(name, one_line(value)) for name, value in rows]
+    return [(name, one_line(value)) for name, value in [*rows, *_earlier_rows(case)]]
+
+
+def needs_earlier(case: Case) -> str:
+    """Return that a Case fails only after those that run first."""
+    return f"passes alone; fails after {_these(len(case.after))} in the same process"
+
+
+def _these(count: int) -> str:
+    return "this Case" if count == 1 else f"these {count} Cases"
+
+
+def _earlier_rows(case: Case) -> list[tuple[str, str]]:
+    """Return rows for the Cases that run first, each by what it has other than the Case itself."""
+    if not case.after:
+        return []
+    rows = [("earlier Cases", needs_earlier(case))]
+    for number, each in enumerate(case.after[:_MOST_EARLIER], 1):
+        parts = [f"{part}: {value_of(each, part)}" for part in differences(case, each)]
+        rows.append((f"   {number} of {len(case.after)}", "; ".join(parts) or "the same Case"))
+    if (more := len(case.after) - _MOST_EARLIER) > 0:
+        rows.append(("   ...", f"{counted(more, 'Case')} more, in the case file"))
+    return rows
 
 
 def _layout(layout: Layout) -> str:

@@ -83,9 +83,9 @@ def value(number: Number) -> float:
 
 
 def size_of(case: Case) -> tuple[float, ...]:
-    """Return what says which of two minimal Cases is the smaller: tokens, heads, and the length of its text."""
+    """Return what says which of two minimal Cases is the smaller: earlier Cases, tokens, heads, and the length of its text."""
     p = case.problem
-    return sum(p.seqlens_q) + sum(p.seqlens_k), p.heads, len(case.canonical())
+    return len(case.after), sum(p.seqlens_q) + sum(p.seqlens_k), p.heads, len(case.canonical())
 
 
 def _rank(failure: FailureRecord) -> tuple[bool, bool, tuple[float, ...], bool]:

@@ -16,6 +16,7 @@ from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.harness.trial.errors import DeviceLost
+from attnfuzz.harness.trial.sequence import run_earlier
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Built, Device, Gradients, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import Problem
@@ -72,6 +73,7 @@ class RecordingExecutor(InProcess):
         assert self.case is not None
         try:
             with self.memory_checked():
+                run_earlier(self.case, self.device)
                 record.verdict = run_trial(self.case, self.device, bench=bench)
         except DeviceLost as lost:
             record.verdict = Verdict(status="fail", failures=(lost.failure,))

@@ -23,6 +23,8 @@ _WHY_NOT: dict[Check, Callable[[Kernel, Case, Device], str | None]] = {
 
 def with_config(kernel: Kernel, case: Case) -> Case:
     """Return `case` with the kernel's default Config where it names none, and none is not a choice of the kernel's."""
+    if case.after:
+        return replace(with_config(kernel, case.alone), after=tuple(with_config(kernel, each) for each in case.after))
     capabilities = kernel.capabilities
     if case.config or all(why_unsupported(capabilities, case.problem, each) for each in capabilities.devices):
         return case
@@ -39,6 +41,9 @@ def why_not_case(kernel: Kernel, case: Case, device: Device) -> str | None:
     """Return why `case` cannot be run with `kernel` on `device`, or None. Shrinking skips such Cases."""
     if reason := kernel.supports(case.problem, case.config, device):
         return reason
+    for number, each in enumerate(case.after, 1):
+        if reason := why_not_case(kernel, each, device):
+            return f"its failure needs earlier Cases, and number {number} of {len(case.after)} cannot run any more: {reason}"
     return _WHY_NOT[case.check](kernel, case, device) if case.check in _WHY_NOT else None
 
 

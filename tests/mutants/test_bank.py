@@ -13,7 +13,7 @@ from support.mutants import SUBJECTS, Mutant, kernel_of, mutants
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.harness.trial.sequence import run_sequence
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.tilelang import build
 from attnfuzz.strategies.case import Case, case_from_json
@@ -22,7 +22,7 @@ from attnfuzz.strategies.shapes import all_variants
 
 @functools.cache
 def of_the_right_kernel(case: str) -> Verdict:
-    return run_trial(case_from_json(case), "cpu")
+    return run_sequence(case_from_json(case), "cpu")
 
 
 ALWAYS = {"ADD-01", "MSK-19", "LSE-18", "STR-10", "PRC-01-modified"}
@@ -63,7 +63,7 @@ def test_its_direct_case_shows_it(mutant: Mutant) -> None:
     kernel = registry.register(kernel_of(mutant))
     try:
         case = mutant.direct_case(kernel.name)
-        verdict = in_a_child(mutant, case) if mutant.isolated else run_trial(case, "cpu")
+        verdict = in_a_child(mutant, case) if mutant.isolated else run_sequence(case, "cpu")
     finally:
         registry.unregister(kernel.name)
     assert {each.kind for each in verdict.failures} == set(mutant.kinds)

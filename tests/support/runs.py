@@ -20,6 +20,7 @@ from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.worker import Worker
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor, InProcess, SerialCompiler
+from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.verdict import Verdict
@@ -100,6 +101,9 @@ class FunctionExecutor:
 
     def limit(self, until: float | None) -> None:
         pass
+
+    def past(self, case: Case) -> Past:
+        return Past()
 
     def compiler(self) -> Compiler:
         return SerialCompiler(lambda case: Compiled(case, 0.0))

@@ -57,12 +57,14 @@ class _KernelError(Exception):
 
 
 def run_launches(kernel: Kernel, case: Case, device: Device, say: Any) -> None:
-    """Run forward and backward of the Case, after the earlier calls of its check.
+    """Run forward and backward of the Case, after its earlier Cases and the earlier calls of its check.
 
     Raises:
         BadArgument: the kernel cannot take the Case.
         _KernelError: it raised.
     """
+    for each in case.after:
+        run_launches(kernel, each, device, say)
     before = earlier_problems(kernel, case, device) if case.check in CALLS else ()
     for problem in (*before, case.problem):
         ready = build_kernel(kernel, problem, case.config, device)

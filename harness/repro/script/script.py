@@ -20,7 +20,7 @@ from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.runner import tries
 from attnfuzz.harness.isolation.kernel_ref import global_of
 from attnfuzz.harness.judge.truth import Truth, Truths
-from attnfuzz.harness.report.describe import describe_case
+from attnfuzz.harness.report.describe import describe_case, needs_earlier
 from attnfuzz.harness.repro.script import runtime
 from attnfuzz.harness.repro.script.lines import head
 from attnfuzz.harness.repro.script.runtime import PackedCase, Stored
@@ -92,6 +92,8 @@ def unshown(stored: CaseFile, device: Device) -> str | None:
     """Say what of a Case's failure a script for `device` cannot show, or None."""
     identity, case = stored.finding.identity, stored.case
     kind, check = (identity.kind, identity.check) if identity else (None, None)
+    if case.after:
+        return f"the Case {needs_earlier(case)}, and this script makes its own calls alone: only `attnfuzz repro` shows more"
     if case.check in RELATIONS or kind == "relation":
         return f"the Case compares related calls (check {case.check}); this script makes one: only `attnfuzz repro` shows more"
     if kind == "aggregate":

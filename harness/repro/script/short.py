@@ -17,6 +17,7 @@ import torch
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Kind
 from attnfuzz.harness.judge.truth import Truth, Truths
+from attnfuzz.harness.report.describe import needs_earlier
 from attnfuzz.harness.repro.script.lines import GRADIENTS, head
 from attnfuzz.harness.repro.script.script import Script
 from attnfuzz.harness.repro.script.short_call import imported_from, needs_interpreter
@@ -104,7 +105,7 @@ def short_script(
 
 
 def _refused(stored: CaseFile, reason: str) -> BadArgument:
-    return reject("script", stored.case.id, reason, _EXACT)
+    return reject("script", stored.case.id, reason, "run it by attnfuzz repro CASE" if stored.case.after else _EXACT)
 
 
 def _can_be_alone(stored: CaseFile) -> bool:
@@ -117,6 +118,8 @@ def why_not_short(stored: CaseFile) -> str | None:
     """Say why a short script cannot show the failure of a case file, or None."""
     case, identity = stored.case, stored.finding.identity
     problem = case.problem
+    if case.after:
+        return f"the Case {needs_earlier(case)}; a short script makes one call"
     if case.check in RELATIONS:
         return f"the Case compares related calls (check {case.check}); a short script makes one"
     if case.check in CALLS:

@@ -182,7 +182,7 @@ def test_a_lost_device_is_a_failure_of_the_case_that_is_run_again(monkeypatch: p
     def lose(case: Case, device: str) -> Verdict:
         raise DeviceLost(case, WRONG)
 
-    monkeypatch.setattr("attnfuzz.harness.trial.trial.run_trial", lose)
+    monkeypatch.setattr("attnfuzz.harness.trial.sequence.run_trial", lose)
     where = Where("cpu", in_process=True)
     assert reproduce(CASE, where).verdict.failures == (WRONG,)
     done = repeat(CASE, 3, where)

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.isolated import Isolated
-from attnfuzz.harness.isolation.outcomes import Death, Error
+from attnfuzz.harness.isolation.outcomes import Death, Error, Past
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
@@ -153,7 +154,7 @@ class Answers(Supervisor):
 
     def begin(self, task: Any) -> Any:
         self.limits.append(task.deadlines["kernel"])
-        return task
+        return SimpleNamespace(past=Past())
 
     def finish(self, running: Any, until: float | None = None) -> Any:
         return self.outcomes.pop(0)
@@ -275,8 +276,8 @@ def sighting(n_k: int = 40) -> Finding:
 def test_what_shows_every_time_has_no_rate() -> None:
     shrinker, counts = sometimes(None)
     seen = shrinker.shrink(60.0)
-    # One new process: what only a used one shows is another failure.
-    assert (seen.rate, seen.partly, counts["fresh"]) == (None, False, 1)
+    # A new process for the first Case and for the last: what only a used one shows is another failure.
+    assert (seen.rate, seen.partly, counts["fresh"]) == (None, False, 2)
     assert (seen.case.problem.seqlens_q, seen.case.problem.seqlens_k) == ((1,), (3,))
     assert seen.shrink_trials == counts["runs"] < 20
 
@@ -290,7 +291,7 @@ def test_what_shows_sometimes_is_measured_and_still_shrunk() -> None:
         measured += seen.rate is not None
         if seen.rate is not None:
             assert 1 <= seen.rate[0] < seen.rate[1] == 11
-            assert counts["fresh"] == 1
+            assert counts["fresh"] == 2
         assert max(seen.case.problem.seqlens_k) >= 3
         assert seen.partly or len(seen.case.problem.seqlens_k) == 1
     assert measured >= 5

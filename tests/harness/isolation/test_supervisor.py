@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from support.paths import TESTS
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.outcomes import Death, Error, Reply, Task
+from attnfuzz.harness.isolation.outcomes import Death, Error, Past, Reply, Task
 from attnfuzz.harness.isolation.supervisor import Supervisor
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
 
 HERE = str(TESTS)
 
@@ -223,6 +226,28 @@ def test_recovery_is_measured(forked: Supervisor) -> None:
     died(forked, "exit")
     assert len(forked.statistics.recoveries) == 2
     assert all(0 < each < 5 for each in forked.statistics.recoveries)
+
+
+@pytest.mark.parametrize("spares", [0, 1, 2])
+def test_a_new_child_has_built_nothing_and_any_other_says_what(spares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    made = Supervisor(Forkserver(["json"]), memory=1 << 29, spares=spares, warm=task("echo"))
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8)
+    built, run = (replace(task("echo"), cases=(Case(kernel=name, problem=problem),)) for name in ("built", "run"))
+    made.hint(built)
+    try:
+        for _ in range(3):
+            made.replace()
+            for past in (Past(), Past(run.cases)):
+                running = made.begin(run)
+                assert running.past == past
+                assert made.finish(running) == Reply({})
+            # What ends its process has the next task in one that may have built in advance.
+            died = made.begin(task("dies", how="abort"))
+            assert isinstance(made.finish(died), Death)
+            assert made.begin(run).past in (Past(), Past(built.cases))
+    finally:
+        made.close()
 
 
 def test_a_child_that_cannot_be_made_ready_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
