@@ -21,6 +21,8 @@ __all__ = ["Library", "Loaded", "compiled", "folder", "library"]
 _TRIAL = 'extern "C" __global__ void trial(double* x) { *x = ::exp(*x); }'
 _DIGEST = 32
 _THREADS, _MOST_BLOCKS = 256, 1 << 14
+_INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT."""
 
 
 class Library:
@@ -152,6 +154,7 @@ class Loaded:
 
     def __init__(self, code: bytes, entry: str) -> None:
         self._driver = _driver()
+        self._context = self._current_context()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _checked(self._driver.cuModuleLoadData(ctypes.byref(module), code), "load")
         _checked(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, entry.encode()), "find")
@@ -162,8 +165,24 @@ class Loaded:
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         content = ctypes.c_char_p(argument)
         parameters = (ctypes.c_void_p * 1)(ctypes.cast(content, ctypes.c_void_p))
-        status = self._driver.cuLaunchKernel(self._function, blocks, 1, 1, _THREADS, 1, 1, 0, stream, parameters, None)
+        launched = (self._function, blocks, 1, 1, _THREADS, 1, 1, 0, stream, parameters, None)
+        status = self._driver.cuLaunchKernel(*launched)
+        if status == _INVALID_CONTEXT:
+            # A thread without a context, such as autograd's before torch has launched something there.
+            _checked(self._driver.cuCtxSetCurrent(self._context), "set the context of")
+            status = self._driver.cuLaunchKernel(*launched)
         _checked(status, "launch")
+
+    def _current_context(self) -> ctypes.c_void_p:
+        """Return this thread's context; where it has none, that of torch's current device, which becomes the thread's."""
+        context = ctypes.c_void_p()
+        _checked(self._driver.cuCtxGetCurrent(ctypes.byref(context)), "ask for the context of")
+        if not context.value:
+            _checked(
+                self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device()), "open a context for"
+            )
+            _checked(self._driver.cuCtxSetCurrent(context), "set the context of")
+        return context
 
 
 @functools.cache

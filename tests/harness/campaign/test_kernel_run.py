@@ -28,7 +28,7 @@ from attnfuzz.harness.repro.reproduce import Where, repeat, reproduce
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import RELATIONS, Case
 
 KERNEL = registry.get("torch.reference_cpu")
 PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
@@ -88,10 +88,10 @@ def test_a_finding_replaces_the_partly_shrunk_file_of_its_failure(
 
 def test_a_relation_that_is_judged_again_is_not_a_case_of_shrinking() -> None:
     """Every relation fails, and the same Case passes by the oracle alone: that is a rerun, then shrinking begins."""
-    executor = FunctionExecutor(lambda case: PASS if case.check == "oracle" else failing(RELATION))
+    executor = FunctionExecutor(lambda case: failing(RELATION) if case.check in RELATIONS else PASS)
     run, announced = phases(executor, 60)
     [finding] = run.findings.closed.values()
-    first = next(at for at, case in enumerate(executor.cases) if case.check != "oracle")
+    first = next(at for at, case in enumerate(executor.cases) if case.check in RELATIONS)
     again = executor.cases[first + 1]
     assert (again.check, again.problem) == ("oracle", executor.cases[first].problem)
     assert announced["rerun"] == run.summary().reruns == 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +91,51 @@ def test_an_error_of_the_driver_has_its_words(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError) as error:
         nvrtc._checked(2, "load")
     assert is_out_of_memory(error.value)
+
+
+class Threads:
+    """Stands for libcuda: a context by thread, and launches that need one."""
+
+    def __init__(self) -> None:
+        self.of_thread: dict[int, int] = {threading.get_ident(): 7}
+        self.launches: list[int] = []
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = self.of_thread.get(threading.get_ident())
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
+        self.of_thread[threading.get_ident()] = context.value
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:  # noqa: N802
+        context._obj.value = 7 + device
+        return 0
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:  # noqa: N802
+        return 0 if threading.get_ident() in self.of_thread else 201
+
+    def cuModuleGetFunction(self, function: Any, module: Any, entry: bytes) -> int:  # noqa: N802
+        return 0
+
+    def cuLaunchKernel(self, *arguments: Any) -> int:  # noqa: N802
+        if threading.get_ident() not in self.of_thread:
+            return 201
+        self.launches.append(self.of_thread[threading.get_ident()])
+        return 0
+
+
+@pytest.mark.parametrize("loaded_there", [False, True])
+def test_a_thread_without_a_context_launches_as_well(loaded_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread has none until torch launches something there."""
+    driver = Threads()
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel = None if loaded_there else nvrtc.Loaded(b"code", "entry")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (kernel or nvrtc.Loaded(b"code", "entry"))(b"argument", 1000, 0)).result()
+    assert driver.launches == [7]
 
 
 def test_a_real_nvrtc_compiles_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
