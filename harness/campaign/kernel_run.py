@@ -7,6 +7,7 @@ the choices behind a Case, and ends in smaller ones.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 
@@ -32,6 +33,9 @@ from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 
 __all__ = ["KernelRun"]
+
+_FIRST = 4
+"""Cases of a kernel's first batch: where a child compiles for each of them, a whole batch outlasts a short run."""
 
 
 def _supply(kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign) -> Supply:
@@ -78,6 +82,8 @@ class KernelRun:
         self.kernel, self.plan, self._context, self._campaign, self._account = kernel, plan, context, campaign, account
         self.clock, self._until = TrialClock(), context.end
         self._known: set[Identity] = set()
+        self._any = False
+        """Whether any drawn Case has a Verdict."""
         self._supply = _supply(kernel, plan, context, campaign)
         self._runner = TrialRunner(
             context.executor,
@@ -135,11 +141,14 @@ class KernelRun:
     def _try_next(self) -> bool:
         """Try what can run, a batch at most; returns False where there is nothing."""
         batch = self._context.batch
+        if batch.together and not self._any:
+            batch = dataclasses.replace(batch, most=min(batch.most, _FIRST))
         # In one process a round is drawn as it is asked for.
         with self._account.step("draw" if self._context.settings.in_process else "other"):
             waiting = self._supply.take(batch)
         run = self._runner.run_all if batch.together and len(waiting) > 1 else self._runner.run_each
         for case, verdict in run(waiting, "generate"):
+            self._any = True
             self._examine(case, verdict)
             self._supply.tried(case)
             if not batch.together and self._spent():

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from attnfuzz.harness.campaign.context import CampaignContext, WorkerContext
+from attnfuzz.harness.campaign.context import Batch, CampaignContext, WorkerContext
 from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
 from attnfuzz.harness.campaign.events import FailureFound, Listener
@@ -63,12 +63,13 @@ def run_kernel(
     stored: Sequence[CaseFile] = (),
     listener: Listener = lambda _: None,
     journal: Journal | None = None,
+    batch: Batch | None = None,
 ) -> KernelState:
     """Try one kernel in this process, without the campaign around it; returns the kernel with its counts and findings."""
     context = CampaignContext(settings, listener, corpus)
     state = KernelState(kernel, plan or plan_of(kernel, settings), context, stored)
     coordinator = Coordinator(context, [state], executor)
-    worker = WorkerContext(settings, executor, journal)
+    worker = WorkerContext(settings, executor, journal, batch=batch or Batch())
     try:
         Worker(lambda _: (kernel, state.plan), worker, coordinator, LocalTurns(coordinator)).work()
     finally:

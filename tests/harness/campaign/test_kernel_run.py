@@ -12,7 +12,7 @@ import pytest
 from support.runs import FunctionExecutor, run_kernel
 
 from attnfuzz.harness.campaign.campaign import run_campaign
-from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.context import Batch, CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
 from attnfuzz.harness.campaign.events import Event, Finding, TrialFinished
 from attnfuzz.harness.campaign.findings import Findings
@@ -203,3 +203,21 @@ def test_a_runner_runs_as_often_as_the_rate_demands_and_stops_at_the_failure() -
     assert (runner.trials, runner.memo[CASE].failures) == (3, (WRONG,))
     assert runner.run(CASE).failures == ()
     assert runner.trials == 4
+
+
+def test_the_first_batch_is_small_and_the_others_are_full() -> None:
+    """A child that compiles for each Case of a full batch would have no Verdict before the time is over."""
+
+    class Batches(FunctionExecutor):
+        def __init__(self) -> None:
+            super().__init__(lambda _: PASS)
+            self.sizes: list[int] = []
+
+        def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+            self.sizes.append(len(cases))
+            return super().batch(cases)
+
+    executor = Batches()
+    run_kernel(KERNEL, Settings(max_examples=100, out=None), executor, batch=Batch(True, 24, 1e9))
+    assert executor.sizes[0] <= 4
+    assert max(executor.sizes) > 12
