@@ -262,7 +262,8 @@ def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
         if padded <= chunk and (saved := price + one.padded + two.padded - padded) > 0:
             heapq.heappush(best, (-saved, first, other))
 
-    for first, other in itertools.combinations(groups, 2):
+    # Full groups merge with nothing; there may be thousands.
+    for first, other in itertools.combinations([at for at, each in groups.items() if 2 * each.padded <= chunk], 2):
         offer(first, other)
     new = len(groups)
     while best:
@@ -271,8 +272,8 @@ def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
             continue
         one, two = groups.pop(first), groups.pop(other)
         groups[new] = _Group(max(one.rows, two.rows), max(one.keys, two.keys), one.numbers + two.numbers)
-        for each in groups:
-            if each != new:
+        if 2 * groups[new].padded <= chunk:
+            for each in [at for at, group in groups.items() if at != new and 2 * group.padded <= chunk]:
                 offer(each, new)
         new += 1
     return [each.numbers for each in groups.values()]
@@ -297,7 +298,7 @@ def _alike(sizes: Sequence[tuple[int, int]], chunk: int) -> Iterator[_Group]:
         cells.setdefault((rows.bit_length(), keys.bit_length()), []).append(number)
     for cell in cells.values():
         rows, keys = (max(sizes[number][side] for number in cell) for side in (0, 1))
-        at_once = max(1, chunk // (rows * keys))
+        at_once = max(1, chunk // max(1, rows * keys))
         for start in range(0, len(cell), at_once):
             yield _Group(rows, keys, cell[start : start + at_once])
 

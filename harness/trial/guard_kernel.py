@@ -14,17 +14,18 @@ from attnfuzz.oracles.fused import Handwritten
 __all__ = ["Pieces", "checked", "doubled", "takes"]
 
 _PIECE = struct.Struct("=QQQII")
-_REST = struct.Struct("=QII")
+_REST = struct.Struct("=QI4x")
 _PIECES = 64
 """Pieces of one launch: the driver takes arguments of 4 KiB."""
 _CHUNK = 16
 """Bytes that one thread handles at a time."""
-_FLAGS = 4096
+_FLAGS = 64
+"""Flags that are made at once. They lie between no bands: what a kernel writes there makes few checks doubtful."""
 _FILL, _COPY, _HOLDS, _EQUAL = range(4)
 _TEXT = """
 typedef unsigned long long address;
 struct piece { address at, other, bytes; unsigned kind, pattern; };
-struct arguments { piece pieces[64]; address flag; index_t number, chunks; };
+struct arguments { piece pieces[64]; address flag; index_t number; };
 struct __align__(16) quad { unsigned a, b, c, d; };
 
 __device__ inline bool differs(const quad& x, const quad& y) {
@@ -103,7 +104,7 @@ class Pieces:
             some = self._packed[start : start + _PIECES]
             chunks = self._bytes // _CHUNK + 1
             padding = bytes(_PIECE.size * (_PIECES - len(some)))
-            _KERNEL(b"".join(some) + padding + _REST.pack(address, len(some), min(chunks, 0xFFFFFFFF)), chunks, self._device)
+            _KERNEL(b"".join(some) + padding + _REST.pack(address, len(some)), chunks, self._device)
 
     def _add(self, at: int, other: int, size: int, kind: int, pattern: int = 0) -> None:
         if size:

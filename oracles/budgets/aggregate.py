@@ -17,7 +17,8 @@ output is too small by 1.7 eps a step (measured on an H200, the same for four ke
 nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, at least 16. Both are computed only where values
 are generic (repeats.py), since the errors of equal values are not independent. Limits as measured: on 875 correct cases
 (R - 1) sqrt(nu) was at most 1.26 and z at most 2.6. Beyond a limit, independence is checked (independence.py): with c the
-correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); z is 0 where P's and dS's roundings are known to add up.
+correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); where roundings are known to add up, one and a half times
+what they add up to is taken from z, since the kernel's own way to round may be another.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from attnfuzz.oracles.fused import fused
 __all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
 _R_LIMIT, _R_SINGLE, _Z_LIMIT = 3.0, 10.0, 6.0
+_KNOWN = 1.5
+"""Factor of the z of known roundings: a kernel's way to round is one of those that were tried, or a similar one."""
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
 SUMS = 8
@@ -69,7 +72,8 @@ def statistics(
     known = dependence.figures() if any(max(pair) > 1 for pair in ratios.values()) and (dependence := independence()) else {}
     for name, (known_z, correlated) in known.items():
         if name in ratios and (pair := of_limits(name, values, of[name], correlated)):
-            ratios[name] = (pair[0], pair[1] if known_z <= Independence.Z_LIMIT else 0.0)
+            known_z = known_z if known_z > Independence.Z_LIMIT else 0.0
+            ratios[name] = (pair[0], max(0.0, pair[1] - _KNOWN * known_z / _Z_LIMIT))
     return ratios
 
 

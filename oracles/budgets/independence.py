@@ -10,8 +10,8 @@ Rows may have equal errors by their structure, without a fault: with P = exp(-sl
     c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
           in a row that sees few keys, and 1 / n where it has n independent numbers; equal values have equal last roundings
 
-Independent roundings have z_k below 3.5 except for two in a thousand. A mean of n squares of single numbers exceeds
-1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred.
+Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 16 ways. A mean of n squares of
+single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred.
 """
 
 from __future__ import annotations

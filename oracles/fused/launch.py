@@ -43,7 +43,7 @@ class Backend(Protocol):
     """Compiles and launches sources."""
 
     def takes(self, device: torch.device) -> bool:
-        """Whether functions of tensors on that device are to be compiled."""
+        """Whether functions of tensors on that device are to be compiled: code belongs to the device that is current."""
 
     def kernel(self, source: Code) -> Kernel:
         """Compile a source, for the device that is current."""
@@ -53,7 +53,7 @@ class _Nvrtc:
     """NVRTC and the driver."""
 
     def takes(self, device: torch.device) -> bool:
-        return device.type == "cuda" and self._available
+        return device.type == "cuda" and self._available and device.index in (None, torch.cuda.current_device())
 
     def kernel(self, source: Code) -> Kernel:
         nvrtc = library()
@@ -176,7 +176,7 @@ class Handwritten:
 
     def __init__(self, entry: str, text: str) -> None:
         self.entry, self.text = entry, f"typedef unsigned int index_t;\n{text}"
-        self._kernel: Kernel | None = None
+        self._kernels: dict[int, Kernel] = {}
         FUNCTIONS.append(self)
 
     def takes(self, device: torch.device) -> bool:
@@ -185,13 +185,14 @@ class Handwritten:
 
     def __call__(self, argument: bytes, count: int, device: torch.device) -> None:
         """Launch it with its struct, for `count` elements."""
-        if self._kernel is None:
-            self._kernel = BACKEND.kernel(self)
-        self._kernel(argument, count, device.index or 0)
+        index = device.index or 0
+        if index not in self._kernels:
+            self._kernels[index] = BACKEND.kernel(self)
+        self._kernels[index](argument, count, index)
 
     def forget(self) -> None:
         """Forget compiled code: the next call compiles it again."""
-        self._kernel = None
+        self._kernels.clear()
 
 
 def fused(function: Callable[P, R]) -> Fused[P, R]:

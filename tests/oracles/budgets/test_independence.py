@@ -83,8 +83,22 @@ def test_a_scale_is_found_as_before(output: str, score_mod: object) -> None:
     assert [(each.output, each.check) for each in failures] == [(output, "z")]
 
 
+FEW_VALUES = replace(PLAIN, seqlens_q=(1, 1), seqlens_k=(2, 128), causal=None, heads=8, kv_heads=8, dtype="bfloat16")
+
+
 def test_a_p_of_few_values_leans_by_the_last_rounding() -> None:
     """255/256 of a value with eight bits is rounded down: dV of one query whose P are next to a power of two."""
-    problem = replace(PLAIN, seqlens_q=(1, 1), seqlens_k=(2, 128), causal=None, heads=8, kv_heads=8, dtype="bfloat16")
-    assert figures(problem, Recipe(pattern="small_logits", seed=10))["dv"][0] > 2 * Independence.Z_LIMIT
-    assert figures(problem, Recipe(seed=10))["dv"][0] < Independence.Z_LIMIT
+    assert figures(FEW_VALUES, Recipe(pattern="small_logits", seed=10))["dv"][0] > 2 * Independence.Z_LIMIT
+    assert figures(FEW_VALUES, Recipe(seed=10))["dv"][0] < Independence.Z_LIMIT
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001, 0.999, 1.002])
+@pytest.mark.parametrize("seed", [10, 11])
+def test_a_scale_is_found_beside_what_is_known_to_lean(seed: int, factor: float) -> None:
+    inputs = materialise(FEW_VALUES, Recipe(pattern="small_logits", seed=seed), "cpu")
+    true = truth(inputs, Deviations(), "cpu")
+    exact = {name: of.expected * (factor if name == "dv" else 1.0) for name, of in true.items()}
+    rounded = {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype) for name, x in exact.items()}
+    outputs = Outputs(**{name: x.contiguous() for name, x in rounded.items()})
+    checks = {each.check for each in judge("k", inputs, outputs, true).failures}
+    assert ("z" in checks) == (factor != 1.0)
