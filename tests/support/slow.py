@@ -67,6 +67,11 @@ SLOW = frozenset({
     "test_methods.py::test_cases_are_those_of_their_seed_and_the_kernel_takes_them[triton.flex-tilelang]",
     "test_methods.py::test_cases_are_those_of_their_seed_and_the_kernel_takes_them[triton.flex-flex]",
     "test_fused_budgets.py::test_budgets_are_equal[normal-float16-plain-True]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[_scores.guard.1]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[forward.drop.5]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[_diagonal.bound.1]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[_offsets.sign.1]",
+    "test_operators.py::test_a_mutant_that_does_not_run_is_called_so",
 })  # fmt: skip
 
 
