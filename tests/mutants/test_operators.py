@@ -123,9 +123,9 @@ def test_a_list_of_equivalents_that_does_not_fit_is_refused(
 
 
 def test_an_unknown_kernel_and_an_unknown_id_are_refused() -> None:
-    with pytest.raises(ValueError, match="no bugs are planted in it; it is one of triton.varlen"):
+    with pytest.raises(ValueError, match=r"no bugs are planted in it; it is one of triton\.varlen"):
         bank.operator_mutants("triton.nothing")
-    with pytest.raises(ValueError, match="no operator makes it of triton.varlen"):
+    with pytest.raises(ValueError, match=r"no operator makes it of triton\.varlen"):
         bank.operator_mutant("triton.varlen.forward.compare.99")
 
 

@@ -110,7 +110,10 @@ def test_operators_need_libcst(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"support.operators.{name}", raising=False)
     done = run("--operators", "triton.varlen")
     assert done.exit_code == 2
-    assert "operators='triton.varlen': they change a syntax tree of libcst, which is not installed; pip install libcst" in done.output
+    assert (
+        "operators='triton.varlen': they change a syntax tree of libcst, which is not installed; pip install libcst"
+        in done.output
+    )
 
 
 OF_OPERATORS = {

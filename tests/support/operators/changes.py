@@ -6,6 +6,7 @@ value alone, as the interpreter keeps none of it beyond the first step; hints fo
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ __all__ = ["HINTS", "OPERATORS", "Change", "Source"]
 
 HINTS = frozenset({"num_stages", "threads", "policy", "input_precision"})
 """Arguments that say how to compute, not what."""
-_REPLACED = {
+_REPLACED: dict[type[Any], type[Any]] = {
     cst.LessThan: cst.LessThanEqual,
     cst.LessThanEqual: cst.LessThan,
     cst.GreaterThan: cst.GreaterThanEqual,
@@ -29,9 +30,8 @@ _REPLACED = {
     cst.AddAssign: cst.SubtractAssign,
     cst.SubtractAssign: cst.AddAssign,
 }
-_EXTREMES = {
-    "minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min", "reduce_max": "reduce_min", "reduce_min": "reduce_max",
-}  # fmt: skip
+_PAIRS = (("minimum", "maximum"), ("min", "max"), ("reduce_min", "reduce_max"))
+_EXTREMES = {**dict(_PAIRS), **{high: low for low, high in _PAIRS}}
 _INDEX = re.compile(
     r"(begin|start|end|offset|rows|cols|key)(_[a-z0-9]+)?|middle|at|block|tiles?|head|h|b|seq|row|row_0|n_[qk]|tokens|last|groups|index"
     r"|\w+_(begin|offsets|rows|blocks|tiles|head)"
@@ -52,6 +52,7 @@ _ALIKE = [
 """Index, length and stride arguments: those that one pattern matches may be swapped without another type or shape."""
 _ACCUMULATOR = re.compile(r"acc(_\w+)?|row_sum|d[qkv]")
 _FACTORS = {"scale", "scale_log2", "LOG2_E", "LN_2"}
+_INFINITY = m.UnaryOperation(m.Minus(), m.Call(m.Attribute(attr=m.Name("infinity")))) | m.Call(m.Name("float"))
 _SENTINEL = "-10000.0"
 _NARROW = ("float16", "bfloat16")
 
@@ -148,15 +149,15 @@ def swap(source: Source, node: cst.CSTNode) -> Iterator[Change]:
     """Yield two index, length or stride arguments in the other order."""
     if isinstance(node, cst.Subscript):
         indices = [each.slice.value if isinstance(each.slice, cst.Index) else None for each in node.slice]
-        pairs = [(a, b) for a, b in zip(indices, indices[1:], strict=False) if a and b and not m.matches(a, m.Name("None"))]
-        yield from (_swapped(source, a, b) for a, b in pairs if not m.matches(b, m.Name("None")))
+        dims = [None if each is None or m.matches(each, m.Name("None")) else each for each in indices]
+        yield from (_swapped(source, a, b) for a, b in itertools.pairwise(dims) if a and b)
         return
     values: Sequence[Any] = ()
     if isinstance(node, cst.Call):
         values = [each.value for each in node.args if each.keyword is None]
     elif isinstance(node, cst.Tuple):
         values = [each.value for each in node.elements]
-    for a, b in zip(values, values[1:], strict=False):
+    for a, b in itertools.pairwise(values):
         texts = source.of(a), source.of(b)
         if texts[0] != texts[1] and any(all(map(alike.fullmatch, texts)) for alike in _ALIKE):
             yield _swapped(source, a, b)
@@ -177,9 +178,7 @@ def drop(source: Source, node: cst.CSTNode) -> Iterator[Change]:
 
 def constant(source: Source, node: cst.CSTNode) -> Iterator[Change]:
     """Yield a factor one per cent larger, an integer twice as large, 0 as 1, and infinity as a large number."""
-    if m.matches(node, m.UnaryOperation(m.Minus(), m.Call(m.Attribute(attr=m.Name("infinity"))))):
-        yield source.change(node, _SENTINEL)
-    elif m.matches(node, m.Call(m.Name("float"))):
+    if m.matches(node, _INFINITY):
         yield source.change(node, _SENTINEL)
     elif isinstance(node, cst.Float):
         value = float(node.value)
@@ -203,13 +202,10 @@ def guard(source: Source, node: cst.CSTNode) -> Iterator[Change]:
         elif source.of(node.func) in ("tl.where", "T.if_then_else"):
             _, first, second = (each.value for each in node.args)
             yield source.change(node, _in_parentheses(source, second if _is_constant(first) else first))
-    elif isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitAnd):
+    elif isinstance(node, (cst.BinaryOperation, cst.BooleanOperation)) and isinstance(node.operator, (cst.BitAnd, cst.And)):
         yield from (source.change(node, _in_parentheses(source, each)) for each in (node.left, node.right))
-    elif isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.And):
-        yield from (source.change(node, _in_parentheses(source, each)) for each in (node.left, node.right))
-    elif isinstance(node, cst.If) and node.orelse is None and isinstance(node.test, cst.Comparison):
-        if not source.of(node.test).isupper() and not m.findall(node.body, m.Return()):
-            yield source.change(node.test, "True")
+    elif isinstance(node, cst.If) and _is_guard(source, node):
+        yield source.change(node.test, "True")
 
 
 def narrow(source: Source, node: cst.CSTNode) -> Iterator[Change]:
@@ -220,9 +216,8 @@ def narrow(source: Source, node: cst.CSTNode) -> Iterator[Change]:
             yield source.change(node.args[0].value, f"tl.{dtype}")
         elif isinstance(node, cst.Call) and re.fullmatch(r"T\.(alloc_\w+|cast)", source.of(node.func)):
             yield from (source.change(each, f'"{dtype}"') for each in m.findall(node, m.Name("ACC")) if _is_argument(node, each))
-        elif isinstance(node, cst.Assign) and _ACCUMULATOR.fullmatch(name := source.of(node.targets[0].target)):
-            if m.findall(node.value, m.Name(name)) and isinstance(node.value, (cst.Call, cst.BinaryOperation)):
-                yield source.change(node.value, f"({source.of(node.value)}).to(tl.{dtype}).to(tl.float32)")
+        elif isinstance(node, cst.Assign) and _accumulates(source, node):
+            yield source.change(node.value, f"({source.of(node.value)}).to(tl.{dtype}).to(tl.float32)")
 
 
 OPERATORS: dict[str, Operator] = {
@@ -268,6 +263,19 @@ def _targets(statement: cst.CSTNode) -> set[str]:
         elements = [element.value for element in each.elements] if isinstance(each, cst.Tuple) else [each]
         names.update(element.value for element in elements if isinstance(element, cst.Name))
     return names
+
+
+def _is_guard(source: Source, node: cst.If) -> bool:
+    """Return whether a statement runs for some values only: not an early return, nor a choice by constants."""
+    runtime = isinstance(node.test, cst.Comparison) and not source.of(node.test).isupper()
+    return runtime and node.orelse is None and not m.findall(node.body, m.Return())
+
+
+def _accumulates(source: Source, node: cst.Assign) -> bool:
+    """Return whether a statement adds to a sum, or scales it."""
+    name = source.of(node.targets[0].target)
+    value = isinstance(node.value, (cst.Call, cst.BinaryOperation)) and m.findall(node.value, m.Name(name))
+    return bool(value and _ACCUMULATOR.fullmatch(name))
 
 
 def _is_constant(node: cst.CSTNode) -> bool:
