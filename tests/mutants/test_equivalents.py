@@ -7,11 +7,13 @@ import itertools
 from typing import TYPE_CHECKING
 
 import pytest
+from support.flex import dense
 from support.mutants import kernel_of
 
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs, Kernel
+from attnfuzz.kernels.expressions.tracing import traced
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe
 
@@ -35,16 +37,31 @@ VARLEN = [
 """Two problems: all pairs of those lengths, with dims that are padded."""
 
 
+SCORE = traced(lambda score, b, h, q_idx, kv_idx: score * 0.5 + kv_idx)
+FLEX = [
+    dense(*lengths, batch=1, score=score, causal=causal, heads=2, kv_heads=1)
+    for lengths in ((64, 64), (64, 40), (33, 64))
+    for score, causal in ((SCORE, None), (SCORE, "bottom_right"), (None, "bottom_right"))
+]
+"""Whole blocks and others, with a band and without, with a score_mod and without."""
+PROBLEMS = {"triton.varlen": VARLEN, "triton.flex": FLEX}
+IDS = [id_ for kernel in PROBLEMS for id_ in bank.equivalents(kernel)]
+
+
 @functools.cache
 def inputs_of(problem: Problem) -> Inputs:
     return materialise(problem, Recipe(pattern="normal_scaled", seed=7), "cpu")
 
 
 def outputs(kernel: Kernel, problem: Problem) -> list[torch.Tensor]:
-    built, inputs = kernel.build(problem, CONFIG, "cpu"), inputs_of(problem)
-    o, lse = built.forward(inputs)
-    assert lse is not None
-    return [o, lse, *built.backward(inputs, o, lse)[:3]]
+    """The outputs of each Config; on ragged problems of one, whose tiles the lengths surround."""
+    inputs, results = inputs_of(problem), []
+    for config in (CONFIG,) if problem.packing == "ragged" else kernel.configs(problem):
+        built = kernel.build(problem, config, "cpu")
+        o, lse = built.forward(inputs)
+        assert lse is not None
+        results += [o, lse, *built.backward(inputs, o, lse)[:3]]
+    return results
 
 
 @functools.cache
@@ -54,12 +71,13 @@ def right(kernel: str, problem: Problem) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.interpreted
-@pytest.mark.parametrize("id_", bank.equivalents("triton.varlen"))
+@pytest.mark.parametrize("id_", IDS)
 def test_it_gives_the_same_bits(id_: str) -> None:
     pytest.importorskip("triton")
-    kernel = kernel_of(bank.operator_mutant(id_))
-    for problem in VARLEN:
-        for got, expected in zip(outputs(kernel, problem), right("triton.varlen", problem), strict=True):
+    mutant = bank.operator_mutant(id_)
+    kernel = kernel_of(mutant)
+    for problem in PROBLEMS[mutant.kernel]:
+        for got, expected in zip(outputs(kernel, problem), right(mutant.kernel, problem), strict=True):
             assert torch.equal(got, expected)
 
 
