@@ -6,16 +6,19 @@ import functools
 import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from support.flex import dense
 from support.mutants import kernel_of
 
+from attnfuzz.harness.core import environment
 from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs, Kernel
 from attnfuzz.kernels.expressions.tracing import traced
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import Recipe
+from attnfuzz.strategies.case import Case, Recipe
 
 pytest.importorskip("libcst")
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
+pytestmark = [pytest.mark.slow, pytest.mark.interpreted]
 CONFIG = Config(tile_m=16, tile_n=16, num_warps=4, num_stages=1)
 SIZES = (0, 1, 15, 16, 17, 33)
 """Around the edges of a tile."""
@@ -69,8 +73,6 @@ def right(kernel: str, problem: Problem) -> list[torch.Tensor]:
     return outputs(registry.get(kernel), problem)
 
 
-@pytest.mark.slow
-@pytest.mark.interpreted
 @pytest.mark.parametrize("id_", IDS)
 def test_it_gives_the_same_bits(id_: str) -> None:
     pytest.importorskip("triton")
@@ -81,10 +83,24 @@ def test_it_gives_the_same_bits(id_: str) -> None:
             assert torch.equal(got, expected)
 
 
-@pytest.mark.interpreted
 def test_a_mutant_that_is_not_equivalent_gives_others() -> None:
     """One that loses the last key where a tile begins with it, in dQ alone: a hundred Cases are needed to find it."""
     pytest.importorskip("triton")
     kernel = kernel_of(bank.operator_mutant("triton.varlen._backward_queries.bound.14"))
     same = [torch.equal(*each) for each in zip(outputs(kernel, VARLEN[1]), right("triton.varlen", VARLEN[1]), strict=True)]
     assert same == [True, True, False, True, True]
+
+
+def test_a_survivor_is_not_equivalent() -> None:
+    """dO = 1 beyond the sequence makes dP the sum of a row of V, which overflows where V is larger than any that is drawn."""
+    pytest.importorskip("triton")
+    environment.prepare("cpu")
+    kernel = registry.register(kernel_of(bank.operator_mutant("triton.varlen._backward_keys.constant.4")))
+    problem = Problem(seqlens_q=(3,), seqlens_k=(2,), heads=1, kv_heads=1, dim_qk=64, dim_v=128, dtype="float32")
+    case = Case(kernel="triton.varlen", problem=problem, recipe=Recipe(pattern="near_overflow", v_scale=2.0**24))
+    try:
+        assert run_trial(case, "cpu").status == "pass"
+        failures = run_trial(msgspec.structs.replace(case, kernel=kernel.name), "cpu").failures
+    finally:
+        registry.unregister(kernel.name)
+    assert [(each.kind, each.output) for each in failures] == [("nonfinite", "dk")]
