@@ -91,16 +91,40 @@ def test_a_mutant_that_is_not_equivalent_gives_others() -> None:
     assert same == [True, True, False, True, True]
 
 
-def test_a_survivor_is_not_equivalent() -> None:
-    """dO = 1 beyond the sequence makes dP the sum of a row of V, which overflows where V is larger than any that is drawn."""
+SURVIVORS = {
+    # dO = 1 beyond the sequence makes dP the sum of a row of V, which overflows.
+    "triton.varlen._backward_keys.constant.4": (
+        Case(
+            kernel="triton.varlen",
+            problem=Problem(seqlens_q=(3,), seqlens_k=(2,), heads=1, kv_heads=1, dim_qk=64, dim_v=128, dtype="float32"),
+            recipe=Recipe(pattern="near_overflow", v_scale=2.0**24),
+        ),
+        ("nonfinite", "dk"),
+    ),
+    # A row whose LSE is -10000 is taken for one without keys.
+    "triton.flex.preprocess.constant.3": (
+        Case(
+            kernel="triton.flex",
+            problem=dense(3, 1, score=traced(lambda score, b, h, q_idx, kv_idx: score - 10000.0)),
+            recipe=Recipe(pattern="zeros"),
+        ),
+        ("mismatch", "dv"),
+    ),
+}
+"""Cases that are not drawn: what shows the mutants that campaigns do not find."""
+
+
+@pytest.mark.parametrize("id_", SURVIVORS)
+def test_a_survivor_is_not_equivalent(id_: str) -> None:
     pytest.importorskip("triton")
     environment.prepare("cpu")
-    kernel = registry.register(kernel_of(bank.operator_mutant("triton.varlen._backward_keys.constant.4")))
-    problem = Problem(seqlens_q=(3,), seqlens_k=(2,), heads=1, kv_heads=1, dim_qk=64, dim_v=128, dtype="float32")
-    case = Case(kernel="triton.varlen", problem=problem, recipe=Recipe(pattern="near_overflow", v_scale=2.0**24))
+    case, failure = SURVIVORS[id_]
+    case = msgspec.structs.replace(case, config=registry.get(case.kernel).configs(case.problem)[0])
+    kernel = registry.register(kernel_of(bank.operator_mutant(id_)))
     try:
         assert run_trial(case, "cpu").status == "pass"
         failures = run_trial(msgspec.structs.replace(case, kernel=kernel.name), "cpu").failures
     finally:
         registry.unregister(kernel.name)
-    assert [(each.kind, each.output) for each in failures] == [("nonfinite", "dk")]
+    assert [(each.kind, each.output) for each in failures] == [failure]
+    assert id_ not in bank.equivalents(case.kernel)
