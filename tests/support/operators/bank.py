@@ -1,6 +1,6 @@
 """The second bank of mutants: those that operators make of a kernel's device source, without those known to be equivalent.
 
-An id is the kernel, the function, the operator and the how many-th change of that operator in the function it is, from 1.
+An id is kernel, function, operator, and n: the n-th change of that operator in that function.
 """
 
 from __future__ import annotations
