@@ -40,21 +40,45 @@ _MOST_JOBS = 4
     help="Time to shrink a failure, such as 0.01 where only the number of Cases counts [default: that of a run].",
 )
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Campaigns at once [default: the cores].")
+@click.option(
+    "--operators",
+    metavar="KERNEL",
+    help="Instead of the bank: small changes of this kernel's device source, made by operators, without the equivalent ones.",
+)
+@click.option(
+    "--sample",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of the mutants of --operators, N only, spread over operators and functions: the same ones each time.",
+)
 @json_option
 def mutants_command(
-    ids: tuple[str, ...], max_examples: int, seeds: int, shrink: float | None, jobs: int | None, as_json: bool
+    ids: tuple[str, ...],
+    max_examples: int,
+    seeds: int,
+    shrink: float | None,
+    jobs: int | None,
+    operators: str | None,
+    sample: int | None,
+    as_json: bool,
 ) -> None:
     """Bugs, most of them of released kernels, planted in copies of ours (default: all): how many Cases it takes to find each.
 
     Each campaign is that of `attnfuzz run`. Exit 0 only if each finds its bug. Needs a checkout of the repository: the bank is in
-    tests/mutants.
+    tests/mutants. With --operators KERNEL also libcst.
     """
     detection = _of_checkout("detection")
-    chosen = _chosen(_bank(), ids)
+    equivalent: dict[str, str] = {}
+    if operators is not None:
+        chosen, equivalent = _by_operators(operators, ids, sample)
+    elif sample is not None:
+        raise reject("sample", sample, "the bank is tried as a whole", "give --operators KERNEL, or ids")
+    else:
+        chosen = _chosen(_bank(), ids)
     tasks = [detection.Attempt(each, seed, max_examples, shrink) for each in chosen for seed in range(seeds)]
     cores = len(os.sched_getaffinity(0))
     rows, interrupted = _finished(detection, tasks, min(jobs or cores, _MOST_JOBS * cores), as_json=as_json)
-    _report(detection, rows, max_examples, interrupted=interrupted, as_json=as_json)
+    _report(detection, rows, max_examples, equivalent, interrupted=interrupted, as_json=as_json)
     survived = any(each.cases is None for each in rows)
     click.get_current_context().exit(INTERRUPTED if interrupted else FAILURES if survived else CLEAN)
 
@@ -101,6 +125,33 @@ def _chosen(bank: dict[str, Any], ids: Sequence[str]) -> list[str]:
     return [each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu"]
 
 
+def _by_operators(kernel: str, ids: Sequence[str], size: int | None) -> tuple[list[str], dict[str, str]]:
+    """Return the ids of the mutants that operators make of a kernel, and those that are equivalent with the reasons.
+
+    Raises:
+        BadArgument: libcst is missing, the kernel's source has no such mutants, or the list of equivalents does not fit it.
+    """
+    try:
+        bank = _of_checkout("operators.bank")
+    except ModuleNotFoundError as error:
+        if error.name != "libcst":
+            raise
+        raise reject("operators", kernel, "they change a syntax tree of libcst, which is not installed",
+                     "pip install libcst, or the extra `mutants`") from None  # fmt: skip
+    try:
+        everything, reasons = bank.operator_mutants(kernel), bank.equivalents(kernel)
+    except ValueError as error:
+        raise BadArgument(f"operators={kernel!r}: {error}") from None
+    for each in ids:
+        if each not in everything:
+            near = ", ".join(difflib.get_close_matches(each, everything)) or f"those of `--operators {kernel} --sample 10`"
+            raise reject("ID", each, f"none of the {len(everything)} mutants of {kernel} has that id", f"did you mean {near}?")
+    chosen = list(dict.fromkeys(ids or everything))
+    if size is not None:
+        chosen = bank.sample(chosen, size)
+    return [each for each in chosen if each not in reasons], {each: reasons[each] for each in chosen if each in reasons}
+
+
 def _finished(detection: ModuleType, tasks: Sequence[Any], jobs: int, *, as_json: bool) -> tuple[list[Any], bool]:
     """Return (rows, interrupted): what campaigns made of the mutants; Ctrl-C keeps the rows until then.
 
@@ -126,14 +177,18 @@ def _finished(detection: ModuleType, tasks: Sequence[Any], jobs: int, *, as_json
     return rows, False
 
 
-def _report(detection: ModuleType, rows: list[Any], most: int, *, interrupted: bool, as_json: bool) -> None:
+def _report(
+    detection: ModuleType, rows: list[Any], most: int, equivalent: dict[str, str], *, interrupted: bool, as_json: bool
+) -> None:
     import msgspec
 
     rows.sort(key=lambda each: (each.mutant, each.seed))
     if as_json:
         figures = msgspec.to_builtins(detection.rates(rows)) if rows else None
-        echo_json({"rates": figures, "attempts": msgspec.to_builtins(rows), "interrupted": interrupted})
+        changes = {each.mutant: detection.mutant_of(each.mutant).mechanism for each in rows}
+        echo_json({"rates": figures, "attempts": msgspec.to_builtins(rows), "interrupted": interrupted, "changes": changes,
+                   "equivalent": equivalent})  # fmt: skip
     elif rows:
-        _of_checkout("detection_report").show(console(), rows, most)
+        _of_checkout("detection_report").show(console(), rows, most, len(equivalent))
     if interrupted:
         echo(f"interrupted; campaigns until then: {len(rows)}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import statistics
 import time
 from collections.abc import Iterable
@@ -18,11 +19,12 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "executor", "rates", "simple"]
+__all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "executor", "mutant_of", "rates", "simple"]
 
 PLAIN = ("normal", "zeros")
 """Patterns of values that are plain."""
-_NOT_RUN = ("compile-error", "exception", "crash", "hang")
+_RAISED = ("compile-error", "exception")
+_NOT_RUN = (*_RAISED, "crash", "hang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Found:
     nearest: dict[str, Nearest] = field(default_factory=dict)
     otherwise: str = ""
     """Why a failure that was found is not that of the bug."""
+    runs: bool = True
+    """Whether the mutant runs at all: one that raises in its first Case says nothing of a campaign."""
 
 
 @functools.cache
@@ -81,13 +85,25 @@ def executor(backend: str) -> Isolated:
     return isolated
 
 
+def mutant_of(id_: str) -> Mutant:
+    """Return the mutant of that id, from the bank or made by an operator.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if id_ in mutants():
+        return mutants()[id_]
+    changed: Mutant = importlib.import_module("support.operators.bank").operator_mutant(id_)
+    return changed
+
+
 def attempt(task: Attempt) -> Found:
     """Run the campaign that `attnfuzz run` would run on a mutant, in child processes, until its first failure is shrunk.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended the campaign, which says nothing of the mutant.
     """
-    mutant, listener = mutants()[task.mutant], _Listener()
+    mutant, listener = mutant_of(task.mutant), _Listener()
     kernel = kernel_of(mutant)
     isolated = executor(kernel.backend)  # seconds count from where its children have loaded what they need
     registry.register(kernel)
@@ -103,6 +119,8 @@ def attempt(task: Attempt) -> Found:
     result = _of(task, done.summaries[0], start, listener, time.monotonic())
     if result.cases is not None and (why := _why_not_found(mutant, result, isolated)):
         return replace(result, cases=None, otherwise=why)
+    if task.mutant not in mutants() and result.cases == 1 and result.kind in _RAISED:
+        return replace(result, runs=False)
     return result
 
 
@@ -172,17 +190,21 @@ class Rates:
     shrinking: float
     """Median of the seconds from the first failure to the minimal Case."""
     simple: int
+    not_run: int = 0
+    """Mutants that do not run, which are no attempts."""
 
 
 def rates(found: Iterable[Found]) -> Rates:
     """Return the figures of attempts, at least one."""
-    rows = list(found)
+    given = list(found)
+    rows = [each for each in given if each.runs]
     cases = sorted(float("inf") if each.cases is None else each.cases for each in rows)
     killed = [each for each in rows if each.cases is not None]
 
     def percentile(share: float) -> float | None:
-        value = cases[min(len(cases) - 1, int(share * len(cases)))]
+        value = cases[min(len(cases) - 1, int(share * len(cases)))] if cases else float("inf")
         return None if value == float("inf") else value
 
     shrinking = statistics.median([each.shrinking for each in killed]) if killed else 0.0
-    return Rates(len(rows), len(killed), percentile(0.5), percentile(0.9), shrinking, sum(each.simple for each in killed))
+    plain = sum(each.simple for each in killed)
+    return Rates(len(rows), len(killed), percentile(0.5), percentile(0.9), shrinking, plain, len(given) - len(rows))

@@ -8,18 +8,18 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from support.detection import Found, rates
-from support.mutants import mutants
+from support.detection import Found, mutant_of, rates
 
 from attnfuzz.strategies.case import case_from_json
 
 __all__ = ["brief", "show"]
 
 
-def show(terminal: Console, rows: Sequence[Found], most: int) -> None:
-    """Print a row for each mutant, what survived, and the figures over all."""
+def show(terminal: Console, rows: Sequence[Found], most: int, left_out: int = 0) -> None:
+    """Print a row for each mutant, what survived, and the figures over all; `left_out`: equivalent mutants, not tried."""
     table = Table(title=f"mutants, {most} Cases", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("mutant", "kernel", "found as", "minimal Case"):
+    table.add_column("mutant", overflow="fold")
+    for column in ("kernel", "found as", "minimal Case"):
         table.add_column(column)
     for column in ("tokens", "Cases", "seconds", "shrunk in s"):
         table.add_column(column, justify="right")
@@ -28,7 +28,8 @@ def show(terminal: Console, rows: Sequence[Found], most: int) -> None:
     terminal.print(table)
     for each in rows:
         if each.cases is None:
-            terminal.print(f"[red]{escape(each.mutant)}, seed {each.seed}: not found[/]: {escape(_why(each))}", highlight=False)
+            change = f"{mutant_of(each.mutant).mechanism}: {_why(each)}"
+            terminal.print(f"[red]{escape(each.mutant)}, seed {each.seed}: not found[/]: {escape(change)}", highlight=False)
     figures = rates(rows)
     terminal.print(
         f"{figures.killed} of {figures.attempts} campaigns found their bug; Cases to find it: median "
@@ -36,6 +37,10 @@ def show(terminal: Console, rows: Sequence[Found], most: int) -> None:
         f"most two sequences and plain values; shrunk in {figures.shrinking:.1f} s (median)",
         highlight=False,
     )
+    if figures.not_run:
+        terminal.print(f"not counted, as they do not run: {figures.not_run}", highlight=False)
+    if left_out:
+        terminal.print(f"left out, as they are equivalent: {left_out}", highlight=False)
 
 
 def _row(id_: str, rows: Sequence[Found]) -> tuple[str, ...]:
@@ -45,14 +50,20 @@ def _row(id_: str, rows: Sequence[Found]) -> tuple[str, ...]:
     smallest = min(killed, key=lambda each: (each.tokens, len(each.case)), default=None)
     return (
         escape(id_),
-        mutants()[id_].kernel,
+        mutant_of(id_).kernel,
         escape(", ".join(kinds)),
         escape(brief(smallest.case)) if smallest else "",
         str(smallest.tokens) if smallest else "",
-        ", ".join("[red]never[/]" if each.cases is None else str(each.cases) for each in rows),
+        ", ".join(_cases(each) for each in rows),
         ", ".join(f"{each.seconds:.1f}" for each in rows),
         f"{max((each.shrinking for each in killed), default=0):.1f}",
     )
+
+
+def _cases(row: Found) -> str:
+    if not row.runs:
+        return "does not run"
+    return "[red]never[/]" if row.cases is None else str(row.cases)
 
 
 def _why(row: Found) -> str:

@@ -108,6 +108,11 @@ SLOW = frozenset({
     "test_hidden_by_a_number.py::test_on_a_gpu[tilelang.modified-float32--1000000000.0]",
     "test_hidden_by_a_number.py::test_on_a_gpu[tilelang.modified-float32--1e+38]",
     "test_gate.py::test_twenty_per_cent_slower_fails_on_a_gpu_and_the_same_speed_does_not[0.0-pass]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[_scores.guard.1]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[forward.drop.5]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[_diagonal.bound.1]",
+    "test_operators.py::test_a_campaign_finds_a_mutant_of_an_operator[_offsets.sign.1]",
+    "test_operators.py::test_a_mutant_that_does_not_run_is_called_so",
 })  # fmt: skip
 
 

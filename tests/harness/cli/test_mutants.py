@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def test_a_survivor_is_a_failure_and_its_nearest_case_is_shown(campaigns: list[A
     assert done.exit_code == 1
     assert "never" in done.output
     text = " ".join(done.output.split())
-    assert "MSK-05, seed 1: not found: 7 Cases; nearest to the budget (error / budget): o 0.75 in" in text
+    assert f"MSK-05, seed 1: not found: {mutants()['MSK-05'].mechanism}: 7 Cases; nearest to the budget" in text
+    assert "(error / budget): o 0.75 in" in text
 
 
 def test_json_has_every_campaign(campaigns: list[Attempt]) -> None:
@@ -73,6 +75,64 @@ def test_json_has_every_campaign(campaigns: list[Attempt]) -> None:
     assert (content["rates"]["attempts"], content["rates"]["killed"]) == (2, 1)
     assert [each["cases"] for each in content["attempts"]] == [3, None]
     assert content["attempts"][1]["nearest"] == {"o": {"ratio": 0.75, "case": CASE}}
+
+
+def test_mutants_of_operators_have_the_same_rows_without_the_equivalent_ones(
+    campaigns: list[Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = pytest.importorskip("support.operators.bank")
+    chosen = bank.sample(bank.operator_mutants("triton.varlen"), 4)
+    monkeypatch.setattr(bank, "equivalents", lambda kernel: {chosen[1]: "it is never read"})
+    arguments = ("--operators", "triton.varlen", "--sample", "4", "--seeds", "1", "--max-examples", "7")
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    assert campaigns == [Attempt(each, 0, 7, None) for each in chosen if each != chosen[1]]
+    assert "3 of 3 campaigns found their bug" in done.output
+    assert "left out, as they are equivalent: 1" in done.output
+    content = json.loads(run(*arguments, "--json").stdout)
+    assert content["equivalent"] == {chosen[1]: "it is never read"}
+    assert content["changes"][chosen[0]] == bank.operator_mutant(chosen[0]).mechanism
+
+
+def test_mutants_that_do_not_run_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Found("MSK-05", 0, 3, 0.5, case=CASE), Found("DIM-04", 0, 1, 0.5, kind="exception", case=CASE, runs=False)]
+    monkeypatch.setattr("support.verdict.processes.finished", lambda *_: iter(rows))
+    done = run("MSK-05", "DIM-04", "--seeds", "1")
+    assert done.exit_code == 0
+    assert "does not run" in done.output
+    assert "1 of 1 campaigns found their bug; Cases to find it: median 3" in done.output
+    assert "not counted, as they do not run: 1" in done.output
+
+
+def test_operators_need_libcst(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    for name in ("bank", "changes"):
+        monkeypatch.delitem(sys.modules, f"support.operators.{name}", raising=False)
+    done = run("--operators", "triton.varlen")
+    assert done.exit_code == 2
+    assert (
+        "operators='triton.varlen': they change a syntax tree of libcst, which is not installed; pip install libcst"
+        in done.output
+    )
+
+
+OF_OPERATORS = {
+    "an unknown kernel": (["--operators", "triton.nothing"], "kernel='triton.nothing': no bugs are planted in it; it is one of"),
+    "an unknown id": (
+        ["--operators", "triton.varlen", "triton.varlen.forward.drop.99"],
+        "mutants of triton.varlen has that id; did you mean triton.varlen.forward.drop.9",
+    ),
+    "an empty sample": (["--operators", "triton.varlen", "--sample", "0"], "'--sample': 0 is not in the range x>=1"),
+    "a sample of the bank": (["--sample", "3"], "sample=3: the bank is tried as a whole; give --operators KERNEL, or ids"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "text"), list(OF_OPERATORS.values()), ids=list(OF_OPERATORS))
+def test_wrong_use_of_operators_is_refused(arguments: list[str], text: str) -> None:
+    pytest.importorskip("libcst")
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert text in done.output
 
 
 @pytest.mark.parametrize("rows", [0, 1])
