@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.clocks import ReplayClock, TrialClock
-from attnfuzz.harness.campaign.context import WorkerContext
+from attnfuzz.harness.campaign.context import Batch, WorkerContext
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
@@ -67,6 +67,11 @@ def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, campaign
     return alone, by_oracle
 
 
+def _first(batch: Batch) -> Batch:
+    """Return the size of a kernel's first batch; Cases that run one by one give a Verdict each."""
+    return dataclasses.replace(batch, most=min(batch.most, _FIRST)) if batch.together else batch
+
+
 class KernelRun:
     """Tries one kernel: each Case once; what fails is reported, shrunk and reported again.
 
@@ -81,9 +86,8 @@ class KernelRun:
     def __init__(self, kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: Campaign, account: Account) -> None:
         self.kernel, self.plan, self._context, self._campaign, self._account = kernel, plan, context, campaign, account
         self.clock, self._until = TrialClock(), context.end
-        self._known: set[Identity] = set()
-        self._any = False
-        """Whether any drawn Case has a Verdict."""
+        self._known, self._any = set[Identity](), False
+        """Known failures, and whether any drawn Case has a Verdict."""
         self._supply = _supply(kernel, plan, context, campaign)
         self._runner = TrialRunner(
             context.executor,
@@ -140,9 +144,7 @@ class KernelRun:
 
     def _try_next(self) -> bool:
         """Try what can run, a batch at most; returns False where there is nothing."""
-        batch = self._context.batch
-        if batch.together and not self._any:
-            batch = dataclasses.replace(batch, most=min(batch.most, _FIRST))
+        batch = self._context.batch if self._any else _first(self._context.batch)
         # In one process a round is drawn as it is asked for.
         with self._account.step("draw" if self._context.settings.in_process else "other"):
             waiting = self._supply.take(batch)
