@@ -8,6 +8,7 @@ whose ends the sanitizer knows, and memory that the kernel does not write stays 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -64,7 +65,9 @@ def run_launches(kernel: Kernel, case: Case, device: Device, say: Any) -> None:
         _KernelError: it raised.
     """
     for each in case.after:
-        run_launches(kernel, each, device, say)
+        # As elsewhere, a Case that raises does not end the sequence.
+        with contextlib.suppress(_KernelError):
+            run_launches(kernel, each, device, say)
     before = earlier_problems(kernel, case, device) if case.check in CALLS else ()
     for problem in (*before, case.problem):
         ready = build_kernel(kernel, problem, case.config, device)
