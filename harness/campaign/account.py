@@ -35,7 +35,8 @@ T = TypeVar("T")
 class Times:
     """Seconds of workers by step and of their children by stage, Cases that were tried, batches of them, children started.
 
-    `child`, `cases` and `batches` are those outside shrinking; a Case that runs alone is a batch too.
+    `child`, `cases` and `batches` are those outside shrinking; a Case that runs alone is a batch too. `lost`: batches that ended
+    their child or were refused memory, so that their Cases ran one by one, which takes many times as long.
     """
 
     worker: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
@@ -43,6 +44,7 @@ class Times:
     cases: int = 0
     batches: int = 0
     children: int = 0
+    lost: int = 0
 
     def __add__(self, other: Times) -> Times:
         """Return the sum of two workers' or two turns' times."""
@@ -52,6 +54,7 @@ class Times:
             cases=self.cases + other.cases,
             batches=self.batches + other.batches,
             children=self.children + other.children,
+            lost=self.lost + other.lost,
         )
 
 
@@ -75,13 +78,14 @@ class Account:
     def _begin(self) -> None:
         self._worker, self._child = dict[str, float](Times().worker), dict[str, float](Times().child)
         self._cases = self._batches = 0
-        self._children = self._statistics.children
+        self._children, self._lost = self._statistics.children, self._statistics.batches_lost
 
     def take(self) -> Times:
         """Return the times since the last call, and begin at 0."""
         self._enter(self._step)
         children = self._statistics.children - self._children
-        times = Times(self._worker, self._child, self._cases, self._batches, children)
+        lost = self._statistics.batches_lost - self._lost
+        times = Times(self._worker, self._child, self._cases, self._batches, children, lost)
         self._begin()
         return times
 

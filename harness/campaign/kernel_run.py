@@ -148,7 +148,8 @@ class KernelRun:
         # In one process a round is drawn as it is asked for.
         with self._account.step("draw" if self._context.settings.in_process else "other"):
             waiting = self._supply.take(batch)
-        run = self._runner.run_all if batch.together and len(waiting) > 1 else self._runner.run_each
+        together = batch.together and len(waiting) > 1
+        run = functools.partial(self._runner.run_all, known=self._known) if together else self._runner.run_each
         for case, verdict in run(waiting, "generate"):
             self._any = True
             self._examine(case, verdict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.events import Phase, Rate
@@ -12,6 +12,7 @@ from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.isolation.outcomes import OutOfTime, Past
 from attnfuzz.harness.judge.errormap import ErrorMaps
+from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
@@ -121,12 +122,15 @@ class TrialRunner:
             yield case, verdict
             self._examined(case, verdict)
 
-    def run_all(self, cases: Sequence[Case], phase: Phase) -> Iterator[tuple[Case, Verdict]]:
+    def run_all(
+        self, cases: Sequence[Case], phase: Phase, known: Collection[Identity] | None = None
+    ) -> Iterator[tuple[Case, Verdict]]:
         """Run Cases of one kernel as a batch; yields each with its Verdict once all have run.
 
-        Those that fail are left behind by a run that dies before it has asked for the Case that follows.
+        Those that fail are left behind by a run that dies before it has asked for the Case that follows. `known`: failures whose
+        pattern is not looked for; None: the pattern of every failure.
         """
-        for case, verdict in zip(cases, self._batch(cases, phase), strict=True):
+        for case, verdict in zip(cases, self._batch(cases, phase, known), strict=True):
             yield case, verdict
             self._examined(case, verdict)
 
@@ -135,11 +139,11 @@ class TrialRunner:
         if verdict.failures:
             self._land()
 
-    def _batch(self, cases: Sequence[Case], phase: Phase) -> list[Verdict]:
+    def _batch(self, cases: Sequence[Case], phase: Phase, known: Collection[Identity] | None) -> list[Verdict]:
         self._launch(*cases)
         try:
             with self._account.trial():
-                verdicts = self.executor.batch(cases)
+                verdicts = self.executor.batch(cases, known)
         except OutOfTime:
             self._land()
             raise

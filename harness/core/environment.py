@@ -88,16 +88,15 @@ def describe(device: Device) -> dict[str, Any]:
 def prepare(device: Device) -> None:
     """Prepare this process; call it before the first kernel is imported.
 
-    On the CPU, use one thread (cases are small, processes many) and Triton's interpreter: Triton has one mode per process,
+    Use one thread: Cases are small, processes many. On the CPU also Triton's interpreter: Triton has one mode per process,
     fixed at its first import, and TileLang imports it too. On a GPU, which many processes share, sleep while waiting for it.
     """
-    if device == "cpu":
-        if "triton" not in sys.modules:
-            os.environ["TRITON_INTERPRET"] = "1"
-        import torch
+    if device == "cpu" and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
 
-        torch.set_num_threads(1)
-    else:
+    torch.set_num_threads(1)
+    if device != "cpu":
         driver.sleep_while_waiting()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
@@ -65,8 +65,10 @@ class Executor(Protocol):
             OutOfTime: the time of `limit` was over first.
         """
 
-    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+    def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
         """Return the Verdicts of Cases of one kernel, as if each had run alone.
+
+        `known`: failures whose pattern is not looked for; None: the pattern of every failure.
 
         Raises:
             OutOfTime: the time of `limit` was over first.
@@ -144,13 +146,13 @@ class InProcess:
         with self.memory_checked():
             return run_sequence(self.case, self.device)
 
-    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+    def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
         """Run the Trials of a batch."""
         from attnfuzz.harness.trial.batch import run_batch
 
         self.statistics.tasks += len(cases)
         with self.memory_checked():
-            return run_batch(cases, self.device)
+            return run_batch(cases, self.device, known=known)
 
     def limit(self, until: float | None) -> None:
         """Do nothing: a Trial of this process cannot be ended."""

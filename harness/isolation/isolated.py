@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from attnfuzz.harness.isolation.outcomes import (
 from attnfuzz.harness.isolation.supervisor import Running, Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.judge.errormap import ErrorMaps
-from attnfuzz.harness.judge.failure import Failure, in_earlier
+from attnfuzz.harness.judge.failure import Failure, Identity, in_earlier
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN
 from attnfuzz.harness.trial.supports import compile_key_of
@@ -60,6 +60,8 @@ _LEAST_MEMORY: dict[Device, int] = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
 _LATEST, _PATIENTLY = 8, 4.0
 """Where a Case has hung that ends in time alone: the Cases before it that run again, and how much longer it may take then."""
 _MOST_REASONS, _REMEMBERED_PASTS = 20, 200
+_FEW = 8
+"""Cases of a batch that run one by one where the harness failed for all of them together."""
 
 
 class Isolated:
@@ -236,11 +238,12 @@ class Isolated:
         result = outcome.result
         return str(result["reason"]) if "reason" in result else msgspec.convert(result["maps"], ErrorMaps)
 
-    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+    def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
         """Return the Verdicts of Cases of one kernel that run in one task, judged together.
 
-        If the child dies, or the harness fails in it, the Cases run one by one. If all pass then, the Case that was at work has
-        the death: it was of what the Cases before it left in the process.
+        If the child dies, the Cases run one by one; if the harness fails in it, or is refused memory, first as two batches of half
+        as many. If all pass then, the Case that was at work has the death: it was of what the Cases before it left in the process.
+        `known`: as of `run_batch`.
 
         Raises:
             BadArgument: a child cannot find the kernel, or a Case cannot run here.
@@ -254,8 +257,13 @@ class Isolated:
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
         deadlines = [self._deadlines(*key, times=len(cases)) for key in dict.fromkeys(keys)]
         longest = {stage: max(each[stage] for each in deadlines) for stage in self._full}
-        running = self._supervisor.begin(self._batch_task(cases, longest))
+        running = self._supervisor.begin(self._batch_task(cases, known, longest))
         outcome = self._ended(running)
+        if isinstance(outcome, Error) and len(cases) > _FEW:
+            # Most often it needed memory that is not free, for all Cases at once.
+            self._lose(outcome)
+            half = len(cases) // 2
+            return [*self.batch(cases[:half], known), *self.batch(cases[half:], known)]
         if not isinstance(outcome, Reply):
             return self._one_by_one(cases, outcome, running.past)
         verdicts = [msgspec.convert(each, Verdict) for each in outcome.result]
@@ -264,10 +272,15 @@ class Isolated:
             self._learn(case, key, verdict, running.past.plus(cases[:number]) if verdict.failures else Past())
         return verdicts
 
-    def _one_by_one(self, cases: Sequence[Case], outcome: Outcome, past: Past) -> list[Verdict]:
+    def _lose(self, outcome: Outcome) -> None:
+        """Count a batch that has no Verdicts, and begin a new child."""
+        self.statistics.batches_lost += 1
         if len(self.statistics.lost) < _MOST_REASONS:
             self.statistics.lost.append(outcome.trace if isinstance(outcome, Error) else str(outcome))
         self.fresh()
+
+    def _one_by_one(self, cases: Sequence[Case], outcome: Outcome, past: Past) -> list[Verdict]:
+        self._lose(outcome)
         verdicts = []
         for each in cases:
             self.begin(each)
@@ -332,8 +345,10 @@ class Isolated:
         }
         return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines, (case,))
 
-    def _batch_task(self, cases: Sequence[Case], deadlines: Mapping[str, float]) -> Task:
+    def _batch_task(self, cases: Sequence[Case], known: Collection[Identity] | None, deadlines: Mapping[str, float]) -> Task:
         payload = self._task(cases[0], {}).payload | {"cases": [each.canonical() for each in cases]}
+        if known is not None:
+            payload["known"] = msgspec.to_builtins(sorted(known, key=repr))
         return Task("attnfuzz.harness.isolation.tasks:trials", payload, deadlines, tuple(cases))
 
     def _deadlines(self, kernel: str, compile_key: str, times: int = 1) -> dict[str, float]:

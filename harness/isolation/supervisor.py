@@ -40,8 +40,9 @@ class Statistics:
     """Seconds in which a task waited for a new child."""
     replaced: int = 0
     recoveries: list[float] = field(default_factory=list)
+    batches_lost: int = 0
     lost: list[str] = field(default_factory=list)
-    """Why batches had to be run one by one: the first of them."""
+    """Why the Cases of batches had to be run one by one: the first of `batches_lost`."""
     disturbances: Disturbances = field(default_factory=Disturbances)
 
     def disturbed(self, what: Disturbance) -> None:

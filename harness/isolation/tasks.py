@@ -62,7 +62,9 @@ def load_triton_for_cpu() -> None:
 
 def load_triton_for_cuda() -> None:
     """Load Triton, compiled."""
-    importlib.import_module("attnfuzz.kernels.triton.runtime").load("cuda")
+    runtime = importlib.import_module("attnfuzz.kernels.triton.runtime")
+    runtime.load("cuda")
+    runtime.hash_own_files()
 
 
 def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature
@@ -111,8 +113,10 @@ def trial(payload: dict[str, Any], enter: _Enter) -> _Done:
 def trials(payload: dict[str, Any], enter: _Enter) -> _Done:
     """Run the Trials of a batch. `payload` as of `trial`, with `cases` in place of `case`. The result is a list of Verdicts.
 
+    `known` of the payload, which may be missing: failures as those of `run_batch`.
     What breaks the device or fills the memory ends the whole batch: its Cases have to run one by one then.
     """
+    from attnfuzz.harness.judge.failure import Identity
     from attnfuzz.harness.trial.batch import run_batch
     from attnfuzz.harness.trial.gpu_memory import trim
     from attnfuzz.kernels.support import memory
@@ -120,7 +124,8 @@ def trials(payload: dict[str, Any], enter: _Enter) -> _Done:
     kernel_of(payload)
     memory.check(payload["memory_check"])
     cases = [case_from_json(each) for each in payload["cases"]]
-    verdicts = run_batch(cases, payload["device"], enter, lambda number: enter("inputs", number))
+    known = msgspec.convert(payload["known"], list[Identity]) if "known" in payload else None
+    verdicts = run_batch(cases, payload["device"], enter, lambda number: enter("inputs", number), known)
     trim(payload["device"])
     return [msgspec.to_builtins(each) for each in verdicts], False
 

@@ -18,7 +18,7 @@ from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import broken_contract, heads_first, why_unfit
 from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern
-from attnfuzz.harness.judge.failure import BY_QUERY, Failure, Place
+from attnfuzz.harness.judge.failure import BY_QUERY, Failure, Identity, Place
 from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
@@ -35,26 +35,39 @@ _NO_CONFIG = Config()
 
 
 def judge(
-    kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config = _NO_CONFIG
+    kernel: str,
+    inputs: Inputs,
+    outputs: Outputs,
+    expected: dict[OutputName, Truth],
+    config: Config = _NO_CONFIG,
+    known: set[Identity] | None = None,
 ) -> Verdict:
     """Judge shape, dtype and device, then every element against its budget, then each output as a whole.
 
-    `config` gives the tiles for a failure's pattern.
+    `config` gives the tiles for a failure's pattern. `known`: failures whose pattern is not looked for, since that takes much
+    longer than the Case itself; it gets each one that was looked for. None: the pattern of every failure.
     """
     if isinstance(expected, HeadTruths):
-        return _head_by_head(kernel, inputs, outputs, expected, config)
+        return _head_by_head(kernel, inputs, outputs, expected, config, known)
     with torch.inference_mode():
-        return _judged(kernel, inputs, outputs, expected, config)
+        return _judged(kernel, inputs, outputs, expected, config, known)
 
 
 def judge_by_oracle(
-    kernel: str, inputs: Inputs, outputs: Outputs, deviations: Deviations, config: Config, device: str, clock: Clock
+    kernel: str,
+    inputs: Inputs,
+    outputs: Outputs,
+    deviations: Deviations,
+    config: Config,
+    device: str,
+    clock: Clock,
+    known: set[Identity] | None = None,
 ) -> tuple[Verdict, Truths | HeadTruths]:
-    """Compute oracle and budgets for `inputs`, then judge; stages "oracle" and "judge" of `clock`."""
+    """Compute oracle and budgets for `inputs`, then judge as `judge` does; stages "oracle" and "judge" of `clock`."""
     with clock.stage("oracle"):
         expected = truth(inputs, deviations, device)
     with clock.stage("judge"):
-        return judge(kernel, inputs, outputs, expected, config), expected
+        return judge(kernel, inputs, outputs, expected, config, known), expected
 
 
 def compare(
@@ -79,12 +92,19 @@ def compare(
     return got, measurements, failures
 
 
-def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth], config: Config) -> Verdict:
+def _judged(
+    kernel: str,
+    inputs: Inputs,
+    outputs: Outputs,
+    expected: dict[OutputName, Truth],
+    config: Config,
+    known: set[Identity] | None,
+) -> Verdict:
     problem = inputs.problem
     got, measurements, failures = compare(kernel, inputs, outputs, expected)
     figures = {name: each.figures for name, each in measurements.items()}
     wrong = [name for name, each in measurements.items() if each.over]
-    failures += [_wrong(kernel, problem, name, got[name], expected, measurements[name], config) for name in wrong]
+    failures += [_wrong(kernel, problem, name, got[name], expected, measurements[name], config, known) for name in wrong]
     if isinstance(expected, Truths) and not wrong:
         failures += _as_a_whole(kernel, problem, got, expected, figures)
     if isinstance(expected, Truths):
@@ -93,7 +113,9 @@ def _judged(kernel: str, inputs: Inputs, outputs: Outputs, expected: dict[Output
     return Verdict(status="fail" if ordered else "pass", figures=figures, failures=tuple(ordered))
 
 
-def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config) -> Verdict:
+def _head_by_head(
+    kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config, known: set[Identity] | None
+) -> Verdict:
     """Judge each key/value head separately; report an output that is wrong in several at its worst place."""
     problem = inputs.problem
     if broken := why_unfit(kernel, inputs, outputs):
@@ -101,7 +123,7 @@ def _head_by_head(kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadT
     figures: dict[OutputName, Figures] = {}
     worst: dict[OutputName, tuple[Figures, Failure]] = {}
     for head, part, truths in expected.parts():
-        verdict = judge(kernel, part, outputs_of_head(problem, outputs, head), truths, config)
+        verdict = judge(kernel, part, outputs_of_head(problem, outputs, head), truths, config, known)
         for name, each in verdict.figures.items():
             figures[name] = _added(figures[name], each) if name in figures else each
         for failure in verdict.failures:
@@ -186,6 +208,7 @@ def _wrong(
     expected: dict[OutputName, Truth],
     measurement: Measurement,
     config: Config,
+    known: set[Identity] | None,
 ) -> Failure:
     """Return the Failure of an output with elements outside their intervals: at the worst one, with the pattern of all."""
     true, got = expected[name], got.double()
@@ -195,6 +218,10 @@ def _wrong(
     failure = _failure(
         kernel, name, place, measurement.figures, "nonfinite" if measurement.nonfinite else "mismatch", problem.dtype
     )
+    if known is not None:
+        if failure.identity in known:
+            return failure
+        known.add(failure.identity)
     others = {other: each.expected for other, each in expected.items()}
     pattern = diagnose(problem, config, name, got, true.expected, true.allowed, measurement.outside, others)
     return _with_pattern(failure, pattern)

@@ -10,7 +10,7 @@ not, one whose outputs lie in memory that another Case's launch returned too, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.defaults import of_torch
@@ -48,11 +48,13 @@ def run_batch(
     device: Device,
     enter: Callable[[str], None] | None = None,
     at: Callable[[int], None] | None = None,
+    known: Collection[Identity] | None = None,
 ) -> list[Verdict]:
     """Run `cases`, all of one kernel; return a Verdict for each, equal to that of `run_trial` but for its seconds.
 
     `enter` is called with the name of each stage as it begins, `at` with the number of a Case as it begins to work: its inputs
-    and launches, its work after the judgement, and its run alone. A stage that Cases share counts in equal parts.
+    and launches, its work after the judgement, and its run alone. A stage that Cases share counts in equal parts. `known`: of
+    these failures no pattern is looked for, and of each other one in one Case only; None: the pattern of every failure.
 
     Raises:
         BadArgument: a Case cannot run here.
@@ -61,7 +63,8 @@ def run_batch(
     environment.prepare(device)
     kernels = [check_runnable(case, device) for case in cases]
     own = [with_config(kernel, case) for case, kernel in zip(cases, kernels, strict=True)]
-    batch = _Batch(list(zip(own, kernels, strict=True)), device, enter, at or (lambda _: None))
+    failures = None if known is None else {*known}
+    batch = _Batch(list(zip(own, kernels, strict=True)), device, enter, at or (lambda _: None), failures)
     try:
         with of_torch():
             batch.launch()
@@ -169,8 +172,9 @@ class _Batch:
         device: Device,
         enter: Callable[[str], None] | None,
         at: Callable[[int], None],
+        known: set[Identity] | None,
     ) -> None:
-        self._device, self._enter, self._at = device, enter, at
+        self._device, self._enter, self._at, self._known = device, enter, at, known
         self._cases, self._runs = cases, list[_Run]()
 
     def launch(self) -> None:
@@ -181,10 +185,10 @@ class _Batch:
         for number, (case, kernel) in enumerate(self._cases):
             own = Clock(self._enter, {"inputs": clock.seconds["inputs"] / len(self._cases)})
             suspicions: list[Suspicion] = []
-            bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions)
+            bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions, known=self._known)
             if case.check in RELATIONS:
                 # Its launches are compared at once.
-                bench = _PreparedBench(case, kernel, self._device, own, numbers)
+                bench = _PreparedBench(case, kernel, self._device, own, numbers, known=self._known)
             self._runs.append(_Run(number, bench, suspicions, CHECKS[case.check](bench)))
         for run in self._runs:
             self._resume(run)

@@ -15,7 +15,7 @@ import torch
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.batch import Judged, Launched
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.build import build_kernel
@@ -54,6 +54,8 @@ class Bench:
     clock: Clock
     slack: list[Failure] = field(default_factory=list, kw_only=True)
     """Failures of slack rows so far."""
+    known: set[Identity] | None = field(default=None, kw_only=True)
+    """Failures whose pattern is not looked for, as in `judge`."""
     waits: ClassVar[bool] = True
     """Whether each launch is waited for, so that an error of the device is attributed to it."""
 
@@ -95,10 +97,9 @@ class Bench:
 
     def judged(self, launched: Launched) -> Judged:
         """Compute the truth and judge outputs against it."""
-        can, case = self.kernel.capabilities, self.case
-        return Judged(
-            *judge_by_oracle(case.kernel, launched.inputs, launched.outputs, can.deviations, case.config, self.device, self.clock)
-        )
+        case, deviations = self.case, self.kernel.capabilities.deviations
+        of = (case.kernel, launched.inputs, launched.outputs, deviations, case.config, self.device, self.clock)
+        return Judged(*judge_by_oracle(*of, self.known))
 
     def truth(self, inputs: Inputs) -> Truths | HeadTruths:
         """Compute oracle and budgets."""
@@ -108,7 +109,7 @@ class Bench:
     def judge(self, inputs: Inputs, outputs: Outputs, expected: dict[OutputName, Truth]) -> Verdict:
         """Judge outputs against the truth."""
         with self.clock.stage("judge"):
-            return judge(self.case.kernel, inputs, outputs, expected, self.case.config)
+            return judge(self.case.kernel, inputs, outputs, expected, self.case.config, self.known)
 
 
 def completed(bench: Bench, steps: Steps) -> Verdict:

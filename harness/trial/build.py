@@ -1,9 +1,13 @@
-"""Compiling: one process at a time for each compile key, so that the others use the backends' disk caches."""
+"""Compiling: one process at a time for each compile key, so that the others use the backends' disk caches.
+
+Once it has been compiled, processes load its code at the same time.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +27,7 @@ _ready: set[tuple[str, str, Device]] = set()
 
 
 def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
-    """Call `kernel.build`; the first build of a compile key waits for other processes that compile the same.
+    """Call `kernel.build`; the first build of a compile key waits for another process that compiles the same.
 
     Raises:
         BuildError: the compiler failed, or the kernel's build raised anything else.
@@ -78,7 +82,11 @@ def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Devic
 
 @contextmanager
 def _locked(key: tuple[str, str, Device]) -> Iterator[None]:
+    """Keep other processes from compiling the same; those that only load code which has been compiled keep no one out."""
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    with (cache.folder("locks") / name).open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with (cache.folder("locks") / name).open("a+") as handle:
+        compiled = os.fstat(handle.fileno()).st_size > 0
+        fcntl.flock(handle, fcntl.LOCK_SH if compiled else fcntl.LOCK_EX)
         yield
+        if not os.fstat(handle.fileno()).st_size:
+            handle.write("compiled")

@@ -5,6 +5,7 @@ Triton chooses the mode during its first import, from TRITON_INTERPRET; `load` s
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -17,7 +18,7 @@ from attnfuzz.kernels.contract import BuildError, Device
 from attnfuzz.kernels.problem import reject
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
-__all__ = ["VARIABLE", "compile_counts", "load", "mode", "unavailable"]
+__all__ = ["VARIABLE", "compile_counts", "hash_own_files", "load", "mode", "unavailable"]
 
 _NEEDED: dict[Device, tuple[str, ...]] = {"cpu": ("torch", "triton", "numpy"), "cuda": ("torch", "triton")}
 VARIABLE = "TRITON_INTERPRET"
@@ -72,6 +73,15 @@ def load(device: Device) -> ModuleType:
         _count_compiles(triton)
     _ready.add(device)
     return triton
+
+
+def hash_own_files() -> None:
+    """Have Triton hash its own files, which are part of the key of all that it caches: a second, and none in a fork after that.
+
+    Needs `load`. A Triton without that function does it when it compiles.
+    """
+    with contextlib.suppress(Exception):  # its files may be unreadable, which its compiles report
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def unavailable(device: Device) -> str | None:

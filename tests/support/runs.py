@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor, I
 from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.isolation.supervisor import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
+from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
@@ -96,7 +97,7 @@ class FunctionExecutor:
     def finish(self) -> Verdict:
         return self._verdict(self.cases[-1])
 
-    def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+    def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
         self.cases += cases
         return [self._verdict(case) for case in cases]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace as replace_task
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from attnfuzz.harness.campaign.context import Batch
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import Isolated
-from attnfuzz.harness.isolation.outcomes import Death, OutOfTime
+from attnfuzz.harness.isolation.outcomes import Death, OutOfTime, Task
+from attnfuzz.harness.isolation.supervisor import Running, Supervisor
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
@@ -161,6 +163,25 @@ def test_a_death_that_only_the_whole_batch_shows_is_kept(executor: Isolated, mon
     assert [bool(each.failures) for each in verdicts] == [False, False, False, True, False]
     [failure] = verdicts[3].failures
     assert (failure.kind, failure.check, failure.message) == ("crash", "kernel", "SIGSEGV")
+
+
+def test_a_batch_for_which_there_is_no_memory_runs_as_two(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that other processes use may have no memory for 96 Cases at once; one by one they take many times as long."""
+    kernel = registry.get("fault.nan")
+    of = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+    cases = [Case(kernel=kernel.name, problem=of, config=kernel.configs(of)[0], recipe=Recipe(seed=at)) for at in range(20)]
+    whole, sizes, lost = Supervisor.begin, list[int](), executor.statistics.batches_lost
+
+    def refuses(self: Supervisor, task: Task, **options: Any) -> Running:
+        sizes.append(len(task.cases))
+        if len(task.cases) > 10:
+            task = replace_task(task, target="attnfuzz.no_such_module:function")
+        return whole(self, task, **options)
+
+    monkeypatch.setattr(Supervisor, "begin", refuses)
+    assert [each.status for each in executor.batch(cases)] == ["pass"] * 20
+    assert [each for each in sizes if each] == [20, 10, 10]
+    assert executor.statistics.batches_lost == lost + 1
 
 
 def test_a_batch_ends_with_the_time_of_the_run(executor: Isolated) -> None:

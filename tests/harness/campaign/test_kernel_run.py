@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.runner import TrialRunner, tries
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.figures import Figures
 from attnfuzz.harness.repro.reproduce import Where, repeat, reproduce
@@ -213,11 +213,29 @@ def test_the_first_batch_is_small_and_the_others_are_full() -> None:
             super().__init__(lambda _: PASS)
             self.sizes: list[int] = []
 
-        def batch(self, cases: Sequence[Case]) -> list[Verdict]:
+        def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
             self.sizes.append(len(cases))
-            return super().batch(cases)
+            return super().batch(cases, known)
 
     executor = Batches()
     run_kernel(KERNEL, Settings(max_examples=100, out=None), executor, batch=Batch(True, 24, 1e9))
     assert executor.sizes[0] <= 4
     assert max(executor.sizes) > 12
+
+
+def test_batches_are_told_which_failures_are_known() -> None:
+    """Their patterns are looked for once: that takes longer than the Cases, and a kernel may fail in each."""
+
+    class Batches(FunctionExecutor):
+        def __init__(self) -> None:
+            super().__init__(lambda case: failing(WRONG) if case.problem.causal else PASS)
+            self.known: list[Collection[Identity] | None] = []
+
+        def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
+            self.known.append(None if known is None else frozenset(known))
+            return super().batch(cases, known)
+
+    executor = Batches()
+    run_kernel(KERNEL, Settings(max_examples=100, out=None), executor, batch=Batch(True, 24, 1e9))
+    assert executor.known[0] == frozenset()
+    assert executor.known[-1] == {WRONG.identity}

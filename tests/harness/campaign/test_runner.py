@@ -51,7 +51,7 @@ def test_a_batch_in_flight_is_left_behind_whole(count: int, tmp_path: Path) -> N
         def finish(self) -> Verdict:
             raise SystemError
 
-        def batch(self, cases: object) -> list[Verdict]:
+        def batch(self, cases: object, known: object = None) -> list[Verdict]:
             raise SystemError
 
     journal = Journal(tmp_path)

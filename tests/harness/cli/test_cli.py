@@ -463,7 +463,7 @@ def test_json_of_the_whole_way() -> None:
     [row] = found["kernels"]
     assert (row["kernel"], row["cases"], row["failures"]) == ("acme.flash", 25, 1)
     assert set(row["outputs"]) == {"o", "lse", "dq", "dk", "dv"}
-    assert set(row["times"]) == {"worker", "child", "cases", "batches", "children"}
+    assert set(row["times"]) == {"worker", "child", "cases", "batches", "children", "lost"}
     assert set(row["times"]["worker"]) == {"turn", "campaign", "draw", "journal", "start", "trial", "shrink", "other"}
     assert set(row["times"]["child"]) == {"compile", "inputs", "kernel", "oracle", "judge"}
     assert row["times"]["cases"] > 0 < row["times"]["worker"]["shrink"]

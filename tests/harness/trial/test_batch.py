@@ -17,6 +17,7 @@ from support.triton_mode import interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.judge import judge as judging
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial import batch, reading
 from attnfuzz.harness.trial.batch import run_batch
@@ -235,6 +236,35 @@ def test_memory_misused_is_reported_as_alone(message: str, known: Callable[[Subj
     assert failing is not None
     assert message in failing.message
     assert plain(verdicts) == alone(cases)
+
+
+def test_patterns_of_known_failures_are_not_looked_for(known: Callable[[Subject], Subject], monkeypatch: Any) -> None:
+    def is_wrong(_: Faulty, inputs: Inputs, o: torch.Tensor) -> torch.Tensor:
+        return o + 1
+
+    looked: list[str] = []
+    whole = judging.diagnose
+    monkeypatch.setattr(judging, "diagnose", lambda *args: looked.append(args[2]) or whole(*args))
+    cases = with_one_faulty(known(Faulty(is_wrong)).name)
+    cases += [replace(cases[FAULTY], recipe=Recipe(seed=SIZE))]
+    every = run_batch(cases, "cpu")
+    failing = [each.failures[0] for each in every if each.failures]
+    assert [each.pattern is not None for each in failing] == [True, True]
+    assert len(looked) == sum(each.pattern is not None for verdict in every for each in verdict.failures)
+
+    looked.clear()
+    once = run_batch(cases, "cpu", known=[])
+    assert len(looked) == len({each.identity for verdict in every for each in verdict.failures})
+    assert [each.failures[0].pattern is not None for each in once if each.failures] == [True, False]
+
+    looked.clear()
+    identities = [each.identity for each in every[FAULTY].failures]
+    never = run_batch(cases, "cpu", known=identities)
+    assert looked == []
+    assert [[each.identity for each in verdict.failures] for verdict in never] == [
+        [each.identity for each in verdict.failures] for verdict in every
+    ]
+    assert [each.figures for each in never] == [each.figures for each in every]
 
 
 def test_a_write_that_shows_only_after_other_launches_is_kept(known: Callable[[Subject], Subject]) -> None:

@@ -71,7 +71,7 @@ def test_a_kernel_is_refused_on_its_own_account_beyond_a_share_of_the_gpu(messag
 
 
 def test_what_torch_keeps_is_given_back_if_it_is_much(gpu: Gpu) -> None:
-    for kept, emptied in ((4 * GIB, 0), (6 * GIB, 1)):
+    for kept, emptied in ((6 * GIB, 0), (9 * GIB, 1)):
         gpu.kept = kept
         trim("cpu")
         trim("cuda")

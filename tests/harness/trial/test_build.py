@@ -1,0 +1,103 @@
+"""Who may compile and load code at the same time."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnfuzz.harness.trial import build
+from attnfuzz.harness.trial.build import build_kernel
+from attnfuzz.kernels.contract import BuildError, Capabilities, Config
+from attnfuzz.kernels.problem import Problem
+
+PROBLEM = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16)
+
+
+class Compiles:
+    """A kernel whose `build` says which lock it holds."""
+
+    name, backend = "test.compiles", "test"
+    capabilities = Capabilities(dtypes=("float16",), dims=((16, 16),), devices=("cpu",), compiles_on=("cpu",))
+
+    def __init__(self, folder: Path, error: Exception | None = None) -> None:
+        self.folder, self.error, self.alone = folder, error, list[bool]()
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        return "key"
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        return (Config(),)
+
+    def supports(self, *_: Any) -> None:
+        return None
+
+    def build(self, *_: Any) -> Any:
+        (lock,) = (self.folder / "attnfuzz" / "locks").iterdir()
+        with lock.open("a+") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self.alone.append(False)
+            except BlockingIOError:
+                self.alone.append(True)
+        if self.error is not None:
+            raise self.error
+        return object()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_ready", set())
+    return tmp_path
+
+
+def built(kernel: Any) -> None:
+    """Build as a process does that has not built it before."""
+    build._ready.clear()
+    build_kernel(kernel, PROBLEM, Config(), "cpu")
+
+
+def test_only_the_first_process_compiles_alone(folder: Path) -> None:
+    kernel = Compiles(folder)
+    for _ in range(3):
+        built(kernel)
+    assert kernel.alone == [True, False, False]
+
+
+def test_after_a_compile_that_failed_the_next_one_is_alone_again(folder: Path) -> None:
+    kernel = Compiles(folder, ValueError("refused"))
+    for _ in range(2):
+        with pytest.raises(BuildError, match="refused"):
+            built(kernel)
+    kernel.error = None
+    built(kernel)
+    built(kernel)
+    assert kernel.alone == [True, True, True, False]
+
+
+def test_a_process_waits_while_another_compiles(folder: Path) -> None:
+    kernel, entered, leave = Compiles(folder), threading.Event(), threading.Event()
+    waiting = threading.Thread(target=built, args=(Compiles(folder),))
+
+    class Slow(Compiles):
+        def build(self, *arguments: Any) -> Any:
+            entered.set()
+            leave.wait(10)
+            return super().build(*arguments)
+
+    slow = threading.Thread(target=built, args=(Slow(folder),))
+    slow.start()
+    assert entered.wait(10)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    leave.set()
+    for each in (slow, waiting):
+        each.join(10)
+        assert not each.is_alive()
+    built(kernel)
+    assert kernel.alone == [False]
