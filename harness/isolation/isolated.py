@@ -241,9 +241,9 @@ class Isolated:
     def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
         """Return the Verdicts of Cases of one kernel that run in one task, judged together.
 
-        If the child dies, the Cases run one by one; if the harness fails in it, or is refused memory, first as two batches of half
-        as many. If all pass then, the Case that was at work has the death: it was of what the Cases before it left in the process.
-        `known`: as of `run_batch`.
+        If the child dies, the Cases run one by one; if the harness fails in it, or is refused memory, as two batches of half as
+        many at first. If all pass then, the Case that was at work has the death: it was of what the Cases before it left in the
+        process. `known`: as of `run_batch`.
 
         Raises:
             BadArgument: a child cannot find the kernel, or a Case cannot run here.

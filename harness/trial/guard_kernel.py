@@ -19,6 +19,8 @@ _PIECES = 64
 """Pieces of one launch: the driver takes arguments of 4 KiB."""
 _CHUNK = 16
 """Bytes that one thread handles at a time."""
+_EACH, _BLOCK = 4, 256
+"""Of the longest piece, how often it does so; threads of a block."""
 _FLAGS = 64
 """Flags that are made at once. They lie between no bands: what a kernel writes there makes few checks doubtful."""
 _FILL, _COPY, _HOLDS, _EQUAL = range(4)
@@ -33,10 +35,11 @@ __device__ inline bool differs(const quad& x, const quad& y) {
 }
 
 extern "C" __global__ void guarded_pieces(const arguments a) {
-  const index_t first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+  const index_t each = gridDim.x < a.number ? 1 : gridDim.x / a.number, step = each * blockDim.x;
   bool wrong = false;
-  for (index_t number = 0; number < a.number; ++number) {
-    const piece p = a.pieces[number];
+  for (index_t block = blockIdx.x; block < a.number * each; block += gridDim.x) {
+    const piece p = a.pieces[block % a.number];
+    const index_t first = block / a.number * blockDim.x + threadIdx.x;
     const address gap = (16 - (p.at & 15)) & 15, lead = gap < p.bytes ? gap : p.bytes;
     const bool paired = p.kind & 1;
     const address quads = paired && ((p.at ^ p.other) & 15) ? 0 : (p.bytes - lead) / 16;
@@ -102,9 +105,10 @@ class Pieces:
         address = 0 if flag is None else flag.data_ptr()
         for start in range(0, len(self._packed), _PIECES):
             some = self._packed[start : start + _PIECES]
-            chunks = self._bytes // _CHUNK + 1
+            # Pieces are handled side by side, each by as many blocks.
+            threads = len(some) * -(-self._bytes // (_CHUNK * _EACH * _BLOCK)) * _BLOCK
             padding = bytes(_PIECE.size * (_PIECES - len(some)))
-            _KERNEL(b"".join(some) + padding + _REST.pack(address, len(some)), chunks, self._device)
+            _KERNEL(b"".join(some) + padding + _REST.pack(address, len(some)), threads, self._device)
 
     def _add(self, at: int, other: int, size: int, kind: int, pattern: int = 0) -> None:
         if size:

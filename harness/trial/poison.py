@@ -20,7 +20,7 @@ from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
 from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.kernels.support.memory import Watch
 
-__all__ = ["POISON", "Bands", "PoisonEmpty", "memory"]
+__all__ = ["POISON", "Bands", "PoisonEmpty", "memory", "reach"]
 
 _aten = torch.ops.aten
 _EMPTY = frozenset(
@@ -99,7 +99,7 @@ class Bands:
 
         It is filled with the `pattern` of 32 bits, from its first element to its last with what lies between; None: unfilled.
         """
-        size, device = _reach(tensor) * tensor.element_size(), tensor.device
+        size, device = reach(tensor) * tensor.element_size(), tensor.device
         pieces = Pieces(device) if guard_kernel.takes(device) else None
         held = self._between(size, 0, device, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces)
         if pieces is not None:
@@ -234,10 +234,10 @@ def memory(tensor: torch.Tensor, begin: int | None = None, end: int | None = Non
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its allocation, and the byte after its last."""
     begin = tensor.storage_offset() * tensor.element_size()
-    return begin, begin + _reach(tensor) * tensor.element_size()
+    return begin, begin + reach(tensor) * tensor.element_size()
 
 
-def _reach(tensor: torch.Tensor) -> int:
+def reach(tensor: torch.Tensor) -> int:
     """Return the number of elements from the first to the last, with those between them."""
     return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -13,7 +13,7 @@ import torch
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.harness.trial.guard_kernel import Pieces
-from attnfuzz.harness.trial.poison import Bands, memory
+from attnfuzz.harness.trial.poison import Bands, memory, reach
 from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.harness.trial.slack import Slack
 
@@ -103,13 +103,14 @@ def _same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor])
     for name, tensor in before.items():
         if _form(tensor) != _form(after[name]) or _taken(tensor, after[name]):
             return None
-    pairs = [(_words(tensor), _words(after[name])) for name, tensor in before.items() if tensor.numel()]
-    devices = {one.device for one, _ in pairs}
+    devices = {tensor.device for tensor in before.values() if tensor.numel()}
     if len(devices) == 1 and guard_kernel.takes(device := devices.pop()):
         pieces = Pieces(device)
-        for one, other in pairs:
-            pieces.equal(other.data_ptr(), one.data_ptr(), 2 * one.numel())
+        for name, tensor in before.items():
+            if tensor.numel():
+                pieces.equal(after[name].data_ptr(), tensor.data_ptr(), reach(tensor) * tensor.element_size())
         return Reading([guard_kernel.checked(pieces, device)], [0])
+    pairs = [(_words(tensor), _words(after[name])) for name, tensor in before.items() if tensor.numel()]
     # Large tensors are not copied once more to be compared together.
     groups = [[pair] for pair in pairs if pair[0].numel() > _LARGE]
     groups += [small] if (small := [pair for pair in pairs if pair[0].numel() <= _LARGE]) else []
@@ -127,8 +128,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return all memory from the first element to the last, as 16-bit words."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((reach,), (1,)).view(torch.int16)
+    return tensor.as_strided((reach(tensor),), (1,)).view(torch.int16)
 
 
 def _changed_input(kernel: str, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> Failure | None:
@@ -142,7 +142,7 @@ def _changed_input(kernel: str, before: Mapping[str, torch.Tensor], after: Mappi
 
 
 def _taken(before: torch.Tensor, after: torch.Tensor) -> str | None:
-    needed = after.storage_offset() * after.element_size() + memory(before).numel() if before.numel() else 0
+    needed = after.storage_offset() * after.element_size() + reach(before) * before.element_size() if before.numel() else 0
     return "took away the memory of" if after.untyped_storage().nbytes() < needed else None
 
 

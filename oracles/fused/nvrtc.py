@@ -162,10 +162,9 @@ class Loaded:
     def __call__(self, argument: bytes, count: int, device: int) -> None:
         """Launch it."""
         blocks = min(_MOST_BLOCKS, -(-count // _THREADS))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         content = ctypes.c_char_p(argument)
-        parameters = (ctypes.c_void_p * 1)(ctypes.cast(content, ctypes.c_void_p))
-        launched = (self._function, blocks, 1, 1, _THREADS, 1, 1, 0, stream, parameters, None)
+        parameters = ctypes.byref(ctypes.cast(content, ctypes.c_void_p))
+        launched = (self._function, blocks, 1, 1, _THREADS, 1, 1, 0, ctypes.c_void_p(_stream(device)), parameters, None)
         status = self._driver.cuLaunchKernel(*launched)
         if status == _INVALID_CONTEXT:
             # A thread without a context, such as autograd's before torch has launched something there.
@@ -183,6 +182,14 @@ class Loaded:
             )
             _checked(self._driver.cuCtxSetCurrent(context), "set the context of")
         return context
+
+
+def _stream(device: int) -> int:
+    """Return the handle of the current stream; torch's own functions do not make an object for it."""
+    try:
+        return int(torch._C._cuda_getCurrentRawStream(device))  # type: ignore[attr-defined]
+    except AttributeError:
+        return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.cache

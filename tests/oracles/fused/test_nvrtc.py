@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,7 +129,7 @@ def test_a_thread_without_a_context_launches_as_well(loaded_there: bool, monkeyp
     """Autograd's thread has none until torch launches something there."""
     driver = Threads()
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(nvrtc, "_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel = None if loaded_there else nvrtc.Loaded(b"code", "entry")
     with ThreadPoolExecutor(1) as pool:
