@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -70,6 +71,13 @@ def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, campaign
 def _first(batch: Batch) -> Batch:
     """Return the size of a kernel's first batch; Cases that run one by one give a Verdict each."""
     return dataclasses.replace(batch, most=min(batch.most, _FIRST)) if batch.together else batch
+
+
+def _ran(runner: TrialRunner, cases: list[Case], known: set[Identity], *, together: bool) -> Iterator[tuple[Case, Verdict]]:
+    """Run drawn Cases and yield each with its Verdict; `together`: as a batch."""
+    if together and len(cases) > 1:
+        return runner.run_all(cases, "generate", known)
+    return runner.run_each(cases, "generate")
 
 
 class KernelRun:
@@ -148,9 +156,7 @@ class KernelRun:
         # In one process a round is drawn as it is asked for.
         with self._account.step("draw" if self._context.settings.in_process else "other"):
             waiting = self._supply.take(batch)
-        together = batch.together and len(waiting) > 1
-        run = functools.partial(self._runner.run_all, known=self._known) if together else self._runner.run_each
-        for case, verdict in run(waiting, "generate"):
+        for case, verdict in _ran(self._runner, waiting, self._known, together=batch.together):
             self._any = True
             self._examine(case, verdict)
             self._supply.tried(case)

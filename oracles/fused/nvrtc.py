@@ -187,7 +187,7 @@ class Loaded:
 def _stream(device: int) -> int:
     """Return the handle of the current stream; torch's own functions do not make an object for it."""
     try:
-        return int(torch._C._cuda_getCurrentRawStream(device))  # type: ignore[attr-defined]
+        return int(torch._C._cuda_getCurrentRawStream(device))
     except AttributeError:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
