@@ -85,8 +85,9 @@ class _Totals:
         )
         # Rows and keys of sequences in no frame.
         for whole in (self._rows, self._keys):
-            whole[-1] = 0.0
-        self._rows[-1, 0] = -torch.inf
+            whole[-1].zero_()
+        # An assignment of a number would wait for the device.
+        self._rows[-1, 0].fill_(-torch.inf)
 
     def sums(self, number: int, frame: SlotFrame) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros for the sums of dK and of dV."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from support.fused_c import Compiled, generated
 
 from attnfuzz.harness.trial import poison
 from attnfuzz.harness.trial.guard_kernel import Pieces, checked, doubled
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.poison import POISON, Bands, PoisonEmpty
+from attnfuzz.harness.trial.slack import Slack
 from attnfuzz.harness.trial.writes import Writes
+from attnfuzz.kernels.contract import Outputs
+from attnfuzz.kernels.problem import Problem
 
 CPU = torch.device("cpu")
 
@@ -168,3 +172,45 @@ def test_nothing_is_launched_for_nothing(compiled: Compiled) -> None:
 @pytest.mark.parametrize(("word", "pattern"), [(0x7E5A, 0x7E5A7E5A), (0xFF81 - (1 << 16), 0xFF81FF81), (0, 0)])
 def test_a_pattern_of_16_bits_is_doubled(word: int, pattern: int) -> None:
     assert doubled(word) == pattern
+
+
+@pytest.mark.parametrize("packing", ["ragged", "dense"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_slack_rows_that_a_kernel_left_are_found_changed_wherever_they_are(packing: Any, dtype: Any, compiled: Compiled) -> None:
+    of = Problem(
+        seqlens_q=(3, 3), seqlens_k=(2, 2), heads=4, kv_heads=2, dim_qk=3, dim_v=5, dtype=dtype, packing=packing, slack_q=2,
+        slack_k=1,
+    )  # fmt: skip
+    rows, keys = ((2, 5), (2, 3)) if packing == "dense" else ((8,), (5,))
+
+    def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        words, bits = POISON[dtype]
+        return torch.full(shape, bits, dtype=words).view(dtype)
+
+    kind = getattr(torch, dtype)
+    heads_first = (rows[0], 4, rows[1]) if packing == "dense" else (4, rows[0])
+
+    def outputs() -> Outputs:
+        return Outputs(
+            o=untouched((*rows, 4, 5), kind),
+            lse=untouched(heads_first, torch.float32),
+            dq=untouched((*rows, 4, 3), kind),
+            dk=untouched((*keys, 2, 3), kind),
+            dv=untouched((5, 2, *keys), kind).permute(*range(2, 2 + len(keys)), 1, 0),
+        )
+
+    def expected(made: Outputs) -> bool:
+        return Slack("a kernel", of, made, "untouched", CPU).reading.as_expected()
+
+    with generated(compiled):
+        compiled.calls.clear()
+        assert expected(outputs())
+        assert compiled.calls["guarded_pieces"] == 1
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        for at in range(getattr(outputs(), name).numel()):
+            made = outputs()
+            x = getattr(made, name)
+            x[tuple(int(i) for i in torch.unravel_index(torch.tensor(at), x.shape))] = 1.0
+            plain = expected(made)
+            with generated(compiled):
+                assert expected(made) == plain, (name, at)
