@@ -88,8 +88,8 @@ def _sparse(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, de
         torch.cuda.empty_cache()
         memory = SparseMemory(rows)
     flat = _as_tensor(memory, device)
-    if guard_kernel.takes(device):
-        pieces = guard_kernel.Pieces(device)
+    if guard_kernel.takes(flat.device):
+        pieces = guard_kernel.Pieces(flat.device)
         for begin, end in memory.ranges:
             pieces.fill(flat.data_ptr() + begin, end - begin, _NAN_BYTE * 0x01010101)
         pieces.launch()

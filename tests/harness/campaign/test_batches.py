@@ -16,7 +16,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Death, OutOfTime, Task
-from attnfuzz.harness.isolation.supervisor import Running, Supervisor
+from attnfuzz.harness.isolation.supervisor import Running
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
@@ -170,15 +170,16 @@ def test_a_batch_for_which_there_is_no_memory_runs_as_two(executor: Isolated, mo
     kernel = registry.get("fault.nan")
     of = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
     cases = [Case(kernel=kernel.name, problem=of, config=kernel.configs(of)[0], recipe=Recipe(seed=at)) for at in range(20)]
-    whole, sizes, lost = Supervisor.begin, list[int](), executor.statistics.batches_lost
+    supervisor, sizes, lost = executor._supervisor, list[int](), executor.statistics.batches_lost
+    begin = supervisor.begin
 
-    def refuses(self: Supervisor, task: Task, **options: Any) -> Running:
+    def refuses(task: Task, **options: Any) -> Running:
         sizes.append(len(task.cases))
         if len(task.cases) > 10:
             task = replace_task(task, target="attnfuzz.no_such_module:function")
-        return whole(self, task, **options)
+        return begin(task, **options)
 
-    monkeypatch.setattr(Supervisor, "begin", refuses)
+    monkeypatch.setattr(supervisor, "begin", refuses)
     assert [each.status for each in executor.batch(cases)] == ["pass"] * 20
     assert [each for each in sizes if each] == [20, 10, 10]
     assert executor.statistics.batches_lost == lost + 1
