@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.harness.judge.failure import Failure, Identity
     from attnfuzz.harness.judge.verdict import Verdict
-    from attnfuzz.harness.plugin import fuzz
+    from attnfuzz.harness.plugin import fuzz, fuzz_calls
     from attnfuzz.harness.repro.reproduce import Reproduction, Where, reproduce
     from attnfuzz.kernels.problem import Problem
     from attnfuzz.strategies.case import Case, Recipe
@@ -54,6 +54,7 @@ __all__ = [
     "Where",
     "check",
     "fuzz",
+    "fuzz_calls",
     "reproduce",
     "run_campaign",
     "stored_case",
@@ -72,7 +73,7 @@ if not TYPE_CHECKING:
             "attnfuzz.harness.campaign.settings": "Settings",
             "attnfuzz.harness.judge.failure": "Failure Identity",
             "attnfuzz.harness.judge.verdict": "Verdict",
-            "attnfuzz.harness.plugin": "fuzz",
+            "attnfuzz.harness.plugin": "fuzz fuzz_calls",
             "attnfuzz.harness.repro.reproduce": "Reproduction Where reproduce",
             "attnfuzz.kernels.problem": "Problem",
             "attnfuzz.strategies.case": "Case Recipe",

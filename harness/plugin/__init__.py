@@ -20,6 +20,7 @@ from attnfuzz.harness.core.github import shown
 from attnfuzz.harness.core.text import counted, one_line
 from attnfuzz.harness.plugin import cases as stored_cases
 from attnfuzz.harness.plugin import statistics
+from attnfuzz.harness.plugin.calls import run_calls
 from attnfuzz.harness.plugin.cases import MARK
 from attnfuzz.harness.plugin.gpus import pin_worker, pytest_xdist_auto_num_workers
 from attnfuzz.harness.plugin.options import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "default_shards",
     "fuzz",
+    "fuzz_calls",
     "pytest_addoption",
     "pytest_cmdline_main",
     "pytest_collection_finish",
@@ -94,20 +96,10 @@ def fuzz(
     for name, value in (("max_examples", max_examples), ("shards", shards)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value!r}: nothing would be tried; give 1 or more")
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed={seed!r}: must not be negative; give 0 or more")
+    _check_seed(seed)
     if isinstance(cases, str):
         raise ValueError(f"cases={cases!r}: one case; give a list of cases")  # noqa: TRY004 - of the same kind as the others
-
-    if not isinstance(kernel, str):
-        from attnfuzz.kernels import registry
-        from attnfuzz.kernels.errors import BadArgument
-
-        try:
-            registry.register(kernel)
-        except BadArgument as error:
-            # pytest prints it as it is: what a kernel says of itself is foreign text.
-            raise BadArgument(shown(str(error))) from None
+    _register(kernel)
 
     def test(shard: tuple[int, int] | str, request: pytest.FixtureRequest) -> None:
         if isinstance(shard, str):
@@ -118,6 +110,59 @@ def fuzz(
     setattr(test, MARK, kernel if isinstance(kernel, str) else kernel.name)
     setattr(test, _PARTS, (max_examples, shards, tuple(cases)))
     return test
+
+
+def fuzz_calls(
+    kernel: Kernel | str, *, max_examples: int = 20, max_calls: int = 10, seed: int | None = None
+) -> Callable[..., None]:
+    """Return a test function that tries sequences of calls of `kernel` in one process: what one leaves must not change the next.
+
+    Each sequence has a process of its own. A call is another one, the one before it, or one that differs from that in its values,
+    lengths, scale, mask or memory layouts alone; each is judged as `fuzz` does. The first failure is shrunk, with the calls that
+    it needs.
+
+    Args:
+        kernel: as for `fuzz`.
+        max_examples: sequences, unless --attnfuzz-max-examples says otherwise.
+        max_calls: calls of a sequence, at most.
+        seed: as for `fuzz`.
+
+    Returns:
+        A function to assign to a name that starts with `test_`.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    for name, value, least in (("max_examples", max_examples, 1), ("max_calls", max_calls, 2)):
+        if value < least:
+            raise ValueError(f"{name}={value!r}: nothing would be tried; give {least} or more")
+    _check_seed(seed)
+    _register(kernel)
+
+    def test(shard: tuple[int, int], request: pytest.FixtureRequest) -> None:  # noqa: ARG001 - as of `fuzz`
+        run_calls(kernel, max_examples, max_calls, request, seed=seed)
+
+    setattr(test, MARK, kernel if isinstance(kernel, str) else kernel.name)
+    setattr(test, _PARTS, (max_examples, 1, ()))
+    return test
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed={seed!r}: must not be negative; give 0 or more")
+
+
+def _register(kernel: Kernel | str) -> None:
+    if isinstance(kernel, str):
+        return
+    from attnfuzz.kernels import registry
+    from attnfuzz.kernels.errors import BadArgument
+
+    try:
+        registry.register(kernel)
+    except BadArgument as error:
+        # pytest prints it as it is: what a kernel says of itself is foreign text.
+        raise BadArgument(shown(str(error))) from None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from attnfuzz.harness.report.recorder import Recorder
     from attnfuzz.kernels.contract import Kernel
 
-__all__ = ["COUNT", "close_executors", "hear_again", "hear_no_more", "run_shard", "run_stored"]
+__all__ = [
+    "COUNT",
+    "close_executors",
+    "executor_of",
+    "hear_again",
+    "hear_no_more",
+    "message_of",
+    "run_cases",
+    "run_shard",
+    "run_stored",
+    "subject_of",
+]
 
 COUNT: pytest.StashKey[int] = pytest.StashKey()
 """How many tests of the session fuzz a shard."""
@@ -43,9 +54,9 @@ def run_shard(
 ) -> None:
     """Fuzz one shard; with --attnfuzz-case, run those Cases in the first one that is selected. `seed`: the test's own."""
     if cases := request.config.getoption("--attnfuzz-case"):
-        _run_cases(kernel, cases, request)
+        run_cases(kernel, cases, request)
         return
-    subject, settings = _subject(kernel, request.config, shard, shards, most, seed=seed)
+    subject, settings = subject_of(kernel, request.config, shard, shards, most, seed=seed)
     with interrupted_once():
         _fuzz(subject, settings, request)
 
@@ -56,7 +67,7 @@ def _fuzz(subject: Kernel, settings: Settings, request: pytest.FixtureRequest) -
 
     try:
         with _recorder(settings, _again(subject, request)) as recorder:
-            finished = run_campaign([subject], settings, recorder, _executor(request.config, subject, settings))
+            finished = run_campaign([subject], settings, recorder, executor_of(request.config, subject, settings))
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if finished.interrupted:
@@ -68,7 +79,7 @@ def _fuzz(subject: Kernel, settings: Settings, request: pytest.FixtureRequest) -
     _record(request, finished, settings)
     keep_figures(request.node, finished, settings)
     if finished.findings or finished.lost:
-        pytest.fail(_message(finished, subject, request), pytrace=False)
+        pytest.fail(message_of(finished.findings, subject, request, finished.lost), pytrace=False)
     if finished.not_kept:
         remedy = "make room, or choose another --attnfuzz-out"
         pytest.fail(f"cases could not be kept on disk: {finished.not_kept}; {remedy}", pytrace=False)
@@ -80,7 +91,7 @@ def run_stored(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) 
     """Run a Case that the test file names: a case file or a blob."""
     if request.config.getoption("--attnfuzz-case"):
         pytest.skip("--attnfuzz-case names the cases to run")
-    subject, settings = _subject(kernel, request.config, 0, 1, 1)
+    subject, settings = subject_of(kernel, request.config, 0, 1, 1)
     stored = _stored(case)
     if stored.case.kernel != subject.name:
         pytest.fail(f"case={str(stored.path)!r}: it is one of {stored.case.kernel}, not of {subject.name}", pytrace=False)
@@ -119,7 +130,7 @@ def close_executors(config: pytest.Config) -> None:
         executor.close()
 
 
-def _subject(
+def subject_of(
     kernel: Kernel | str,
     config: pytest.Config,
     shard: int,
@@ -182,7 +193,7 @@ def _recorder(settings: Settings, again: str | None) -> Recorder:
     )
 
 
-def _executor(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
+def executor_of(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
     """One executor for all tests of this process on the same device, which share its children."""
     from attnfuzz.harness.campaign.campaign import executor_for
 
@@ -202,7 +213,7 @@ def _stored(text: str) -> CaseFile:
         pytest.fail(str(error), pytrace=False)
 
 
-def _run_cases(kernel: Kernel | str, cases: Sequence[str], request: pytest.FixtureRequest) -> None:
+def run_cases(kernel: Kernel | str, cases: Sequence[str], request: pytest.FixtureRequest) -> None:
     """The Cases of --attnfuzz-case that are this kernel's, in the first selected shard of its test."""
     from attnfuzz.kernels import registry
     from attnfuzz.kernels.problem import BadArgument
@@ -217,7 +228,7 @@ def _run_cases(kernel: Kernel | str, cases: Sequence[str], request: pytest.Fixtu
         pytest.skip(f"--attnfuzz-case is of {', '.join(dict.fromkeys(each.case.kernel for each in stored))}")
     if not takes(request.node):
         pytest.skip("--attnfuzz-case is run by another shard of this test")
-    _, settings = _subject(kernel, request.config, 0, 1, 1, must_run=True)
+    _, settings = subject_of(kernel, request.config, 0, 1, 1, must_run=True)
     request.node.user_properties.append(("attnfuzz.kernel", name))
     for each in own:
         _run_again(each, settings)
@@ -263,7 +274,9 @@ def _blob(finding: Finding) -> str:
     return blob_of(finding.case, finding.rate)
 
 
-def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.FixtureRequest) -> str:
+def message_of(
+    findings: Sequence[Finding], kernel: Kernel, request: pytest.FixtureRequest, rest: str | None = None, *, keeps: bool = True
+) -> str:
     """Each failure: identity, minimal Case, what was seen, the line that runs it again, and the Case to paste."""
     from io import StringIO
 
@@ -275,11 +288,12 @@ def _message(finished: CampaignFinished, kernel: Kernel, request: pytest.Fixture
     again = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
     text = StringIO()
     console = SafeConsole(file=text, width=160)
-    for number, finding in enumerate(finished.findings, 1):
+    for number, finding in enumerate(findings, 1):
         show_finding(console, number, finding, again if registry.is_local(kernel.name) else None)
         # Without the file, on another machine, or for good.
         blob = _blob(finding)
         console.print(f"   without that file:   {again} {blob}", highlight=False, soft_wrap=True, markup=False)
-        console.print(f'   to keep it:          fuzz(..., cases=["{blob}"])', highlight=False, soft_wrap=True, markup=False)
-    together = "\n".join(groups.described(finished.findings))
-    return "\n".join(filter(None, (text.getvalue().strip(), together, finished.lost)))
+        if keeps:
+            console.print(f'   to keep it:          fuzz(..., cases=["{blob}"])', highlight=False, soft_wrap=True, markup=False)
+    together = "\n".join(groups.described(findings))
+    return "\n".join(filter(None, (text.getvalue().strip(), together, rest)))
