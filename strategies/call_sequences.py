@@ -103,7 +103,7 @@ def call_machine(
         @precondition(lambda _: kernel.capabilities.layouts)
         @rule(case=drawn.filter(_is_laid_out))
         def other_layouts(self, case: Case) -> None:
-            """Take the memory layouts of another call, or contiguous ones where the last call had them; the kernel may refuse them."""
+            """Take the memory layouts of another call, or contiguous ones where the last call had them."""
             last = self.calls[-1]
             layouts = {name: getattr(case.problem, name) for name in LAYOUTS}
             if all(getattr(last.problem, name) == layout for name, layout in layouts.items()):
