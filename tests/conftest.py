@@ -64,6 +64,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
 
 
+@pytest.fixture(autouse=True)
+def _kernels_of_this_test_alone() -> Iterator[None]:
+    """Forget the kernels that a test has loaded by their modules: one whose module is gone would be listed for all later tests."""
+    from attnfuzz.kernels import registry
+
+    before = set(registry._origins)
+    yield
+    for name in registry._origins.keys() - before:
+        del registry._origins[name]
+        registry._loaded.pop(name, None)
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """What the rest of the harness finds where the memory checker, which a GPU has not, is not the first."""

@@ -30,7 +30,8 @@ def repository(tmp_path: Path) -> Repository:
 def importable(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
     """The package `acme` of the repository can be imported in this process."""
     monkeypatch.syspath_prepend(str(repository.root / "src"))
-    monkeypatch.setattr(registry, "_registered", {})
+    for table in ("_registered", "_loaded", "_origins"):
+        monkeypatch.setattr(registry, table, {})
     yield repository
     for name in [each for each in sys.modules if each.split(".")[0] == "acme"]:
         del sys.modules[name]
