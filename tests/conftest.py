@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _kernels_of_this_test_alone() -> Iterator[None]:
-    """Forget the kernels that a test has loaded by their modules: one whose module is gone would be listed for all later tests."""
+    """Forget kernels that a test has loaded by their modules: one whose module is gone would be listed for all later tests."""
     from attnfuzz.kernels import registry
 
     before = set(registry._origins)
