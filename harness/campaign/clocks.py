@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from attnfuzz.harness.campaign.earlier import EarlierCase
-from attnfuzz.harness.isolation.supervisor import Statistics
+from attnfuzz.harness.isolation.statistics import Statistics
 
 __all__ = ["ReplayClock", "TrialClock"]
 

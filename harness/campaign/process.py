@@ -24,8 +24,8 @@ from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
 from attnfuzz.harness.core.signals import interrupted_once
-from attnfuzz.harness.isolation.isolated import share_of_memory
 from attnfuzz.harness.isolation.kernel_ref import unpacked
+from attnfuzz.harness.isolation.memory import share_of_memory
 from attnfuzz.harness.isolation.worker import bind_to
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Identity

@@ -20,7 +20,7 @@ from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.process import Answer, Assignment, Message
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.core.gpus import gpus
-from attnfuzz.harness.isolation.isolated import share_of_memory
+from attnfuzz.harness.isolation.memory import share_of_memory
 from attnfuzz.kernels.contract import Kernel
 
 __all__ = ["WorkerProcesses", "start_process"]

@@ -16,8 +16,8 @@ from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.compile.child import AT, Lowered
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.isolated import memory_cap
 from attnfuzz.harness.isolation.kernel_ref import shipped
+from attnfuzz.harness.isolation.memory import memory_cap
 from attnfuzz.harness.isolation.outcomes import ChildOSError, Death, Error, Outcome, Task, death_failure, exception_of
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.isolation.tasks import preloads

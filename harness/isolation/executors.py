@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.outcomes import Past
-from attnfuzz.harness.isolation.supervisor import Statistics
+from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict

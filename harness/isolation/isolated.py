@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +9,10 @@ import msgspec
 
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.compiler import BackgroundCompiler
+from attnfuzz.harness.isolation.deadlines import Deadlines
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
+from attnfuzz.harness.isolation.memory import memory_cap
 from attnfuzz.harness.isolation.outcomes import (
     KERNEL_STAGES,
     ChildMemoryError,
@@ -38,13 +38,8 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
-__all__ = ["DEADLINE", "ExecutionError", "Isolated", "child_variables", "memory_cap", "share_of_memory"]
+__all__ = ["ExecutionError", "Isolated", "child_variables"]
 
-DEADLINE = 60.0
-"""Seconds that a stage of a Trial may take by default."""
-_COMPILE_TIMES = 10.0
-_FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
-"""A stage is suspected to hang after 20 times its usual time, and half a second at least."""
 # No fork survives a CUDA context, so whether there is a GPU must be asked without one; nor a pool of threads.
 _FOR_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
@@ -54,9 +49,6 @@ _VARIABLES: dict[Device, dict[str, str]] = {
     "cuda": _FOR_FORKS,
 }
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
-_GIB = 1 << 30
-_LEAST_MEMORY: dict[Device, int] = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
-"""Of a child of one worker among several: CUDA's libraries alone are 3 GiB, in memory that the children share."""
 _LATEST, _PATIENTLY = 8, 4.0
 """Where a Case has hung that ends in time alone: the Cases before it that run again, and how much longer it may take then."""
 _MOST_REASONS, _REMEMBERED_PASTS = 20, 200
@@ -94,12 +86,7 @@ class Isolated:
     ) -> None:
         self.device = device
         self._memory_check = memory_check
-        deadline = DEADLINE if deadline is None else deadline
-        self._full = {"start": 180.0, "compile": compile_deadline or _COMPILE_TIMES * deadline, "end": 30.0}
-        self._full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
-        self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        self._finished: set[tuple[str, str]] = set()
-        self._hangs: set[tuple[str, str]] = set()
+        self._deadlines = Deadlines(deadline, compile_deadline)
         self._last_kernel: str | None = None
         self._warm_key: tuple[str, str] | None = None
         self._forkserver = forkserver or Forkserver(preloads(device, backends), child_variables(device) | dict(variables or {}))
@@ -124,7 +111,7 @@ class Isolated:
         kernel = registry.get(case.kernel)
         # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
-        task = self._task(case, self._full if patient else self._deadlines(*key))
+        task = self._task(case, self._deadlines.full if patient else self._deadlines.of(*key))
         if case.after:
             self.fresh()
         self._begun = case, key, self._supervisor.begin(task)
@@ -143,12 +130,12 @@ class Isolated:
             # A hang may be slowness, and an error outside the kernel may come from earlier Cases: run again with full deadlines.
             past = running.past
             self.fresh()
-            running = self._supervisor.begin(self._task(case, self._full))
+            running = self._supervisor.begin(self._task(case, self._deadlines.full))
             outcome = self._ended(running)
             if (hang := self._hang_after(case, past, first, outcome)) is not None:
                 outcome, running.past = hang, past
-        if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._full[outcome.stage]:
-            self._hangs.add((case.kernel, outcome.stage))
+        if isinstance(outcome, Death) and outcome.why == "hang" and outcome.limit == self._deadlines.full[outcome.stage]:
+            self._deadlines.note_hang(case.kernel, outcome.stage)
         verdict = self._with_late_death(case, self._verdict(case, outcome))
         if isinstance(first, Death) and first.by_itself and first.stage not in KERNEL_STAGES and not verdict.failures:
             # Neither the oracle nor the judge ends a process: something of the kernel's, such as a thread, was still at work.
@@ -162,18 +149,17 @@ class Isolated:
         if not (hung and past and not case.after and isinstance(alone, Reply)):
             return None
         assert isinstance(first, Death)
-        deadline = min(self._full[first.stage], _PATIENTLY * first.limit)
+        deadline = min(self._deadlines.full[first.stage], _PATIENTLY * first.limit)
         together = msgspec.structs.replace(case, after=past.cases[-_LATEST:])
         self.fresh()
-        outcome = self._ended(self._supervisor.begin(self._task(together, {**self._full, first.stage: deadline})))
+        outcome = self._ended(self._supervisor.begin(self._task(together, {**self._deadlines.full, first.stage: deadline})))
         if not isinstance(outcome, Death) or (outcome.why, outcome.stage, outcome.item) != (
             "hang",
             first.stage,
             len(together.after),
         ):
             return None
-        # Every other Case that hangs so would cost two more processes.
-        self._hangs.add((case.kernel, first.stage))
+        self._deadlines.note_hang(case.kernel, first.stage)
         return outcome
 
     def past(self, case: Case) -> Past:
@@ -198,9 +184,7 @@ class Isolated:
             self._pasts[case] = past
             if len(self._pasts) > _REMEMBERED_PASTS:
                 del self._pasts[next(iter(self._pasts))]
-        for stage, seconds in verdict.seconds.items():
-            self._usual[case.kernel, stage].append(seconds)
-        self._finished.add(key)
+        self._deadlines.learn(*key, verdict.seconds)
         if key != self._warm_key and not any(each.check in ("build", "compile") for each in verdict.failures):
             # The next spare loads this code in advance: it is known to load.
             self._warm_key = key
@@ -213,7 +197,7 @@ class Isolated:
 
         Consecutive tasks run in the same child until one ends it.
         """
-        return self._supervisor.run(Task(target, dict(payload), self._full))
+        return self._supervisor.run(Task(target, dict(payload), self._deadlines.full))
 
     def trial(self, case: Case) -> Verdict:
         """Begin and finish a Trial at full deadlines."""
@@ -227,7 +211,7 @@ class Isolated:
             BadArgument: a child cannot find the kernel.
             OutOfTime: the time of `limit` was over first.
         """
-        task = Task("attnfuzz.harness.isolation.tasks:map_case", self._task(case, {}).payload, self._full, (case,))
+        task = Task("attnfuzz.harness.isolation.tasks:map_case", self._task(case, {}).payload, self._deadlines.full, (case,))
         if case.after:
             self.fresh()
         outcome = self._ended(self._supervisor.begin(task))
@@ -255,8 +239,8 @@ class Isolated:
             return [self.finish()]
         kernel = registry.get(cases[0].kernel)
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
-        deadlines = [self._deadlines(*key, times=len(cases)) for key in dict.fromkeys(keys)]
-        longest = {stage: max(each[stage] for each in deadlines) for stage in self._full}
+        deadlines = [self._deadlines.of(*key, times=len(cases)) for key in dict.fromkeys(keys)]
+        longest = {stage: max(each[stage] for each in deadlines) for stage in self._deadlines.full}
         running = self._supervisor.begin(self._batch_task(cases, known, longest))
         outcome = self._ended(running)
         if isinstance(outcome, Error) and len(cases) > _FEW:
@@ -302,7 +286,7 @@ class Isolated:
     def compiler(self) -> BackgroundCompiler:
         """Return a Compiler whose compiles run in children of their own, several at once."""
         supervisor = Supervisor(self._forkserver, memory=self._memory, spares=0, owner=False, disturbed=self.statistics.disturbed)
-        return BackgroundCompiler(supervisor, self.device, self._full)
+        return BackgroundCompiler(supervisor, self.device, self._deadlines.full)
 
     def prepare(self) -> None:
         """Begin to load what children need, without waiting for it."""
@@ -351,31 +335,18 @@ class Isolated:
             payload["known"] = msgspec.to_builtins(sorted(known, key=repr))
         return Task("attnfuzz.harness.isolation.tasks:trials", payload, deadlines, tuple(cases))
 
-    def _deadlines(self, kernel: str, compile_key: str, times: int = 1) -> dict[str, float]:
-        """Return a multiple of each stage's usual time, for so many Cases; the full deadline for code that has not run yet."""
-        deadlines = dict(self._full)
-        for stage, full in self._full.items():
-            usual = self._usual[kernel, stage]
-            # Where a hang is known, a short deadline can only cost a smaller Case: the final one runs with full deadlines.
-            known = (kernel, stage) in self._hangs and usual
-            # A compile is quick where its code is loaded already, and slow again in every new child.
-            steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._finished
-            if known or steady:
-                deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(usual)))
-        return deadlines
-
     def _doubtful(self, kernel: str, outcome: Outcome) -> bool:
         if isinstance(outcome, Death):
             if outcome.stage not in KERNEL_STAGES:
                 return True
-            early = outcome.why == "hang" and outcome.limit < self._full[outcome.stage]
-            return early and (kernel, outcome.stage) not in self._hangs
+            early = outcome.why == "hang" and outcome.limit < self._deadlines.full[outcome.stage]
+            return early and not self._deadlines.is_known_to_hang(kernel, outcome.stage)
         # An earlier Case may have left the process broken.
         return isinstance(outcome, Error)
 
     def _with_late_death(self, case: Case, verdict: Verdict) -> Verdict:
         """Add a child's death between two Cases of one kernel as a failure of that kernel."""
-        late, self._supervisor.late = self._supervisor.late, None
+        late = self._supervisor.take_late_death()
         previous, self._last_kernel = self._last_kernel, case.kernel
         if late is None or previous != case.kernel:
             return verdict
@@ -418,14 +389,3 @@ def _with_death(case: Case, verdict: Verdict, death: Death) -> Verdict:
 def child_variables(device: Device) -> dict[str, str]:
     """Return the environment variables of processes from which children for kernels on `device` are forked."""
     return dict(_VARIABLES[device])
-
-
-def share_of_memory(device: Device, workers: int) -> int:
-    """Return the bytes that a child of one of this machine's `workers` may hold."""
-    return max(_LEAST_MEMORY[device], memory_cap() // workers)
-
-
-def memory_cap() -> int:
-    """Return half of the machine's memory in bytes, divided among xdist's workers; at least 2 GiB."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(2 * _GIB, total // 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
 from collections import deque
@@ -11,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attnfuzz.harness.isolation.child import Child, ChildError
-from attnfuzz.harness.isolation.disturbances import Disturbance, Disturbances
+from attnfuzz.harness.isolation.children import START_DEADLINE, Children
+from attnfuzz.harness.isolation.disturbances import Disturbance
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Outcome, Past, Reply, Task
 from attnfuzz.harness.isolation.stage_time import Pauses, StageTime
+from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.isolation.wire import wait
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 
@@ -24,30 +25,8 @@ _TICK = 0.05
 _USAGE_TICK, _LATE_TICK = 0.5, 0.1
 """Seconds between two looks at what a child uses, and where its deadline seems to be over."""
 _LONG_PAUSE = 5.0
-_START_DEADLINE = 180.0
-_ATTEMPTS = 4
 _SWEEP_EVERY = 50
 """Tasks after which processes that children left behind are killed, even if no child died."""
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Tasks done, children started and replaced, and seconds from each death to the next reply."""
-
-    tasks: int = 0
-    children: int = 0
-    start_seconds: float = 0.0
-    """Seconds in which a task waited for a new child."""
-    replaced: int = 0
-    recoveries: list[float] = field(default_factory=list)
-    batches_lost: int = 0
-    lost: list[str] = field(default_factory=list)
-    """Why the Cases of batches had to be run one by one: the first of `batches_lost`."""
-    disturbances: Disturbances = field(default_factory=Disturbances)
-
-    def disturbed(self, what: Disturbance) -> None:
-        """Count an event of the machine."""
-        self.disturbances = self.disturbances.plus(what)
 
 
 @dataclass(slots=True)
@@ -99,19 +78,9 @@ class Supervisor:
         self.statistics = Statistics()
         self._disturbed = disturbed or self.statistics.disturbed
         self._pauses = Pauses()
-        self._forkserver, self._memory, self._warm, self._spares = forkserver, memory, warm, spares
-        self._owner = owner
-        self._hint: Task | None = None
-        self._pasts: dict[Child, Past] = {}
+        self._forkserver, self._memory, self._owner = forkserver, memory, owner
+        self._children = Children(forkserver, self.statistics, warm=warm, spares=spares, disturbed=self._disturbed)
         self._fresh_next = False
-        self._last_output = ""
-        self.late: Death | None = None
-        """The death of a child between two tasks, not reported yet."""
-        self._numbers = itertools.count(1)
-        self._idle: list[Child] = []
-        self._ready: list[Child] = []
-        self._living: set[Child] = set()
-        self._warming: dict[Child, int] = {}
         self._died: float | None = None
 
     def run(self, task: Task) -> Outcome:
@@ -131,9 +100,8 @@ class Supervisor:
             ChildError: a child process cannot be started.
         """
         fresh, self._fresh_next = fresh or self._fresh_next, False
-        child, now, number = self._free_child(fresh=fresh), time.monotonic(), next(self._numbers)
-        past = self._pasts.get(child, Past())
-        self._pasts[child] = past.plus(task.cases)
+        child = self._children.free(fresh=fresh)
+        now, number, past = time.monotonic(), self._children.number(), self._children.take(task, child)
         child.send({"task": number, "target": task.target, "payload": task.payload})
         self._pauses.begin()
         return Running(task, child, number, now, now, StageTime(now, child.cpu()), past, fresh)
@@ -157,7 +125,7 @@ class Supervisor:
             if outcome is not None:
                 return outcome
             if until is not None and time.monotonic() >= until:
-                self._discard(running.child)
+                self._children.discard(running.child)
                 self._count(running)
                 return None
 
@@ -179,12 +147,16 @@ class Supervisor:
 
     def kill(self, running: Running) -> None:
         """End a task that is not wanted any more, and its child."""
-        self._discard(running.child)
+        self._children.discard(running.child)
+
+    def take_late_death(self) -> Death | None:
+        """Return the death of a child between two tasks, once."""
+        late, self._children.late = self._children.late, None
+        return late
 
     def idle(self, most: int) -> None:
         """Keep at most so many free children."""
-        while len(self._idle) > most:
-            self._discard(self._idle.pop())
+        self._children.keep(most)
 
     def run_all(
         self, tasks: Sequence[Task], width: int, starting: Callable[[int], None] = lambda _: None
@@ -205,32 +177,24 @@ class Supervisor:
         finally:
             # Interrupted: the state of the children at work is unknown.
             for running in active.values():
-                self._discard(running.child)
+                self._children.discard(running.child)
 
     def hint(self, warm: Task) -> None:
         """Run `warm` first in new children from now on, instead of the default. If it fails, it is not used again."""
-        self._hint = warm
+        self._children.hint = warm
 
     def settle(self) -> None:
         """Wait until every spare is ready."""
-        self._fill(fresh=False)
-        for child in list(self._ready):
-            if not self._warmed(child):
-                self._ready.remove(child)
+        self._children.settle()
 
     def replace(self) -> None:
         """Run the next task in a new child, which has built nothing either: what `hint` had it build may be wrong for others."""
         self._fresh_next = True
-        for child in self._idle:
-            self._discard(child)
-        self._idle.clear()
+        self._children.keep(0)
 
     def close(self) -> None:
         """End every child and everything that they started, and remove their temporary files."""
-        for child in list(self._living):
-            self._discard(child, sweep=False)
-        self._idle.clear()
-        self._ready.clear()
+        self._children.close()
         if self._owner:
             self._forkserver.close()
         else:
@@ -243,7 +207,7 @@ class Supervisor:
             outcome = self._look(running.child, running, ready)
         except _NotBegunError:
             if running.again:
-                return Death("exit", "start", 0.0, 0.0, None, self._last_output, 0)
+                return Death("exit", "start", 0.0, 0.0, None, self._children.last_output, 0)
             self._begin_again(running)
             running.again = True
             return None
@@ -284,80 +248,6 @@ class Supervisor:
         running.disturbed.append(what)
         return True
 
-    def _free_child(self, *, fresh: bool) -> Child:
-        for waiting in (self._idle, self._ready):
-            while waiting and waiting[0].gone():
-                # It died between two tasks, because of something that an earlier one left behind.
-                child = waiting.pop(0)
-                if waiting is self._idle:
-                    death = self._late_death(child)
-                    if death.disturbance is not None:
-                        self._disturbed(death.disturbance)
-                    else:
-                        self.late = death
-                self._discard(child)
-        if self._idle and not fresh:
-            return self._idle.pop(0)
-        start = time.perf_counter()
-        try:
-            child = self._ready_child(fresh=fresh)
-            self._fill(fresh=fresh)
-        finally:
-            self.statistics.start_seconds += time.perf_counter() - start
-        return child
-
-    def _fill(self, *, fresh: bool) -> None:
-        """Start spares: of several, one has built nothing; a single one is of the kind that was wanted last."""
-        if fresh and self._spares == len(self._ready) == 1 and self._pasts.get(self._ready[0]):
-            self._discard(self._ready.pop())
-        while len(self._ready) < self._spares:
-            several = self._spares > 1 and all(self._pasts.get(each) for each in self._ready)
-            self._ready.append(self._started(plain=fresh or several))
-
-    def _late_death(self, child: Child) -> Death:
-        status = child.kill()
-        return Death("exit", "end", 0.0, 0.0, status, child.tail(), child.output_size())
-
-    def _ready_child(self, *, fresh: bool) -> Child:
-        """Return a spare or a new child. A kernel may have killed the template process, and the spares with it."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                able = (each for each in self._ready if not (fresh and self._pasts.get(each)))
-                spare = max(able, key=lambda each: bool(self._pasts.get(each)), default=None)
-                if spare is not None:
-                    self._ready.remove(spare)
-                child = spare or self._started(plain=fresh)
-            except ChildError:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-                continue
-            if self._warmed(child):
-                return child
-        raise ChildError(f"a child process could not be made ready: {self._last_output}")
-
-    def _started(self, *, plain: bool = False) -> Child:
-        child, warm = self._forkserver.start(), (None if plain else self._hint) or self._warm
-        self._living.add(child)
-        self.statistics.children += 1
-        if warm is not None:
-            self._pasts[child] = Past().plus(warm.cases)
-            self._warming[child] = next(self._numbers)
-            child.send({"task": self._warming[child], "target": warm.target, "payload": warm.payload})
-        return child
-
-    def _warmed(self, child: Child) -> bool:
-        """Wait until a child is ready. If it fails to start, discard it and keep its output."""
-        if self._warming.pop(child, None) is None:
-            return True
-        wait([child.connection.fileno(), child.descriptor], _START_DEADLINE)
-        message = child.receive() if child.answers() else None
-        if message is not None and "error" not in message:
-            return True
-        self._last_output = (message["error"]["trace"] if message else child.tail()).strip() or "it printed nothing"
-        self._hint = None
-        self._discard(child)
-        return False
-
     def _look(self, child: Child, running: Running, ready: set[int]) -> Outcome | None:
         if child.connection.fileno() in ready:
             message = child.receive()
@@ -369,11 +259,11 @@ class Supervisor:
             if outcome is None:
                 return self._death(child, running, "pipe", 0.0)
             if message.get("replace") or child.memory() > self._memory // 2:
-                self._discard(child)
+                self._children.discard(child)
                 if message.get("replace"):
                     self._died = time.monotonic()
             else:
-                self._idle.append(child)
+                self._children.idle.append(child)
             return outcome
         if child.descriptor in ready:
             return self._death(child, running, "exit", 0.0)
@@ -383,7 +273,7 @@ class Supervisor:
         running.looked = now
         child.output_size()
         stage, since = _stage(child, running)
-        limit = running.task.deadlines.get(stage, _START_DEADLINE)
+        limit = running.task.deadlines.get(stage, START_DEADLINE)
         times, held = running.time, child.memory()
         times.enter(stage, since)
         if (late := times.late(now, limit)) and now - times.looked < _LATE_TICK:
@@ -424,27 +314,13 @@ class Supervisor:
             # Only a kernel closes the connection. The child has gone on since, so that its stage says nothing.
             stage = "kernel"
         output = child.tail()
-        self._discard(child, killed=True)
+        self._children.discard(child, killed=True)
         if announced is None:
-            self._last_output = output.strip() or f"exit status {status}"
+            self._children.last_output = output.strip() or f"exit status {status}"
             if why == "exit" and status in (None, -signal.SIGKILL) and not running.again:
                 running.disturbed.append("killed")
-            raise _NotBegunError(self._last_output)
+            raise _NotBegunError(self._children.last_output)
         return Death(why, stage, seconds, limit, status, output, printed, item, stopped)
-
-    def _discard(self, child: Child, *, killed: bool = False, sweep: bool = True) -> None:
-        if child not in self._living:
-            return
-        self._living.discard(child)
-        self._forkserver.ended(child)
-        self._warming.pop(child, None)
-        self._pasts.pop(child, None)
-        self.statistics.replaced += 1
-        if not killed:
-            child.kill()
-        child.close()
-        if sweep:
-            self._forkserver.sweep()
 
 
 def _stage(child: Child, running: Running) -> tuple[str, float]:

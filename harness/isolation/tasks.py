@@ -114,7 +114,7 @@ def trials(payload: dict[str, Any], enter: _Enter) -> _Done:
     """Run the Trials of a batch. `payload` as of `trial`, with `cases` in place of `case`. The result is a list of Verdicts.
 
     `known` of the payload, which may be missing: failures as those of `run_batch`.
-    What breaks the device or fills the memory ends the whole batch: its Cases have to run one by one then.
+    What breaks the device or fills the memory ends the whole batch: its Cases have to run again, fewer at once.
     """
     from attnfuzz.harness.judge.failure import Identity
     from attnfuzz.harness.trial.batch import run_batch

@@ -13,7 +13,7 @@ from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
 
-__all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "Failure", "Identity", "Kind", "Place", "in_earlier", "where"]
+__all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "PATTERNED", "Failure", "Identity", "Kind", "Place", "in_earlier", "where"]
 
 Kind = Literal[
     "mismatch",
@@ -46,6 +46,8 @@ _KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
         *get_args(MemoryKind),
     )
 )
+PATTERNED: frozenset[Kind] = frozenset(("mismatch", "nonfinite"))
+"""Kinds whose failures have a pattern, where one is looked for and found."""
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
 BY_QUERY = ("o", "lse", "dq")
 """Outputs with a row for each query; the others have one for each key."""

@@ -7,6 +7,7 @@ tensors are judged by the same rule (`wrong_captured`).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate
 from typing import Literal
 
@@ -40,12 +41,12 @@ def judge(
     outputs: Outputs,
     expected: dict[OutputName, Truth],
     config: Config = _NO_CONFIG,
-    known: set[Identity] | None = None,
+    known: Collection[Identity] = (),
 ) -> Verdict:
     """Judge shape, dtype and device, then every element against its budget, then each output as a whole.
 
     `config` gives the tiles for a failure's pattern. `known`: failures whose pattern is not looked for, since that takes much
-    longer than the Case itself; it gets each one that was looked for. None: the pattern of every failure.
+    longer than the Case itself.
     """
     if isinstance(expected, HeadTruths):
         return _head_by_head(kernel, inputs, outputs, expected, config, known)
@@ -61,7 +62,7 @@ def judge_by_oracle(
     config: Config,
     device: str,
     clock: Clock,
-    known: set[Identity] | None = None,
+    known: Collection[Identity] = (),
 ) -> tuple[Verdict, Truths | HeadTruths]:
     """Compute oracle and budgets for `inputs`, then judge as `judge` does; stages "oracle" and "judge" of `clock`."""
     with clock.stage("oracle"):
@@ -98,7 +99,7 @@ def _judged(
     outputs: Outputs,
     expected: dict[OutputName, Truth],
     config: Config,
-    known: set[Identity] | None,
+    known: Collection[Identity],
 ) -> Verdict:
     problem = inputs.problem
     got, measurements, failures = compare(kernel, inputs, outputs, expected)
@@ -114,7 +115,7 @@ def _judged(
 
 
 def _head_by_head(
-    kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config, known: set[Identity] | None
+    kernel: str, inputs: Inputs, outputs: Outputs, expected: HeadTruths, config: Config, known: Collection[Identity]
 ) -> Verdict:
     """Judge each key/value head separately; report an output that is wrong in several at its worst place."""
     problem = inputs.problem
@@ -208,7 +209,7 @@ def _wrong(
     expected: dict[OutputName, Truth],
     measurement: Measurement,
     config: Config,
-    known: set[Identity] | None,
+    known: Collection[Identity],
 ) -> Failure:
     """Return the Failure of an output with elements outside their intervals: at the worst one, with the pattern of all."""
     true, got = expected[name], got.double()
@@ -218,10 +219,8 @@ def _wrong(
     failure = _failure(
         kernel, name, place, measurement.figures, "nonfinite" if measurement.nonfinite else "mismatch", problem.dtype
     )
-    if known is not None:
-        if failure.identity in known:
-            return failure
-        known.add(failure.identity)
+    if failure.identity in known:
+        return failure
     others = {other: each.expected for other, each in expected.items()}
     pattern = diagnose(problem, config, name, got, true.expected, true.allowed, measurement.outside, others)
     return _with_pattern(failure, pattern)

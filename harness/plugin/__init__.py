@@ -134,8 +134,8 @@ def fuzz_calls(
         ValueError: a number is out of range.
     """
     for name, value, least in (("max_examples", max_examples, 1), ("max_calls", max_calls, 2)):
-        if value < least:
-            raise ValueError(f"{name}={value!r}: nothing would be tried; give {least} or more")
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}={value!r}: nothing would be tried; give a whole number, {least} or more")
     _check_seed(seed)
     _register(kernel)
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from attnfuzz.harness.core.signals import interrupted_once
-from attnfuzz.harness.plugin.run import executor_of, message_of, run_cases, subject_of
+from attnfuzz.harness.plugin.run import executor_of, hear_no_more, message_of, run_cases, subject_of
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.events import Finding
     from attnfuzz.harness.campaign.runner import TrialRunner
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.kernels.contract import Device, Kernel
+    from attnfuzz.strategies.case import Case
     from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["run_calls"]
@@ -24,10 +28,12 @@ _MOST_VARIANTS = 6
 """Variants of the calls, each of which may have to be compiled in the middle of a sequence."""
 _TILES, _LENGTH = 4, 96
 """Most tiles and tokens of a call: what is kept between calls depends little on their size."""
+_ENDLESS = 1_000_000
+"""Sequences of a test that ends with its time."""
 
 
-class _CallFailed(Exception):
-    """Ends the sequences: a call has failed."""
+class _Ended(BaseException):
+    """Ends the sequences: a call has failed, or the time is over. Not an Exception: Hypothesis would run the sequence again."""
 
 
 def run_calls(
@@ -43,67 +49,120 @@ def run_calls(
         run_cases(kernel, cases, request)
         return
     subject, settings = subject_of(kernel, request.config, 0, 1, sequences, seed=seed)
+    if settings.in_process:
+        pytest.skip("--attnfuzz-in-process: each sequence of calls needs a process of its own")
+    interrupted = False
     try:
         with interrupted_once():
-            tried, finding = _first_failure(subject, settings, most, request)
+            search = _Search(subject, settings, _runner(request, subject, settings))
+            try:
+                search.run(most)
+                search.minimise()
+            except KeyboardInterrupt:
+                if search.finding is None:
+                    raise
+                interrupted = True
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
-    names = {"kernel": subject.name, "device": settings.device, "seed": settings.seed, "calls": tried}
+    names = {"kernel": subject.name, "device": settings.device, "seed": settings.seed, "calls": search.calls}
     request.node.user_properties.extend((f"attnfuzz.{name}", str(value)) for name, value in names.items())
-    if finding is not None:
-        pytest.fail(message_of([finding], subject, request, keeps=False), pytrace=False)
+    if interrupted:
+        # pytest shows no test that a KeyboardInterrupt ends: this one has failed, and is the last.
+        hear_no_more(request.config)
+        request.session.shouldfail = "interrupted by Ctrl-C: no other test was run"
+    if search.finding is not None:
+        pytest.fail(message_of([search.finding], subject, request), pytrace=False)
+    if not search.calls:
+        pytest.fail(f"no call was made within {settings.budget:.3g} s; give it more time", pytrace=False)
 
 
-def _first_failure(kernel: Kernel, settings: Settings, most: int, request: pytest.FixtureRequest) -> tuple[int, Finding | None]:
-    """Return the number of calls that were made, and the first failure, minimal and kept; None: no call failed."""
-    from hypothesis import HealthCheck, Phase
-    from hypothesis import seed as seeded
-    from hypothesis import settings as of_hypothesis
-    from hypothesis.stateful import run_state_machine_as_test
-
-    from attnfuzz.harness.campaign.events import Finding
+def _runner(request: pytest.FixtureRequest, kernel: Kernel, settings: Settings) -> TrialRunner:
+    """Return a runner of Cases in the session's child processes."""
     from attnfuzz.harness.campaign.runner import TrialRunner
-    from attnfuzz.harness.campaign.settings import PROFILES
-    from attnfuzz.strategies.call_sequences import call_machine
-    from attnfuzz.strategies.case import Case
-    from attnfuzz.strategies.cases import Limits
 
-    executor = executor_of(request.config, kernel, settings)
-    runner, failures = TrialRunner(executor), list[Finding]()
-    variants = _few(kernel, settings.device)
-    limits = Limits(batch=3, heads=4, length=_LENGTH, tiles=_TILES)
-    end = None if settings.budget is None else time.monotonic() + settings.budget
+    return TrialRunner(executor_of(request.config, kernel, settings))
 
-    def call(case: Case) -> None:
-        if end is not None and time.monotonic() >= end:
-            return
-        verdict = runner.run(case, "generate")
-        if verdict.failures:
-            failures.append(Finding(verdict.failures[0].identity, case, verdict, cases_to_find=runner.trials))
-            raise _CallFailed
 
-    machine = call_machine(kernel, device=settings.device, limits=limits, variants=variants, begin=executor.fresh, call=call)
-    try:
-        run_state_machine_as_test(
-            seeded(settings.seed)(machine),
-            settings=of_hypothesis(
-                max_examples=settings.max_examples or 1,
-                stateful_step_count=most,
-                phases=(Phase.generate,),
-                suppress_health_check=list(HealthCheck),
-                deadline=None,
-                database=None,
-                print_blob=False,
-                report_multiple_bugs=False,
-            ),
+@dataclass
+class _Search:
+    """Sequences of calls of one kernel up to the first failure; `finding` is in a case file as soon as it is seen."""
+
+    kernel: Kernel
+    settings: Settings
+    runner: TrialRunner
+    finding: Finding | None = None
+    calls: int = 0
+    _end: float | None = field(default=None, init=False)
+
+    def run(self, most: int) -> None:
+        """Make the calls."""
+        from hypothesis import HealthCheck, Phase
+        from hypothesis import seed as seeded
+        from hypothesis import settings as of_hypothesis
+        from hypothesis.stateful import run_state_machine_as_test
+
+        from attnfuzz.strategies.call_sequences import call_machine
+        from attnfuzz.strategies.cases import Limits
+
+        settings = self.settings
+        self._end = None if settings.budget is None else time.monotonic() + settings.budget
+        machine = call_machine(
+            self.kernel,
+            device=settings.device,
+            limits=Limits(batch=3, heads=4, length=_LENGTH, tiles=_TILES),
+            variants=_few(self.kernel, settings.device),
+            begin=self.runner.fresh,
+            call=self._call,
         )
-    except BaseException:
-        # Hypothesis runs the sequence again, and raises other errors where it passes then.
-        if not failures:
-            raise
-    tried = runner.trials
-    seconds = PROFILES[settings.profile].shrink if settings.shrink is None else settings.shrink
-    return tried, _minimal(failures[0], kernel, settings, runner, variants, seconds) if failures else None
+        with contextlib.suppress(_Ended):
+            run_state_machine_as_test(
+                seeded(settings.seed)(machine),
+                settings=of_hypothesis(
+                    max_examples=settings.max_examples or _ENDLESS,
+                    stateful_step_count=most,
+                    phases=(Phase.generate,),
+                    suppress_health_check=list(HealthCheck),
+                    deadline=None,
+                    database=None,
+                    print_blob=False,
+                ),
+            )
+
+    def minimise(self) -> None:
+        """Shrink the failure, if there is one, with the calls that it needs."""
+        from attnfuzz.harness.campaign.minimise import Minimiser
+        from attnfuzz.harness.campaign.settings import PROFILES
+
+        if self.finding is None:
+            return
+        profile, device = PROFILES[self.settings.profile], self.settings.device
+        seconds = profile.shrink if self.settings.shrink is None else self.settings.shrink
+        minimiser = Minimiser(self.kernel, device, _few(self.kernel, device), profile.limits[device], self.runner)
+        minimiser.minimise(self.finding, seconds, self._keep)
+
+    def _call(self, case: Case) -> None:
+        from attnfuzz.harness.campaign.events import Finding
+
+        if self._end is not None and time.monotonic() >= self._end:
+            raise _Ended
+        verdict = self.runner.run(case, "generate")
+        self.calls += 1
+        if verdict.failures:
+            self._keep(Finding(verdict.failures[0].identity, case, verdict, cases_to_find=self.calls))
+            raise _Ended
+
+    def _keep(self, finding: Finding) -> None:
+        """Write a case file, which replaces that of the Case before."""
+        from attnfuzz.harness.campaign.corpus import Corpus
+
+        before, self.finding = self.finding, finding
+        if self.settings.out is None:
+            return
+        corpus = Corpus(self.settings.out)
+        path = corpus.write(finding, self.settings.seed)
+        self.finding = dataclasses.replace(finding, path=str(path))
+        if before is not None and before.path is not None and before.path != str(path):
+            corpus.remove(Path(before.path))
 
 
 def _few(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
@@ -113,22 +172,3 @@ def _few(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
     variants = all_variants(kernel, device)
     step = max(1, len(variants) // _MOST_VARIANTS)
     return tuple(variants[::step][:_MOST_VARIANTS])
-
-
-def _minimal(
-    finding: Finding, kernel: Kernel, settings: Settings, runner: TrialRunner, variants: Sequence[Variant], seconds: float
-) -> Finding:
-    """Shrink a failure with the calls that it needs, and write its case file."""
-    import dataclasses
-
-    from attnfuzz.harness.campaign.corpus import Corpus
-    from attnfuzz.harness.campaign.minimise import Minimiser
-    from attnfuzz.harness.campaign.settings import PROFILES
-
-    latest = [finding]
-    limits = PROFILES[settings.profile].limits[settings.device]
-    Minimiser(kernel, settings.device, variants, limits, runner).minimise(finding, seconds, latest.append)
-    if settings.out is None:
-        return latest[-1]
-    path = Corpus(settings.out).write(latest[-1], settings.seed)
-    return dataclasses.replace(latest[-1], path=str(path))

@@ -274,9 +274,7 @@ def _blob(finding: Finding) -> str:
     return blob_of(finding.case, finding.rate)
 
 
-def message_of(
-    findings: Sequence[Finding], kernel: Kernel, request: pytest.FixtureRequest, rest: str | None = None, *, keeps: bool = True
-) -> str:
+def message_of(findings: Sequence[Finding], kernel: Kernel, request: pytest.FixtureRequest, rest: str | None = None) -> str:
     """Each failure: identity, minimal Case, what was seen, the line that runs it again, and the Case to paste."""
     from io import StringIO
 
@@ -293,7 +291,6 @@ def message_of(
         # Without the file, on another machine, or for good.
         blob = _blob(finding)
         console.print(f"   without that file:   {again} {blob}", highlight=False, soft_wrap=True, markup=False)
-        if keeps:
-            console.print(f'   to keep it:          fuzz(..., cases=["{blob}"])', highlight=False, soft_wrap=True, markup=False)
+        console.print(f'   to keep it:          fuzz(..., cases=["{blob}"])', highlight=False, soft_wrap=True, markup=False)
     together = "\n".join(groups.described(findings))
     return "\n".join(filter(None, (text.getvalue().strip(), together, rest)))

@@ -127,6 +127,8 @@ class _Run:
     bench: Bench
     suspicions: list[Suspicion]
     steps: Steps
+    met: set[Identity]
+    """Gets the failures of its Verdict."""
     request: Launched | Move | None = None
     """What its check waits for."""
     verdict: Verdict | None = None
@@ -151,6 +153,7 @@ class _Run:
             self.request = self.steps.send(answer)
         except StopIteration as end:
             self.verdict = end.value
+            self.met |= {each.identity for each in end.value.failures}
             self.drop()
         except WentWrong as error:
             self.verdict = Verdict(status="fail", failures=(error.failure,))
@@ -182,14 +185,16 @@ class _Batch:
         clock = Clock(self._enter)
         with clock.stage("inputs"):
             numbers = numbers_of(((case.problem, case.recipe) for case, _ in self._cases), self._device)
+        met = set[Identity]() if self._known is None else self._known
+        known = () if self._known is None else self._known
         for number, (case, kernel) in enumerate(self._cases):
             own = Clock(self._enter, {"inputs": clock.seconds["inputs"] / len(self._cases)})
             suspicions: list[Suspicion] = []
-            bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions, known=self._known)
+            bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions, known=known)
             if case.check in RELATIONS:
                 # Its launches are compared at once.
-                bench = _PreparedBench(case, kernel, self._device, own, numbers, known=self._known)
-            self._runs.append(_Run(number, bench, suspicions, CHECKS[case.check](bench)))
+                bench = _PreparedBench(case, kernel, self._device, own, numbers, known=known)
+            self._runs.append(_Run(number, bench, suspicions, CHECKS[case.check](bench), met))
         for run in self._runs:
             self._resume(run)
         self._move()

@@ -6,7 +6,7 @@ A check (harness/trial/checks/) is a generator over them, so that the outputs of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -54,7 +54,7 @@ class Bench:
     clock: Clock
     slack: list[Failure] = field(default_factory=list, kw_only=True)
     """Failures of slack rows so far."""
-    known: set[Identity] | None = field(default=None, kw_only=True)
+    known: Collection[Identity] = field(default=(), kw_only=True)
     """Failures whose pattern is not looked for, as in `judge`."""
     waits: ClassVar[bool] = True
     """Whether each launch is waited for, so that an error of the device is attributed to it."""

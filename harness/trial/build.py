@@ -5,12 +5,12 @@ Once it has been compiled, processes load its code at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.trial.defaults import of_kernel
@@ -40,7 +40,7 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
     key = (kernel.name, compile_key, device)
     if key in _ready:
         return _build(kernel, problem, config, device)
-    with _locked(key):
+    with _locked(key, _stamp(kernel)):
         result = _build(kernel, problem, config, device)
     _ready.add(key)
     return result
@@ -80,13 +80,31 @@ def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Devic
     return time.perf_counter() - start, None
 
 
-@contextmanager
-def _locked(key: tuple[str, str, Device]) -> Iterator[None]:
-    """Keep other processes from compiling the same; those that only load code which has been compiled keep no one out."""
+@contextlib.contextmanager
+def _locked(key: tuple[str, str, Device], stamp: str) -> Iterator[None]:
+    """Keep other processes from compiling the same; those that only load code which has been compiled keep no one out.
+
+    The file holds the `stamp` of what was compiled: another one, of changed sources, is compiled by one process again.
+    """
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     with (cache.folder("locks") / name).open("a+") as handle:
-        compiled = os.fstat(handle.fileno()).st_size > 0
-        fcntl.flock(handle, fcntl.LOCK_SH if compiled else fcntl.LOCK_EX)
+
+        def compiled() -> bool:
+            handle.seek(0)
+            return handle.read() == stamp
+
+        fcntl.flock(handle, fcntl.LOCK_SH if compiled() else fcntl.LOCK_EX)
         yield
-        if not os.fstat(handle.fileno()).st_size:
-            handle.write("compiled")
+        if not compiled():
+            handle.truncate(0)
+            handle.write(stamp)
+
+
+def _stamp(kernel: Kernel) -> str:
+    """Return what changes with the kernel's files and the compilers."""
+    files = []
+    for path in getattr(kernel, "files", ()):
+        with contextlib.suppress(OSError):
+            state = Path(path).stat()
+            files.append((str(path), state.st_size, state.st_mtime_ns))
+    return hashlib.sha256(repr((files, sorted(environment.versions().items()))).encode()).hexdigest()

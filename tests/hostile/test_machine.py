@@ -297,7 +297,7 @@ def test_a_child_that_is_killed_between_two_tasks_is_an_event(forked: Supervisor
     kill(reply.result)
     time.sleep(0.2)
     assert isinstance(forked.run(task("who")), Reply)
-    assert forked.late is None
+    assert forked.take_late_death() is None
     assert forked.statistics.disturbances == Disturbances(killed=1)
 
 

@@ -21,7 +21,7 @@ from attnfuzz.harness.campaign.worker import Worker
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor, InProcess, SerialCompiler
 from attnfuzz.harness.isolation.outcomes import Past
-from attnfuzz.harness.isolation.supervisor import Statistics
+from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict

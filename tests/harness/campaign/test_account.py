@@ -19,7 +19,7 @@ from attnfuzz.harness.campaign.events import CampaignFinished, Event, FailureFou
 from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.outcomes import ExecutionError
-from attnfuzz.harness.isolation.supervisor import Statistics
+from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry

@@ -186,7 +186,7 @@ def test_what_a_spare_has_built_is_in_its_past(executor: Isolated) -> None:
     executor.settle()
     # Its process, a new one, takes no spare that has built; the next task may.
     assert executor.trial(dies).failures[0].kind == "crash"
-    executor._supervisor._idle.clear()
+    executor._supervisor._children.idle.clear()
     executor.settle()
     verdict = executor.trial(plain)
     assert bool(verdict.failures) == bool(executor.past(plain))

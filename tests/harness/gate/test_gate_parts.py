@@ -24,7 +24,7 @@ from attnfuzz.harness.gate.parts.speed import speed
 from attnfuzz.harness.gate.plan import Plan
 from attnfuzz.harness.gate.side import BrokenSideError
 from attnfuzz.harness.gate.tasks import error_figures
-from attnfuzz.harness.isolation.supervisor import Statistics
+from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.truth import Truth
 from attnfuzz.harness.judge.verdict import Verdict

@@ -150,7 +150,10 @@ class Answers(Supervisor):
     """Outcomes in order, whatever is asked."""
 
     def __init__(self, *outcomes: Any) -> None:
-        self.outcomes, self.limits, self.fresh, self.late = list(outcomes), [], 0, None  # type: ignore[assignment]
+        self.outcomes, self.limits, self.fresh = list(outcomes), list[float](), 0
+
+    def take_late_death(self) -> None:
+        return None
 
     def begin(self, task: Any) -> Any:
         self.limits.append(task.deadlines["kernel"])
@@ -171,7 +174,7 @@ def answering(executor: Isolated, monkeypatch: pytest.MonkeyPatch, *outcomes: An
     executor.describe()
     answers = Answers(*outcomes)
     monkeypatch.setattr(executor, "_supervisor", answers)
-    monkeypatch.setattr(executor, "_hangs", set())
+    monkeypatch.setattr(executor._deadlines, "_hangs", set())
     return answers
 
 
@@ -180,7 +183,7 @@ def test_late_may_be_slow_and_is_tried_once_more_without_haste(executor: Isolate
     for _ in range(3):
         executor.begin(case_of("fault.abort", n_k=1))
         good = executor.finish()
-    reply = executor._supervisor.run(executor._task(case_of("fault.abort", n_k=1), executor._full))
+    reply = executor._supervisor.run(executor._task(case_of("fault.abort", n_k=1), executor._deadlines.full))
     answers = answering(executor, monkeypatch, death("hang", "kernel"), reply)
     executor.begin(case_of("fault.abort", n_k=2))
     assert executor.finish().status == good.status == "pass"
@@ -238,7 +241,7 @@ def test_a_process_that_ends_itself_once_outside_of_a_call_is_a_crash_of_its_ker
     executor: Isolated, monkeypatch: pytest.MonkeyPatch, end: Any, kind: str | None
 ) -> None:
     """A thread that a call has started, say; another process may have sent SIGKILL or SIGTERM."""
-    reply = executor._supervisor.run(executor._task(case_of("fault.abort", n_k=1), executor._full))
+    reply = executor._supervisor.run(executor._task(case_of("fault.abort", n_k=1), executor._deadlines.full))
     answering(executor, monkeypatch, end, reply)
     failures = executor.trial(case_of("fault.abort", n_k=1)).failures
     assert [(each.kind, each.check, each.message) for each in failures] == ([("crash", "afterwards", kind)] if kind else [])

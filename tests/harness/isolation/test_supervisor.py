@@ -151,7 +151,7 @@ def test_what_a_child_leaves_behind_goes_with_it(supervisor: Supervisor) -> None
     assert (found.why, found.status) == ("exit", 4)
     alive = {each.pid for each in reaper.marked(supervisor._forkserver.run)}
     template = supervisor._forkserver._template
-    assert alive == {child.pid for child in supervisor._living} | ({template.pid} if template else set())
+    assert alive == {child.pid for child in supervisor._children.living} | ({template.pid} if template else set())
 
 
 def test_a_template_process_that_was_killed_is_replaced(forked: Supervisor) -> None:
@@ -163,7 +163,7 @@ def test_a_template_process_that_was_killed_is_replaced(forked: Supervisor) -> N
 def test_a_child_that_died_between_tasks_costs_no_task(supervisor: Supervisor) -> None:
     found = supervisor.run(task("who"))
     assert isinstance(found, Reply)
-    for child in list(supervisor._living):
+    for child in list(supervisor._children.living):
         os.kill(child.pid, signal.SIGKILL)
     time.sleep(0.1)
     assert supervisor.run(task("echo")) == Reply({})
@@ -176,7 +176,7 @@ def test_several_tasks_at_once(forked: Supervisor) -> None:
     assert time.monotonic() - start < 2 * 2.0
     assert [type(found[index]) for index in range(7)] == [Reply, Reply, Reply, Reply, Death, Error, Reply]
     forked.idle(1)
-    assert len(forked._idle) == 1
+    assert len(forked._children.idle) == 1
 
 
 def test_children_share_one_look_at_the_processes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_another_thread_may_start_children_and_end(monkeypatch: pytest.MonkeyPat
     thread.start()
     thread.join()
     time.sleep(0.2)
-    assert all(not child.gone() for child in found[0]._living)
+    assert all(not child.gone() for child in found[0]._children.living)
     assert found[0].run(task("echo")) == Reply({})
     found[0].close()
 

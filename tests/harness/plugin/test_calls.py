@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.state_faults import FAULTS
 
 from attnfuzz.harness.campaign.corpus import read_case
+from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.plugin import calls, fuzz_calls
 from attnfuzz.harness.repro.reproduce import Where, reproduce
@@ -86,11 +88,14 @@ def test_what_a_call_leaves_behind_is_found(
     name: str, children: Isolated, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = registry.register(FAULTS[name])
-    monkeypatch.setattr(calls, "executor_of", lambda *_: children)
-    request: Any = SimpleNamespace(config=None)
     of = Settings(device="cpu", max_examples=60, seed=1, shrink=8.0, out=str(tmp_path))
-    tried, finding = calls._first_failure(kernel, of, 10, request)
-    assert finding is not None, f"not found in {tried} calls"
+    search = calls._Search(kernel, of, TrialRunner(children))
+    search.run(10)
+    assert search.finding is not None, f"not found in {search.calls} calls"
+    assert read_case(search.finding.path or "").case == search.finding.case
+    search.minimise()
+    finding = search.finding
+    assert [str(each) for each in (tmp_path / "cases").iterdir()] == [finding.path], "it replaces the first one"
     assert finding.path is not None
     stored = read_case(finding.path)
     assert len(stored.case.after) <= 3
@@ -100,13 +105,40 @@ def test_what_a_call_leaves_behind_is_found(
         assert reproduce(stored.case, Where("cpu")).verdict.failures
 
 
-def test_a_right_kernel_passes(children: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "executor_of", lambda *_: children)
-    request: Any = SimpleNamespace(config=None)
+def test_a_right_kernel_passes(children: Isolated) -> None:
+    search = calls._Search(
+        registry.get("torch.reference_cpu"), Settings(device="cpu", max_examples=10, seed=2, out=None), TrialRunner(children)
+    )
+    search.run(8)
+    search.minimise()
+    assert search.finding is None
+    assert search.calls > 20
+
+
+def test_a_budget_is_the_only_limit(children: Isolated) -> None:
     kernel = registry.get("torch.reference_cpu")
-    tried, finding = calls._first_failure(kernel, Settings(device="cpu", max_examples=10, seed=2, out=None), 8, request)
-    assert finding is None
-    assert tried > 20
+    search = calls._Search(kernel, Settings(device="cpu", budget=3.0, max_examples=None, seed=2, out=None), TrialRunner(children))
+    start = time.monotonic()
+    search.run(2)
+    assert 3.0 <= time.monotonic() - start < 10.0
+    assert search.calls > 10
+
+
+def test_ctrl_c_while_it_is_shrunk_loses_no_failure(children: Isolated, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Shrinker, "shrink", interrupted)
+    search = calls._Search(
+        registry.register(FAULTS["always"]),
+        Settings(device="cpu", max_examples=60, seed=1, out=str(tmp_path)),
+        TrialRunner(children),
+    )
+    search.run(10)
+    with pytest.raises(KeyboardInterrupt):
+        search.minimise()
+    assert search.finding is not None
+    assert read_case(search.finding.path or "").case == search.finding.case
 
 
 RIGHT = """
@@ -136,6 +168,7 @@ def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest
 
 def test_a_file_whose_kernel_is_right_passes(folder: pytest.Pytester) -> None:
     pytest_of(folder, RIGHT).assert_outcomes(passed=1)
+    pytest_of(folder, RIGHT, "--attnfuzz-in-process").assert_outcomes(skipped=1)
 
 
 @pytest.mark.slow
@@ -154,8 +187,9 @@ def test_a_failure_is_shown_and_kept_and_its_file_fails_again(folder: pytest.Pyt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_examples": 0}, "max_examples=0: nothing would be tried; give 1 or more"),
-        ({"max_calls": 1}, "max_calls=1: nothing would be tried; give 2 or more"),
+        ({"max_examples": 0}, "max_examples=0: nothing would be tried; give a whole number, 1 or more"),
+        ({"max_calls": 1}, "max_calls=1: nothing would be tried; give a whole number, 2 or more"),
+        ({"max_calls": "3"}, "max_calls='3': nothing would be tried; give a whole number, 2 or more"),
         ({"seed": -1}, "seed=-1: must not be negative; give 0 or more"),
     ],
 )

@@ -21,6 +21,7 @@ class Compiles:
     """A kernel whose `build` says which lock it holds."""
 
     name, backend = "test.compiles", "test"
+    files: tuple[str, ...] = ()
     capabilities = Capabilities(dtypes=("float16",), dims=((16, 16),), devices=("cpu",), compiles_on=("cpu",))
 
     def __init__(self, folder: Path, error: Exception | None = None) -> None:
@@ -101,3 +102,15 @@ def test_a_process_waits_while_another_compiles(folder: Path) -> None:
         assert not each.is_alive()
     built(kernel)
     assert kernel.alone == [False]
+
+
+def test_changed_sources_are_compiled_by_one_process_again(folder: Path) -> None:
+    source = folder / "kernel.py"
+    source.write_text("one")
+    kernel = Compiles(folder)
+    kernel.files = (str(source), str(folder / "gone.py"))
+    built(kernel)
+    source.write_text("another")
+    built(kernel)
+    built(kernel)
+    assert kernel.alone == [True, True, False]

@@ -1,0 +1,58 @@
+"""How long each stage of a Trial may take, learned from those before it."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+__all__ = ["DEADLINE", "Deadlines"]
+
+DEADLINE = 60.0
+"""Seconds that a stage of a Trial may take by default."""
+_COMPILE_TIMES = 10.0
+_FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
+"""A stage is suspected to hang after 20 times its usual time, and half a second at least."""
+
+
+class Deadlines:
+    """How long each stage may take: all of the deadline at first, then a multiple of its usual time.
+
+    Args:
+        deadline: seconds that a stage may take; None: 60.
+        compile_deadline: seconds that a compile may take; None: ten times the deadline.
+    """
+
+    def __init__(self, deadline: float | None, compile_deadline: float | None) -> None:
+        deadline = DEADLINE if deadline is None else deadline
+        self.full = {"start": 180.0, "compile": compile_deadline or _COMPILE_TIMES * deadline, "end": 30.0}
+        """The deadline of each stage, in seconds."""
+        self.full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
+        self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._finished: set[tuple[str, str]] = set()
+        self._hangs: set[tuple[str, str]] = set()
+
+    def of(self, kernel: str, compile_key: str, times: int = 1) -> dict[str, float]:
+        """Return a multiple of each stage's usual time, for so many Cases; the full deadline for code that has not run yet."""
+        deadlines = dict(self.full)
+        for stage, full in self.full.items():
+            usual = self._usual[kernel, stage]
+            # Where a hang is known, a short deadline can only cost a smaller Case: the final one runs with full deadlines.
+            known = self.is_known_to_hang(kernel, stage) and usual
+            # A compile is quick where its code is loaded already, and slow again in every new child.
+            steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._finished
+            if known or steady:
+                deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(usual)))
+        return deadlines
+
+    def learn(self, kernel: str, compile_key: str, seconds: dict[str, float]) -> None:
+        """Remember how long each stage of a Case took that has ended."""
+        for stage, each in seconds.items():
+            self._usual[kernel, stage].append(each)
+        self._finished.add((kernel, compile_key))
+
+    def note_hang(self, kernel: str, stage: str) -> None:
+        """Remember that a kernel hangs in a stage: every other Case that does would cost two more processes."""
+        self._hangs.add((kernel, stage))
+
+    def is_known_to_hang(self, kernel: str, stage: str) -> bool:
+        """Whether `note_hang` was called for it."""
+        return (kernel, stage) in self._hangs
