@@ -14,7 +14,8 @@ from itertools import accumulate
 import torch
 
 from attnfuzz.harness.trial.noise import Numbers, Request
-from attnfuzz.harness.trial.values import Maker, lists_of, requests_of
+from attnfuzz.harness.trial.places import lists_of
+from attnfuzz.harness.trial.values import Maker, requests_of
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.expressions.tree import Captured
 from attnfuzz.kernels.modified import shape_of, tensors_of

@@ -44,19 +44,18 @@ Keys beyond a sequence's length (padding) need no pattern: they are slack rows, 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
 
 from attnfuzz.harness.trial.noise import Numbers, Request, chosen
+from attnfuzz.harness.trial.places import Places, equal_lengths, starts_of
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe
 
-__all__ = ["Maker", "lists_of", "requests_of"]
+__all__ = ["Maker", "requests_of"]
 
 _T = TypeVar("_T")
 _TENSORS = ("q", "k", "v", "do")
@@ -72,7 +71,7 @@ class Maker:
     def __init__(self, problem: Problem, recipe: Recipe, numbers: Numbers) -> None:
         self.problem, self.recipe, self.pattern = problem, recipe, recipe.pattern
         self._numbers, self.device = numbers, numbers.device
-        self._queries, self._keys = _Places(problem.seqlens_q, numbers), _Places(problem.seqlens_k, numbers)
+        self._queries, self._keys = Places(problem.seqlens_q, numbers), Places(problem.seqlens_k, numbers)
 
     def q(self) -> torch.Tensor:
         """Queries: (total_q, heads, dim_qk)."""
@@ -293,7 +292,7 @@ class Maker:
             x[self.recipe.seed % x.shape[0]] *= factor
         return x
 
-    def _token(self, x: torch.Tensor, name: str, places: _Places, factor: float) -> torch.Tensor:
+    def _token(self, x: torch.Tensor, name: str, places: Places, factor: float) -> torch.Tensor:
         """Multiply one token of each sequence, chosen by the seed, by `factor`."""
         token = self._hashed(f"{name} token", self.problem.batch)
         return torch.where((token[places.sequence] % places.length == places.position)[:, None, None], x * factor, x)
@@ -341,11 +340,11 @@ class Maker:
     def _copied_queries(self, k: torch.Tensor) -> torch.Tensor:
         """Set key i to query i of its group's first head, in sequences with equal lengths."""
         p = self.problem
-        equal = _equal(p)
+        equal = equal_lengths(p)
         if not any(same and n for same, n in zip(equal, p.seqlens_k, strict=True)):
             return k
         keys = self._keys
-        starts = self._numbers.integers(_starts(p.seqlens_q))
+        starts = self._numbers.integers(starts_of(p.seqlens_q))
         same = self._numbers.integers(equal).to(torch.bool)[keys.sequence]
         source = torch.where(same, starts[keys.sequence] + keys.position, 0)
         return torch.where(same[:, None, None], self.q()[source][:, :: p.groups] * self._chosen("copy", (1.0, 2.0)), k)
@@ -357,44 +356,6 @@ class Maker:
         # q with k, and each of v and dO; both would make dP exactly 0.
         scales = self._chosen("tensors", ((0, 0, -126, 0), (0, 0, 0, -126), (0, 0, -126, -126), (-126, 100, 0, 0)))
         return 2.0 ** scales[_TENSORS.index(name)]
-
-
-class _Places:
-    """For each token of a side: sequence, position in it, the sequence's first token and length; int64 (tokens,)."""
-
-    def __init__(self, lengths: tuple[int, ...], numbers: Numbers) -> None:
-        self._lengths, self._numbers = lengths, numbers
-
-    @functools.cached_property
-    def sequence(self) -> torch.Tensor:
-        counts = self._numbers.integers(self._lengths)
-        return torch.arange(len(self._lengths), device=counts.device).repeat_interleave(counts, output_size=sum(self._lengths))
-
-    @functools.cached_property
-    def length(self) -> torch.Tensor:
-        return self._numbers.integers(self._lengths)[self.sequence]
-
-    @functools.cached_property
-    def first(self) -> torch.Tensor:
-        return self._numbers.integers(_starts(self._lengths))[self.sequence]
-
-    @functools.cached_property
-    def position(self) -> torch.Tensor:
-        return torch.arange(sum(self._lengths), device=self.first.device) - self.first
-
-    def block(self, count: int) -> torch.Tensor:
-        """Return for each token the first one of its block, with `count` blocks (and a rest) in a sequence."""
-        size = (self.length // count).clamp(min=1)
-        return self.first + self.position // size * size
-
-    def sorted(self, x: torch.Tensor) -> torch.Tensor:
-        """Sort noise along each sequence, ascending; as integers, so that one sort is enough for all sequences."""
-        offset = (self.sequence << 20)[:, None, None]
-        return ((x * 4096).to(torch.int64) + offset).sort(0).values.sub(offset).to(torch.float32) / 4096
-
-
-def _starts(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(accumulate(lengths[:-1], initial=0))
 
 
 def requests_of(problem: Problem, recipe: Recipe) -> Iterator[Request]:
@@ -418,16 +379,3 @@ def requests_of(problem: Problem, recipe: Recipe) -> Iterator[Request]:
         yield Request("noise", recipe.seed, "offset", p.batch * rows["k"])
     elif pattern == "dup_keys":
         yield Request("hashed", recipe.seed, "k repeated", p.total_k)
-
-
-def _equal(problem: Problem) -> tuple[int, ...]:
-    """Return for each sequence 1 if it has as many queries as keys, else 0."""
-    return tuple(int(n_q == n_k) for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
-
-
-def lists_of(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield the lists of integers that a `Maker` may need on the device."""
-    yield _equal(problem)
-    for lengths in (problem.seqlens_q, problem.seqlens_k):
-        yield lengths
-        yield _starts(lengths)
