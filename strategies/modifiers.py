@@ -9,6 +9,7 @@ ends of blocks, and heads have different lists.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,16 +180,35 @@ def chosen(values: dict[str, Any]) -> Chosen:
 
 
 def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
-    """Draw `count` of them by `seed`, none first: for devices where each needs its own compile."""
-    pool: dict[Chosen, None] = {(): None}
+    """Choose `count` of twice as many that are drawn by `seed`, none first: for devices where each needs its own compile.
+
+    Every other one is the next that was drawn, the others those whose fields and limits of a window the ones before have least.
+    """
+    offered: dict[Chosen, None] = {(): None}
 
     def collect(chosen: Chosen) -> bool:
-        if len(pool) < count:
-            pool.setdefault(chosen)
-        return len(pool) >= count
+        offered.setdefault(chosen)
+        return len(offered) > 2 * count
 
     draw_values(modifiers(can), collect, seed=seed, examples=20 * count)
+    kinds_of = {each: _kinds(each) for each in offered}
+    left, met, pool = list(offered)[1:], Counter[object](), list[Chosen](((),))
+    while left and len(pool) < count:
+        rare = max(left, key=lambda each: sum(1 / (1 + met[kind]) for kind in kinds_of[each]) / len(kinds_of[each]))
+        best = rare if len(pool) % 2 else left[0]
+        left.remove(best)
+        pool.append(best)
+        met.update(kinds_of[best])
     return tuple(pool)
+
+
+def _kinds(chosen: Chosen) -> list[object]:
+    """Return what a choice of modifiers has: its fields, and which sides of a window are limited."""
+    kinds: list[object] = [name for name, _ in chosen]
+    for name, value in chosen:
+        if name == "window":
+            kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]
+    return kinds
 
 
 def _captured(gradients: bool) -> st.SearchStrategy[Expression]:

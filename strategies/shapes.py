@@ -30,6 +30,8 @@ _BOOLEANS = st.booleans()
 _POWERS = (16, 32, 64, 128, 256)
 _ATTEMPTS = 20
 _WITH_NEIGHBOURS = 8
+_STEP = 32
+"""Columns that kernels often take at once."""
 _POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
 _SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
 _TINY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((2.0**-16, 1e-5, 2.0**-18))
@@ -197,6 +199,15 @@ def _values(variant: Variant) -> Iterable[tuple[str, object]]:
     yield "dims", variant.dims
     yield "config", variant.config
     yield "dtype and causal", (variant.dtype, variant.causal)
+    # Which dim, and which side of the tile, is the longer one; dims that steps of columns do not divide.
+    dim_qk, dim_v = variant.dims
+    yield "longer dim", _sign(dim_qk - dim_v)
+    yield "dims in steps", (dim_qk % _STEP == 0, dim_v % _STEP == 0)
+    yield "longer side", _sign(variant.config.tile("tile_m", 0) - variant.config.tile("tile_n", 0))
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)
 
 
 def _pairs(variant: Variant) -> Iterable[tuple[str, object]]:
