@@ -26,7 +26,7 @@ from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.outcomes import OutOfTime
-from attnfuzz.harness.judge.failure import PATTERNED, Identity
+from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.supports import why_not_case
@@ -59,9 +59,7 @@ def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, campaign
         return case, verdict
     runner.fresh()
     alone = replace(case, check="oracle")
-    by_oracle = runner.memo.get(alone)
-    if by_oracle is None or any(each.kind in PATTERNED and each.pattern is None for each in by_oracle.failures):
-        by_oracle = runner.run(alone)
+    by_oracle = runner.memo.get(alone) or runner.run(alone)
     if not by_oracle.failures:
         return case, verdict
     # Only what relations show of the same output: a race, say, is another bug.

@@ -12,7 +12,7 @@ from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.isolation.outcomes import OutOfTime, Past
 from attnfuzz.harness.judge.errormap import ErrorMaps
-from attnfuzz.harness.judge.failure import Identity
+from attnfuzz.harness.judge.failure import PATTERNED, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import reject
 from attnfuzz.strategies.case import Case
@@ -151,7 +151,9 @@ class TrialRunner:
         self._failing = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.failures]
         self._land()
         for case, verdict in zip(cases, verdicts, strict=True):
-            self.memo[case] = verdict
+            # One without a pattern stands for no finding.
+            if all(each.pattern is not None or each.kind not in PATTERNED for each in verdict.failures):
+                self.memo[case] = verdict
             self.trials += 1
             self._finished(phase, case, verdict)
         return verdicts

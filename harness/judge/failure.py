@@ -46,8 +46,8 @@ _KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
         *get_args(MemoryKind),
     )
 )
-PATTERNED: frozenset[Kind] = frozenset(("mismatch", "nonfinite"))
-"""Kinds whose failures have a pattern, where one is looked for and found."""
+PATTERNED: frozenset[Kind] = frozenset(("mismatch", "nonfinite", "unwritten"))
+"""Kinds whose failures have a pattern, where one is looked for and found; unwritten ones are nonfinite at first."""
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
 BY_QUERY = ("o", "lse", "dq")
 """Outputs with a row for each query; the others have one for each key."""

@@ -219,11 +219,17 @@ def _wrong(
     failure = _failure(
         kernel, name, place, measurement.figures, "nonfinite" if measurement.nonfinite else "mismatch", problem.dtype
     )
-    if failure.identity in known:
+    if _is_known(failure, known):
         return failure
     others = {other: each.expected for other, each in expected.items()}
     pattern = diagnose(problem, config, name, got, true.expected, true.allowed, measurement.outside, others)
     return _with_pattern(failure, pattern)
+
+
+def _is_known(failure: Failure, known: Collection[Identity]) -> bool:
+    """Whether no pattern is looked for; a nonfinite failure may turn out to be of memory that was never written."""
+    kinds = ("nonfinite", "unwritten") if failure.kind == "nonfinite" else (failure.kind,)
+    return all(replace(failure, kind=kind).identity in known for kind in kinds)
 
 
 def _with_pattern(failure: Failure, pattern: Pattern | None, alone: str = "") -> Failure:

@@ -123,7 +123,7 @@ def fuzz_calls(
 
     Args:
         kernel: as for `fuzz`.
-        max_examples: sequences, unless --attnfuzz-max-examples says otherwise.
+        max_examples: sequences, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
         max_calls: calls of a sequence, at most.
         seed: as for `fuzz`.
 

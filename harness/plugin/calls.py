@@ -43,6 +43,7 @@ def run_calls(
 
     `seed`: the test's own.
     """
+    from attnfuzz.harness.trial.errors import describe_exception
     from attnfuzz.kernels.problem import BadArgument
 
     if cases := request.config.getoption("--attnfuzz-case"):
@@ -51,7 +52,7 @@ def run_calls(
     subject, settings = subject_of(kernel, request.config, 0, 1, sequences, seed=seed)
     if settings.in_process:
         pytest.skip("--attnfuzz-in-process: each sequence of calls needs a process of its own")
-    interrupted = False
+    rest = None
     try:
         with interrupted_once():
             search = _Search(subject, settings, _runner(request, subject, settings))
@@ -59,19 +60,22 @@ def run_calls(
                 search.run(most)
                 search.minimise()
             except KeyboardInterrupt:
+                hear_no_more(request.config)
                 if search.finding is None:
                     raise
-                interrupted = True
+                # pytest shows no test that a KeyboardInterrupt ends: this one has failed, and is the last.
+                request.session.shouldfail = "interrupted by Ctrl-C: no other test was run"
+            except Exception as error:  # what ends the shrinking must not hide what it was to shrink
+                if search.finding is None:
+                    raise
+                rest = f"shrinking ended with {describe_exception(error)}"
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     names = {"kernel": subject.name, "device": settings.device, "seed": settings.seed, "calls": search.calls}
     request.node.user_properties.extend((f"attnfuzz.{name}", str(value)) for name, value in names.items())
-    if interrupted:
-        # pytest shows no test that a KeyboardInterrupt ends: this one has failed, and is the last.
-        hear_no_more(request.config)
-        request.session.shouldfail = "interrupted by Ctrl-C: no other test was run"
     if search.finding is not None:
-        pytest.fail(message_of([search.finding], subject, request), pytrace=False)
+        rest = "\n".join(filter(None, (rest, search.not_kept)))
+        pytest.fail(message_of([search.finding], subject, request, rest), pytrace=False)
     if not search.calls:
         pytest.fail(f"no call was made within {settings.budget:.3g} s; give it more time", pytrace=False)
 
@@ -92,6 +96,8 @@ class _Search:
     runner: TrialRunner
     finding: Finding | None = None
     calls: int = 0
+    not_kept: str | None = None
+    """Why there is no case file."""
     _end: float | None = field(default=None, init=False)
 
     def run(self, most: int) -> None:
@@ -159,7 +165,12 @@ class _Search:
         if self.settings.out is None:
             return
         corpus = Corpus(self.settings.out)
-        path = corpus.write(finding, self.settings.seed)
+        try:
+            path = corpus.write(finding, self.settings.seed)
+        except OSError as error:
+            self.not_kept = f"the case could not be kept on disk: {error}; make room, or choose another --attnfuzz-out"
+            return
+        self.not_kept = None
         self.finding = dataclasses.replace(finding, path=str(path))
         if before is not None and before.path is not None and before.path != str(path):
             corpus.remove(Path(before.path))

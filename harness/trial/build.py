@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,20 +85,15 @@ def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Devic
 def _locked(key: tuple[str, str, Device], stamp: str) -> Iterator[None]:
     """Keep other processes from compiling the same; those that only load code which has been compiled keep no one out.
 
-    The file holds the `stamp` of what was compiled: another one, of changed sources, is compiled by one process again.
+    Changed sources have another `stamp`, and a lock of their own.
     """
-    name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    with (cache.folder("locks") / name).open("a+") as handle:
-
-        def compiled() -> bool:
-            handle.seek(0)
-            return handle.read() == stamp
-
-        fcntl.flock(handle, fcntl.LOCK_SH if compiled() else fcntl.LOCK_EX)
+    name = hashlib.sha256(repr((key, stamp)).encode()).hexdigest()[:16]
+    with (cache.folder("locks") / name).open("a") as handle:
+        compiled = os.fstat(handle.fileno()).st_size > 0
+        fcntl.flock(handle, fcntl.LOCK_SH if compiled else fcntl.LOCK_EX)
         yield
-        if not compiled():
-            handle.truncate(0)
-            handle.write(stamp)
+        if not os.fstat(handle.fileno()).st_size:
+            handle.write("compiled")
 
 
 def _stamp(kernel: Kernel) -> str:

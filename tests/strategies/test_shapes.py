@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from support.subjects import CONFIGS, WIDE, Subject
 
 from attnfuzz.harness.campaign.plan import variants_of
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Device
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.cases import cases
@@ -157,3 +162,52 @@ def test_a_pool_shows_every_value_when_it_can(seed: int) -> None:
     # Neighbours of the simplest may share its dtype and mask.
     members = pool(all_variants(Subject(), "cpu"), 12, seed)
     assert len({(variant.dtype, variant.causal) for variant in members}) == 9
+
+
+@pytest.mark.parametrize("name", ["tilelang.varlen", "tilelang.gqa_varlen.split", "tilelang.mha"])
+def test_the_four_variants_of_a_cpu_differ_in_what_bugs_depend_on(name: str) -> None:
+    """Which dim and which side of the tile is the longer one, dims beside multiples of 32: a fault in one of them was missed."""
+    kernel = registry.get(name)
+    sides = {side(each) for each in all_variants(kernel, "cpu")}
+    for seed in range(40):
+        chosen = variants_of(kernel, Settings(device="cpu", out=None, seed=seed))
+        assert len(chosen) <= 4
+        assert any(each.dims[0] < each.dims[1] for each in chosen), seed
+        assert any(dim % 32 for each in chosen for dim in each.dims), seed
+        assert sides <= {side(each) for each in chosen} or len(sides) > 2, seed
+
+
+def side(variant: Variant) -> int:
+    m, n = variant.config.tile("tile_m", 0), variant.config.tile("tile_n", 0)
+    return (m > n) - (m < n)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pool_of_modifiers_has_windows_to_each_side_and_fields_alone(seed: int) -> None:
+    chosen = pooled(registry.get("tilelang.modified").capabilities, 40, seed)
+    assert len(chosen) == len(set(chosen)) == 40
+    assert chosen[0] == ()
+    windows = [dict(each)["window"] for each in chosen if "window" in dict(each)]
+    assert sum(left is not None for left, _ in windows) >= 6
+    assert sum(right is not None for _, right in windows) >= 6
+    assert {name for each in chosen if len(each) == 1 for name, _ in each} == {"score_mod", "mask_mod", "softcap", "window"}
+
+
+def test_pools_are_the_same_in_every_process() -> None:
+    program = (
+        "from attnfuzz.harness.campaign.plan import variants_of\n"
+        "from attnfuzz.harness.campaign.settings import Settings\n"
+        "from attnfuzz.kernels import registry\n"
+        "print([variants_of(registry.get('tilelang.modified'), Settings(device='cpu', out=None, seed=3))])"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": salt},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for salt in ("1", "2")
+    }
+    assert len(seen) == 1

@@ -267,6 +267,21 @@ def test_patterns_of_known_failures_are_not_looked_for(known: Callable[[Subject]
     assert [each.figures for each in never] == [each.figures for each in every]
 
 
+def test_a_failure_that_becomes_another_kind_has_its_pattern_beside_the_first(known: Callable[[Subject], Subject]) -> None:
+    """NaN that is computed, and memory that was never written, are two bugs, which look alike at first."""
+
+    def act(_: Faulty, inputs: Inputs, o: torch.Tensor) -> torch.Tensor:
+        return leaves_rows_unwritten(_, inputs, o) if max(inputs.problem.seqlens_k) == 3 else o * torch.nan
+
+    cases = with_one_faulty(known(Faulty(act)).name)
+    problem = cases[FAULTY].problem
+    for order in ((3, 4), (4, 3)):
+        both = [replace(cases[FAULTY], problem=replace(problem, seqlens_k=(n,))) for n in order]
+        failures = [each.failures[0] for each in run_batch([*cases[:2], *both], "cpu", known=[]) if each.failures]
+        assert {each.kind for each in failures} == {"nonfinite", "unwritten"}
+        assert all(each.pattern is not None for each in failures), order
+
+
 def test_a_write_that_shows_only_after_other_launches_is_kept(known: Callable[[Subject], Subject]) -> None:
     def once(subject: Faulty, inputs: Inputs, o: torch.Tensor) -> None:
         if subject.number == FAULTY + 1:
