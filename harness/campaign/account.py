@@ -36,7 +36,7 @@ class Times:
     """Seconds of workers by step and of their children by stage, Cases that were tried, batches of them, children started.
 
     `child`, `cases` and `batches` are those outside shrinking; a Case that runs alone is a batch too. `lost`: batches that ended
-    their child or were refused memory, whose Cases ran again in halves or one by one, which takes many times as long.
+    their child or were refused memory, whose Cases ran again in halves or one by one, which takes longer.
     """
 
     worker: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))

@@ -43,24 +43,21 @@ def _config(tile_m: int, tile_n: int, num_warps: int, num_stages: int) -> Config
     return Config(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, num_stages=num_stages)
 
 
-_HALF_CONFIGS: Final = (
-    _config(32, 32, 4, 2),
-    _config(64, 64, 4, 2),
-    _config(16, 16, 4, 1),
-    _config(64, 32, 4, 2),
-    _config(32, 64, 4, 1),
-    _config(128, 64, 8, 2),
-    _config(64, 128, 8, 2),
-)
-# Eight warps for 64 x 64: with four, ptxas 12.8 (of Triton 3.6) makes wrong code of the forward for dims (168, 16) and rows
-# apart on an H200; without its optimisations, and with CUDA 13's, the same PTX is right.
-_HALF_CONFIGS_BEYOND_128: Final = (
-    _config(32, 32, 4, 2),
-    _config(64, 64, 8, 2),
-    _config(16, 16, 4, 1),
-    _config(64, 32, 4, 2),
-    _config(32, 64, 4, 1),
-)
+def _half_configs(warps: int) -> tuple[Config, ...]:
+    """Tiles for half precision; `warps` of those of 64 x 64."""
+    return (
+        _config(32, 32, 4, 2),
+        _config(64, 64, warps, 2),
+        _config(16, 16, 4, 1),
+        _config(64, 32, 4, 2),
+        _config(32, 64, 4, 1),
+    )
+
+
+_HALF_CONFIGS: Final = (*_half_configs(4), _config(128, 64, 8, 2), _config(64, 128, 8, 2))
+# Eight warps: with four, ptxas 12.8 (of Triton 3.6) makes wrong code of the forward for dims (168, 16) and rows apart on an H200;
+# without its optimisations, and with CUDA 13's, it is right.
+_HALF_CONFIGS_BEYOND_128: Final = _half_configs(8)
 _SINGLE_CONFIGS: Final = (_config(32, 32, 4, 1), _config(16, 16, 4, 1))
 # 32 x 32 takes 11 to 40 seconds to compile.
 _SINGLE_CONFIGS_BEYOND_128: Final = (_config(16, 16, 4, 1),)
