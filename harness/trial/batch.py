@@ -322,7 +322,7 @@ def _addresses(run: _Run) -> set[int]:
     if run.launched is not None:
         outputs = run.launched.outputs
         tensors = [*(getattr(outputs, name) for name in OUTPUT_NAMES), *outputs.d_captured]
-    elif run.move is not None and run.move.stage == "kernel":
-        tensors = [*run.move.tensors]
+    elif run.move is not None:
+        tensors = [*run.move.outputs]
     plain = [each for each in tensors if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided]
     return {each.untyped_storage().data_ptr() for each in plain} - {0}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
 
 from attnfuzz.harness.trial.noise import Numbers, Request
+from attnfuzz.harness.trial.placement import GAP, Placement
 from attnfuzz.harness.trial.places import lists_of
 from attnfuzz.harness.trial.values import Maker, requests_of
 from attnfuzz.kernels.contract import Inputs
@@ -25,8 +26,6 @@ from attnfuzz.strategies.case import Recipe
 __all__ = ["GAP", "captured_values", "materialise", "numbers_of"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-GAP = 0xFFB5 - (1 << 16)
-"""A 16-bit word that is NaN in float16, bfloat16 and (two of them) float32; signalling in the last two."""
 _DOCUMENT = 48
 """Mean length of a document in tokens."""
 _NUMBERS = 8
@@ -50,24 +49,23 @@ def materialise(problem: Problem, recipe: Recipe, device: str, numbers: Numbers 
     """
     numbers = Numbers(device) if numbers is None else numbers
     maker = Maker(problem, recipe, numbers)
-    q = _batched(problem, _scaled(maker.q(), recipe.q_scale), problem.slack_q)
-    k = _batched(problem, _scaled(maker.k(), recipe.k_scale), problem.slack_k)
-    v = _batched(problem, _scaled(maker.v(), recipe.v_scale), problem.slack_k)
-    q, k, v = _laid_out(problem, q, k, v)
-    return Inputs(
+    placer = _Placer(problem, torch.device(device))
+    q, k, v = placer.qkv((maker.q(), recipe.q_scale), (maker.k(), recipe.k_scale), (maker.v(), recipe.v_scale))
+    inputs = Inputs(
         problem=problem,
         q=q,
         k=k,
         v=v,
-        d_o=_d_o(problem, _scaled(maker.d_o(), recipe.do_scale), recipe.do_scale),
-        # In another dtype, so in memory of their own.
-        cu_seqlens_q=numbers.integers(_cumulated(problem.seqlens_q)).to(torch.int32),
-        cu_seqlens_k=numbers.integers(_cumulated(problem.seqlens_k)).to(torch.int32),
+        d_o=placer.d_o(maker.d_o, recipe.do_scale),
+        cu_seqlens_q=placer.placement.integers(numbers.integers(_cumulated(problem.seqlens_q))),
+        cu_seqlens_k=placer.placement.integers(numbers.integers(_cumulated(problem.seqlens_k))),
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
-        d_lse=_d_lse(problem, recipe, numbers) if problem.needs.dlse else None,
+        d_lse=placer.d_lse(recipe, numbers) if problem.needs.dlse else None,
         captured=tuple(_captured(problem, each, recipe.seed, numbers) for each in tensors_of(problem)),
     )
+    placer.placement.finish()
+    return inputs
 
 
 def _requests_of(problem: Problem, seed: int) -> Iterable[Request]:
@@ -84,92 +82,79 @@ def _requests_of(problem: Problem, seed: int) -> Iterable[Request]:
             yield Request("hashed", seed, f"captured {tensor.name}", math.prod(shape))
 
 
-def _scaled(values: torch.Tensor, scale: float) -> torch.Tensor:
-    return values if scale == 1 else values * scale
+class _Placer:
+    """Makes the tensors of one Problem, whose values `placement` writes."""
 
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self.placement = Placement(device)
+        self._problem, self._device, self._dtype = problem, device, _DTYPES[problem.dtype]
 
-def _batched(problem: Problem, values: torch.Tensor, slack: int) -> torch.Tensor:
-    """Bring float32 (tokens, heads, dim) to the packing's shape and the dtype, clamped to its range, with NaN slack rows."""
-    dtype = _DTYPES[problem.dtype]
-    finite = torch.finfo(dtype).max
-    values = values.clamp(-finite, finite).to(dtype)
-    if problem.packing == "dense":
-        values = values.reshape(problem.batch, values.shape[0] // problem.batch, *values.shape[1:])
-    if not slack:
-        return values.contiguous()
-    shape = list(values.shape)
-    shape[-3] += slack
-    out = torch.full(shape, torch.nan, dtype=dtype, device=values.device)
-    out[..., : values.shape[-3], :, :] = values
-    return out
+    def qkv(self, *parts: tuple[torch.Tensor, float]) -> tuple[torch.Tensor, ...]:
+        """Return q, k and v of their values and scales, placed by their layouts; packed ones share an allocation."""
+        p = self._problem
+        layouts, slacks = (p.layout_q, p.layout_k, p.layout_v), (p.slack_q, p.slack_k, p.slack_k)
+        shapes = [self._shape(values.shape, slack) for (values, _), slack in zip(parts, slacks, strict=True)]
+        packed = iter(self._side_by_side([x for x, layout in zip(shapes, layouts, strict=True) if layout.packed]))
+        tensors = []
+        for (values, scale), shape, layout in zip(parts, shapes, layouts, strict=True):
+            if layout.packed:
+                tensors.append(self.placement.values(next(packed), values, scale))
+            else:
+                tensors.append(self._placed(values, scale, shape, layout))
+        return tuple(tensors)
 
+    def d_o(self, values: Callable[[], torch.Tensor], scale: float) -> torch.Tensor:
+        """Return dO; an expanded one is one element."""
+        p, layout = self._problem, self._problem.layout_do
+        shape = self._shape((p.total_q, p.heads, p.dim_v), p.slack_q)
+        if not layout.expanded:
+            return self._placed(values(), scale, shape, layout)
+        one = self.placement.memory(layout.offset + 1, self._dtype)
+        constant = torch.ones((), device=self._device).expand(1, 1, 1)
+        self.placement.values(one[layout.offset :].view(1, 1, 1), constant, scale)
+        return one.as_strided(shape, (0,) * len(shape), layout.offset)
 
-def _laid_out(problem: Problem, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Place q, k and v by their layouts; packed ones share an allocation."""
-    layouts = (problem.layout_q, problem.layout_k, problem.layout_v)
-    together = [tensor for tensor, layout in zip(qkv, layouts, strict=True) if layout.packed]
-    packed = iter(_side_by_side(together, problem.layout_k) if together else ())
-    return tuple(
-        next(packed) if layout.packed else _placed(problem, tensor, layout) for tensor, layout in zip(qkv, layouts, strict=True)
-    )
+    def d_lse(self, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
+        """Return dLSE: contiguous, heads before rows, slack rows NaN."""
+        p = self._problem
+        values = numbers.noise(recipe.seed, "dlse", (p.total_q, p.heads, 1))
+        batch, rows, heads, _ = (1,) * (p.packing != "dense") + self._shape(values.shape, p.slack_q)
+        flat = torch.empty((batch, heads, rows), dtype=torch.float32, device=self._device)
+        self.placement.values(flat.transpose(1, 2)[..., None], values, recipe.do_scale)
+        return flat if p.packing == "dense" else flat[0]
 
+    def _shape(self, size: Sequence[int], slack: int) -> tuple[int, ...]:
+        """Return the shape of a tensor of values of `size`, (tokens, heads, dim)."""
+        tokens, *row = size
+        if self._problem.packing == "dense":
+            return (self._problem.batch, tokens // self._problem.batch + slack, *row)
+        return (tokens + slack, *row)
 
-def _d_o(problem: Problem, values: torch.Tensor, constant: float) -> torch.Tensor:
-    if not problem.layout_do.expanded:
-        return _placed(problem, _batched(problem, values, problem.slack_q), problem.layout_do)
-    contiguous = _batched(problem, values, problem.slack_q)
-    offset = problem.layout_do.offset
-    one = _allocated(offset + 1, contiguous.dtype, values.device)
-    one[offset] = min(constant, torch.finfo(contiguous.dtype).max)
-    return one.as_strided(contiguous.shape, (0,) * contiguous.ndim, offset)
+    def _placed(self, values: torch.Tensor, scale: float, shape: tuple[int, ...], layout: Layout) -> torch.Tensor:
+        """Return the values (with expanded heads: those of head 0) in memory laid out by `layout`."""
+        if layout == Layout():
+            return self.placement.values(torch.empty(shape, dtype=self._dtype, device=self._device), values, scale)
+        own = (*shape[:-2], 1, shape[-1]) if layout.expanded_heads else shape
+        strides, step = strides_of(self._problem.packing, layout, own)
+        placed = self.placement.memory(layout.offset + step, self._dtype).as_strided(own, strides, layout.offset)
+        self.placement.values(placed, values[:, :1] if layout.expanded_heads else values, scale)
+        return placed.expand(shape)
 
-
-def _placed(problem: Problem, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return the same values (with expanded heads: those of head 0) in memory laid out by `layout`."""
-    if layout == Layout():
-        return tensor
-    source = tensor[..., :1, :] if layout.expanded_heads else tensor
-    strides, step = strides_of(problem.packing, layout, source.shape)
-    flat = _allocated(layout.offset + step, tensor.dtype, tensor.device)
-    placed = flat.as_strided(source.shape, strides, layout.offset)
-    placed.copy_(source)
-    return placed.expand(tensor.shape)
-
-
-def _side_by_side(tensors: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
-    """Return slices of one allocation whose rows hold a token of each tensor, one after the other, then padding."""
-    widths = [tensor.shape[-2] * tensor.shape[-1] for tensor in tensors]
-    outer = tensors[0].shape[:-2]
-    row = sum(widths) + layout.pitch
-    flat = _allocated(layout.offset + math.prod(outer) * row, tensors[0].dtype, tensors[0].device)
-    slices = []
-    for tensor, begin in zip(tensors, accumulate(widths, initial=layout.offset), strict=False):
+    def _side_by_side(self, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Return slices of one allocation whose rows hold a token of each tensor, one after the other, then padding."""
+        if not shapes:
+            return []
+        layout, outer = self._problem.layout_k, shapes[0][:-2]
+        widths = [heads * dim for *_, heads, dim in shapes]
+        row = sum(widths) + layout.pitch
+        flat = self.placement.memory(layout.offset + math.prod(outer) * row, self._dtype)
         steps = [row * math.prod(outer[axis + 1 :]) for axis in range(len(outer))]
-        part = flat.as_strided(tensor.shape, (*steps, tensor.shape[-1], 1), begin)
-        slices.append(part.copy_(tensor))
-    return slices
-
-
-def _allocated(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate `count` elements of NaN."""
-    words = torch.full((count * dtype.itemsize // 2,), GAP, dtype=torch.int16, device=device)
-    return words.view(dtype)
+        begins = accumulate(widths, initial=layout.offset)
+        return [flat.as_strided(shape, (*steps, shape[-1], 1), begin) for shape, begin in zip(shapes, begins, strict=False)]
 
 
 def _cumulated(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *accumulate(lengths))
-
-
-def _d_lse(problem: Problem, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
-    values = _scaled(numbers.noise(recipe.seed, "dlse", (problem.total_q, problem.heads)), recipe.do_scale)
-    if problem.packing == "dense":
-        values = values.reshape(problem.batch, problem.seqlens_q[0], problem.heads)
-    if not problem.slack_q:
-        return values.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
-    shape = (*values.shape[:-2], problem.heads, values.shape[-2] + problem.slack_q)
-    out = torch.full(shape, torch.nan, dtype=torch.float32, device=values.device)
-    out[..., : values.shape[-2]] = values.transpose(-1, -2)
-    return out
 
 
 def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:

@@ -24,12 +24,13 @@ _INPUTS = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
 class Move:
     """A request for contiguous copies of tensors on another device.
 
-    `to`: the device; None: the host. `stage`: of the Trial that it belongs to.
+    `to`: the device; None: the host. `stage`: of the Trial that it belongs to. `outputs`: those of a kernel that are read later.
     """
 
     tensors: Sequence[torch.Tensor]
     stage: str
     to: torch.device | None = None
+    outputs: Sequence[torch.Tensor] = ()
 
 
 def is_remote(inputs: Inputs) -> bool:
@@ -68,7 +69,8 @@ def outputs_on_host(
 ) -> Generator[Move, list[torch.Tensor], tuple[list[Outputs], list[torch.Tensor]]]:
     """Return the outputs that each Problem needs, and other tensors, on the host."""
     places = [(number, name) for number, (problem, outputs) in enumerate(launches) for name in _wanted(problem, outputs)]
-    copies = yield Move([*(getattr(launches[number][1], name) for number, name in places), *others], "kernel")
+    outputs = [getattr(launches[number][1], name) for number, name in places]
+    copies = yield Move([*outputs, *others], "kernel", outputs=outputs)
     by_place = dict(zip(places, copies, strict=False))
     own = [
         Outputs(**{str(name): by_place.get((number, name)) for name in OUTPUT_NAMES}, d_captured=())

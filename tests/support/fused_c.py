@@ -25,6 +25,8 @@ struct place { unsigned x; };
 static const place blockIdx = {0}, threadIdx = {0}, blockDim = {1}, gridDim = {1};
 static inline double __dadd_rn(double a, double b) { return a + b; }
 static inline double __dmul_rn(double a, double b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline long long __double_as_longlong(double x) { long long y; std::memcpy(&y, &x, 8); return y; }
 static inline double __longlong_as_double(long long x) { double y; std::memcpy(&y, &x, 8); return y; }
 """

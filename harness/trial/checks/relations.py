@@ -46,8 +46,9 @@ _RELATIONS: dict[Check, Callable[[Setup], Related]] = {
 
 
 _INPUTS = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
-_ON_HOST, _TOGETHER = 1 << 16, 1 << 19
-"""Elements of all launches up to which values are compared on the host, and launches of a batch are not waited for."""
+_ON_HOST, _TOGETHER = 1 << 16, 1 << 23
+"""Elements of all launches up to which values are compared on the host, and launches of a batch are not waited for: of more,
+the inputs and outputs of several Cases would take gigabytes at once."""
 
 
 def against_itself(bench: Bench) -> Steps:
@@ -79,6 +80,8 @@ def against_itself(bench: Bench) -> Steps:
         _read(bench, launches)
         return stop
     results = yield from (_outputs_on_host(launches) if on_host else _outputs(launches))
+    # On CUDA memory around rows far apart is given back here, after a wait for the device.
+    del launches
     return (yield from _judged(bench, functools.partial(related.differences, results)))
 
 
@@ -94,6 +97,8 @@ class _Launch:
     readings: Sequence[Reading]
     failure: Callable[[], Failure | None]
     """What was written where it may not be."""
+    held: Inputs | None = None
+    """What must live until the launch has ended."""
 
 
 def _launched(bench: Bench, inputs: Sequence[Inputs], *, together: bool) -> tuple[list[_Launch], Verdict | None]:
@@ -109,10 +114,10 @@ def _launched(bench: Bench, inputs: Sequence[Inputs], *, together: bool) -> tupl
             if isinstance(launch, str):
                 figures = {name: Figures(elements=0, unjudged=launch) for name in bench.case.problem.needs.outputs}
                 return launches, Verdict(status="pass", figures=figures)
-            launches.append(launch)
             if not together:
                 _read(bench, [launch])
-                launches[-1] = dataclasses.replace(launch, readings=(), failure=_nothing)
+                launch = dataclasses.replace(launch, readings=(), failure=_nothing, held=None)
+            launches.append(launch)
         except WentWrong:
             _read(bench, launches)
             raise
@@ -136,7 +141,7 @@ def _launch(bench: Bench, inputs: Inputs) -> _Launch:
 
 
 def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
-    """Launch with the rows of one input far apart, in memory that is free again afterwards; or return why there is none."""
+    """Launch with the rows of one input far apart, in memory that is `held`; or return why there is none."""
     ready, bands, kernel = bench.ready(inputs.problem), Bands(), bench.case.kernel
     try:
         with bench.clock.stage("inputs"):
@@ -155,8 +160,6 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
         (name,) = (name for name in _INPUTS if getattr(wide, name) is not getattr(copies, name))
         # Between its rows are gigabytes that nobody reads.
         same = Reading([(getattr(wide, name) != getattr(inputs, name)).any().long()[None]], [0])
-        # On CUDA its memory is given back here, after a wait for the device that belongs to this stage.
-        del wide
 
     def failure() -> Failure | None:
         if (elsewhere := writes.failure()) is not None or same.as_expected():
@@ -164,7 +167,7 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
         return Failure(kernel=kernel, kind="guard", check=f"input {name}", message=f"the kernel wrote to its input {name}")
 
     readings = [same, *(each.reading for each in writes.later() if each.reading is not None)]
-    return _Launch(inputs.problem, outcome, readings, failure)
+    return _Launch(inputs.problem, outcome, readings, failure, held=wide)
 
 
 def _read(bench: Bench, launches: Sequence[_Launch]) -> None:
@@ -198,7 +201,8 @@ def _outputs(launches: Sequence[_Launch]) -> Generator[transfer.Move, list[torch
         WentWrong: a launch wrote where it may not.
     """
     if numbers := _numbers(launches):
-        _take(launches, (yield transfer.Move(numbers, "kernel")))
+        outputs = [getattr(each.outputs, name) for each in launches for name in each.problem.needs.outputs]
+        _take(launches, (yield transfer.Move(numbers, "kernel", outputs=outputs)))
         _check_writes(launches)
     return [each.outputs for each in launches]
 
