@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,9 @@ _VARIABLES: dict[Device, dict[str, str]] = {
     "cpu": {**_FOR_FORKS, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     "cuda": _FOR_FORKS,
 }
+_ALLOCATOR, _SEGMENTS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+"""Variables of torch's allocator on a GPU, the second of older versions, and the setting by which it loses least memory between
+tensors of many sizes: batches of many Cases then leave room for other workers."""
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _LATEST, _PATIENTLY = 8, 4.0
 """Where a Case has hung that ends in time alone: the Cases before it that run again, and how much longer it may take then."""
@@ -387,5 +391,9 @@ def _with_death(case: Case, verdict: Verdict, death: Death) -> Verdict:
 
 
 def child_variables(device: Device) -> dict[str, str]:
-    """Return the environment variables of processes from which children for kernels on `device` are forked."""
-    return dict(_VARIABLES[device])
+    """Return the environment variables of processes from which children for kernels on `device` are forked.
+
+    The user's own setting of torch's allocator stays.
+    """
+    own = device != "cuda" or any(each in os.environ for each in _ALLOCATOR)
+    return _VARIABLES[device] | ({} if own else dict.fromkeys(_ALLOCATOR, _SEGMENTS))

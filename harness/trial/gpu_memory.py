@@ -18,8 +18,8 @@ from attnfuzz.kernels.contract import Device
 
 __all__ = ["is_out_of_memory", "is_own_need", "start_counting", "trim", "when_free"]
 
-_KEPT = 20
-"""A process keeps at most that part of the GPU's memory between two tasks: less than its share among sixteen workers, and more
+_KEPT = 16
+"""A process keeps at most that part of the GPU's memory between two tasks: its share among sixteen workers, and more
 than a batch usually takes, which would wait for all of it otherwise."""
 _SHARE = 16
 """A kernel that needs more than that part of the GPU's memory is refused on its own account."""
