@@ -49,13 +49,15 @@ class Config(Mapping[str, ConfigValue]):
         BadArgument: a name cannot be that of a Python argument.
     """
 
-    __slots__ = ("_items",)
+    __slots__ = ("_items", "_text")
 
     def __init__(self, values: Mapping[str, ConfigValue] | None = None, /, **named: ConfigValue) -> None:
         items = {**(values or {}), **named}
         for name in items:
             check_name("config", name, "a choice is named as a Python argument is")
         self._items: dict[str, ConfigValue] = dict(sorted(items.items()))
+        # Configs are compared several times for each Case.
+        self._text = json.dumps(self._items, sort_keys=True)
 
     def __getitem__(self, name: str) -> ConfigValue:
         return self._items[name]
@@ -67,11 +69,11 @@ class Config(Mapping[str, ConfigValue]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(self.canonical())
+        return hash(self._text)
 
     def __eq__(self, other: object) -> bool:
         # By text: 1 and True are equal values, but not the same choice.
-        return isinstance(other, Config) and self.canonical() == other.canonical()
+        return isinstance(other, Config) and self._text == other._text
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value!r}' for name, value in self._items.items())})"
@@ -92,7 +94,7 @@ class Config(Mapping[str, ConfigValue]):
 
     def canonical(self) -> str:
         """Sorted JSON: the Config's identity."""
-        return json.dumps(self._items, sort_keys=True)
+        return self._text
 
 
 class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, beyond_grid
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Causal, Dtype, Problem
 from attnfuzz.kernels.support.installed_torch import gpu_capability
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX
 from attnfuzz.kernels.tilelang.tuned import NAMES, config_of, tuned
@@ -90,6 +91,15 @@ def fitting(problem: Problem, table: str, *, beside: bool = False, part_of: int 
         beside: dK and dV are stored through fp32 tiles that do not share memory with those of the loop.
         part_of: for ragged sequences, rows that every tile must divide.
     """
+    masked: Causal | None = None if problem.causal is None else "bottom_right"
+    return _fitting(problem.dim_qk, problem.dim_v, problem.dtype, masked, table, beside, part_of)
+
+
+@functools.cache
+def _fitting(
+    dim_qk: int, dim_v: int, dtype: Dtype, causal: Causal | None, table: str, beside: bool, part_of: int | None
+) -> tuple[Config, ...]:
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=dim_qk, dim_v=dim_v, dtype=dtype, causal=causal)
     # Where one direction was not measured, the other is combined with the first of CONFIGS that fits.
     measured = [each for each in (tuned(table, problem, other) for other in CONFIGS) if fits(problem, each, beside=beside)]
     return tuple(
