@@ -169,7 +169,8 @@ def _nearest_rows(sample: Sample, sequence: Tensor, noun: str) -> int | Fit | No
         kept.append((head, token, source, *far))
     if len(kept) < 2:
         return None
-    moved = [each for each in kept if each[3] <= _CLOSE * each[4]]
+    # Squares of the smallest numbers are 0: they say nothing.
+    moved = [each for each in kept if each[3] < _CLOSE * each[4]]
     if len(moved) < _MOST * len(kept):
         return None
     steps = [int(source - token) for _, token, source, *_ in moved]

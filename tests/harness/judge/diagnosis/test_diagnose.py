@@ -481,3 +481,11 @@ def test_the_pattern_is_no_part_of_the_identity_and_is_kept(tmp_path: Path) -> N
     stored = read_case(Corpus(tmp_path).write(Finding(failure.identity, case, verdict), seed=1))
     assert stored.finding.pattern.looks[0].name == "1/ln 2"
     assert stored.finding.pattern.text in stored.finding.message.lower()
+
+
+def test_wrong_values_whose_squares_are_0_are_described() -> None:
+    plant = Plant()
+    tiny = 1e-200
+    expected, got = tiny * plant.expected, tiny * plant.normal()
+    pattern = diagnose(RAGGED, TILES, "o", got, expected, tiny * plant.allowed, torch.ones_like(plant.wrong), {})
+    assert pattern is not None
