@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
+from attnfuzz.harness.trial.own_storage import with_own_storage
 from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.kernels.support.memory import Watch
 
@@ -46,6 +47,9 @@ _FILLED = frozenset(
         _aten.new_full.default,
     }
 )
+_AS_STRIDED = _aten.as_strided.default
+_OFFSET = 3
+"""Place of its storage offset among the arguments."""
 _OWN = "a tensor of the kernel's own,"
 _ZEROS = {
     _aten.zeros.default: _aten.empty.memory_format,
@@ -82,6 +86,8 @@ class _Band:
     before: int
     """Words in front of the tensor."""
     pattern: int
+    begin: int = 0
+    """Byte of the original's storage that is the first one here."""
 
     def taken(self) -> bool:
         """Whether the kernel has made the allocation smaller."""
@@ -94,10 +100,11 @@ class Bands:
     def __init__(self) -> None:
         self._kept: list[_Band] = []
 
-    def like(self, tensor: torch.Tensor, what: str, pattern: int | None = None) -> torch.Tensor:
+    def like(self, tensor: torch.Tensor, what: str, pattern: int | None = None, *, own_storage: bool = False) -> torch.Tensor:
         """Return a tensor of the same shape, strides, dtype and device, between bands. `what` names it in messages.
 
         It is filled with the `pattern` of 32 bits, from its first element to its last with what lies between; None: unfilled.
+        `own_storage`: its storage begins with it, where torch can do that.
         """
         size, device = reach(tensor) * tensor.element_size(), tensor.device
         pieces = Pieces(device) if guard_kernel.takes(device) else None
@@ -108,6 +115,8 @@ class Bands:
             pieces.launch()
         elif pattern is not None:
             _repeat(held, pattern)
+        if own_storage and (alone := with_own_storage(held)) is not None:
+            held = alone
         return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def copies(self, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
@@ -138,7 +147,8 @@ class Bands:
         begin, end = min(first for first, _ in spans), max(last for _, last in spans)
         first = next(iter(sharing.values()))
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
-        held = self._between(end - begin, begin % _ALIGNMENT, first.device, f"{what} {', '.join(sharing)} {detail}", pieces)
+        lead, named = begin % _ALIGNMENT, f"{what} {', '.join(sharing)} {detail}"
+        held = self._between(end - begin, lead, first.device, named, pieces, begin)
         if pieces is not None:
             pieces.copy(held.data_ptr(), first.untyped_storage().data_ptr() + begin, end - begin)
         else:
@@ -149,10 +159,12 @@ class Bands:
             copies[name] = own.as_strided(tensor.shape, tensor.stride())
         return copies
 
-    def _between(self, size: int, lead: int, device: torch.device, what: str, pieces: Pieces | None) -> torch.Tensor:
+    def _between(
+        self, size: int, lead: int, device: torch.device, what: str, pieces: Pieces | None, begin: int = 0
+    ) -> torch.Tensor:
         """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment.
 
-        `pieces` gets the bands; without it they are filled here.
+        `pieces` gets the bands; without it they are filled here. `begin`: of the `_Band`.
         """
         pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
         before = _BAND + lead // 2 * 2
@@ -164,8 +176,19 @@ class Bands:
             pieces.fill(start + before + size, 2 * count - before - size, doubled(pattern))
         else:
             words = torch.full((count,), pattern, dtype=torch.int16, device=device)
-        self._kept.append(_Band(what, words, before // 2, pattern))
+        self._kept.append(_Band(what, words, before // 2, pattern, begin))
         return words.view(torch.uint8)[before : before + size]
+
+    def offset_here(self, tensor: torch.Tensor, offset: int) -> int:
+        """Return where an element of the storage lies that `tensor` would have without bands.
+
+        An offset behind the first band is one of the storage that it has.
+        """
+        address, size = tensor.untyped_storage().data_ptr(), tensor.element_size()
+        band = next((each for each in self._kept if each.words.data_ptr() == address), None)
+        if band is None or offset * size >= 2 * band.before:
+            return offset
+        return offset + int(2 * band.before - band.begin) // size
 
     def edges(self) -> Reading | None:
         """Begin to compute the smallest and the largest 8 bytes of every band; None: memory was taken away."""
@@ -262,12 +285,16 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the op, and move its new tensor between bands."""
+        if func is _AS_STRIDED and len(args) > _OFFSET and args[_OFFSET] is not None:
+            return func(*args[:_OFFSET], self._bands.offset_here(args[0], args[_OFFSET]))
         traits = _traits(func)
         if traits.plain:
             return func(*args, **(kwargs or {}))
         if func in _ZEROS and _strided(args, kwargs or {}):
             unfilled = _ZEROS[func](*args, **(kwargs or {}))
-            return self._bands.like(unfilled, _OWN, 0) if _bandable(unfilled) else unfilled.zero_()
+            if not _bandable(unfilled):
+                return unfilled.zero_()
+            return self._bands.like(unfilled, _OWN, 0, own_storage=_in_backward())
         held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
         for tensor in _written(traits.writes, args, kwargs or {}):
@@ -277,7 +304,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         if not (traits.empty or traits.filled) or not _bandable(result):
             return result
         pattern = _pattern(result.dtype, self._value) if traits.empty else None
-        between = self._bands.like(result, _OWN, pattern)
+        between = self._bands.like(result, _OWN, pattern, own_storage=func is _aten.new_empty_strided.default)
         if traits.empty:
             if (pattern is not None or _fill(between, self._value)) and between.device.type == "cpu":
                 self._watch.allocated(between)
@@ -307,6 +334,11 @@ def _traits(func: Any) -> _Traits:
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
     writes = tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)
     return _Traits(writes, func in _EMPTY, func in _FILLED, func is _aten.resize_.default)
+
+
+def _in_backward() -> bool:
+    """Whether autograd computes gradients: its own nodes take new tensors to begin where their storages do."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _held(tensor: Any) -> int:

@@ -1,0 +1,149 @@
+"""Kernels that use autograd, or views at offsets of their own, are right between guard bands too."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attnfuzz.harness.trial import own_storage
+from attnfuzz.harness.trial.own_storage import with_own_storage
+from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Capabilities, Config, Inputs
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def slices_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = (x * 2).clone()
+    y[1:3] = x[1:3] * 3
+    return y
+
+
+def view_at_an_offset(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided((3, 2), (4, 1), 5) * 2
+
+
+def view_from_the_start(x: torch.Tensor) -> torch.Tensor:
+    factors = x.new_empty((6, 2))
+    return x[:3, :2] * factors.as_strided((3, 2), (2, 1), 0).fill_(2.0)
+
+
+def view_at_its_own_offset(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x).copy_(x)[2:]
+    return y.as_strided((2, 2), (4, 1), y.storage_offset()) * 3
+
+
+def strided_memory(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty_strided((5, 4), (4, 1)).copy_(x) * 2
+
+
+FUNCTIONS = (slices_in_place, view_at_an_offset, view_from_the_start, view_at_its_own_offset, strided_memory)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
+def test_gradients_are_those_without_bands(function: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
+    x = torch.arange(20.0, device=device).view(5, 4).requires_grad_()
+
+    def gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        y = function(x)
+        return y.detach().clone(), torch.autograd.grad(y.square().sum(), x)[0]
+
+    expected, bands = gradient(), Bands()
+    with PoisonEmpty(bands):
+        got = gradient()
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+    assert bands.broken() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_view_of_an_input_counts_from_the_inputs_storage(device: str) -> None:
+    storage, bands = torch.arange(40.0, device=device), Bands()
+    x = bands.copies({"q": storage[8:20]}, "its input")["q"]
+    with PoisonEmpty(bands):
+        assert x.as_strided((3,), (1,), 8).tolist() == [8, 9, 10]
+        assert x.as_strided((3,), (1,), x.storage_offset()).tolist() == [8, 9, 10]
+        assert x.as_strided((2,), (1,), 6).isnan().all(), "in front of the tensor"
+
+
+def test_a_write_past_a_tensor_with_a_storage_of_its_own_is_found() -> None:
+    bands = Bands()
+    with PoisonEmpty(bands):
+        x = torch.zeros(4).new_empty_strided((4,), (1,))
+    assert x.storage_offset() == 0
+    assert x.isnan().all()
+    whole = bands._kept[-1].words.view(torch.float32)
+    whole[-(1 << 14)] = 1.0
+    assert "past the end" in (bands.broken() or "")
+
+
+def test_a_part_keeps_the_memory_of_the_whole_alive() -> None:
+    whole = torch.arange(20, dtype=torch.uint8)
+    part = with_own_storage(whole[4:9])
+    assert part is not None
+    del whole
+    gc.collect()
+    assert part.tolist() == [4, 5, 6, 7, 8]
+
+
+def test_without_numpy_a_gpu_has_no_such_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_storage.importlib.util, "find_spec", lambda _: None)
+    assert with_own_storage(SimpleNamespace(device=torch.device("cuda"))) is None  # type: ignore[arg-type]
+
+
+class InPlace:
+    """A right kernel that writes O in slices, and has its gradients from autograd."""
+
+    name, backend, files = "test.in_place", "torch", (__file__,)
+    capabilities = Capabilities(dtypes=("float32",), dims=((16, 16),), packings=("dense",), devices=("cpu",))
+
+    def configs(self, problem: Problem) -> tuple[Config, ...]:
+        return (Config(),)
+
+    def unavailable(self, device: str) -> str | None:
+        return None
+
+    def supports(self, problem: Problem, config: Config, device: str) -> str | None:
+        return None
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        return "one"
+
+    def build(self, problem: Problem, config: Config, device: str) -> Any:
+        return self
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._attention(inputs, inputs.q, inputs.k, inputs.v)
+
+    def _attention(self, inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        p = inputs.problem
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * p.scale
+        o, rows = torch.empty_like(inputs.d_o), q.shape[1]
+        for first in range(0, rows, 2):
+            weights = scores[:, :, first : first + 2].softmax(-1)
+            o[:, first : first + 2] = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+        return o, scores.logsumexp(-1)
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+            return torch.autograd.grad(self._attention(inputs, *leaves)[0], leaves, inputs.d_o)
+
+
+def test_a_right_kernel_that_writes_slices_under_autograd_passes() -> None:
+    kernel = registry.register(InPlace())
+    try:
+        problem = Problem(seqlens_q=(5, 5), seqlens_k=(7, 7), dim_qk=16, dim_v=16, dtype="float32", packing="dense")
+        verdict = run_trial(Case(kernel=kernel.name, problem=problem), "cpu")
+    finally:
+        registry.unregister(kernel.name)
+    assert verdict.status == "pass", verdict.failures
