@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import unicodedata
 
-__all__ = ["BadArgument", "NotLowered", "check_name", "reject", "shown"]
+__all__ = ["BadArgument", "NotLowered", "WrongProcess", "check_name", "reject", "shown"]
 
 _MOST_SHOWN = 600
 """Letters of a value in a message: a path fits, a file's content does not."""
@@ -14,6 +14,10 @@ _MOST_NAME = 100
 
 class BadArgument(ValueError):
     """Error for a value from outside that cannot be used; the text names argument, value, reason and remedy."""
+
+
+class WrongProcess(BadArgument):
+    """Error for a request that this process cannot fulfil whatever the kernel is, such as Triton's other mode."""
 
 
 class NotLowered(Exception):

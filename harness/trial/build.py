@@ -19,7 +19,8 @@ from attnfuzz.harness.trial.errors import MEMORY_TAKEN, describe_exception, may_
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, when_free
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument, WrongProcess
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support import cache
 
 __all__ = ["build_kernel", "compile_here"]
@@ -32,12 +33,12 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
 
     Raises:
         BuildError: the compiler failed, or the kernel's build raised anything else.
-        BadArgument: the kernel does not support it.
+        BadArgument: the kernel does not support it, or this process cannot build for the device.
         MemoryError: other processes hold the memory of the GPU, so that the code cannot be loaded.
     """
     compile_key = compile_key_of(kernel, problem, config, device)
     if compile_key is None or device not in kernel.capabilities.compiles_on:
-        return _build(kernel, problem, config, device)
+        return _build(kernel, problem, config, device, supported=compile_key is not None)
     key = (kernel.name, compile_key, device)
     if key in _ready:
         return _build(kernel, problem, config, device)
@@ -47,12 +48,15 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
     return result
 
 
-def _build(kernel: Kernel, problem: Problem, config: Config, device: Device) -> Built:
+def _build(kernel: Kernel, problem: Problem, config: Config, device: Device, *, supported: bool = True) -> Built:
+    """Call the kernel's build; `supported`: its supports() has nothing against it, so that a refusal is its failure."""
     try:
         with of_kernel():
             return kernel.build(problem, config, device)
-    except BadArgument:
-        raise
+    except BadArgument as error:
+        if isinstance(error, WrongProcess) or not supported:
+            raise
+        raise BuildError(f"{describe_exception(error)}; its supports() had said that it takes this Problem") from error
     except BuildError as error:
         if error.__cause__ is not None:
             _blame_others(error.__cause__, device)

@@ -188,7 +188,7 @@ class Bands:
         band = next((each for each in self._kept if each.words.data_ptr() == address), None)
         if band is None or offset * size >= 2 * band.before:
             return offset
-        return offset + int(2 * band.before - band.begin) // size
+        return offset + int((2 * band.before - band.begin) // size)
 
     def edges(self) -> Reading | None:
         """Begin to compute the smallest and the largest 8 bytes of every band; None: memory was taken away."""

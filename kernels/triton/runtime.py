@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from attnfuzz.kernels.contract import BuildError, Device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import WrongProcess
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
 __all__ = ["VARIABLE", "compile_counts", "hash_own_files", "load", "mode", "unavailable"]
@@ -44,7 +44,7 @@ def load(device: Device) -> ModuleType:
     On the CPU this also repairs the interpreter (`attnfuzz.kernels.triton.interpreter.interpreter`).
 
     Raises:
-        BadArgument: this process has imported Triton in the other mode.
+        WrongProcess: this process has imported Triton in the other mode.
         BuildError: Triton cannot be imported.
     """
     if device in _ready:
@@ -52,11 +52,9 @@ def load(device: Device) -> ModuleType:
     current = mode()
     if current not in (None, device):
         now, remedy = ("compiled", f"{VARIABLE}=1") if current == "cuda" else ("interpreted", f"no {VARIABLE}")
-        raise reject(
-            "device",
-            device,
-            f"Triton was imported in its {now} mode, and a process has one mode",
-            f"use another process for {device!r}, started with {remedy}",
+        raise WrongProcess(
+            f"device={device!r}: Triton was imported in its {now} mode, and a process has one mode; "
+            f"use another process for {device!r}, started with {remedy}"
         )
     if device == "cpu":
         os.environ[VARIABLE] = "1"

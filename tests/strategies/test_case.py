@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import unicodedata
 import os
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def any_case(draw: st.DrawFn) -> Case:
         do_scale=draw(POWERS),
         seed=draw(st.integers(0, 2**63 - 1)),
     )
-    names = st.text(max_size=8).filter(lambda name: name.isidentifier() and not keyword.iskeyword(name))
+    texts = st.text(max_size=8).map(lambda text: unicodedata.normalize("NFKC", text))
+    names = texts.filter(lambda name: name.isidentifier() and not keyword.iskeyword(name))
     values = st.integers(-(2**53), 2**53) | st.booleans() | st.text(max_size=8)
     config = draw(st.dictionaries(names | st.sampled_from(("tile_m", "_", "été")), values))
     kernel = draw(st.text(st.characters(codec="utf-8", exclude_characters=":"), max_size=20))

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from attnfuzz.harness.trial import build
 from attnfuzz.harness.trial.build import build_kernel
+from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Capabilities, Config
+from attnfuzz.kernels.errors import BadArgument, WrongProcess
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
 
 PROBLEM = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16)
 
@@ -47,7 +52,8 @@ class Compiles:
         return None
 
     def build(self, *_: Any) -> Any:
-        self.alone.append(any(map(is_locked, (self.folder / "attnfuzz" / "locks").iterdir())))
+        if self.capabilities.compiles_on:
+            self.alone.append(any(map(is_locked, (self.folder / "attnfuzz" / "locks").iterdir())))
         if self.error is not None:
             raise self.error
         return object()
@@ -118,3 +124,32 @@ def test_changed_sources_are_compiled_by_one_process_again(folder: Path) -> None
     built(kernel)
     built(kernel)
     assert kernel.alone == [True, True, False]
+
+
+def test_a_refusal_of_what_a_kernel_supports_is_its_failure() -> None:
+    class Refuses(Compiles):
+        name = "test.refuses"
+
+        def unavailable(self, _: str) -> None:
+            return None
+
+    kernel = registry.register(Refuses(Path(), BadArgument("problem: only lengths of 64; give such lengths")))
+    kernel.capabilities = replace(kernel.capabilities, compiles_on=())
+    try:
+        verdict = run_trial(Case(kernel=kernel.name, problem=PROBLEM), "cpu")
+    finally:
+        registry.unregister(kernel.name)
+    failure = verdict.failure
+    assert failure is not None
+    assert (failure.kind, failure.check) == ("compile-error", "build")
+    assert "only lengths of 64" in failure.message
+    assert "supports()" in failure.message
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_request_for_another_process_is_no_failure_of_the_kernel(supported: bool, folder: Path) -> None:
+    kernel = Compiles(folder, WrongProcess("device='cuda': use another process") if supported else BadArgument("dim_qk"))
+    kernel.capabilities = replace(kernel.capabilities, compiles_on=())
+    kernel.supports = lambda *_: None if supported else "not this one"  # type: ignore[method-assign]
+    with pytest.raises(BadArgument, match="another process" if supported else "dim_qk"):
+        build_kernel(kernel, PROBLEM, Config(), "cpu")
