@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import keyword
-import unicodedata
 import os
 import subprocess
 import sys
+import unicodedata
 from typing import Any
 
 import pytest
