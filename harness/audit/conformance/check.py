@@ -6,6 +6,7 @@ Checks without a call of the kernel run in this process, all others in child pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -27,12 +28,10 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import all_variants
 
 __all__ = ["Bed", "Conformance", "Row", "check_adapter"]
 
 _PROBES = "attnfuzz.harness.audit.conformance.probes:run_probe"
-_DEADLINE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,13 @@ class Bed(Protocol):
 
 
 def check_adapter(
-    target: str, device: Device, listener: Callable[[Row], None] = lambda _: None, *, in_process: bool = False
+    target: str,
+    device: Device,
+    listener: Callable[[Row], None] = lambda _: None,
+    *,
+    in_process: bool = False,
+    deadline: float | None = None,
+    memory_check: bool = True,
 ) -> Conformance:
     """Run the conformance list on the kernel `target`.
 
@@ -79,6 +84,8 @@ def check_adapter(
         device: where it is called.
         listener: called with each row.
         in_process: call it in this process, for a debugger.
+        deadline: seconds that a stage of a call may take, by default 60; in this process there is none.
+        memory_check: check every memory access of interpreted kernels.
 
     Raises:
         BadArgument: there is no such kernel, or it cannot be imported.
@@ -86,7 +93,10 @@ def check_adapter(
     start, rows = time.monotonic(), list[Row]()
     kernel = registry.find(target)
     interrupted = False
-    with contextlib.closing(_rows(target, kernel, device, in_process=in_process)) as checks:
+    here = functools.partial(_Here, device=device, memory_check=memory_check)
+    apart = functools.partial(_Children, device=device, deadline=deadline, memory_check=memory_check)
+    bed: Callable[[Kernel], Bed] = here if in_process else apart
+    with contextlib.closing(_rows(target, kernel, device, bed)) as checks:
         try:
             for row in checks:
                 rows.append(row)
@@ -102,7 +112,7 @@ def check_adapter(
     return Conformance(name if isinstance(name, str) else target, device, tuple(rows), seconds, interrupted)
 
 
-def _rows(target: str, candidate: Any, device: Device, *, in_process: bool) -> Generator[Row, None, None]:
+def _rows(target: str, candidate: Any, device: Device, make: Callable[[Kernel], Bed]) -> Generator[Row, None, None]:
     wrong = False
     for row in declared.members(candidate):
         yield row
@@ -118,7 +128,7 @@ def _rows(target: str, candidate: Any, device: Device, *, in_process: bool) -> G
     if wrong or reason:
         yield _not_run("calls", str(reason), "use a machine, or a --device, where it runs" if not wrong else "fix that first")
         return
-    bed: Bed = _Here(device) if in_process else _Children(kernel, device)
+    bed = make(kernel)
     try:
         yield from _calls(kernel, device, bed)
     finally:
@@ -126,7 +136,13 @@ def _rows(target: str, candidate: Any, device: Device, *, in_process: bool) -> G
 
 
 def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
-    case = features.plain_case(kernel, all_variants(kernel, device)[0])
+    case, refusal = features.plain_case(kernel, device)
+    if refusal:
+        yield Row(
+            "plain case", "wrong", shortened(refusal), "let supports take a plain Case of what is declared, or declare less"
+        )
+        yield _not_run("calls", "supports refuses every plain Case that was tried", "fix that first")
+        return
     answer = bed.ask("identity", kernel, case)
     here = [kernel.name, kernel.compile_key(case.problem, case.config), [dict(each) for each in kernel.configs(case.problem)]]
     yield _identity(answer, here)
@@ -214,8 +230,8 @@ def _not_run(check: str, reason: str, remedy: str = "") -> Row:
 class _Children:
     """Calls in child processes."""
 
-    def __init__(self, kernel: Kernel, device: Device) -> None:
-        self._executor = Isolated(device, backends=[kernel.backend], deadline=_DEADLINE)
+    def __init__(self, kernel: Kernel, *, device: Device, deadline: float | None, memory_check: bool) -> None:
+        self._executor = Isolated(device, backends=[kernel.backend], deadline=deadline, memory_check=memory_check)
         self._device = device
 
     def trial(self, case: Case) -> Verdict:
@@ -245,8 +261,8 @@ class _Children:
 class _Here:
     """Calls in this process."""
 
-    def __init__(self, device: Device) -> None:
-        self._executor = InProcess(device)
+    def __init__(self, _: Kernel, *, device: Device, memory_check: bool) -> None:
+        self._executor = InProcess(device, memory_check=memory_check)
         self._device = device
 
     def trial(self, case: Case) -> Verdict:

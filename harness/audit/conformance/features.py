@@ -22,6 +22,8 @@ __all__ = ["Feature", "declared_row", "features", "plain_case", "undeclared_row"
 _DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _OTHER_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128))
 _TILE = 64
+_LENGTHS = (64, 128, 32, 16, 256, 512, 1024, 8, 4, 2, 1)
+"""Lengths to try where the usual one is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,19 @@ class Feature:
     """The fields of Capabilities that would declare it."""
 
 
-def plain_case(kernel: Kernel, variant: Variant) -> Case:
-    """Return a Case of a little more than a tile of queries and keys, one head, normal values."""
-    return _case(kernel, variant, {})
+def plain_case(kernel: Kernel, device: Device) -> tuple[Case, str | None]:
+    """Return a Case of a little more than a tile of queries and keys, one head, normal values, and why it is refused, or None.
+
+    A kernel may take less than it declares, such as some lengths alone: the first one that it supports is chosen.
+    """
+    variants = all_variants(kernel, device)
+    first = _case(kernel, variants[0], {})
+    for variant in variants:
+        for n in (None, *_LENGTHS):
+            case = _case(kernel, variant, {} if n is None else {"seqlens_q": (n,), "seqlens_k": (n,)})
+            if kernel.supports(case.problem, case.config, device) is None:
+                return case, None
+    return first, kernel.supports(first.problem, first.config, device)
 
 
 def features(kernel: Kernel, device: Device) -> Iterator[Feature]:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from support import adapters as support
 from support.schema import wrong
 
+from attnfuzz.harness.audit.conformance import features
 from attnfuzz.harness.audit.conformance.check import Conformance, Row, check_adapter
 from attnfuzz.harness.audit.conformance.probes import probed
 from attnfuzz.harness.cli import main as cli
@@ -436,3 +437,72 @@ def test_a_kernel_of_ours_builds_nothing_that_it_does_not_support(name: str) -> 
     found = probed("arguments", kernel, case, "cpu", {})
     assert found["wrong"] == []
     assert found["right"].startswith("build refuses an unknown Config, dims 511/7")
+
+
+# --- kernels that take less than they declare
+
+
+def multiples_of(n: int) -> Callable[..., str | None]:
+    """Return a `supports` that takes lengths that are multiples of n only."""
+
+    def supports(problem: Any, config: Any, device: Any) -> str | None:
+        odd = [each for each in problem.seqlens_q + problem.seqlens_k if each % n]
+        return f"seqlen={odd[0]}: only multiples of {n}" if odd else GOOD.supports(problem, config, device)
+
+    return supports
+
+
+@pytest.mark.parametrize("n", [16, 64, 128])
+def test_the_plain_case_has_lengths_that_the_kernel_takes(n: int) -> None:
+    supports = multiples_of(n)
+    # The probe of a variant has one token.
+    done = check(Planted(supports=lambda p, *rest: GOOD.supports(p, *rest) if p.total_q == 1 else supports(p, *rest)))
+    assert [each.status for each in done.rows if each.check in ("runs", "O and LSE", "gradients")] == ["ok"] * 3
+
+
+def test_a_kernel_that_refuses_every_plain_case_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A variant is asked for by one token, so that the kernel cannot refuse that.
+    monkeypatch.setattr(features, "_LENGTHS", (64, 2))
+
+    def supports(problem: Any, config: Any, device: Any) -> str | None:
+        return GOOD.supports(problem, config, device) if problem in probes else "heads=1: only problems of tomorrow"
+
+    probes = [each.problem(CAN) for each in all_variants(GOOD, "cpu")]
+    done = check(Planted(supports=supports))
+    assert row(done, "plain case").found == "heads=1: only problems of tomorrow"
+    assert row(done, "calls").status == "not run"
+
+
+def test_the_command_takes_a_deadline_and_leaves_out_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def noted(*_: Any, **how: Any) -> Conformance:
+        given.append(how)
+        return Conformance("theirs.flash", "cpu", (Row("runs", "ok", "yes"),), 0.0)
+
+    monkeypatch.setattr("attnfuzz.harness.audit.conformance.check.check_adapter", noted)
+    registry.register(GOOD)
+    arguments = ["check-adapter", "theirs.flash", "--device", "cpu"]
+    taken = attnfuzz(*arguments, "--deadline", "90s", "--no-memory-check")
+    assert taken.exit_code == 0, taken.output
+    assert given == [{"in_process": False, "deadline": 90.0, "memory_check": False}]
+    refused = attnfuzz(*arguments, "--deadline", "9s", "--in-process")
+    assert refused.exit_code == 2
+    assert "deadline='9s': a kernel in this process has none" in refused.output
+
+
+def test_deadlines_and_the_memory_check_reach_the_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnfuzz.harness.audit.conformance import check as module
+
+    given: list[dict[str, Any]] = []
+
+    class Noted:
+        def __init__(self, _: Any, **how: Any) -> None:
+            given.append(how)
+            raise BadArgument("enough")
+
+    monkeypatch.setattr(module, "Isolated", Noted)
+    registry.register(GOOD)
+    with pytest.raises(BadArgument, match="enough"):
+        check_adapter("theirs.flash", "cpu", deadline=9.0, memory_check=False)
+    assert given == [{"backends": ["torch"], "deadline": 9.0, "memory_check": False}]
