@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,46 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
+from attnfuzz.harness.trial.memory_ops import AS_STRIDED, COPIES, NEW_EMPTY_STRIDED, OFFSET, ZEROS, traits_of, written
 from attnfuzz.harness.trial.own_storage import with_own_storage
 from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.kernels.support.memory import Watch
 
 __all__ = ["POISON", "Bands", "PoisonEmpty", "memory", "reach"]
 
-_aten = torch.ops.aten
-_EMPTY = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.empty_strided.default,
-        _aten.empty_like.default,
-        _aten.empty_permuted.default,
-        _aten.new_empty.default,
-        _aten.new_empty_strided.default,
-    }
-)
-_FILLED = frozenset(
-    {
-        _aten.zeros.default,
-        _aten.zeros_like.default,
-        _aten.new_zeros.default,
-        _aten.ones.default,
-        _aten.ones_like.default,
-        _aten.new_ones.default,
-        _aten.full.default,
-        _aten.full_like.default,
-        _aten.new_full.default,
-    }
-)
-_AS_STRIDED = _aten.as_strided.default
-_OFFSET = 3
-"""Place of its storage offset among the arguments."""
 _OWN = "a tensor of the kernel's own,"
-_ZEROS = {
-    _aten.zeros.default: _aten.empty.memory_format,
-    _aten.zeros_like.default: _aten.empty_like.default,
-    _aten.new_zeros.default: _aten.new_empty.default,
-}
-"""Ops that make zeros, and those that make the same tensor unfilled."""
 _BAND = 1 << 16
 """Bytes before and after each tensor: more than a tile of rows. A multiple of every allocator's alignment."""
 _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
@@ -285,55 +253,33 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the op, and move its new tensor between bands."""
-        if func is _AS_STRIDED and len(args) > _OFFSET and args[_OFFSET] is not None:
-            return func(*args[:_OFFSET], self._bands.offset_here(args[0], args[_OFFSET]))
-        traits = _traits(func)
+        if func is AS_STRIDED and len(args) > OFFSET and args[OFFSET] is not None:
+            return func(*args[:OFFSET], self._bands.offset_here(args[0], args[OFFSET]))
+        traits = traits_of(func)
         if traits.plain:
             return func(*args, **(kwargs or {}))
-        if func in _ZEROS and _strided(args, kwargs or {}):
-            unfilled = _ZEROS[func](*args, **(kwargs or {}))
+        if func in ZEROS and _strided(args, kwargs or {}):
+            unfilled = ZEROS[func](*args, **(kwargs or {}))
             if not _bandable(unfilled):
                 return unfilled.zero_()
             return self._bands.like(unfilled, _OWN, 0, own_storage=_in_backward())
         held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
-        for tensor in _written(traits.writes, args, kwargs or {}):
+        for tensor in written(traits.writes, args, kwargs or {}):
             self._watch.written(tensor)
         if held is not None and _bandable(result) and (grown := _held(result) - held) > 0:
             _fill(result.as_strided((grown,), (1,), held), self._value)
         if not (traits.empty or traits.filled) or not _bandable(result):
             return result
         pattern = _pattern(result.dtype, self._value) if traits.empty else None
-        between = self._bands.like(result, _OWN, pattern, own_storage=func is _aten.new_empty_strided.default)
+        own_storage = func is NEW_EMPTY_STRIDED or (func in COPIES and _in_backward())
+        between = self._bands.like(result, _OWN, pattern, own_storage=own_storage)
         if traits.empty:
             if (pattern is not None or _fill(between, self._value)) and between.device.type == "cpu":
                 self._watch.allocated(between)
         else:
             between.copy_(result)
         return between
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """What an op does to memory."""
-
-    writes: tuple[tuple[int, str], ...]
-    """Index and name of the arguments that it changes."""
-    empty: bool
-    filled: bool
-    resizes: bool
-
-    @property
-    def plain(self) -> bool:
-        """Whether it neither makes nor changes a tensor."""
-        return not (self.writes or self.empty or self.filled or self.resizes)
-
-
-@functools.cache
-def _traits(func: Any) -> _Traits:
-    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-    writes = tuple((i, each.name) for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write)
-    return _Traits(writes, func in _EMPTY, func in _FILLED, func is _aten.resize_.default)
 
 
 def _in_backward() -> bool:
@@ -388,12 +334,3 @@ def _fill(tensor: torch.Tensor, value: float) -> bool:
     else:
         return False
     return True
-
-
-def _written(writes: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op changes by its schema: its first argument, or `out`."""
-    for place, name in writes:
-        value = args[place] if place < len(args) else kwargs.get(name)
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(each, torch.Tensor):
-                yield each

@@ -147,3 +147,44 @@ def test_a_right_kernel_that_writes_slices_under_autograd_passes() -> None:
     finally:
         registry.unregister(kernel.name)
     assert verdict.status == "pass", verdict.failures
+
+
+PREPARED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "padded": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 3)),
+    "joined": lambda x: torch.cat([x, x]),
+    "stacked": lambda x: torch.stack([x, x]),
+    "cloned": lambda x: x.clone(),
+    "contiguous": lambda x: x.t().contiguous(),
+    "converted": lambda x: x.to(torch.float16),
+    "repeated": lambda x: x.repeat(2, 1),
+    "heads repeated": lambda x: x.repeat_interleave(2, 0),
+    "chosen": lambda x: x[torch.tensor([2, 0, 1], device=x.device)],
+    "negative": lambda x: -x,
+    "scaled": lambda x: x * 0.125,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", PREPARED.values(), ids=PREPARED.keys())
+def test_what_a_wrapper_prepares_for_its_kernel_lies_between_bands(
+    make: Callable[[torch.Tensor], torch.Tensor], device: str
+) -> None:
+    x, bands = torch.arange(20.0, device=device).view(5, 4), Bands()
+    expected = make(x)
+    with PoisonEmpty(bands):
+        got = make(x)
+    assert torch.equal(got, expected)
+    assert got.stride() == expected.stride()
+    assert bands.broken() is None
+    # The kernel writes one element past the end.
+    flat = torch.empty(0, dtype=got.dtype, device=device).set_(got.untyped_storage())
+    flat[got.storage_offset() + got.numel()] = 1.0
+    assert "past the end of a tensor of the kernel's own" in (bands.broken() or "")
+
+
+def test_a_read_past_what_a_wrapper_has_padded_shows() -> None:
+    with PoisonEmpty(Bands()):
+        x = torch.nn.functional.pad(torch.ones(5, 4), (0, 0, 0, 3))
+    flat = torch.empty(0).set_(x.untyped_storage())
+    assert flat[x.storage_offset() + x.numel() : x.storage_offset() + x.numel() + 8].isnan().all()
+    assert flat[x.storage_offset() - 8 : x.storage_offset()].isnan().all()
