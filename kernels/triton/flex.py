@@ -96,7 +96,7 @@ class TritonFlex:
         files: tuple[str, ...] | None = None,
     ) -> None:
         here = Path(__file__).parent
-        own = ("flex.py", "flex_built.py", "flex_device.py", "flex_configs.py", "printer.py", "blockmask.py")
+        own = ("flex.py", "flex_built.py", "flex_device.py", "flex_configs.py", "padding.py", "printer.py", "blockmask.py")
         self.name, self.capabilities = name, capabilities
         self.files = files or (*(str(here / file) for file in own), str(here.parent / "expressions" / "folding.py"))
         self._device_code, self._masks = device_code or _default_device_code, masks or _default_masks

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import Config, Gradients, Inputs
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.kernels.triton.flex_configs import padded
 from attnfuzz.kernels.triton.machine_code.lower import Call
+from attnfuzz.kernels.triton.padding import padded_dims
 from attnfuzz.kernels.triton.printer import load_source, source, taking_gradients
 
 if TYPE_CHECKING:
@@ -64,9 +64,8 @@ class BuiltFlex:
                 ("SCORE", "score_mod"), ("SLOPE", "score_gradient"), ("MASK", "mask_mod"), ("CAPTURED", "captured_gradients")
             )
         }  # fmt: skip
-        shape: dict[str, Any] = {
-            "DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": padded(problem.dim_qk), "PAD_V": padded(problem.dim_v),
-        }  # fmt: skip
+        pad_qk, pad_v = padded_dims(problem, exact=precision == "ieee")
+        shape: dict[str, Any] = {"DIM_QK": problem.dim_qk, "DIM_V": problem.dim_v, "PAD_QK": pad_qk, "PAD_V": pad_v}
         common: dict[str, Any] = {
             **shape, **dict.fromkeys(("EVEN_Q", "EVEN_K"), even(problem, config)), "BAND": banded(problem),
             "BLOCK_Q": self._block[0], "BLOCK_K": self._block[1], "STRIDED": self._strided, "PRESCALED": prescaled,

@@ -9,8 +9,9 @@ from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.expressions.derivative import by_score
 from attnfuzz.kernels.expressions.tree import Data, Expression, parse, to_data
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.triton.padding import padded_dims
 
-__all__ = ["configs_for", "padded", "shared"]
+__all__ = ["configs_for", "shared"]
 
 _SHARED: Final = 227 * 1024
 """Bytes that a block may have on sm_90."""
@@ -98,7 +99,7 @@ def shared(problem: Problem, config: Config, loads: tuple[int, int]) -> int:
             them too. Loads with a value per query or key, some hundred bytes, do not count.
     """
     size = 4 if problem.dtype == "float32" else 2
-    qk, v = padded(problem.dim_qk) * size, padded(problem.dim_v) * size
+    qk, v = (size * dim for dim in padded_dims(problem))
     integer = config.integer
     stages, back_stages = integer("num_stages"), integer("back_stages")
     scores = 4 * integer("tile_m") * integer("tile_n")
@@ -106,11 +107,6 @@ def shared(problem: Problem, config: Config, loads: tuple[int, int]) -> int:
     roles = ((integer("dq_tile_m"), integer("dq_tile_n")), (integer("dkv_tile_n"), integer("dkv_tile_m")))
     backward = max((m + back_stages * n) * (qk + v) + back_stages * loads[1] * 4 * m * n for m, n in roles)
     return max(forward, backward) + _STATISTICS
-
-
-def padded(dim: int) -> int:
-    """The next power of two, at least 16, as dot products require."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _by_dims(problem: Problem, *, tf32: bool) -> tuple[Config, ...]:

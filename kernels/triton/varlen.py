@@ -14,6 +14,7 @@ from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, BadArgument, Layout,
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.machine_code import lower
 from attnfuzz.kernels.triton.machine_code.lower import Call
+from attnfuzz.kernels.triton.padding import padded, padded_dims
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ class TritonVarlen:
     ) -> None:
         here = Path(__file__).parent
         self.name = name
-        self.files = files or tuple(str(here / file) for file in ("varlen.py", "varlen_device.py"))
+        self.files = files or tuple(str(here / file) for file in ("varlen.py", "varlen_device.py", "padding.py"))
         self._device_code = device_code or _default_device_code
         self._module: ModuleType | None = None
         self._built: dict[tuple[str, Device], BuiltVarlen] = {}
@@ -174,12 +175,13 @@ class BuiltVarlen:
         )
         self._dtype = problem.dtype
         self._tile_m, self._tile_n = config.integer("tile_m"), config.integer("tile_n")
+        pad_qk, pad_v = padded_dims(problem, exact=True)
         options = {**_COMPILE_OPTIONS, "num_warps": config.integer("num_warps")}
         self._attention: dict[str, Any] = {
             "DIM_QK": problem.dim_qk,
             "DIM_V": problem.dim_v,
-            "PAD_QK": _padded(problem.dim_qk),
-            "PAD_V": _padded(problem.dim_v),
+            "PAD_QK": pad_qk,
+            "PAD_V": pad_v,
             "CAUSAL": problem.causal == "bottom_right",
             "STRIDED": strided,
             "TILE_M": self._tile_m,
@@ -189,7 +191,7 @@ class BuiltVarlen:
         }
         self._delta: dict[str, Any] = {
             "DIM_V": problem.dim_v,
-            "PAD_V": _padded(problem.dim_v),
+            "PAD_V": padded(problem.dim_v),
             "STRIDED": strided,
             "TILE_M": _PREPROCESS_ROWS,
             **options,
@@ -287,11 +289,6 @@ def _strided(problem: Problem) -> bool:
 def _steps(inputs: Inputs) -> tuple[int, ...]:
     """Strides of tokens and heads in q, k, v, whose last stride is always 1; of tokens, heads and dims in dO."""
     return (*inputs.q.stride()[:2], *inputs.k.stride()[:2], *inputs.v.stride()[:2], *inputs.d_o.stride())
-
-
-def _padded(dim: int) -> int:
-    """The next power of two, at least 16, as dot products require."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _tiles(length: int, tile: int) -> int:
