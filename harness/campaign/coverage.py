@@ -56,6 +56,8 @@ class Tally:
     cases: int = 0
     shrink_cases: int = 0
     reruns: int = 0
+    failed_unjudged: int = 0
+    """Cases that failed before an output was judged, such as by a crash, or by an access outside a tensor."""
     outputs: dict[OutputName, Worst] = field(default_factory=dict)
     features: dict[str, int] = field(default_factory=dict)
     drawn: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Tally:
             self.reruns += 1
         else:
             self.cases += 1
+            self.failed_unjudged += bool(verdict.failures) and not verdict.figures
             self._count_outputs(verdict)
             self._count_values(case)
 

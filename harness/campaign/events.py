@@ -218,6 +218,8 @@ class KernelSummary:
     """Stored Cases that were tried; `cases` counts them too."""
     not_replayed: int = 0
     """Stored Cases that were not tried, since their part of the run was over."""
+    failed_unjudged: int = 0
+    """Cases that failed before an output was judged (`Tally.failed_unjudged`)."""
     unreached: int = 0
     """Variants that were not compiled when the time was over; no Case of them was tried."""
     recoveries: tuple[float, ...] = ()

@@ -222,6 +222,7 @@ class KernelState:
             compiles=self.compiles,
             compile_seconds=self.compile_seconds,
             refused=sum(self.plan.key(self.kernel, each) in refused for each in self.plan.variants) if refused else 0,
+            failed_unjudged=self.tally.failed_unjudged,
             unreached=self.unreached(),
             replayed=len(self.earlier.replayed),
             not_replayed=self.earlier.not_replayed,

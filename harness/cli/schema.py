@@ -44,6 +44,7 @@ class ExplanationText(Explanation, frozen=True, kw_only=True):
 class KernelRow(msgspec.Struct):
     """One kernel of a run. `wrong`: Cases in which something was wrong with it, by what.
 
+    `failed_unjudged`: Cases that failed before an output was judged, such as by a crash or by an access outside a tensor.
     `replayed`: stored Cases that were tried, which `cases` counts too; `not_replayed`: those for which the time was over.
     `drawn`: Cases by what was drawn and its value; `never_drawn`: values that the kernel declares and no Case had.
     """
@@ -56,6 +57,7 @@ class KernelRow(msgspec.Struct):
     cases_per_second: float
     compiles: int
     compile_seconds: float
+    failed_unjudged: int
     refused: int
     unreached: int
     replayed: int

@@ -252,6 +252,7 @@ def _summary(record: KernelRecord, findings: Sequence[Finding]) -> KernelSummary
         compiles=record.compiles,
         compile_seconds=record.compile_seconds,
         refused=record.refused,
+        failed_unjudged=record.failed_unjudged,
         unreached=record.unreached,
         replaced=record.replaced,
         outputs=outputs,

@@ -84,6 +84,7 @@ def summary_object(row: KernelSummary) -> dict[str, Any]:
         "compiles": row.compiles,
         "compile_seconds": row.compile_seconds,
         "refused": row.refused,
+        "failed_unjudged": row.failed_unjudged,
         "unreached": row.unreached,
         "replayed": row.replayed,
         "not_replayed": row.not_replayed,

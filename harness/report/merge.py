@@ -109,6 +109,7 @@ def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
             "seconds",
             "compiles",
             "compile_seconds",
+            "failed_unjudged",
             "refused",
             "replaced",
             "replayed",

@@ -131,6 +131,7 @@ class Recorder:
         kernel.ended, kernel.seconds, kernel.refused, kernel.replaced = True, row.seconds, row.refused, row.replaced
         kernel.compiles, kernel.compile_seconds, kernel.unreached = row.compiles, row.compile_seconds, row.unreached
         kernel.replayed, kernel.not_replayed = row.replayed, row.not_replayed
+        kernel.failed_unjudged = row.failed_unjudged
         kernel.never_drawn = {name: list(values) for name, values in row.never_drawn.items()}
         for finding in row.findings:
             # What failing Cases have in common is known at the end.

@@ -77,6 +77,7 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of trials, shrinking left out; 0 until the turn is over."""
     compiles: Count = 0
     compile_seconds: Seconds = 0.0
+    failed_unjudged: Count = 0
     refused: Count = 0
     unreached: Count = 0
     replaced: Count = 0

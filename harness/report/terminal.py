@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,6 +26,7 @@ from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.explained import explanation_rows
 from attnfuzz.harness.report.progress import Heartbeat, Pace, Verbosity, progress_on, seconds_text
 from attnfuzz.kernels.problem import OUTPUT_NAMES
+from attnfuzz.kernels.support.memory import MemoryKind
 
 __all__ = ["Terminal", "never_drawn_lines", "show_explanation", "show_finding", "show_stored", "summary_table"]
 
@@ -200,6 +201,8 @@ class Terminal:
         self.close()
         if self._verbosity != "quiet":
             self.console.print(summary_table(event.summaries))
+            for line in failed_unjudged_lines(event):
+                self.console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
         for number, each in enumerate(event.findings, 1):
             show_finding(self.console, number, each)
         for number, line in enumerate(groups.described(event.findings)):
@@ -240,6 +243,21 @@ def _not_replayed(row: KernelSummary) -> str:
     return f"{cases} not replayed: their part of the run was over"
 
 
+def failed_unjudged_lines(event: events.CampaignFinished) -> list[str]:
+    """Return a line for each kernel with Cases whose outputs were not judged, since something else failed before."""
+    lines = []
+    for row in event.summaries:
+        if not row.failed_unjudged:
+            continue
+        by_access = any(each.identity.kind in get_args(MemoryKind) for each in row.findings)
+        more = "; --no-memory-check judges outputs despite accesses outside of tensors" if by_access else ""
+        lines.append(
+            f"{one_line(row.kernel)}: {row.failed_unjudged} of {counted(row.cases, 'case')} failed before an output was judged, "
+            f"so that wrong outputs may not show{more}"
+        )
+    return lines
+
+
 def never_drawn_lines(event: events.CampaignFinished) -> list[str]:
     """Return a line for each kernel of which Cases had not all that it declares."""
     texts = {row.kernel: never_drawn_line(row.never_drawn) for row in event.summaries}
@@ -257,6 +275,7 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
             figures = row.outputs.get(name, Worst())
             unjudged = f" (+{figures.unjudged} not judged)" if figures.unjudged else ""
             unjudged += f" ({figures.doubted} in part)" if figures.doubted else ""
+            unjudged += f" (+{row.failed_unjudged} failed before)" if row.failed_unjudged and number == 0 else ""
             unjudged += f" (not replayed: {row.not_replayed})" if row.not_replayed and number == 0 else ""
             unjudged += f" ({counted(row.unreached, 'variant')} not reached)" if row.unreached and number == 0 else ""
             wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
