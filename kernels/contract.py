@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkabl
 
 import msgspec
 
-from attnfuzz.kernels.errors import check_name, shown
+from attnfuzz.kernels.errors import check_name, reject, shown
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
 
@@ -57,7 +57,12 @@ class Config(Mapping[str, ConfigValue]):
             check_name("config", name, "a choice is named as a Python argument is")
         self._items: dict[str, ConfigValue] = dict(sorted(items.items()))
         # Configs are compared several times for each Case.
-        self._text = json.dumps(self._items, sort_keys=True)
+        try:
+            self._text = json.dumps(self._items, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise reject(
+                "config", values or named, f"a choice is no JSON value ({error})", "give numbers, texts and booleans"
+            ) from None
 
     def __getitem__(self, name: str) -> ConfigValue:
         return self._items[name]

@@ -13,7 +13,7 @@ from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.disturbances import Disturbance
 from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 from attnfuzz.harness.judge.failure import Failure
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument, WrongProcess
 from attnfuzz.kernels.registry import LeavesProcess, MissingObject, UnknownKernel
 from attnfuzz.strategies.case import BadCase, Case
 
@@ -158,7 +158,7 @@ class ChildOSError(ExecutionError):
 
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
-    **{each.__name__: each for each in (BadArgument, BadCase, LeavesProcess, MissingObject, UnknownKernel)},
+    **{each.__name__: each for each in (BadArgument, BadCase, LeavesProcess, MissingObject, UnknownKernel, WrongProcess)},
     **dict.fromkeys((MemoryError.__name__, "OutOfMemoryError"), ChildMemoryError),
     **{each.__name__: ChildOSError for each in (OSError, PermissionError, FileNotFoundError)},
 }

@@ -216,6 +216,8 @@ class _Batch:
                 run.alone = True
                 run.drop()
             moving = [(run, move) for run, move in moving if not run.alone]
+            # Outputs are compared before another run launches, which may return the same memory.
+            moving.sort(key=lambda pair: not pair[1].outputs)
             if not moving:
                 continue
             with self._shared(moving[0][1].stage, [run for run, _ in moving]):

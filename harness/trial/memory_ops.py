@@ -35,22 +35,9 @@ _FILLED = frozenset(
         _aten.new_full.default,
     }
 )
-COPIES = frozenset(
-    {
-        _aten.cat.default,
-        _aten.clone.default,
-        _aten.constant_pad_nd.default,
-        _aten.div.Tensor,
-        _aten.index.Tensor,
-        _aten.index_select.default,
-        _aten.mul.Tensor,
-        _aten.neg.default,
-        _aten.repeat.default,
-        _aten.stack.default,
-        _aten._to_copy.default,
-    }
-)
-"""Ops by which wrappers prepare tensors for their kernels: what a kernel reads or writes beyond those must show as well."""
+COPIES = frozenset({_aten.cat.default, _aten.constant_pad_nd.default})
+"""Ops by which wrappers pad and join tensors for their kernels: what a kernel reads or writes beyond those must show as well.
+Arithmetic of kernels that are torch's operations is left out: all its results would be kept until the launch ends."""
 AS_STRIDED, NEW_EMPTY_STRIDED = _aten.as_strided.default, _aten.new_empty_strided.default
 OFFSET = 3
 """Place of the storage offset among the arguments of as_strided."""

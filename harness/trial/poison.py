@@ -34,6 +34,8 @@ _ALIGNMENT = 256
 """Bytes: a copy has the alignment of its original, up to this."""
 _HALF = _BAND // 2
 """A band in 16-bit words."""
+_COPIES_KEPT = 1 << 28
+"""Bytes of what COPIES make that is moved between bands in one launch: it is kept until the launch has ended."""
 _AT_ONCE = 128
 """Tensors whose bands are gathered to be checked: 16 MiB."""
 
@@ -147,16 +149,17 @@ class Bands:
         self._kept.append(_Band(what, words, before // 2, pattern, begin))
         return words.view(torch.uint8)[before : before + size]
 
-    def offset_here(self, tensor: torch.Tensor, offset: int) -> int:
-        """Return where an element of the storage lies that `tensor` would have without bands.
+    def offset_here(self, tensor: torch.Tensor, offset: int, extent: int) -> int:
+        """Return where an element of the storage lies that `tensor` would have without bands, with `extent` elements from it on.
 
-        An offset behind the first band is one of the storage that it has.
+        An offset behind the first band is one of the storage that it has, and so is one from which they reach beyond it.
         """
         address, size = tensor.untyped_storage().data_ptr(), tensor.element_size()
         band = next((each for each in self._kept if each.words.data_ptr() == address), None)
         if band is None or offset * size >= 2 * band.before:
             return offset
-        return offset + int((2 * band.before - band.begin) // size)
+        there = offset + int((2 * band.before - band.begin) // size)
+        return there if (there + extent) * size <= tensor.untyped_storage().nbytes() else offset
 
     def edges(self) -> Reading | None:
         """Begin to compute the smallest and the largest 8 bytes of every band; None: memory was taken away."""
@@ -244,6 +247,12 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._bands, self._value = bands, fill
         self._watch = Watch() if watch is None else watch
+        self._room = _COPIES_KEPT
+
+    def _takes_copy(self, tensor: torch.Tensor) -> bool:
+        """Whether there is room for one more of the tensors that COPIES make."""
+        self._room -= reach(tensor) * tensor.element_size() + 2 * _BAND
+        return self._room >= 0
 
     def __torch_dispatch__(
         self,
@@ -254,7 +263,8 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Run the op, and move its new tensor between bands."""
         if func is AS_STRIDED and len(args) > OFFSET and args[OFFSET] is not None:
-            return func(*args[:OFFSET], self._bands.offset_here(args[0], args[OFFSET]))
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(args[1], args[2], strict=True))
+            return func(*args[:OFFSET], self._bands.offset_here(args[0], args[OFFSET], extent))
         traits = traits_of(func)
         if traits.plain:
             return func(*args, **(kwargs or {}))
@@ -271,8 +281,10 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             _fill(result.as_strided((grown,), (1,), held), self._value)
         if not (traits.empty or traits.filled) or not _bandable(result):
             return result
+        if func in COPIES and not self._takes_copy(result):
+            return result
         pattern = _pattern(result.dtype, self._value) if traits.empty else None
-        own_storage = func is NEW_EMPTY_STRIDED or (func in COPIES and _in_backward())
+        own_storage = func is NEW_EMPTY_STRIDED or func in COPIES
         between = self._bands.like(result, _OWN, pattern, own_storage=own_storage)
         if traits.empty:
             if (pattern is not None or _fill(between, self._value)) and between.device.type == "cpu":
@@ -299,7 +311,8 @@ def _strided(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _bandable(tensor: Any) -> bool:
-    plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    plain = strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
     return bool(plain and tensor.numel() and all(stride >= 0 for stride in tensor.stride()))
 
 

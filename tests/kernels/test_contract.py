@@ -207,3 +207,8 @@ def test_kernel_is_checked_by_its_members() -> None:
         name, backend = "x.half", "x"
 
     assert not isinstance(Half(), Kernel)
+
+
+def test_a_choice_that_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(BadArgument, match="a choice is no JSON value"):
+        Config({"tile_m": object()})  # type: ignore[dict-item]

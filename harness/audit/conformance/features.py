@@ -42,7 +42,8 @@ class Feature:
 def plain_case(kernel: Kernel, device: Device) -> tuple[Case, str | None]:
     """Return a Case of a little more than a tile of queries and keys, one head, normal values, and why it is refused, or None.
 
-    A kernel may take less than it declares, such as some lengths alone: the first one that it supports is chosen.
+    A kernel may take less than it declares, beside the one token by which its variants are asked for: the first Case of some
+    lengths that it supports is chosen.
     """
     variants = all_variants(kernel, device)
     first = _case(kernel, variants[0], {})

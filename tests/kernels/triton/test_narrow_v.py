@@ -46,9 +46,11 @@ def test_narrow_rows_of_v_are_right_on_the_cpu(kernel: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["triton.flex", "triton.varlen"])
-@pytest.mark.parametrize("dims", [(115, 15), (33, 15), (255, 15)], ids=str)
-def test_every_config_is_right(kernel: str, dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "dims", [(115, 15), pytest.param((33, 15), marks=pytest.mark.slow), pytest.param((255, 15), marks=pytest.mark.slow)], ids=str
+)
+def test_every_config_of_warp_groups_is_right(kernel: str, dims: tuple[int, int]) -> None:
     of = _problem(kernel, *dims)
-    for config in registry.get(kernel).configs(of):
+    for config in [each for each in registry.get(kernel).configs(of) if each.integer("tile_m") >= 64]:
         verdict = run_trial(Case(kernel=kernel, problem=of, config=config), "cuda")
         assert verdict.status == "pass", (config, verdict.failures)
