@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, why_unsupported
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.problem import Layout, Needs, Problem
 
 PLAIN: dict[str, Any] = {"seqlens_q": (4,), "seqlens_k": (4,), "dim_qk": 64, "dim_v": 64}
