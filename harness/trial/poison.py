@@ -154,6 +154,8 @@ class Bands:
 
         An offset behind the first band is one of the storage that it has, and so is one from which they reach beyond it.
         """
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type not in ("cpu", "cuda"):
+            return offset
         address, size = tensor.untyped_storage().data_ptr(), tensor.element_size()
         band = next((each for each in self._kept if each.words.data_ptr() == address), None)
         if band is None or offset * size >= 2 * band.before:
