@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +100,8 @@ class _Search:
     not_kept: str | None = None
     """Why there is no case file."""
     _end: float | None = field(default=None, init=False)
+    _over: bool = field(default=False, init=False)
+    """Whether a call has failed, or the time is over."""
 
     def run(self, most: int) -> None:
         """Make the calls."""
@@ -120,7 +123,7 @@ class _Search:
             begin=self.runner.fresh,
             call=self._call,
         )
-        with contextlib.suppress(_Ended):
+        with self._until_ended():
             run_state_machine_as_test(
                 seeded(settings.seed)(machine),
                 settings=of_hypothesis(
@@ -150,12 +153,27 @@ class _Search:
         from attnfuzz.harness.campaign.events import Finding
 
         if self._end is not None and time.monotonic() >= self._end:
+            self._over = True
             raise _Ended
         verdict = self.runner.run(case, "generate")
         self.calls += 1
         if verdict.failures:
             self._keep(Finding(verdict.failures[0].identity, case, verdict, cases_to_find=self.calls))
+            self._over = True
             raise _Ended
+
+    @contextlib.contextmanager
+    def _until_ended(self) -> Iterator[None]:
+        """Let sequences end at `_Ended`; one that began as an earlier one did is then called flaky by Hypothesis."""
+        from hypothesis.errors import Flaky
+
+        try:
+            yield
+        except _Ended:
+            pass
+        except Flaky:
+            if not self._over:
+                raise
 
     def _keep(self, finding: Finding) -> None:
         """Write a case file, which replaces that of the Case before."""
