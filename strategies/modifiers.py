@@ -68,8 +68,8 @@ _CAPS = (20.0, 50.0, 5.0, 1.0)
 _HIDING = (-65504.0, -1e9, -1e38)
 """What models add to the scores of keys that they hide: the least float16, a round number, and one of the size of the least
 float32, which itself would be -inf in base 2: a row of such keys alone has another LSE in a kernel that computes in base 2."""
-
-
+_FIRST_KEYS = (32, 64, 33, 65, 128)
+"""So many first keys are hidden by an added number: whole tiles of a row, before those that count."""
 _REMEMBERED = 4096
 """Strategies kept for the blocks of one process."""
 
@@ -239,7 +239,9 @@ def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
         *((st.just(alibi(gradient=False)),) if reads else ()),
         *((st.booleans().map(lambda of: relative_bias(gradient=of)), st.just(bias(gradient=True))) if gradients else ()),
     )
-    hiding = st.builds(lambda mask, by: where(mask, S, S + by), masks(reads, depth=1), st.sampled_from(_HIDING))
+    rest = st.sampled_from(_FIRST_KEYS).map(lambda first: whole(first) <= KV)
+    hidden = weighted((1, masks(reads, depth=1)), (1, rest))
+    hiding = st.builds(lambda mask, by: where(mask, S, S + by), hidden, st.sampled_from(_HIDING))
     factor = st.sampled_from(_FACTORS).map(lambda factor: S * factor)
     return st.one_of(factor, named, *parametric, hiding, _random(reads, gradients))
 
