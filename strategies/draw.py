@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine, providers
 
 from attnfuzz.kernels.problem import reject
+from attnfuzz.strategies import choices
 
 __all__ = ["draw_values", "drawn"]
 
@@ -29,14 +30,26 @@ class _StopDrawing(BaseException):
 def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | None], *, seed: int, examples: int) -> None:
     """Draw up to `examples` values of `strategy` and call `consume` with each, until it returns True.
 
-    The same seed draws the same values in every process: Hypothesis also draws constants from the source files of imported
-    local modules, which is turned off here.
+    The same seed draws the same values in every process with the same version of Hypothesis.
 
     Args:
         strategy: what to draw from.
         consume: called with each value; True ends the draw. Its exceptions are raised here, unchanged.
         seed: of the draw.
-        examples: limit on drawn values; Hypothesis may draw a value twice, and stops early if it has drawn all.
+        examples: limit on drawn values; a value may come twice.
+    """
+    if not choices.usable():
+        _draw_by_engine(strategy, consume, seed=seed, examples=examples)
+        return
+    for value in choices.values(strategy, seed=seed, examples=examples):
+        if consume(value):
+            return
+
+
+def _draw_by_engine(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | None], *, seed: int, examples: int) -> None:
+    """Draw as `draw_values` does, with Hypothesis's engine, which stops early if it has drawn all values.
+
+    Hypothesis also draws constants from the source files of imported local modules, which is turned off here.
     """
 
     @hypothesis.seed(seed)

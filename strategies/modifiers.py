@@ -70,6 +70,7 @@ _HIDING = (-65504.0, -1e9, -1e38)
 float32, which itself would be -inf in base 2: a row of such keys alone has another LSE in a kernel that computes in base 2."""
 _FIRST_KEYS = (32, 64, 33, 65, 128)
 """So many first keys are hidden by an added number: whole tiles of a row, before those that count."""
+_FIRST_KEYS_SHOWN = tuple(to_data(whole(each) <= KV) for each in _FIRST_KEYS)
 _REMEMBERED = 4096
 """Strategies kept for the blocks of one process."""
 
@@ -180,15 +181,15 @@ def chosen(values: dict[str, Any]) -> Chosen:
 
 
 def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
-    """Choose `count` of twice as many that are drawn by `seed`, none first: for devices where each needs its own compile.
+    """Choose `count` of four times as many that are drawn by `seed`, none first: for devices where each needs its own compile.
 
-    Every other one is the next that was drawn, the others those whose fields and limits of a window the ones before have least.
+    Every other one is the next that was drawn, the others those whose kinds (`_kinds`) the ones before have least.
     """
     offered: dict[Chosen, None] = {(): None}
 
     def collect(chosen: Chosen) -> bool:
         offered.setdefault(chosen)
-        return len(offered) > 2 * count
+        return len(offered) > 4 * count
 
     draw_values(modifiers(can), collect, seed=seed, examples=20 * count)
     kinds_of = {each: _kinds(each) for each in offered}
@@ -203,12 +204,22 @@ def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
 
 
 def _kinds(chosen: Chosen) -> list[object]:
-    """Return what a choice of modifiers has: its fields, and which sides of a window are limited."""
+    """Return what a choice of modifiers has: its fields, which sides of a window are limited, and hidden first keys."""
     kinds: list[object] = [name for name, _ in chosen]
     for name, value in chosen:
         if name == "window":
             kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]
+        elif name == "score_mod" and _hides_first_keys(value):
+            kinds.append("first keys")
     return kinds
+
+
+def _hides_first_keys(score_mod: Any) -> bool:
+    """Whether a score_mod adds a number to the scores of the first keys that no rounded product cancels."""
+    match score_mod:
+        case ("where", mask, ("score",), ("add", ("score",), ("const", number))):
+            return mask in _FIRST_KEYS_SHOWN and number in _HIDING[1:]
+    return False
 
 
 def _captured(gradients: bool) -> st.SearchStrategy[Expression]:

@@ -1,18 +1,30 @@
-"""Values by seed: imports do not change them, and errors are raised unchanged."""
+"""Values by seed, with and without Hypothesis's engine: imports do not change them, and errors are raised unchanged."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
+import hypothesis
+import hypothesis.errors
 import pytest
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine
 
 from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies import choices
 from attnfuzz.strategies.draw import draw_values, drawn
+
+BY_ENGINE = ("by the engine", "without the engine")
+
+
+@pytest.fixture(params=BY_ENGINE, autouse=True)
+def engine_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == BY_ENGINE[0]:
+        monkeypatch.setattr(choices, "usable", lambda: False)
 
 
 def draws(seed: int, examples: int = 60) -> list[int]:
@@ -58,7 +70,6 @@ def test_what_the_consumer_raises_comes_out_unchanged_after_one_call(error: Base
 
 
 def test_drawn_returns_the_distinct_values_of_a_round_in_order() -> None:
-    # Hypothesis does not repeat its choices, but two of them may give equal values.
     modulo = st.integers(0, 10**12).map(lambda number: number % 20)
     values: list[int] = []
     draw_values(modulo, values.append, seed=7, examples=60)
@@ -98,6 +109,66 @@ def test_each_value_is_drawn_anew() -> None:
     equal = sum(len(set(each)) < 4 for each in pairs)
     assert len(pairs) > 250
     assert equal < 60, "Hypothesis draws equal and extreme integers by itself, but not most of the time"
+
+
+def test_what_a_strategy_raises_comes_out() -> None:
+    with pytest.raises(ZeroDivisionError):
+        draw_values(st.integers(1, 9).map(lambda each: each // 0), print, seed=0, examples=3)
+
+
+def test_values_that_a_strategy_rejects_are_left_out() -> None:
+    @st.composite
+    def odd(draw: st.DrawFn) -> int:
+        number = draw(st.integers(0, 99))
+        hypothesis.assume(number % 2)
+        return number
+
+    values: list[int] = []
+    draw_values(odd(), values.append, seed=0, examples=40)
+    assert len(values) > 20
+    assert all(each % 2 for each in values)
+    with pytest.raises(hypothesis.errors.Unsatisfiable):
+        draw_values(st.integers(0, 9).map(str).filter(lambda each: each == "x"), print, seed=0, examples=40)
+
+
+def test_the_first_value_is_the_simplest() -> None:
+    parts = st.tuples(st.integers(-5, 900), st.sampled_from("abc"), st.booleans(), st.lists(st.integers(3, 9), min_size=1))
+    for seed in range(3):
+        values: list[object] = []
+        draw_values(parts, values.append, seed=seed, examples=20)
+        assert values[0] == (0, "a", False, [3])
+
+
+def test_a_choice_is_drawn_as_often_as_any_other() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(5):
+        draw_values(
+            st.tuples(st.sampled_from("abcd"), st.integers(0, 10**9)), lambda x: counts.update(x[0]), seed=seed, examples=200
+        )
+    assert counts.total() > 900
+    assert all(0.18 < counts[each] / counts.total() < 0.36 for each in "abcd"), counts
+
+
+def test_every_kind_of_strategy_can_be_drawn() -> None:
+    kinds = st.tuples(
+        st.integers(), st.integers(min_value=5), st.integers(max_value=-5), st.integers(0, 1 << 64), st.floats(0, 1),
+        st.text(max_size=4), st.binary(max_size=3), st.sets(st.integers(0, 9), min_size=2),
+        st.lists(st.sampled_from(range(9)), unique=True, max_size=5), st.permutations("abc"),
+        st.dictionaries(st.booleans(), st.none()), st.one_of(st.none(), st.just(1)), st.data(),
+    )  # fmt: skip
+    values: list[tuple[object, ...]] = []
+    draw_values(kinds, values.append, seed=2, examples=40)
+    assert len(values) > 30
+    for _, least, most, wide, ratio, text, binary, some, unique, order, *_ in values:
+        assert least >= 5
+        assert most <= -5
+        assert 0 <= wide <= 1 << 64
+        assert 0 <= ratio <= 1
+        assert len(text) <= 4
+        assert len(binary) <= 3
+        assert len(some) >= 2
+        assert len(set(unique)) == len(unique)
+        assert sorted(order) == ["a", "b", "c"]
 
 
 def test_a_draw_leaves_hypothesis_as_it_was() -> None:
