@@ -23,7 +23,7 @@ from hypothesis.strategies._internal.lazy import unwrap_strategies
 
 __all__ = ["usable", "values"]
 
-_FEW = 10
+_FEW = 20
 """One value in so many has few choices that are not the simplest."""
 _MOST_RANDOM = 8
 """Of those, the choices that may not be the simplest."""

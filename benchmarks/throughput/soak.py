@@ -57,7 +57,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     replaced = sum(each["processes_replaced"] for each in result.get("kernels", ()))
     return {
         "kernels": list(plan.kernels), "workers": plan.workers_here[-1], "caches": plan.caches, "orphans": orphans,
-        "failures": len(result.get("failures", ())), "cases_of_failures": [each["case"] for each in result.get("failures", ())],
+        "failures": result.get("failures", []),
         "replaced": replaced, **judged(samples, orphans),
         "samples": [[each.at, each.cases, each.processes, each.coordinator, each.total, each.largest] for each in samples],
     }  # fmt: skip
@@ -143,6 +143,6 @@ def sheets(result: dict[str, Any]) -> list[Sheet]:
     ]  # fmt: skip
     sentence = (
         f"{', '.join(result['kernels'])}, {result['workers']} workers: {result['cases']:,} Cases in {result['seconds']:.0f} s, "
-        f"{result['failures']} failures, {result['replaced']} children replaced, {result['orphans']} orphans."
+        f"{len(result['failures'])} failures, {result['replaced']} children replaced, {result['orphans']} orphans."
     )
     return [Sheet("soak", columns, rows, [sentence, *(f"wrong: {each}" for each in result["wrong"])])]

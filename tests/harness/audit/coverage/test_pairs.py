@@ -91,7 +91,7 @@ def test_the_strategies_reach_nearly_all_pairs_of_declared_features() -> None:
     variants = every_variant(kernel, Settings())
     strategy = trial_cases(kernel, device="cpu", limits=LIMITS, variants=variants)
     pairs = Pairs(kernel, "cpu", variants)
-    for seed in range(6):
+    for seed in range(8):
         for case in drawn(strategy, seed=seed, examples=100, quota=100):
             pairs.add(case)
     declared = pairs.result().declared()
