@@ -150,7 +150,7 @@ def backward(
     adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums add theirs to sigma^2 and H (`_add_partials`). Rows
     whose scores are lost, and dS beyond the dtype, have an infinite budget. In float32, ties add the error of equal terms to B.
     Where mask_mod is in doubt, P e grows by how far P may move (doubts.py), and B_D by the effect on D (`Delta.move`). Neither
-    averages out: for the statistics they count as flushed.
+    averages out: for the statistics they count as flushed, as do lost(dO, P) of dV and lost(q, dS) of dK.
     """
     lost_keys = t.lost_keys
     pe, moved = _dv(t, dv, lost_keys, deviations, ties=ties)
@@ -245,12 +245,14 @@ def _dv(
     d_size, d2 = t.d_size, t.d2
     sums.result.baddbmm_(t.p.mT, t.d_o)
     sums.size.baddbmm_(t.p.mT, d_size)
-    sums.b.baddbmm_(bound.mT, d_size).addcmul_(t.touched, lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.terms_q))
+    loss = lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.terms_q) * t.touched
+    sums.b.baddbmm_(bound.mT, d_size).add_(loss)
     sums.b.masked_fill_(lost_keys, torch.inf)
     sums.sigma2.baddbmm_(v_b.mT, d2)
     sums.hard.baddbmm_(c_b.mT, d_size)
     if sums.flush is not None:
-        sums.flush.baddbmm_((h_b if moved is None else h_b + moved).mT, d_size)
+        # What is flushed below the smallest normal float32 is lost as a whole too.
+        sums.flush.baddbmm_((h_b if moved is None else h_b + moved).mT, d_size).add_(loss)
     if sums.noise is not None:
         sums.noise.baddbmm_(exact_units[0].mT, d2)
     if ties and t.rounding.half:
@@ -354,7 +356,10 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
     endless = torch.maximum(over.any(-1, keepdim=True), t.lost)
     b, m_dq, random = limited(hard, sigma2, tau2, b, None, t.dead, endless, t.rounding.half)
-    dk.b.add_(formulas.key_loss(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.terms_q, t.touched, 1 + scale))
+    loss = formulas.key_loss(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.terms_q, t.touched, 1 + scale)
+    dk.b.add_(loss)
+    if dk.flush is not None:
+        dk.flush.add_(loss)
     dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
     of_d = _dk(t, delta, x, r, p2, dk, row_ties, known_k, deviations)
     gradients = Gradients(m_dq=m_dq, random=random, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
@@ -425,7 +430,7 @@ def _dk(
     known: torch.Tensor | None,
     deviations: Deviations,
 ) -> torch.Tensor:
-    """Add to the sums of dK, except overflow and flushing below tiny; return the part of sigma^2 from D's errors."""
+    """Add to the sums of dK, except overflow and what is lost below tiny; return the part of sigma^2 from D's errors."""
     q, q_size, q2, sigma2_q, hard_q = formulas.of_q(t.q, t.scale, delta.sigma2, delta.hard)
     sums.result.baddbmm_(x.d_s.mT, q)
     sums.size.baddbmm_(r.size.mT, q_size)

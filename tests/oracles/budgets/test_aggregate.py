@@ -178,3 +178,19 @@ def test_dead_rows_hide_no_repeated_values() -> None:
         figures = repeats.figures()
         assert figures is not None
         assert (generic(figures.tolist()).g < repeats.LIMIT) == is_generic
+
+
+def test_a_p_below_the_smallest_normal_float32_may_be_flushed() -> None:
+    """A GPU's exp2 flushes it, and P of one key then is lost in all of its dV: one of 600,000 Cases was accused for that."""
+    problem = Problem(seqlens_q=(1,) * 4, seqlens_k=(511, 1, 1, 1), heads=4, kv_heads=4, dim_qk=96, dim_v=96, dtype="bfloat16")
+    inputs = materialise(problem, Recipe(pattern="tok_outlier", q_scale=4.0, seed=3), "cpu")
+    outputs = as_expected(inputs)
+    scores = torch.einsum("hd,khd->kh", inputs.q[0].double(), inputs.k[:511].double()) * problem.scale
+    p = scores.softmax(0)
+    kept = torch.where(p < 2.0**-126, 0.0, p).to(torch.bfloat16)
+    assert bool(((p < 2.0**-126) & (p > 2.0**-130)).any())
+    outputs["dv"][:511] = (kept.double()[..., None] * inputs.d_o[0].double()).to(torch.bfloat16)
+    assert messages(inputs, outputs) == []
+    # A scale of 0.997 is still an error.
+    outputs["dv"][:511] = (p.double()[..., None] * inputs.d_o[0].double() * (1 - 3e-3)).to(torch.bfloat16)
+    assert messages(inputs, outputs)
