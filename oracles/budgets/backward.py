@@ -245,14 +245,14 @@ def _dv(
     d_size, d2 = t.d_size, t.d2
     sums.result.baddbmm_(t.p.mT, t.d_o)
     sums.size.baddbmm_(t.p.mT, d_size)
-    loss = lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.terms_q) * t.touched
-    sums.b.baddbmm_(bound.mT, d_size).add_(loss)
+    loss = lost(d_size.sum(1, keepdim=True), 0.0, 2 * t.terms_q)
+    sums.b.baddbmm_(bound.mT, d_size).addcmul_(t.touched, loss)
     sums.b.masked_fill_(lost_keys, torch.inf)
     sums.sigma2.baddbmm_(v_b.mT, d2)
     sums.hard.baddbmm_(c_b.mT, d_size)
     if sums.flush is not None:
         # What is flushed below the smallest normal float32 is lost as a whole too.
-        sums.flush.baddbmm_((h_b if moved is None else h_b + moved).mT, d_size).add_(loss)
+        sums.flush.baddbmm_((h_b if moved is None else h_b + moved).mT, d_size).addcmul_(t.touched, loss)
     if sums.noise is not None:
         sums.noise.baddbmm_(exact_units[0].mT, d2)
     if ties and t.rounding.half:
@@ -360,6 +360,7 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     dk.b.add_(loss)
     if dk.flush is not None:
         dk.flush.add_(loss)
+    del loss  # as large as dK
     dk.b.masked_fill_(over.any(1)[..., None].logical_or_(x.lost_keys), torch.inf)
     of_d = _dk(t, delta, x, r, p2, dk, row_ties, known_k, deviations)
     gradients = Gradients(m_dq=m_dq, random=random, sigma2=sigma2, tau2=tau2, hard=hard, b=b, reorder=reorder)
