@@ -43,7 +43,9 @@ __all__ = [
     "built_in_names",
     "find",
     "get",
+    "group",
     "is_local",
+    "is_released",
     "is_target",
     "look_in",
     "missing_members",
@@ -80,6 +82,11 @@ _BUILT_IN = {
     "torch.flex_modified": "attnfuzz.kernels.torch.flex_modified:KERNEL",
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
+_RELEASED = {
+    "released.fla.parallel": "attnfuzz.kernels.released.fla:PARALLEL",
+    "released.fla.parallel_varlen": "attnfuzz.kernels.released.fla:PARALLEL_VARLEN",
+}
+"""Kernels of other packages: listed, and left out of runs that name no kernel."""
 _HIDDEN = {
     "demo.varlen": "attnfuzz.kernels.faults.planted:demo_kernel",
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
@@ -87,6 +94,8 @@ _HIDDEN = {
 }
 """Available by name, never listed: kernels to test the harness, or known to be wrong. So are names that begin with "fault."."""
 _FAULT = "fault."
+_OWN: dict[str, str] = {**_BUILT_IN, **_RELEASED, **_HIDDEN}
+"""Targets of all kernels that are part of attnfuzz."""
 
 _registered: dict[str, Kernel] = {}
 _registered_at: dict[str, Origin] = {}
@@ -144,17 +153,28 @@ def origin(name: str) -> Origin | None:
 def names() -> tuple[str, ...]:
     """Every listed kernel: built in, from entry points, registered, requested by target."""
     installed = {point.name for point in _entry_points()}
-    return tuple(sorted({*_BUILT_IN, *installed, *_origins, *_registered}))
+    return tuple(sorted({*_BUILT_IN, *_RELEASED, *installed, *_origins, *_registered}))
+
+
+def is_released(name: str) -> bool:
+    """Whether `name` is that of a kernel that another package releases, which runs only if it is named."""
+    return name in _RELEASED
+
+
+def group(name: str) -> tuple[str, ...]:
+    """Listed kernels whose names begin with `name` and a dot, where no kernel is called `name`; else none."""
+    known = names()
+    return () if name in known or is_target(name) else tuple(each for each in known if each.startswith(f"{name}."))
 
 
 def built_in_names() -> tuple[str, ...]:
-    """Every listed kernel of attnfuzz itself."""
+    """Every listed kernel whose code is part of attnfuzz."""
     return tuple(sorted(_BUILT_IN))
 
 
 def target(name: str) -> str | None:
     """Target of a built-in kernel or of an entry point, whether or not it can be imported; else None."""
-    if built_in := {**_BUILT_IN, **_HIDDEN}.get(name):
+    if built_in := _OWN.get(name):
         return built_in
     return next((point.value for point in _entry_points() if point.name == name), None)
 
@@ -193,7 +213,7 @@ def find(name: str, *, tried: bool = False) -> Any:
         return load(name, name, tried=tried)
     if known := _registered.get(name) or _loaded.get(name):
         return known
-    if target := {**_BUILT_IN, **_HIDDEN}.get(name):
+    if target := _OWN.get(name):
         module, _, attribute = target.partition(":")
         return instance(getattr(importlib.import_module(module), attribute))
     if name in _origins:
@@ -217,7 +237,7 @@ def try_first(names: Iterable[str]) -> None:
     Raises:
         BadArgument: the variable ATTNFUZZ_IMPORT_SECONDS is not a number.
     """
-    known = {*_BUILT_IN, *_HIDDEN, *_registered, *_loaded}
+    known = {*_OWN, *_registered, *_loaded}
     asked = [each for each in names if each not in known]
     points = {point.name: _target_of(point) for point in _entry_points()} if asked else {}
     targets = [each if is_target(each) else points.get(each) for each in asked]
@@ -234,7 +254,7 @@ def _at(target: str, folder: str | None, *, tried: bool = False) -> Kernel:
     kernel: Kernel = load(target, target, tried=tried)
     name = checked_name(kernel)
     # An entry point of the same name is most likely the same kernel, as installed: the target takes precedence.
-    other = _loaded.get(name) if name in _origins else None if name not in {**_BUILT_IN, **_HIDDEN} else get(name)
+    other = _loaded.get(name) if name in _origins else None if name not in _OWN else get(name)
     if other is not None and other is not kernel:
         where = _origins[name].target if name in _origins else "attnfuzz itself"
         raise reject("kernel", target, f"it calls itself {name!r}, as another kernel does ({where})", "give it another name")

@@ -20,7 +20,7 @@ MAY_IMPORT = {
 }
 PACKAGES = (*("core", "judge", "trial", "isolation", "campaign", "report", "repro", "compile", "gate", "audit", "plugin", "cli"),)
 """Packages of harness/ in import order: each may import only those before it."""
-MOST_ENTRIES = {"harness": 14, "kernels": 16, "oracles": 12}
+MOST_ENTRIES = {"harness": 14, "kernels": 17, "oracles": 12}
 FROM_KERNELS = {
     *(f"attnfuzz.kernels.{name}" for name in ("contract", "problem", "modified")),
     *(f"attnfuzz.kernels.expressions.{name}" for name in ("tree", "derivative", "evaluation", "named", "ranges")),
