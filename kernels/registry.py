@@ -83,6 +83,17 @@ _BUILT_IN = {
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
 _RELEASED = {
+    "released.flag_gems.sdpa": "attnfuzz.kernels.released.flag_gems:SDPA",
+    "released.flag_gems.flash": "attnfuzz.kernels.released.flag_gems:FLASH",
+    "released.flag_gems.varlen": "attnfuzz.kernels.released.flag_gems:VARLEN",
+    "released.aule.flash": "attnfuzz.kernels.released.aule:FLASH",
+    "released.fasterkernels.fa2": "attnfuzz.kernels.released.fasterkernels:FA2",
+    "released.flash_attention_triton.v2": "attnfuzz.kernels.released.flash_attention_triton:V2",
+    "released.liger.neighborhood": "attnfuzz.kernels.released.liger:NEIGHBORHOOD",
+    "released.lightllm.context": "attnfuzz.kernels.released.lightllm:CONTEXT",
+    "released.lightllm.no_cache": "attnfuzz.kernels.released.lightllm:NO_CACHE",
+    "released.lightllm.sliding_window": "attnfuzz.kernels.released.lightllm:SLIDING_WINDOW",
+    "released.trinix.attention": "attnfuzz.kernels.released.trinix:ATTENTION",
     "released.fla.parallel": "attnfuzz.kernels.released.fla:PARALLEL",
     "released.fla.parallel_varlen": "attnfuzz.kernels.released.fla:PARALLEL_VARLEN",
 }

@@ -2,13 +2,18 @@
 
 A wrapper asks for the device's capability, its shared memory or its number of multiprocessors, to choose tiles; it selects a
 device, and it measures candidates of an autotuner. The kernel itself is run by Triton's interpreter, on CPU tensors. Inside
-`h100()` those questions have fixed answers, and an autotuner takes its first candidate, as all measure the same time.
+`h100()` those questions have fixed answers, and an autotuner takes its first candidate that compiles.
 Nothing of a package's own code is replaced.
+
+Some packages launch by way of their own caches of compiled kernels: an interpreted function then also looks like a compiled one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
@@ -40,8 +45,10 @@ _TRITON_PROPERTIES: Final = {
     "multiprocessor_count": _MULTIPROCESSORS,
     "warpSize": 32,
 }
-_MILLISECONDS: Final = (1.0, 1.0, 1.0)
-"""Time of every candidate, at the quantiles that an autotuner asks for."""
+_QUANTILES: Final = 3
+"""Times of a candidate that an autotuner asks for."""
+_one_program: list[bool] = []
+"""Not empty while a candidate is tried: a launch is only its first program."""
 
 
 class _Driver:
@@ -68,13 +75,94 @@ class _Driver:
 
         return torch.cuda
 
-    def get_benchmarker(self) -> Any:
-        return _same_time
+    def __init__(self, benchmark: _Benchmark) -> None:
+        self._benchmark = benchmark
+
+    def get_benchmarker(self) -> _Benchmark:
+        return self._benchmark
 
 
-def _same_time(*_args: Any, **_kwargs: Any) -> list[float]:
-    """Return the time of a candidate without running it."""
-    return list(_MILLISECONDS)
+class _Benchmark:
+    """Stand-in for Triton's benchmark: the first candidate that runs is the fastest, and no other is tried after it.
+
+    Of a candidate one program is run, which shows whether its static assertions hold; where they do not, it takes forever, as
+    one that does not compile.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[int, Any] = {}
+        """By the autotuner: the arguments for which a candidate was chosen."""
+
+    def __call__(self, launch: Any, *_args: Any, **_kwargs: Any) -> list[float]:
+        from triton.runtime.errors import InterpreterError
+
+        tuner = inspect.getclosurevars(launch).nonlocals.get("self")
+        arguments = getattr(tuner, "nargs", None)
+        if arguments is not None and self._chosen.get(id(tuner)) is arguments:
+            return [2.0] * _QUANTILES
+        _one_program.append(True)
+        try:
+            launch()
+        except InterpreterError as error:
+            if not isinstance(error.__cause__, AssertionError):
+                raise
+            return [float("inf")] * _QUANTILES
+        finally:
+            _one_program.pop()
+        self._chosen[id(tuner)] = arguments
+        return [1.0] * _QUANTILES
+
+
+class _CompiledKernel:
+    """Stand-in for what a launch of a compiled function returns: it can be launched again, with other arguments."""
+
+    def __init__(self, function: Any, arguments: dict[str, Any]) -> None:
+        self._function, self._arguments = function, arguments
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        """Launch over `grid`, by position: all parameters, or those that are no constants of the compilation."""
+        parameters = self._function.params
+
+        def launch(*arguments: Any) -> None:
+            passed = [each for each in parameters if len(arguments) == len(parameters) or not each.is_constexpr]
+            named = {each.name: value for each, value in zip(passed, arguments, strict=True)}
+            self._function.run(grid=grid, warmup=False, **{**self._arguments, **named})
+
+        return launch
+
+
+@functools.cache
+def _interpreted_function() -> type:
+    """Return Triton's InterpretedFunction with the members of a compiled function that it lacks, and a result of `run`."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction, KernelParam
+
+    class Function(InterpretedFunction):  # type: ignore[misc]
+        # By this `isinstance(function, JITFunction)` holds.
+        __class__ = property(lambda _self: JITFunction)  # type: ignore[assignment]
+
+        @property
+        def signature(self) -> inspect.Signature:
+            return inspect.signature(self.fn)
+
+        @property
+        def params(self) -> list[Any]:
+            unspecialised = self.kwargs.get("do_not_specialize") or ()
+            unaligned = self.kwargs.get("do_not_specialize_on_alignment") or ()
+            return [
+                KernelParam(number, each, number in unspecialised or each.name in unspecialised, each.name in unaligned)
+                for number, each in enumerate(self.signature.parameters.values())
+            ]
+
+        @property
+        def cache_key(self) -> str:
+            return hashlib.sha256(inspect.getsource(self.fn).encode()).hexdigest()
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> _CompiledKernel:
+            InterpretedFunction.run(self, *args, grid=(1,) if _one_program else grid, warmup=warmup, **kwargs)
+            return _CompiledKernel(self, {**dict(zip(self.arg_names, args, strict=False)), **kwargs})
+
+    return Function
 
 
 @contextlib.contextmanager
@@ -86,6 +174,7 @@ def h100() -> Iterator[None]:
     """
     import torch
     import triton
+    import triton.runtime.interpreter
     import triton.testing
 
     driver = triton.runtime.driver
@@ -98,10 +187,12 @@ def h100() -> Iterator[None]:
         "get_device_properties": lambda _device=None: _PROPERTIES,
         "synchronize": lambda _device=None: None,
     }
+    benchmark = _Benchmark()
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda _self: True)))
-        stack.enter_context(mock.patch.object(triton.testing, "do_bench", _same_time))
-        stack.enter_context(mock.patch.object(driver, "_active", _Driver()))
+        stack.enter_context(mock.patch.object(triton.testing, "do_bench", benchmark))
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(benchmark)))
+        stack.enter_context(mock.patch.object(triton.runtime.interpreter, "InterpretedFunction", _interpreted_function()))
         yield

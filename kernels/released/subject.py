@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,14 +33,17 @@ class Package:
     distribution: str
     module: str
     needs: tuple[str, ...] = ()
-    """Further modules that its own metadata does not ask for, or that the extra leaves out."""
+    """Further modules that its kernels import."""
+    outside_extra: bool = False
+    """It is not in the extra: its metadata asks for a server's packages, or it installs modules of foreign names."""
 
     def missing(self) -> str | None:
         """Why it cannot be imported here, or None; it is not imported for that."""
         for module in (self.module, *self.needs):
             if importlib.util.find_spec(module) is None:
                 what = self.distribution if module == self.module else f"{module}, which {self.distribution} needs,"
-                return f"{what} is not installed: pip install 'attnfuzz[{EXTRA}]'"
+                remedy = f"--no-deps {self.distribution}" if self.outside_extra else f"'attnfuzz[{EXTRA}]'"
+                return f"{what} is not installed: pip install {remedy}"
         return None
 
     def files(self, paths: Sequence[str]) -> list[str]:
@@ -56,6 +60,7 @@ class Released(Adapted):
     package: Package
     refuses: Callable[[Problem], str | None]
     environment: tuple[tuple[str, str], ...]
+    on_cpu: tuple[tuple[str, str, Any], ...]
 
     def unavailable(self, device: Device) -> str | None:
         """A missing package, or what `Adapted` says."""
@@ -72,14 +77,15 @@ class Released(Adapted):
             BadArgument: `problem` is not supported.
         """
         built = Adapted.build(self, problem, config, device)
-        return _Surrounded(built, dict(self.environment), stand_in=device == "cpu" and self.backend == "triton")
+        stand_in = device == "cpu" and self.backend == "triton"
+        return _Surrounded(built, dict(self.environment), self.on_cpu if stand_in else None)
 
 
 class _Surrounded:
     """A Built whose calls find environment variables, and on the CPU the stand-in of a GPU."""
 
-    def __init__(self, built: Built, environment: dict[str, str], *, stand_in: bool) -> None:
-        self._built, self._environment, self._stand_in = built, environment, stand_in
+    def __init__(self, built: Built, environment: dict[str, str], on_cpu: Sequence[tuple[str, str, Any]] | None) -> None:
+        self._built, self._environment, self._on_cpu = built, environment, on_cpu
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As of `Built`."""
@@ -95,10 +101,12 @@ class _Surrounded:
     def _surroundings(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, self._environment))
-            if self._stand_in:
+            if self._on_cpu is not None:
                 from attnfuzz.kernels.released.stand_in import h100
 
                 stack.enter_context(h100())
+                for module, name, value in self._on_cpu:
+                    stack.enter_context(mock.patch.object(importlib.import_module(module), name, value))
             yield
 
 
@@ -111,6 +119,7 @@ def released(
     files: Sequence[str],
     refuses: Callable[[Problem], str | None] = lambda _problem: None,
     environment: Mapping[str, str] | None = None,
+    on_cpu: Sequence[tuple[str, str, Any]] = (),
     **declared: Any,
 ) -> Released:
     """Make a Kernel of `function`, a wrapper with flash-attention's signature that imports the package when it is called.
@@ -123,6 +132,7 @@ def released(
         files: sources of the kernel, relative to the package's folder.
         refuses: why the kernel does not take a Problem that its capabilities allow, by the package's own documentation, or None.
         environment: variables of the environment during each call, the package's import among them.
+        on_cpu: module, name and value of what the package assumes of the device, during each call on the CPU.
         declared: further arguments of the adapter; by default the kernel runs on "cpu" and "cuda", and is a Triton kernel.
 
     Raises:
@@ -132,4 +142,5 @@ def released(
     options = {"backend": "triton", "devices": ("cpu", "cuda"), **declared}
     adapted = adapter(function, name=name, files=package.files(files), **options)
     values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
-    return Released(**values, package=package, refuses=refuses, environment=tuple((environment or {}).items()))
+    surroundings = {"environment": tuple((environment or {}).items()), "on_cpu": tuple(on_cpu)}
+    return Released(**values, **surroundings, package=package, refuses=refuses)

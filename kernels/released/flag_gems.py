@@ -1,0 +1,122 @@
+"""`released.flag_gems.*`: attention of FlagGems (package flag-gems, Apache-2.0) in Triton: its replacements of torch's operators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.released.subject import Package, released
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FLASH", "SDPA", "VARLEN"]
+
+_FLAG_GEMS: Final = Package("flag-gems", "flag_gems", needs=("sqlalchemy", "yaml", "packaging"))
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, is_causal: bool = False
+) -> torch.Tensor:
+    """Call `scaled_dot_product_attention`, with torch's parameters: its causal mask begins at the top left."""
+    from flag_gems.ops.attention import scaled_dot_product_attention
+
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call `flash_attention_forward`, which replaces `aten::_flash_attention_forward`: None for a side without a limit."""
+    from flag_gems.ops.attention import flash_attention_forward
+
+    left, right = (None if side < 0 else side for side in window_size)
+    options = {"scale": scale, "softcap": softcap, "window_size_left": left, "window_size_right": right}
+    o, lse, *_ = flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, **options)
+    return o, lse
+
+
+def _varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call `flash_attn_varlen_func`, with flash-attention's parameters in another order."""
+    from flag_gems.ops.attention import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(  # type: ignore[no-any-return]
+        q,
+        k,
+        v,
+        max_seqlen_q,
+        cu_seqlens_q,
+        max_seqlen_k,
+        cu_seqlens_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        return_softmax_lse=True,
+    )
+
+
+def _refuses(problem: Problem) -> str | None:
+    """A side of a window of 0 or more."""
+    if any(side is not None and side < 0 for side in problem.window or ()):
+        return f"window={problem.window}: a number below 0 is no limit there"
+    return None
+
+
+_DECLARED: Final[dict[str, Any]] = {
+    "package": _FLAG_GEMS,
+    # The package looks for a vendor's tools otherwise; its tuner keeps results in a file of the user's home.
+    "environment": {"GEMS_VENDOR": "nvidia", "FLAGGEMS_DB_URL": "sqlite:///:memory:"},
+    # What its launchers compare each tensor's device with.
+    "on_cpu": (("flag_gems", "device", "cpu"),),
+    "groups": None,
+    "unequal": True,
+}
+_FLASH: Final[dict[str, Any]] = {
+    **_DECLARED,
+    "files": ("ops/attention.py", "ops/flash_api.py", "ops/flash_kernel.py"),
+    "refuses": _refuses,
+    "lse": True,
+    "gradients": False,
+    "deterministic": ("o", "lse"),
+}
+
+SDPA: Final = released(
+    _sdpa,
+    name="released.flag_gems.sdpa",
+    like="dense",
+    layout="bhsd",
+    files=("ops/attention.py",),
+    dims=((64, 64), (16, 16), (32, 32), (128, 128), (256, 256)),
+    causal=(None, "top_left"),
+    deterministic=("o", "dq", "dk", "dv"),
+    **_DECLARED,
+)
+FLASH: Final = released(
+    _flash,
+    name="released.flag_gems.flash",
+    like="dense",
+    dims=((64, 64), (32, 32), (128, 128), (96, 96), (192, 192), (256, 256), (40, 40)),
+    **_FLASH,
+)
+VARLEN: Final = released(
+    _varlen, name="released.flag_gems.varlen", like="varlen", dims=((64, 64), (32, 32), (128, 128), (256, 256)), **_FLASH
+)
