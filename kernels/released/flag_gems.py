@@ -94,6 +94,9 @@ _FLASH: Final[dict[str, Any]] = {
     **_DECLARED,
     "files": ("ops/attention.py", "ops/flash_api.py", "ops/flash_kernel.py"),
     "refuses": _refuses,
+    # Rows of V beyond a sequence's keys are multiplied by 0: they must not be NaN.
+    "masked_loads": "zero",
+    "not_on_cpu": ("softcap",),
     "lse": True,
     "gradients": False,
     "deterministic": ("o", "lse"),

@@ -16,6 +16,7 @@ from attnfuzz.kernels.adapters import dense, varlen
 from attnfuzz.kernels.adapters.adapted import Adapted
 from attnfuzz.kernels.contract import Built, Config, Device, Gradients, Inputs
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.support import memory
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,8 @@ class Released(Adapted):
     refuses: Callable[[Problem], str | None]
     environment: tuple[tuple[str, str], ...]
     on_cpu: tuple[tuple[str, str, Any], ...]
+    masked_loads: memory.Masked
+    not_on_cpu: tuple[str, ...]
 
     def unavailable(self, device: Device) -> str | None:
         """A missing package, or what `Adapted` says."""
@@ -68,7 +71,13 @@ class Released(Adapted):
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """Why not, or None: the capabilities, the parameters, and the limits that only the package's documentation states."""
-        return Adapted.supports(self, problem, config, device) or self.refuses(problem)
+        return Adapted.supports(self, problem, config, device) or self._not_here(problem, device) or self.refuses(problem)
+
+    def _not_here(self, problem: Problem, device: Device) -> str | None:
+        for name in self.not_on_cpu if device == "cpu" else ():
+            if getattr(problem, name):
+                return f"{name}={getattr(problem, name)}: Triton's interpreter lacks a function that it needs; only on CUDA"
+        return None
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """Compile nothing: functions compile at their first call, and the package is imported then.
@@ -78,14 +87,16 @@ class Released(Adapted):
         """
         built = Adapted.build(self, problem, config, device)
         stand_in = device == "cpu" and self.backend == "triton"
-        return _Surrounded(built, dict(self.environment), self.on_cpu if stand_in else None)
+        return _Surrounded(built, dict(self.environment), self.on_cpu if stand_in else None, masked_loads=self.masked_loads)
 
 
 class _Surrounded:
     """A Built whose calls find environment variables, and on the CPU the stand-in of a GPU."""
 
-    def __init__(self, built: Built, environment: dict[str, str], on_cpu: Sequence[tuple[str, str, Any]] | None) -> None:
-        self._built, self._environment, self._on_cpu = built, environment, on_cpu
+    def __init__(
+        self, built: Built, environment: dict[str, str], on_cpu: Sequence[tuple[str, str, Any]] | None, *, masked_loads: memory.Masked
+    ) -> None:
+        self._built, self._environment, self._on_cpu, self._masked_loads = built, environment, on_cpu, masked_loads
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As of `Built`."""
@@ -105,6 +116,7 @@ class _Surrounded:
                 from attnfuzz.kernels.released.stand_in import h100
 
                 stack.enter_context(h100())
+                stack.enter_context(memory.masked_loads(self._masked_loads))
                 for module, name, value in self._on_cpu:
                     stack.enter_context(mock.patch.object(importlib.import_module(module), name, value))
             yield
@@ -120,6 +132,8 @@ def released(
     refuses: Callable[[Problem], str | None] = lambda _problem: None,
     environment: Mapping[str, str] | None = None,
     on_cpu: Sequence[tuple[str, str, Any]] = (),
+    masked_loads: memory.Masked = "refused",
+    not_on_cpu: Sequence[str] = (),
     **declared: Any,
 ) -> Released:
     """Make a Kernel of `function`, a wrapper with flash-attention's signature that imports the package when it is called.
@@ -133,6 +147,8 @@ def released(
         refuses: why the kernel does not take a Problem that its capabilities allow, by the package's own documentation, or None.
         environment: variables of the environment during each call, the package's import among them.
         on_cpu: module, name and value of what the package assumes of the device, during each call on the CPU.
+        masked_loads: what its loads without `other` have in masked elements on the CPU (`kernels.support.memory.Masked`).
+        not_on_cpu: features of a Problem, by the field's name, that need a function which Triton's interpreter lacks.
         declared: further arguments of the adapter; by default the kernel runs on "cpu" and "cuda", and is a Triton kernel.
 
     Raises:
@@ -142,5 +158,6 @@ def released(
     options = {"backend": "triton", "devices": ("cpu", "cuda"), **declared}
     adapted = adapter(function, name=name, files=package.files(files), **options)
     values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
-    surroundings = {"environment": tuple((environment or {}).items()), "on_cpu": tuple(on_cpu)}
+    surroundings: dict[str, Any] = {"environment": tuple((environment or {}).items()), "on_cpu": tuple(on_cpu), "masked_loads": masked_loads}
+    surroundings["not_on_cpu"] = tuple(not_on_cpu)
     return Released(**values, **surroundings, package=package, refuses=refuses)
