@@ -83,6 +83,7 @@ _BUILT_IN = {
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
 _RELEASED = {
+    "released.conch.varlen": "attnfuzz.kernels.released.conch:VARLEN",
     "released.flag_gems.sdpa": "attnfuzz.kernels.released.flag_gems:SDPA",
     "released.flag_gems.flash": "attnfuzz.kernels.released.flag_gems:FLASH",
     "released.flag_gems.varlen": "attnfuzz.kernels.released.flag_gems:VARLEN",
@@ -100,6 +101,10 @@ _RELEASED = {
 """Kernels of other packages: listed, and left out of runs that name no kernel."""
 _HIDDEN = {
     "demo.varlen": "attnfuzz.kernels.faults.planted:demo_kernel",
+    "released.conch.varlen_all": "attnfuzz.kernels.released.conch:ALL",
+    "released.aule.flash_all": "attnfuzz.kernels.released.aule:ALL",
+    "released.flag_gems.flash_all": "attnfuzz.kernels.released.flag_gems:FLASH_ALL",
+    "released.flag_gems.sdpa_all": "attnfuzz.kernels.released.flag_gems:SDPA_ALL",
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
@@ -11,7 +11,7 @@ from attnfuzz.kernels.released.subject import Package, released
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLASH"]
+__all__ = ["ALL", "FLASH"]
 
 _AULE: Final = Package("aule-attention", "aule")
 
@@ -44,24 +44,36 @@ def _refuses(problem: Problem) -> str | None:
     return None
 
 
+_DECLARED: Final[dict[str, Any]] = {
+    "package": _AULE,
+    "like": "dense",
+    "layout": "bhsd",
+    "files": ("triton_flash.py",),
+    "dims": ((64, 64), (16, 16), (32, 32), (128, 128), (40, 40), (96, 96)),
+    "groups": None,
+    "causal": (None, "top_left"),
+    "scale_any": True,
+    "deterministic": ("o",),
+}
+
 FLASH: Final = released(
     _flash,
     name="released.aule.flash",
-    package=_AULE,
-    like="dense",
-    layout="bhsd",
-    files=("triton_flash.py",),
+    # In half precision dQ is summed in the input dtype; windows, unequal lengths and other layouts are known to be wrong: ALL.
+    dtypes=("float32",),
+    window=False,
+    deviations=Deviations(tf32_on=("cuda",)),
+    **_DECLARED,
+)
+ALL: Final = released(
+    _flash,
+    name="released.aule.flash_all",
     refuses=_refuses,
     dtypes=("float32", "float16", "bfloat16"),
     # Triton's interpreter has no atomic sums of bfloat16.
     dtypes_on={"cpu": ("float32", "float16")},
-    dims=((64, 64), (16, 16), (32, 32), (128, 128), (40, 40), (96, 96)),
-    groups=None,
-    causal=(None, "top_left"),
     unequal=True,
     layouts=True,
-    scale_any=True,
-    deterministic=("o",),
-    # The atomic sums of dQ are in the input dtype, and those of dK and dV for grouped heads.
     deviations=Deviations(half_partials=True),
+    **_DECLARED,
 )

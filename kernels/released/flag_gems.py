@@ -10,7 +10,7 @@ from attnfuzz.kernels.released.subject import Package, released
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLASH", "SDPA", "VARLEN"]
+__all__ = ["FLASH", "FLASH_ALL", "SDPA", "SDPA_ALL", "VARLEN"]
 
 _FLAG_GEMS: Final = Package("flag-gems", "flag_gems", needs=("sqlalchemy", "yaml", "packaging"))
 
@@ -32,12 +32,14 @@ def _flash(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    disable_splitkv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `flash_attention_forward`, which replaces `aten::_flash_attention_forward`: None for a side without a limit."""
     from flag_gems.ops.attention import flash_attention_forward
 
     left, right = (None if side < 0 else side for side in window_size)
-    options = {"scale": scale, "softcap": softcap, "window_size_left": left, "window_size_right": right}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "disable_splitkv": disable_splitkv}
+    options |= {"window_size_left": left, "window_size_right": right}
     o, lse, *_ = flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, **options)
     return o, lse
 
@@ -74,7 +76,15 @@ def _varlen(
     )
 
 
-def _refuses(problem: Problem) -> str | None:
+def _refuses_findings(problem: Problem) -> str | None:
+    """What is known to be wrong: rows that see no key."""
+    for queries, keys in zip(problem.seqlens_q, problem.seqlens_k, strict=True):
+        if problem.causal is not None and keys < queries:
+            return f"seqlen_q={queries}, seqlen_k={keys}: known to be wrong (docs/findings.md); {FLASH_ALL.name} takes it"
+    return None
+
+
+def _refuses_negative_sides(problem: Problem) -> str | None:
     """A side of a window of 0 or more."""
     if any(side is not None and side < 0 for side in problem.window or ()):
         return f"window={problem.window}: a number below 0 is no limit there"
@@ -93,33 +103,47 @@ _DECLARED: Final[dict[str, Any]] = {
 _FLASH: Final[dict[str, Any]] = {
     **_DECLARED,
     "files": ("ops/attention.py", "ops/flash_api.py", "ops/flash_kernel.py"),
-    "refuses": _refuses,
     # Rows of V beyond a sequence's keys are multiplied by 0: they must not be NaN.
     "masked_loads": "zero",
-    "not_on_cpu": ("softcap",),
     "lse": True,
     "gradients": False,
     "deterministic": ("o", "lse"),
 }
 
-SDPA: Final = released(
-    _sdpa,
-    name="released.flag_gems.sdpa",
-    like="dense",
-    layout="bhsd",
-    files=("ops/attention.py",),
-    dims=((64, 64), (16, 16), (32, 32), (128, 128), (256, 256)),
-    causal=(None, "top_left"),
-    deterministic=("o", "dq", "dk", "dv"),
+_SDPA: Final[dict[str, Any]] = {
     **_DECLARED,
-)
+    "like": "dense",
+    "layout": "bhsd",
+    "files": ("ops/attention.py",),
+    "dims": ((64, 64), (16, 16), (32, 32), (128, 128), (256, 256)),
+    "causal": (None, "top_left"),
+}
+
+SDPA: Final = released(_sdpa, name="released.flag_gems.sdpa", gradients=False, deterministic=("o",), **_SDPA)
+SDPA_ALL: Final = released(_sdpa, name="released.flag_gems.sdpa_all", **_SDPA)
+_FLASH_DIMS: Final = ((64, 64), (32, 32), (128, 128), (96, 96), (192, 192), (256, 256), (40, 40))
+
 FLASH: Final = released(
     _flash,
     name="released.flag_gems.flash",
     like="dense",
-    dims=((64, 64), (32, 32), (128, 128), (96, 96), (192, 192), (256, 256), (40, 40)),
+    dims=_FLASH_DIMS,
+    # Splits of the keys and windows are known to be wrong: FLASH_ALL.
+    configs=({"disable_splitkv": True},),
+    window=False,
+    refuses=_refuses_findings,
     **_FLASH,
 )
+FLASH_ALL: Final = released(
+    _flash, name="released.flag_gems.flash_all", like="dense", dims=_FLASH_DIMS, refuses=_refuses_negative_sides, **_FLASH
+)
 VARLEN: Final = released(
-    _varlen, name="released.flag_gems.varlen", like="varlen", dims=((64, 64), (32, 32), (128, 128), (256, 256)), **_FLASH
+    _varlen,
+    name="released.flag_gems.varlen",
+    like="varlen",
+    dims=((64, 64), (32, 32), (128, 128), (256, 256)),
+    refuses=_refuses_negative_sides,
+    # Its kernel uses block pointers, which Triton 3.9 no longer has.
+    triton_before=(3, 9),
+    **_FLASH,
 )

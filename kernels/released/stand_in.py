@@ -165,6 +165,15 @@ def _interpreted_function() -> type:
     return Function
 
 
+def _tanh(x: Any) -> Any:
+    """Return tanh of a tensor of the interpreter: CUDA's own function cannot be called there."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.tensor(TensorHandle(np.tanh(x.handle.data), x.handle.dtype), x.type)
+
+
 @contextlib.contextmanager
 def h100() -> Iterator[None]:
     """Answer questions about the GPU as an H100 would, while a wrapper runs on CPU tensors.
@@ -176,6 +185,7 @@ def h100() -> Iterator[None]:
     import triton
     import triton.runtime.interpreter
     import triton.testing
+    from triton.language.extra import cuda, libdevice
 
     driver = triton.runtime.driver
     answers: dict[str, Any] = {
@@ -194,5 +204,7 @@ def h100() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda _self: True)))
         stack.enter_context(mock.patch.object(triton.testing, "do_bench", benchmark))
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(benchmark)))
+        for module in (libdevice, cuda.libdevice):
+            stack.enter_context(mock.patch.object(module, "tanh", _tanh))
         stack.enter_context(mock.patch.object(triton.runtime.interpreter, "InterpretedFunction", _interpreted_function()))
         yield

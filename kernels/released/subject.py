@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from unittest import mock
@@ -63,21 +64,24 @@ class Released(Adapted):
     environment: tuple[tuple[str, str], ...]
     on_cpu: tuple[tuple[str, str, Any], ...]
     masked_loads: memory.Masked
-    not_on_cpu: tuple[str, ...]
+    triton_before: tuple[int, int] | None
 
     def unavailable(self, device: Device) -> str | None:
-        """A missing package, or what `Adapted` says."""
-        return self.package.missing() or Adapted.unavailable(self, device)
+        """A missing package, what `Adapted` says, or a Triton that no longer has what the kernel uses."""
+        return self.package.missing() or Adapted.unavailable(self, device) or self._too_new()
+
+    def _too_new(self) -> str | None:
+        if self.triton_before is None:
+            return None
+        installed = metadata.version("triton")
+        major, minor = self.triton_before
+        if tuple(int(each) for each in installed.split(".")[:2]) < self.triton_before:
+            return None
+        return f"triton {installed} lacks functions that {self.package.distribution} uses: pip install 'triton<{major}.{minor}'"
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """Why not, or None: the capabilities, the parameters, and the limits that only the package's documentation states."""
-        return Adapted.supports(self, problem, config, device) or self._not_here(problem, device) or self.refuses(problem)
-
-    def _not_here(self, problem: Problem, device: Device) -> str | None:
-        for name in self.not_on_cpu if device == "cpu" else ():
-            if getattr(problem, name):
-                return f"{name}={getattr(problem, name)}: Triton's interpreter lacks a function that it needs; only on CUDA"
-        return None
+        return Adapted.supports(self, problem, config, device) or self.refuses(problem)
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """Compile nothing: functions compile at their first call, and the package is imported then.
@@ -133,7 +137,7 @@ def released(
     environment: Mapping[str, str] | None = None,
     on_cpu: Sequence[tuple[str, str, Any]] = (),
     masked_loads: memory.Masked = "refused",
-    not_on_cpu: Sequence[str] = (),
+    triton_before: tuple[int, int] | None = None,
     **declared: Any,
 ) -> Released:
     """Make a Kernel of `function`, a wrapper with flash-attention's signature that imports the package when it is called.
@@ -148,7 +152,7 @@ def released(
         environment: variables of the environment during each call, the package's import among them.
         on_cpu: module, name and value of what the package assumes of the device, during each call on the CPU.
         masked_loads: what its loads without `other` have in masked elements on the CPU (`kernels.support.memory.Masked`).
-        not_on_cpu: features of a Problem, by the field's name, that need a function which Triton's interpreter lacks.
+        triton_before: the first (major, minor) version of Triton that lacks a function which the kernel uses.
         declared: further arguments of the adapter; by default the kernel runs on "cpu" and "cuda", and is a Triton kernel.
 
     Raises:
@@ -159,5 +163,5 @@ def released(
     adapted = adapter(function, name=name, files=package.files(files), **options)
     values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
     surroundings: dict[str, Any] = {"environment": tuple((environment or {}).items()), "on_cpu": tuple(on_cpu), "masked_loads": masked_loads}
-    surroundings["not_on_cpu"] = tuple(not_on_cpu)
+    surroundings["triton_before"] = triton_before
     return Released(**values, **surroundings, package=package, refuses=refuses)
