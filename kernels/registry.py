@@ -100,6 +100,7 @@ _RELEASED = {
 }
 """Kernels of other packages: listed, and left out of runs that name no kernel."""
 _HIDDEN = {
+    "released.sageattention.dense_all": "attnfuzz.kernels.released.sage:ALL",
     "demo.varlen": "attnfuzz.kernels.faults.planted:demo_kernel",
     "released.conch.varlen_all": "attnfuzz.kernels.released.conch:ALL",
     "released.aule.flash_all": "attnfuzz.kernels.released.aule:ALL",

@@ -100,4 +100,11 @@ VARLEN: Final = released(
     deviations=Deviations(tf32_on=("cuda",)),
     **_DECLARED,
 )
-ALL: Final = released(_varlen, name="released.conch.varlen_all", refuses=_refuses_fewer_keys, **_DECLARED)
+ALL: Final = released(
+    _varlen,
+    name="released.conch.varlen_all",
+    refuses=_refuses_fewer_keys,
+    dtypes=("float16", "bfloat16", "float32"),
+    deviations=Deviations(tf32_on=("cuda",)),
+    **_DECLARED,
+)
