@@ -11,12 +11,13 @@ from typing import Any
 
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.released import DISTRIBUTIONS
 from attnfuzz.kernels.support import driver, memory
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
 __all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_device", "synchronise", "versions"]
 
-_PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy")
+_PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy", *DISTRIBUTIONS)
 
 
 def resolve_device(name: str) -> Device:

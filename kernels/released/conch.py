@@ -96,7 +96,6 @@ VARLEN: Final = released(
     refuses=_refuses_findings,
     # In other dtypes O and LSE of each split of the keys are rounded to that dtype.
     dtypes=("float32",),
-    softcap=False,
     deviations=Deviations(tf32_on=("cuda",)),
     **_DECLARED,
 )

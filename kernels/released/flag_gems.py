@@ -15,9 +15,7 @@ __all__ = ["FLASH", "FLASH_ALL", "SDPA", "SDPA_ALL", "VARLEN"]
 _FLAG_GEMS: Final = Package("flag-gems", "flag_gems", needs=("sqlalchemy", "yaml", "packaging"))
 
 
-def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, is_causal: bool = False
-) -> torch.Tensor:
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, is_causal: bool = False) -> torch.Tensor:
     """Call `scaled_dot_product_attention`, with torch's parameters: its causal mask begins at the top left."""
     from flag_gems.ops.attention import scaled_dot_product_attention
 
@@ -76,10 +74,14 @@ def _varlen(
     )
 
 
+_BLOCK: Final = 128
+"""The most queries of a program."""
+
+
 def _refuses_findings(problem: Problem) -> str | None:
-    """What is known to be wrong: rows that see no key."""
+    """What is known to be wrong: rows that see no key, and a causal mask where the last block of queries is not full."""
     for queries, keys in zip(problem.seqlens_q, problem.seqlens_k, strict=True):
-        if problem.causal is not None and keys < queries:
+        if problem.causal is not None and (keys < queries or (queries > _BLOCK and queries % _BLOCK)):
             return f"seqlen_q={queries}, seqlen_k={keys}: known to be wrong (docs/findings.md); {FLASH_ALL.name} takes it"
     return None
 
@@ -135,7 +137,13 @@ FLASH: Final = released(
     **_FLASH,
 )
 FLASH_ALL: Final = released(
-    _flash, name="released.flag_gems.flash_all", like="dense", dims=_FLASH_DIMS, refuses=_refuses_negative_sides, **_FLASH
+    _flash,
+    name="released.flag_gems.flash_all",
+    like="dense",
+    dims=_FLASH_DIMS,
+    configs=({}, {"disable_splitkv": True}),
+    refuses=_refuses_negative_sides,
+    **_FLASH,
 )
 VARLEN: Final = released(
     _varlen,

@@ -98,7 +98,12 @@ class _Surrounded:
     """A Built whose calls find environment variables, and on the CPU the stand-in of a GPU."""
 
     def __init__(
-        self, built: Built, environment: dict[str, str], on_cpu: Sequence[tuple[str, str, Any]] | None, *, masked_loads: memory.Masked
+        self,
+        built: Built,
+        environment: dict[str, str],
+        on_cpu: Sequence[tuple[str, str, Any]] | None,
+        *,
+        masked_loads: memory.Masked,
     ) -> None:
         self._built, self._environment, self._on_cpu, self._masked_loads = built, environment, on_cpu, masked_loads
 
@@ -162,6 +167,10 @@ def released(
     options = {"backend": "triton", "devices": ("cpu", "cuda"), **declared}
     adapted = adapter(function, name=name, files=package.files(files), **options)
     values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
-    surroundings: dict[str, Any] = {"environment": tuple((environment or {}).items()), "on_cpu": tuple(on_cpu), "masked_loads": masked_loads}
+    surroundings: dict[str, Any] = {
+        "environment": tuple((environment or {}).items()),
+        "on_cpu": tuple(on_cpu),
+        "masked_loads": masked_loads,
+    }
     surroundings["triton_before"] = triton_before
     return Released(**values, **surroundings, package=package, refuses=refuses)
