@@ -24,7 +24,7 @@ def _flash(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """Call `flash_attention_triton`: its window is the number of keys before the query, and without a causal mask after it too."""
+    """Call `flash_attention_triton`: its window counts the keys before the query, and without a causal mask those after it."""
     from aule.triton_flash import flash_attention_triton
 
     return flash_attention_triton(q, k, v, causal=causal, scale=scale, window_size=window_size[0])

@@ -36,9 +36,7 @@ def _varlen(
     lengths = cu_seqlens_k.diff()
     table, (keys, values) = _paged(lengths, cu_seqlens_k, max_seqlen_k, k, v)
     options = {"causal": causal, "scale": scale, "softcap": softcap}
-    return varlen_attention(  # type: ignore[no-any-return]
-        q, keys, values, cu_seqlens_q, max_seqlen_q, lengths, max_seqlen_k, table, **options
-    )
+    return varlen_attention(q, keys, values, cu_seqlens_q, max_seqlen_q, lengths, max_seqlen_k, table, **options)
 
 
 def _paged(

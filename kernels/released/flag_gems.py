@@ -1,4 +1,4 @@
-"""`released.flag_gems.*`: attention of FlagGems (package flag-gems, Apache-2.0) in Triton: its replacements of torch's operators."""
+"""`released.flag_gems.*`: attention of FlagGems (package flag-gems, Apache-2.0) in Triton, which replaces torch's operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FLASH", "FLASH_ALL", "SDPA", "SDPA_ALL", "VARLEN"]
 
-_FLAG_GEMS: Final = Package("flag-gems", "flag_gems", needs=("sqlalchemy", "yaml", "packaging"))
+_FLAG_GEMS: Final = Package("flag-gems", "flag_gems", needs=("sqlalchemy", "yaml", "packaging"), outside_extra=True)
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, is_causal: bool = False) -> torch.Tensor:
@@ -79,9 +79,9 @@ _BLOCK: Final = 128
 
 
 def _refuses_findings(problem: Problem) -> str | None:
-    """What is known to be wrong: rows that see no key, and a causal mask where the last block of queries is not full."""
+    """What is known to be wrong: a causal mask where the last of several blocks of queries is not full."""
     for queries, keys in zip(problem.seqlens_q, problem.seqlens_k, strict=True):
-        if problem.causal is not None and (keys < queries or (queries > _BLOCK and queries % _BLOCK)):
+        if problem.causal is not None and queries > _BLOCK and queries % _BLOCK:
             return f"seqlen_q={queries}, seqlen_k={keys}: known to be wrong (docs/findings.md); {FLASH_ALL.name} takes it"
     return None
 

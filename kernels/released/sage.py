@@ -1,7 +1,7 @@
 """`released.sageattention.*`: SageAttention 1 (BSD-3-Clause) in Triton: Q and K in 8 bits, forward only.
 
-The contract has no deviation for quantised operands yet, so that no kernel of it is listed: Cases whose scores are exact in spite of
-it show what else is wrong.
+The contract has no deviation for quantised operands yet, so that no kernel of it is listed: Cases whose scores are exact in
+spite of it show what else is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _sageattn(
     """Call `sageattn`, whose causal mask takes equal lengths only."""
     from sageattention import sageattn
 
-    return sageattn(q, k, v, tensor_layout="NHD", is_causal=is_causal, sm_scale=sm_scale, smooth_k=smooth_k)  # type: ignore[no-any-return]
+    return sageattn(q, k, v, tensor_layout="NHD", is_causal=is_causal, sm_scale=sm_scale, smooth_k=smooth_k)
 
 
 ALL: Final = released(

@@ -139,7 +139,7 @@ def _interpreted_function() -> type:
 
     class Function(InterpretedFunction):  # type: ignore[misc]
         # By this `isinstance(function, JITFunction)` holds.
-        __class__ = property(lambda _self: JITFunction)  # type: ignore[assignment]
+        __class__ = property(lambda _self: JITFunction)
 
         @property
         def signature(self) -> inspect.Signature:

@@ -37,15 +37,16 @@ class Package:
     needs: tuple[str, ...] = ()
     """Further modules that its kernels import."""
     outside_extra: bool = False
-    """It is not in the extra: its metadata asks for a server's packages, or it installs modules of foreign names."""
+    """It is not in the extra: its metadata asks for a server's packages, or pins others."""
 
     def missing(self) -> str | None:
         """Why it cannot be imported here, or None; it is not imported for that."""
         for module in (self.module, *self.needs):
             if importlib.util.find_spec(module) is None:
-                what = self.distribution if module == self.module else f"{module}, which {self.distribution} needs,"
+                if module != self.module:
+                    return f"{module}, which {self.distribution} needs, is not installed: install it with pip"
                 remedy = f"--no-deps {self.distribution}" if self.outside_extra else f"'attnfuzz[{EXTRA}]'"
-                return f"{what} is not installed: pip install {remedy}"
+                return f"{self.distribution} is not installed: pip install {remedy}"
         return None
 
     def files(self, paths: Sequence[str]) -> list[str]:
@@ -90,43 +91,37 @@ class Released(Adapted):
             BadArgument: `problem` is not supported.
         """
         built = Adapted.build(self, problem, config, device)
-        stand_in = device == "cpu" and self.backend == "triton"
-        return _Surrounded(built, dict(self.environment), self.on_cpu if stand_in else None, masked_loads=self.masked_loads)
+        return _Surrounded(self, built, device == "cpu" and self.backend == "triton")
 
 
+@dataclass(frozen=True, slots=True)
 class _Surrounded:
-    """A Built whose calls find environment variables, and on the CPU the stand-in of a GPU."""
+    """A Built whose calls find the kernel's environment variables, and on the CPU the stand-in of a GPU."""
 
-    def __init__(
-        self,
-        built: Built,
-        environment: dict[str, str],
-        on_cpu: Sequence[tuple[str, str, Any]] | None,
-        *,
-        masked_loads: memory.Masked,
-    ) -> None:
-        self._built, self._environment, self._on_cpu, self._masked_loads = built, environment, on_cpu, masked_loads
+    kernel: Released
+    built: Built
+    on_cpu: bool
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As of `Built`."""
         with self._surroundings():
-            return self._built.forward(inputs)
+            return self.built.forward(inputs)
 
     def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
         """As of `Built`."""
         with self._surroundings():
-            return self._built.backward(inputs, o, lse)
+            return self.built.backward(inputs, o, lse)
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.dict(os.environ, self._environment))
-            if self._on_cpu is not None:
+            stack.enter_context(mock.patch.dict(os.environ, dict(self.kernel.environment)))
+            if self.on_cpu:
                 from attnfuzz.kernels.released.stand_in import h100
 
                 stack.enter_context(h100())
-                stack.enter_context(memory.masked_loads(self._masked_loads))
-                for module, name, value in self._on_cpu:
+                stack.enter_context(memory.masked_loads(self.kernel.masked_loads))
+                for module, name, value in self.kernel.on_cpu:
                     stack.enter_context(mock.patch.object(importlib.import_module(module), name, value))
             yield
 
@@ -167,10 +162,12 @@ def released(
     options = {"backend": "triton", "devices": ("cpu", "cuda"), **declared}
     adapted = adapter(function, name=name, files=package.files(files), **options)
     values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
-    surroundings: dict[str, Any] = {
-        "environment": tuple((environment or {}).items()),
-        "on_cpu": tuple(on_cpu),
-        "masked_loads": masked_loads,
-    }
-    surroundings["triton_before"] = triton_before
-    return Released(**values, **surroundings, package=package, refuses=refuses)
+    return Released(
+        **values,
+        package=package,
+        refuses=refuses,
+        environment=tuple((environment or {}).items()),
+        on_cpu=tuple(on_cpu),
+        masked_loads=masked_loads,
+        triton_before=triton_before,
+    )

@@ -23,7 +23,7 @@ def _attention(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """Call `TritonAttentionKernel.apply`: a window has two sides, the larger one as long as the sequence where it has no limit."""
+    """Call `TritonAttentionKernel.apply`: a window has two sides; one without a limit is as long as the sequence."""
     from trinix.kernels.attention_kernel import TritonAttentionKernel
 
     left, right = (q.shape[1] if side < 0 else side for side in window_size)

@@ -36,21 +36,21 @@ def test_questions_about_the_gpu_have_answers_inside_and_none_after() -> None:
 
 
 def configs(*sizes: int) -> list[triton.Config]:
-    return [triton.Config({"BLOCK": size}, num_warps=4) for size in sizes]
+    return [triton.Config({"block": size}, num_warps=4) for size in sizes]
 
 
 with h100():
 
     @triton.autotune(configs(64, 16, 32), key=["n"])
     @triton.jit
-    def tuned_kernel(x, n, BLOCK: tl.constexpr, MOST: tl.constexpr):
-        tl.static_assert(BLOCK <= MOST)
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(x + at, BLOCK, mask=at < n)
+    def tuned_kernel(x, n, block: tl.constexpr, most: tl.constexpr):
+        tl.static_assert(block <= most)
+        at = tl.program_id(0) * block + tl.arange(0, block)
+        tl.store(x + at, block, mask=at < n)
 
     @triton.jit
-    def counted_kernel(x, n, SIZE: tl.constexpr):
-        tl.store(x + tl.program_id(0), SIZE + n)
+    def counted_kernel(x, n, size: tl.constexpr):
+        tl.store(x + tl.program_id(0), size + n)
 
 
 @pytest.mark.parametrize(("most", "chosen"), [(64, 64), (16, 16), (32, 16)])
@@ -58,7 +58,7 @@ def test_an_autotuner_takes_its_first_candidate_that_compiles(most: int, chosen:
     x = torch.zeros(70, dtype=torch.int32)
     tuned_kernel.cache.clear()
     with h100():
-        tuned_kernel[lambda meta: (triton.cdiv(70, meta["BLOCK"]),)](x, 70, MOST=most)
+        tuned_kernel[lambda meta: (triton.cdiv(70, meta["block"]),)](x, 70, most=most)
     assert set(x.tolist()) == {chosen}
 
 
@@ -66,14 +66,14 @@ def test_a_candidate_that_breaks_otherwise_is_an_error() -> None:
     x = torch.zeros(8, dtype=torch.int32)
     tuned_kernel.cache.clear()
     with h100(), pytest.raises((MemoryFault, triton.runtime.errors.InterpreterError)):
-        tuned_kernel[(1,)](x, 70, MOST=64)
+        tuned_kernel[(1,)](x, 70, most=64)
 
 
 def test_what_a_launch_returns_can_be_launched_again_as_a_compiled_kernel_can() -> None:
     x = torch.zeros(4, dtype=torch.int32)
     assert isinstance(counted_kernel, triton.runtime.JITFunction)
     assert [each.is_constexpr for each in counted_kernel.params] == [False, False, True]
-    compiled = counted_kernel[(2,)](x, 1, SIZE=10)
+    compiled = counted_kernel[(2,)](x, 1, size=10)
     assert x.tolist() == [11, 11, 0, 0]
     compiled[(4, 1, 1)](x, 2)
     assert x.tolist() == [12] * 4
