@@ -17,7 +17,7 @@ from attnfuzz.kernels.support.installed_torch import sees_cuda
 
 __all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_device", "synchronise", "versions"]
 
-_PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy", *DISTRIBUTIONS)
+_PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy")
 
 
 def resolve_device(name: str) -> Device:
@@ -63,9 +63,9 @@ def device_name(device: Device) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of all installed packages that a verdict depends on."""
+    """Return the versions of Python and of all installed packages that a verdict depends on, those of released kernels last."""
     installed = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *DISTRIBUTIONS):
         try:
             installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -78,7 +78,7 @@ def describe(device: Device) -> dict[str, Any]:
     unchecked = memory.why_unchecked()
     return {
         "device": device_name(device),
-        "versions": versions(),
+        "versions": {name: version for name, version in versions().items() if name not in DISTRIBUTIONS},
         "cores": len(os.sched_getaffinity(0)),
         "executable": sys.executable,
         **({"unchecked": unchecked} if unchecked else {}),
