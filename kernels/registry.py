@@ -43,11 +43,11 @@ __all__ = [
     "built_in_names",
     "find",
     "get",
-    "group",
     "is_local",
     "is_released",
     "is_target",
     "look_in",
+    "members",
     "missing_members",
     "names",
     "object_at",
@@ -178,10 +178,12 @@ def is_released(name: str) -> bool:
     return name in _RELEASED
 
 
-def group(name: str) -> tuple[str, ...]:
-    """Listed kernels whose names begin with `name` and a dot, where no kernel is called `name`; else none."""
+def members(name: str) -> tuple[str, ...]:
+    """Listed kernels whose names begin with `name` and a dot, where there are some and no kernel is called `name`; else `name`."""
     known = names()
-    return () if name in known or is_target(name) else tuple(each for each in known if each.startswith(f"{name}."))
+    if name in known or is_target(name):
+        return (name,)
+    return tuple(each for each in known if each.startswith(f"{name}.")) or (name,)
 
 
 def built_in_names() -> tuple[str, ...]:

@@ -156,7 +156,7 @@ def asked_for(kernels: Sequence[str], more: Sequence[str] = ()) -> Asked:
     if not names:
         chosen = kernels_from_project()
         return _each_once(chosen) if chosen else every_kernel()
-    names = tuple(dict.fromkeys(member for each in names for member in registry.group(each) or (each,)))
+    names = tuple(dict.fromkeys(member for each in names for member in registry.members(each)))
     registry.try_first(names)
     return _each_once(map(registry.get, names))
 

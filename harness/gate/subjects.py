@@ -73,7 +73,7 @@ def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dic
 
     Kernels that other packages release are among them only by name.
     """
-    chosen = list(dict.fromkeys(targets))
+    chosen = list(dict.fromkeys(member for each in targets for member in registry.members(each)))
     asked = chosen or [each for each in registry.names() if not registry.is_released(each)]
     subjects: list[Subject] = []
     broken: dict[str, BadArgument] = {}
