@@ -179,7 +179,7 @@ def is_released(name: str) -> bool:
 
 
 def members(name: str) -> tuple[str, ...]:
-    """Listed kernels whose names begin with `name` and a dot, where there are some and no kernel is called `name`; else `name`."""
+    """Listed kernels whose names begin with `name` and a dot; `name` alone where that is a kernel's, or begins no kernel's."""
     known = names()
     if name in known or is_target(name):
         return (name,)

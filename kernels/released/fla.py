@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.released.subject import Package, released
 
@@ -72,7 +73,10 @@ _DECLARED: Final[dict[str, Any]] = {
     "dims": _DIMS,
     "groups": None,
     "causal": ("bottom_right",),
-    "gradients": True,
+    "dtypes": ("float16", "bfloat16", "float32"),
+    "zero_q": True,
+    "zero_k": True,
+    "deviations": Deviations(tf32_on=("cuda",)),
     "deterministic": ("o", "dq", "dk", "dv"),
     "scale_any": True,
     "layouts": True,
