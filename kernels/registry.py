@@ -44,8 +44,10 @@ __all__ = [
     "find",
     "get",
     "is_local",
+    "is_released",
     "is_target",
     "look_in",
+    "members",
     "missing_members",
     "names",
     "object_at",
@@ -80,13 +82,37 @@ _BUILT_IN = {
     "torch.flex_modified": "attnfuzz.kernels.torch.flex_modified:KERNEL",
     "torch.varlen_attn": "attnfuzz.kernels.torch.varlen_attn:KERNEL",
 }
+_RELEASED = {
+    "released.conch.varlen": "attnfuzz.kernels.released.conch:VARLEN",
+    "released.flag_gems.sdpa": "attnfuzz.kernels.released.flag_gems:SDPA",
+    "released.flag_gems.flash": "attnfuzz.kernels.released.flag_gems:FLASH",
+    "released.flag_gems.varlen": "attnfuzz.kernels.released.flag_gems:VARLEN",
+    "released.aule.flash": "attnfuzz.kernels.released.aule:FLASH",
+    "released.fasterkernels.fa2": "attnfuzz.kernels.released.fasterkernels:FA2",
+    "released.flash_attention_triton.v2": "attnfuzz.kernels.released.flash_attention_triton:V2",
+    "released.liger.neighborhood": "attnfuzz.kernels.released.liger:NEIGHBORHOOD",
+    "released.lightllm.context": "attnfuzz.kernels.released.lightllm:CONTEXT",
+    "released.lightllm.no_cache": "attnfuzz.kernels.released.lightllm:NO_CACHE",
+    "released.lightllm.sliding_window": "attnfuzz.kernels.released.lightllm:SLIDING_WINDOW",
+    "released.trinix.attention": "attnfuzz.kernels.released.trinix:ATTENTION",
+    "released.fla.parallel": "attnfuzz.kernels.released.fla:PARALLEL",
+    "released.fla.parallel_varlen": "attnfuzz.kernels.released.fla:PARALLEL_VARLEN",
+}
+"""Kernels of other packages: listed, and left out of runs that name no kernel."""
 _HIDDEN = {
+    "released.sageattention.dense_all": "attnfuzz.kernels.released.sage:ALL",
     "demo.varlen": "attnfuzz.kernels.faults.planted:demo_kernel",
+    "released.conch.varlen_all": "attnfuzz.kernels.released.conch:ALL",
+    "released.aule.flash_all": "attnfuzz.kernels.released.aule:ALL",
+    "released.flag_gems.flash_all": "attnfuzz.kernels.released.flag_gems:FLASH_ALL",
+    "released.flag_gems.sdpa_all": "attnfuzz.kernels.released.flag_gems:SDPA_ALL",
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",
 }
 """Available by name, never listed: kernels to test the harness, or known to be wrong. So are names that begin with "fault."."""
 _FAULT = "fault."
+_OWN: dict[str, str] = {**_BUILT_IN, **_RELEASED, **_HIDDEN}
+"""Targets of all kernels that are part of attnfuzz."""
 
 _registered: dict[str, Kernel] = {}
 _registered_at: dict[str, Origin] = {}
@@ -144,17 +170,30 @@ def origin(name: str) -> Origin | None:
 def names() -> tuple[str, ...]:
     """Every listed kernel: built in, from entry points, registered, requested by target."""
     installed = {point.name for point in _entry_points()}
-    return tuple(sorted({*_BUILT_IN, *installed, *_origins, *_registered}))
+    return tuple(sorted({*_BUILT_IN, *_RELEASED, *installed, *_origins, *_registered}))
+
+
+def is_released(name: str) -> bool:
+    """Whether `name` is that of a kernel that another package releases, which runs only if it is named."""
+    return name in _RELEASED
+
+
+def members(name: str) -> tuple[str, ...]:
+    """Listed kernels whose names begin with `name` and a dot; `name` alone where that is a kernel's, or begins no kernel's."""
+    known = names()
+    if name in known or is_target(name):
+        return (name,)
+    return tuple(each for each in known if each.startswith(f"{name}.")) or (name,)
 
 
 def built_in_names() -> tuple[str, ...]:
-    """Every listed kernel of attnfuzz itself."""
+    """Every listed kernel whose code is part of attnfuzz."""
     return tuple(sorted(_BUILT_IN))
 
 
 def target(name: str) -> str | None:
     """Target of a built-in kernel or of an entry point, whether or not it can be imported; else None."""
-    if built_in := {**_BUILT_IN, **_HIDDEN}.get(name):
+    if built_in := _OWN.get(name):
         return built_in
     return next((point.value for point in _entry_points() if point.name == name), None)
 
@@ -193,7 +232,7 @@ def find(name: str, *, tried: bool = False) -> Any:
         return load(name, name, tried=tried)
     if known := _registered.get(name) or _loaded.get(name):
         return known
-    if target := {**_BUILT_IN, **_HIDDEN}.get(name):
+    if target := _OWN.get(name):
         module, _, attribute = target.partition(":")
         return instance(getattr(importlib.import_module(module), attribute))
     if name in _origins:
@@ -217,7 +256,7 @@ def try_first(names: Iterable[str]) -> None:
     Raises:
         BadArgument: the variable ATTNFUZZ_IMPORT_SECONDS is not a number.
     """
-    known = {*_BUILT_IN, *_HIDDEN, *_registered, *_loaded}
+    known = {*_OWN, *_registered, *_loaded}
     asked = [each for each in names if each not in known]
     points = {point.name: _target_of(point) for point in _entry_points()} if asked else {}
     targets = [each if is_target(each) else points.get(each) for each in asked]
@@ -234,7 +273,7 @@ def _at(target: str, folder: str | None, *, tried: bool = False) -> Kernel:
     kernel: Kernel = load(target, target, tried=tried)
     name = checked_name(kernel)
     # An entry point of the same name is most likely the same kernel, as installed: the target takes precedence.
-    other = _loaded.get(name) if name in _origins else None if name not in {**_BUILT_IN, **_HIDDEN} else get(name)
+    other = _loaded.get(name) if name in _origins else None if name not in _OWN else get(name)
     if other is not None and other is not kernel:
         where = _origins[name].target if name in _origins else "attnfuzz itself"
         raise reject("kernel", target, f"it calls itself {name!r}, as another kernel does ({where})", "give it another name")

@@ -34,7 +34,7 @@ _SHORTEST_REASON = 16
 def list_command(kernels: tuple[str, ...], more_kernels: tuple[str, ...], as_json: bool) -> None:
     """List all kernels and where each can run on this machine, or show what the named ones can do."""
     names = (*kernels, *more_kernels)
-    asked = asked_for(names) if names else every_kernel()
+    asked = asked_for(names) if names else every_kernel(released=True)
     named = asked.kernels if names else ()
     rows = [*map(_row, asked.kernels), *(_broken(*each) for each in asked.broken)]
     rows = rows if names else sorted(rows, key=lambda row: str(row["kernel"]))

@@ -145,7 +145,9 @@ class Asked:
 
 
 def asked_for(kernels: Sequence[str], more: Sequence[str] = ()) -> Asked:
-    """Return the kernels named by KERNEL and --kernel, each once; by default those of the project, or all that are listed.
+    """Return the kernels named by KERNEL and --kernel, each once; by default those of the project, or all of `every_kernel`.
+
+    A name that is only the beginning of others, up to a dot, is theirs: "released" for all that begin with "released.".
 
     Raises:
         BadArgument: there is no kernel of a name, or it cannot be loaded.
@@ -154,21 +156,27 @@ def asked_for(kernels: Sequence[str], more: Sequence[str] = ()) -> Asked:
     if not names:
         chosen = kernels_from_project()
         return _each_once(chosen) if chosen else every_kernel()
+    names = tuple(dict.fromkeys(member for each in names for member in registry.members(each)))
     registry.try_first(names)
     return _each_once(map(registry.get, names))
 
 
-def every_kernel() -> Asked:
-    """Return all kernels that are listed, those of the project among them, and why others of them cannot be loaded."""
+def every_kernel(*, released: bool = False) -> Asked:
+    """Return all kernels that are listed, those of the project among them, and why others of them cannot be loaded.
+
+    Args:
+        released: those that other packages release too, which run only if they are named.
+    """
     project = current_project()
-    registry.try_first(registry.names())
+    listed = [each for each in registry.names() if released or not registry.is_released(each)]
+    registry.try_first(listed)
     first = _loadable(project.kernels if project else (), load_from_project)
     # A kernel of the project is listed from then on.
-    rest = _loadable(registry.names(), registry.get)
+    rest = _loadable(dict.fromkeys((*listed, *(each.name for each in first.kernels))), registry.get)
     return Asked(_each_once((*first.kernels, *rest.kernels)).kernels, (*first.broken, *rest.broken), named=False)
 
 
-def _loadable(names: Sequence[str], load: Callable[[str], Kernel]) -> Asked:
+def _loadable(names: Iterable[str], load: Callable[[str], Kernel]) -> Asked:
     kernels, broken = list[Kernel](), list[tuple[str, str]]()
     for each in names:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.released import DISTRIBUTIONS
 from attnfuzz.kernels.support import driver, memory
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
@@ -62,9 +63,9 @@ def device_name(device: Device) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of all installed packages that a verdict depends on."""
+    """Return the versions of Python and of all installed packages that a verdict depends on, those of released kernels last."""
     installed = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *DISTRIBUTIONS):
         try:
             installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -77,7 +78,7 @@ def describe(device: Device) -> dict[str, Any]:
     unchecked = memory.why_unchecked()
     return {
         "device": device_name(device),
-        "versions": versions(),
+        "versions": {name: version for name, version in versions().items() if name not in DISTRIBUTIONS},
         "cores": len(os.sched_getaffinity(0)),
         "executable": sys.executable,
         **({"unchecked": unchecked} if unchecked else {}),

@@ -69,12 +69,16 @@ def _module_of(name: str) -> str | None:
 
 
 def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dict[str, BadArgument]]:
-    """Load the kernels of `targets` (none: all with a file in `root`); return them, and the errors of those that do not load."""
-    chosen = list(dict.fromkeys(targets))
+    """Load the kernels of `targets` (none: all with a file in `root`); return them, and the errors of those that do not load.
+
+    Kernels that other packages release are among them only by name.
+    """
+    chosen = list(dict.fromkeys(member for each in targets for member in registry.members(each)))
+    asked = chosen or [each for each in registry.names() if not registry.is_released(each)]
     subjects: list[Subject] = []
     broken: dict[str, BadArgument] = {}
-    registry.try_first(chosen or registry.names())
-    for each in chosen or registry.names():
+    registry.try_first(asked)
+    for each in asked:
         try:
             subject = Subject(each, registry.get(each))
         except BadArgument as error:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Fresh",
+    "Masked",
     "MemoryFault",
     "MemoryKind",
     "Operation",
@@ -27,12 +28,17 @@ __all__ = [
     "current",
     "describe_stores",
     "leave_unchecked",
+    "masked",
+    "masked_loads",
     "watching",
     "why_unchecked",
 ]
 
 MemoryKind = Literal["out-of-bounds", "outside-view", "duplicate-store", "race", "uninitialised", "masked-load"]
 Operation = Literal["load", "store", "atomic"]
+Masked = Literal["refused", "anything", "zero"]
+"""Masked elements of a load without `other`, which Triton leaves undefined. refused: the load is a fault; anything: NaN or the
+largest integer; zero: 0, as what Triton compiles for NVIDIA's GPUs leaves there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,7 @@ class Watch:
 
 
 _checking = True
+_masked: Masked = "refused"
 _unchecked: str | None = None
 _watch: Watch | None = None
 _last: Watch | None = None
@@ -127,6 +134,22 @@ def check(on: bool) -> None:
 def checking() -> bool:
     """Whether the checks are switched on."""
     return _checking
+
+
+@contextmanager
+def masked_loads(hold: Masked) -> Iterator[None]:
+    """Decide during the context what a load without `other` has in its masked elements."""
+    global _masked
+    before, _masked = _masked, hold
+    try:
+        yield
+    finally:
+        _masked = before
+
+
+def masked() -> Masked:
+    """What the masked elements of a load without `other` hold at present."""
+    return _masked
 
 
 def leave_unchecked(reason: str) -> None:

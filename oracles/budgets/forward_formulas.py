@@ -117,7 +117,7 @@ def unrounded_p(
 ) -> tuple[torch.Tensor, ...]:
     """Return P e_f^2, and of the rounding of exp(s - m), over l: mean square, worst case, flushed, and with `noise` h^2 / 3.
 
-    `exact`: whether a row's maximum gives P = 1; `unsure`: rows in which it may be another.
+    `exact`: whether a row's maximum gives P = 1, else P is known but for a factor; `unsure`: rows in which it may be another.
     """
     eta, l2 = rounding.form.eta, l * l
     e_f = delta.clamp(max=80.0).expm1_().mul_(shift.clamp(max=80.0).exp_())
@@ -129,7 +129,10 @@ def unrounded_p(
         worst = worst.masked_fill(top, 0.0)
         flushed = torch.where(top, (m.abs() + 1) * (8 * EPS), flushed)
     of_p = (of_e, variance / l2, worst / l, flushed / l)
-    return (*of_p, rounding.true_variance(e, variance) / l2) if noise else of_p
+    if not noise:
+        return of_p
+    # Where the maximum lags, what is rounded is a multiple of e, whose unit is not known.
+    return (*of_p, (rounding.true_variance(e, variance) if exact else rounding.most_variance(e, variance)) / l2)
 
 
 @fused

@@ -45,6 +45,12 @@ class Rounding:
             return variance
         return half_ulp_of_sum(x, self.form).square_().mul_(1 / 3).masked_fill_(variance == 0, 0.0)
 
+    def most_variance(self, x: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        """Return u^2 x^2 / 3, the largest that `true_variance` is of any multiple of x >= 0, over the multiple's square."""
+        if not self.half:
+            return variance
+        return torch.maximum((x * x).mul_(self.form.u**2 / 3), variance).masked_fill_(variance == 0, 0.0)
+
     def worst(self, x: torch.Tensor, eta: Steps) -> torch.Tensor:
         """Return the largest error of x >= 0: max(u x, min(x, eta)), or tf32's truncation."""
         if self.half:

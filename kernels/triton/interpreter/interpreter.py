@@ -9,6 +9,8 @@ Triton's type checker are in `shortcuts`, the checks of memory accesses in `memo
 
 from __future__ import annotations
 
+import builtins
+import functools
 import inspect
 from collections.abc import Callable
 from itertools import product
@@ -173,10 +175,26 @@ def _install_language() -> None:
     shipped.interpreter_builder.options = shipped.InterpreterOptions(sanitize_overflow=False)
 
 
+def _of_blocks(builtin: Callable[..., Any], elementwise: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Return `builtin`, min or max, as the language has it: of blocks it is taken element by element.
+
+    Python's own compares the blocks as a whole, and returns one of them.
+    """
+
+    @functools.wraps(builtin)
+    def pick(*args: Any, **named: Any) -> Any:
+        if len(args) > 1 and any(isinstance(each, tl.tensor) and each.type.is_block() for each in args):
+            return functools.reduce(elementwise, args)
+        return builtin(*args, **named)
+
+    return pick
+
+
 def _install_launch() -> None:
     """Launch over CPU tensors in place, without copies of their storage, and inspect each signature once."""
     shipped_launch = shipped.GridExecutor.__call__
     signatures: dict[Any, inspect.Signature] = {}
+    of_blocks = _of_blocks(min, tl.minimum), _of_blocks(max, tl.maximum)
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if hasattr(value, "data_ptr")]
@@ -196,6 +214,8 @@ def _install_launch() -> None:
         builder = shipped.interpreter_builder
         sizes = (*grid, 1, 1)[:3]
         builder.set_grid_dim(*sizes)
+        before = builtins.min, builtins.max
+        builtins.min, builtins.max = of_blocks
         try:
             # GPUs have no floating-point warnings.
             with np.errstate(all="ignore"):
@@ -206,5 +226,7 @@ def _install_launch() -> None:
             raise
         except Exception as error:
             raise shipped.InterpreterError(repr(error)) from error
+        finally:
+            builtins.min, builtins.max = before
 
     shipped.GridExecutor.__call__ = launch

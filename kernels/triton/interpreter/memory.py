@@ -42,6 +42,8 @@ __all__ = ["install"]
 
 _Builder: Any = shipped.InterpreterBuilder
 _Handle: Any = shipped.TensorHandle
+_BFLOAT16_NAN = 0x7FC0
+"""The interpreter keeps a bfloat16 as its bits."""
 
 
 def install() -> None:
@@ -176,7 +178,8 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
         if launches.current is None:
             return shipped_load(self, ptrs, mask, other, *hints, **named)
         data, kept = ptrs.data, mask.data
-        if other is None and not (launches.current.other or launches.current.atomic or kept.all()):
+        undefined = other is None and not (launches.current.other or launches.current.atomic or kept.all())
+        if undefined and memory.masked() == "refused":
             hidden = int(kept.size - np.count_nonzero(kept))
             refuse(
                 "masked-load",
@@ -188,9 +191,19 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
             note_load(view, width, data, kept, live)
         result = shipped_load(self, ptrs, mask, other, *hints, **named)
         refuse_unwritten("load", ptrs, kept, result)
-        return result
+        return _with_anything(result, kept) if undefined and memory.masked() == "anything" else result
 
     return create_masked_load
+
+
+def _with_anything(result: Any, kept: Any) -> Any:
+    """Return the loaded `result` with values in its masked elements that no kernel may rely on."""
+    data = np.array(np.broadcast_to(result.data, kept.shape))
+    if np.issubdtype(data.dtype, np.floating):
+        data[~kept] = np.nan
+    else:
+        data[~kept] = _BFLOAT16_NAN if result.dtype.scalar == tl.bfloat16 else np.iinfo(data.dtype).max
+    return _Handle(data, result.dtype)
 
 
 def _store(shipped_store: Callable[..., Any]) -> Callable[..., Any]:

@@ -158,3 +158,19 @@ def test_a_process_has_one_mode() -> None:
     with pytest.raises(BadArgument, match=r"device='cuda': Triton was imported in its interpreted mode.*another process"):
         runtime.load("cuda")
     assert runtime.compile_counts() == {}
+
+
+@triton.jit
+def clamp_kernel(low, high, n, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(low + at, min(n - 1, at + 2))
+    tl.store(high + at, max(3, at, n - 2))
+
+
+def test_min_and_max_of_blocks_are_taken_element_by_element() -> None:
+    low, high = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    clamp_kernel[(1,)](low, high, 6, size=8)
+    at = torch.arange(8, dtype=torch.int32)
+    assert low.equal((at + 2).clamp(max=5))
+    assert high.equal(at.clamp(min=4))
+    assert (min(2, 1), max([1, 2])) == (1, 2)

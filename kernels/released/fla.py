@@ -1,0 +1,91 @@
+"""`released.fla.*`: parallel softmax attention of flash-linear-attention (package fla-core, MIT licence)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attnfuzz.kernels.contract import Deviations
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.released.subject import Package, released
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PARALLEL", "PARALLEL_VARLEN"]
+
+_FLA: Final = Package("fla-core", "fla", needs=("einops",))
+_FILES: Final = ("ops/attn/parallel.py", "ops/utils/op.py")
+_DIMS: Final = ((64, 64), (16, 16), (32, 32), (128, 128), (64, 128), (128, 64), (40, 40), (96, 96), (256, 256))
+
+
+def _parallel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """Call `parallel_attn`, which is always causal; its window counts the query's own key."""
+    from fla.ops.attn.parallel import parallel_attn
+
+    _check_causal(causal)
+    left = window_size[0]
+    return parallel_attn(q, k, v, scale=softmax_scale, window_size=None if left < 0 else left + 1)
+
+
+def _parallel_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,  # noqa: ARG001 - queries and keys have the same lengths
+    max_seqlen_q: int,  # noqa: ARG001
+    max_seqlen_k: int,  # noqa: ARG001
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """Call `parallel_attn` for one batch of ragged sequences; it documents int64 offsets."""
+    from fla.ops.attn.parallel import parallel_attn
+
+    _check_causal(causal)
+    left = window_size[0]
+    window = None if left < 0 else left + 1
+    batch = [x.unsqueeze(0) for x in (q, k, v)]
+    return parallel_attn(*batch, scale=softmax_scale, window_size=window, cu_seqlens=cu_seqlens_q.long()).squeeze(0)
+
+
+def _check_causal(causal: bool) -> None:
+    if not causal:
+        raise ValueError("causal=False: parallel_attn is always causal")
+
+
+def _refuses(problem: Problem) -> str | None:
+    """A window ends at the diagonal: only its left side can be given, and the query's own key is in it."""
+    left, right = problem.window or (None, None)
+    if (right is not None and right < 0) or (left is not None and left < 0):
+        return f"window={problem.window}: parallel_attn has no window that leaves out the query's own key"
+    return None
+
+
+_DECLARED: Final[dict[str, Any]] = {
+    "dims": _DIMS,
+    "groups": None,
+    "causal": ("bottom_right",),
+    "dtypes": ("float16", "bfloat16", "float32"),
+    "zero_q": True,
+    "zero_k": True,
+    "deviations": Deviations(tf32_on=("cuda",)),
+    "deterministic": ("o", "dq", "dk", "dv"),
+    "scale_any": True,
+    "layouts": True,
+    "refuses": _refuses,
+    "package": _FLA,
+    "files": _FILES,
+    # On a GPU of this generation the package prefers kernels in TileLang, where that is installed.
+    "environment": {"FLA_TILELANG": "0"},
+}
+
+PARALLEL: Final = released(_parallel, name="released.fla.parallel", like="dense", **_DECLARED)
+PARALLEL_VARLEN: Final = released(_parallel_varlen, name="released.fla.parallel_varlen", like="varlen", **_DECLARED)

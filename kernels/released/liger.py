@@ -1,0 +1,55 @@
+"""`released.liger.neighborhood`: fused neighborhood attention of Liger-Kernel (BSD-2-Clause), dense, with gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.released.subject import Package, released
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["NEIGHBORHOOD"]
+
+_LIGER: Final = Package("liger-kernel", "liger_kernel")
+
+
+def _neighborhood(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """Call the neighborhood attention: a kernel size of 2 w + 1 is a window of w keys on both sides."""
+    from liger_kernel.ops.fused_neighborhood_attention import LigerFusedNeighborhoodAttentionFunction
+
+    half = q.shape[2] if window_size[0] < 0 else window_size[0]
+    return LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, 2 * half + 1, 1, scale)
+
+
+def _refuses(problem: Problem) -> str | None:
+    """A window has the same width on both sides."""
+    left, right = problem.window or (None, None)
+    if left != right or (left is not None and left < 0):
+        return f"window={problem.window}: a neighborhood is as wide on both sides, and holds the query's own key"
+    return None
+
+
+NEIGHBORHOOD: Final = released(
+    _neighborhood,
+    name="released.liger.neighborhood",
+    package=_LIGER,
+    like="dense",
+    layout="bhsd",
+    files=("ops/fused_neighborhood_attention.py", "ops/softmax.py"),
+    refuses=_refuses,
+    # Scores and P are kept in the input dtype: only in single precision are they what the verdict assumes.
+    dtypes=("float32",),
+    dims=((64, 64), (16, 16), (32, 32), (128, 128), (40, 40)),
+    layouts=True,
+    window=True,
+    scale_any=True,
+    deterministic=("o", "dq", "dk", "dv"),
+)

@@ -1,0 +1,173 @@
+"""The Kernel around a function of a released package: as the adapters make it, imported at first use, and run on the CPU too."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+from unittest import mock
+
+from attnfuzz.kernels.adapters import dense, varlen
+from attnfuzz.kernels.adapters.adapted import Adapted
+from attnfuzz.kernels.contract import Built, Config, Device, Gradients, Inputs
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.support import memory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EXTRA", "Package", "Released", "released"]
+
+EXTRA: Final = "released"
+"""The extra of attnfuzz that installs the packages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package of the index: the name by which it is installed, and the name by which it is imported."""
+
+    distribution: str
+    module: str
+    needs: tuple[str, ...] = ()
+    """Further modules that its kernels import."""
+    outside_extra: bool = False
+    """It is not in the extra: its metadata asks for a server's packages, or pins others."""
+
+    def missing(self) -> str | None:
+        """Why it cannot be imported here, or None; it is not imported for that."""
+        for module in (self.module, *self.needs):
+            if importlib.util.find_spec(module) is None:
+                if module != self.module:
+                    return f"{module}, which {self.distribution} needs, is not installed: install it with pip"
+                remedy = f"--no-deps {self.distribution}" if self.outside_extra else f"'attnfuzz[{EXTRA}]'"
+                return f"{self.distribution} is not installed: pip install {remedy}"
+        return None
+
+    def files(self, paths: Sequence[str]) -> list[str]:
+        """Return those of `paths`, relative to the package's folder, that are installed here."""
+        spec = importlib.util.find_spec(self.module)
+        folders = [] if spec is None else spec.submodule_search_locations or []
+        return [str(file) for folder in folders for path in paths if (file := Path(folder).absolute() / path).is_file()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released(Adapted):
+    """A Kernel; made by `released`."""
+
+    package: Package
+    refuses: Callable[[Problem], str | None]
+    environment: tuple[tuple[str, str], ...]
+    on_cpu: tuple[tuple[str, str, Any], ...]
+    masked_loads: memory.Masked
+    triton_before: tuple[int, int] | None
+
+    def unavailable(self, device: Device) -> str | None:
+        """A missing package, what `Adapted` says, or a Triton that no longer has what the kernel uses."""
+        return self.package.missing() or Adapted.unavailable(self, device) or self._too_new()
+
+    def _too_new(self) -> str | None:
+        if self.triton_before is None:
+            return None
+        installed = metadata.version("triton")
+        major, minor = self.triton_before
+        if tuple(int(each) for each in installed.split(".")[:2]) < self.triton_before:
+            return None
+        return f"triton {installed} lacks functions that {self.package.distribution} uses: pip install 'triton<{major}.{minor}'"
+
+    def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
+        """Why not, or None: the capabilities, the parameters, and the limits that only the package's documentation states."""
+        return Adapted.supports(self, problem, config, device) or self.refuses(problem)
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        """Compile nothing: functions compile at their first call, and the package is imported then.
+
+        Raises:
+            BadArgument: `problem` is not supported.
+        """
+        built = Adapted.build(self, problem, config, device)
+        return _Surrounded(self, built, device == "cpu" and self.backend == "triton")
+
+
+@dataclass(frozen=True, slots=True)
+class _Surrounded:
+    """A Built whose calls find the kernel's environment variables, and on the CPU the stand-in of a GPU."""
+
+    kernel: Released
+    built: Built
+    on_cpu: bool
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As of `Built`."""
+        with self._surroundings():
+            return self.built.forward(inputs)
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """As of `Built`."""
+        with self._surroundings():
+            return self.built.backward(inputs, o, lse)
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, dict(self.kernel.environment)))
+            if self.on_cpu:
+                from attnfuzz.kernels.released.stand_in import h100
+
+                stack.enter_context(h100())
+                stack.enter_context(memory.masked_loads(self.kernel.masked_loads))
+                for module, name, value in self.kernel.on_cpu:
+                    stack.enter_context(mock.patch.object(importlib.import_module(module), name, value))
+            yield
+
+
+def released(
+    function: Callable[..., Any],
+    *,
+    name: str,
+    package: Package,
+    like: Literal["dense", "varlen"],
+    files: Sequence[str],
+    refuses: Callable[[Problem], str | None] = lambda _problem: None,
+    environment: Mapping[str, str] | None = None,
+    on_cpu: Sequence[tuple[str, str, Any]] = (),
+    masked_loads: memory.Masked = "refused",
+    triton_before: tuple[int, int] | None = None,
+    **declared: Any,
+) -> Released:
+    """Make a Kernel of `function`, a wrapper with flash-attention's signature that imports the package when it is called.
+
+    Args:
+        function: as for `attnfuzz.kernels.dense` or `varlen`.
+        name: the kernel's name, which begins with "released.".
+        package: the package that holds the kernel.
+        like: the adapter to use.
+        files: sources of the kernel, relative to the package's folder.
+        refuses: why the kernel does not take a Problem that its capabilities allow, by the package's own documentation, or None.
+        environment: variables of the environment during each call, the package's import among them.
+        on_cpu: module, name and value of what the package assumes of the device, during each call on the CPU.
+        masked_loads: what its loads without `other` have in masked elements on the CPU (`kernels.support.memory.Masked`).
+        triton_before: the first (major, minor) version of Triton that lacks a function which the kernel uses.
+        declared: further arguments of the adapter; by default the kernel runs on "cpu" and "cuda", and is a Triton kernel.
+
+    Raises:
+        BadArgument: as the adapters do.
+    """
+    adapter = dense if like == "dense" else varlen
+    options = {"backend": "triton", "devices": ("cpu", "cuda"), **declared}
+    adapted = adapter(function, name=name, files=package.files(files), **options)
+    values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
+    return Released(
+        **values,
+        package=package,
+        refuses=refuses,
+        environment=tuple((environment or {}).items()),
+        on_cpu=tuple(on_cpu),
+        masked_loads=masked_loads,
+        triton_before=triton_before,
+    )
