@@ -123,6 +123,22 @@ def _adapted(
     return kind(name=name, backend=backend, files=sources, capabilities=can, call=call, choices=chosen)
 
 
+def _of_shapes(shapes: Any) -> dict[str, Any]:
+    """Return the capabilities that a pool of shapes shows."""
+    if not shapes:
+        return {}
+    if not all(isinstance(each, tuple | list) and len(each) == 5 and all(type(n) is int for n in each) for each in shapes):
+        remedy = "give tuples (batch, heads, kv_heads, seqlen_q, seqlen_k), the smallest first"
+        raise reject("shapes", shapes, "each is five integers", remedy)
+    for shape in shapes:
+        if min(shape) < 1 or shape[1] % shape[2]:
+            raise reject("shapes", shape, "each number is 1 or more, and kv_heads divides heads", "correct it")
+    return {
+        "groups": tuple(sorted({heads // kv_heads for _, heads, kv_heads, _, _ in shapes})),
+        "unequal": any(n_q != n_k for *_, n_q, n_k in shapes),
+    }
+
+
 def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
     """Capabilities that the signature shows, replaced by those that the caller declares."""
     if unknown := sorted(declared.keys() - set(Capabilities.__struct_fields__)):
@@ -133,6 +149,8 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
         each for each in OUTPUT_NAMES if each == "o" or (call.gives_lse if each == "lse" else call.has_gradients)
     )
     visible: dict[str, Any] = {
+        **_of_shapes(declared.get("shapes", ())),
+        "scale_given": has("softmax_scale") is not None,
         "causal": (None, "bottom_right") if has("causal") else (None,),
         "window": has("window_size") is not None,
         "softcap": has("softcap") is not None,
@@ -145,8 +163,11 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
     for field, name in (("window", "window_size"), ("softcap", "softcap")):
         if getattr(can, field) and not has(name):
             raise reject(field, True, f"{call.signature.name} has no parameter {name}", "leave it out, or wrap the function")
-    if any(can.causal) and not has("causal"):
-        raise reject("causal", can.causal, f"{call.signature.name} has no parameter causal", "leave it out, or wrap the function")
+    if len(can.causal) > 1 and not has("causal"):
+        remedy = "name the one mask that it always has, or wrap the function"
+        raise reject("causal", can.causal, f"{call.signature.name} has no parameter causal", remedy)
+    if can.scale_given and not has("softmax_scale"):
+        raise reject("scale_given", True, f"{call.signature.name} has no parameter softmax_scale", "leave it out")
     if wrong := [each for each in can.outputs if each not in outputs]:
         remedy = "lse=True where it always gives LSE; gradients=True or backward=... where it has them"
         raise reject("outputs", wrong, f"the adapter gets only {', '.join(outputs)} of it", remedy)

@@ -17,7 +17,8 @@ from attnfuzz.harness.audit.conformance.row import Row, shortened
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.adapted import Adapted
-from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, why_unsupported
+from attnfuzz.kernels.capabilities import why_not_shape
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
 from attnfuzz.strategies.shapes import Variant, all_variants
 
@@ -117,6 +118,7 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
         yield f"length_max={can.length_max} is less than min_seqlen_k={can.min_seqlen_k}"
     if can.dim_multiple is not None and not 1 <= can.dim_multiple <= can.dim_max:
         yield f"dim_multiple={can.dim_multiple} with dim_max={can.dim_max} allows no dims"
+    yield from _contradicting_limits(can)
     if "o" not in can.outputs:
         yield f"outputs={can.outputs}: O is always one of them"
     gradients = {"dq", "dk", "dv"} & set(can.outputs)
@@ -131,6 +133,28 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
         yield f"dtypes_on: {', '.join(elsewhere)} is not among devices={can.devices}"
     if can.captured_gradients and not can.score_mod:
         yield "captured_gradients: only score_mods have them"
+
+
+def _contradicting_limits(can: Capabilities) -> Iterator[str]:
+    """Yield limits on shapes that leave none, or contradict each other."""
+    for name in ("multiple_q", "multiple_k", "batch_max", "heads_max"):
+        if (value := getattr(can, name)) is not None and value < 1:
+            yield f"{name}={value}: 1 or more"
+            return
+    if can.length_max is not None and can.length_max < max(can.multiples):
+        yield f"length_max={can.length_max} leaves no multiple of {max(can.multiples)}"
+    if can.heads_max is not None and can.heads_max < min(can.groups or (1,)):
+        yield f"heads_max={can.heads_max} is less than groups={can.groups}"
+    if can.scale_any and not can.scale_given:
+        yield "scale_any: only the default scale is taken (scale_given=False)"
+    for shape in can.shapes if can.dims and can.causal else ():
+        try:
+            problem = replace(Variant("float16", None, can.dims[0], Config()).problem(can), **shape_fields(shape))
+        except BadArgument as error:
+            yield f"shapes: {error}"
+            return
+        if reason := why_not_shape(can, problem):
+            yield f"shapes: {shape} contradicts the rest: {reason}"
 
 
 def _never_passed(kernel: Kernel) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from attnfuzz.harness.audit.conformance.limits import limits
 from attnfuzz.harness.audit.conformance.row import Row, failing
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel, why_unsupported
@@ -58,7 +60,7 @@ def plain_case(kernel: Kernel, device: Device) -> tuple[Case, str | None]:
 def features(kernel: Kernel, device: Device) -> Iterator[Feature]:
     """Yield every feature whose Cases need nothing else that is undeclared."""
     can, variants = kernel.capabilities, all_variants(kernel, device)
-    for make in (_variants, _packings, _heads, _masks, _scales, _lengths, _memory):
+    for make in (_variants, _packings, _heads, _masks, _scales, _lengths, limits, _memory):
         for name, spelled, declared, widened, changes in make(can, variants[0]):
             wide = replace(can, **widened)
             candidates = (_changed(kernel, variants, each) for each in changes)
@@ -148,7 +150,7 @@ def _masks(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
 
 def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:
     yield "softcap", "softcap=True", can.softcap, {"softcap": True}, [{"softcap": 2.0}]
-    yield "softmax_scale", "a parameter for it", True, {}, [{"softmax_scale": 0.3}]
+    yield "softmax_scale", "scale_given=True", can.scale_given, {"scale_given": True}, [{"softmax_scale": 0.3}]
     # A mask before the scale shows only in both together.
     masked = [{"causal": kind} for kind in can.causal if kind][:1]
     changes = [{"softmax_scale": scale, **each} for scale in (-0.125, 0.0) for each in ({}, *masked)]
@@ -166,7 +168,7 @@ def _lengths(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
     more = [{"seqlens_q": (n,), "seqlens_k": (long,)}, {"seqlens_q": (long,), "seqlens_k": (n,)}]
     yield "unequal lengths", "unequal=True", can.unequal, {"unequal": True}, more
     yield "several tiles", "length_max", True, {}, [{"seqlens_q": (long,), "seqlens_k": (long,)}]
-    least = can.min_seqlen_k
+    least = -(-can.min_seqlen_k // (step := math.lcm(*can.multiples))) * step
     yield f"{least} keys", "min_seqlen_k", True, {}, [{"seqlens_q": (least,), "seqlens_k": (least,)}]
     if can.unequal:
         for name, q, k in (("zero_q", 0, n), ("zero_k", n, 0)):
@@ -196,11 +198,11 @@ def _memory(can: Capabilities, _: Variant) -> Iterator[_Tried]:
 
 
 def _length(can: Capabilities, plain: Variant) -> tuple[int, int]:
-    """Return lengths of a little over one tile and three tiles, as far as they are declared."""
-    tile = plain.config.tile("tile_m", _TILE)
+    """Return lengths of a little over one tile and three tiles, as far as they are declared: common multiples of both sides."""
+    tile, step = plain.config.tile("tile_m", _TILE), math.lcm(*can.multiples)
     most = can.length_max or 1 << 20
-    n = min(max(tile + 3, can.min_seqlen_k), most)
-    return n, min(3 * tile + 5, most)
+    n, long = max(tile + 3, can.min_seqlen_k), 3 * tile + 5
+    return min(-(-n // step) * step, most // step * step), min(-(-long // step) * step, most // step * step)
 
 
 def _grouped(can: Capabilities, change: dict[str, Any], kv_heads: int) -> dict[str, Any]:
@@ -227,7 +229,8 @@ def _case(kernel: Kernel, variant: Variant, changes: dict[str, Any]) -> Case:
     problem = variant.problem(can)
     if fields.pop("dlse", False):
         fields["needs"] = replace(problem.needs, dlse=True)
-    problem = replace(problem, **{"seqlens_q": (n,), "seqlens_k": (n,), **fields})
+    lengths = {} if can.shapes else {"seqlens_q": (n,), "seqlens_k": (n,)}
+    problem = replace(problem, **{**lengths, **fields})
     configs = kernel.configs(problem)
     config = variant.config if variant.config in configs or not configs else configs[0]
     return Case(kernel=kernel.name, problem=problem, recipe=Recipe(seed=7), config=config)
