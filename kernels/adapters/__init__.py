@@ -11,12 +11,14 @@ of them zero, no grouped heads, head dim 64, float16 and bfloat16, CUDA). `attnf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from attnfuzz.kernels.adapters.adapted import Adapted, AdaptedTriton
 from attnfuzz.kernels.adapters.call import Call
+from attnfuzz.kernels.adapters.lse_form import DenseLse, LseForm, RaggedLse
 from attnfuzz.kernels.adapters.reached import triton_files
 from attnfuzz.kernels.adapters.signature import read, source_files
 from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue
@@ -35,6 +37,9 @@ def dense(
     backend: str | None = None,
     layout: Literal["bshd", "bhsd"] = "bshd",
     lse: Lse = "auto",
+    lse_layout: DenseLse = "bhs",
+    lse_base: float = math.e,
+    lse_multiple: int = 1,
     gradients: bool = True,
     backward: Function | None = None,
     configs: Sequence[Mapping[str, ConfigValue]] = ({},),
@@ -53,8 +58,12 @@ def dense(
         layout: "bhsd": the function takes and returns `(batch, heads, seqlen, dim)`.
         lse: whether it returns LSE `(batch, heads, seqlen_q)`, float32, natural log: "auto": if it has a flag for it; True:
             always, second in the tuple. +inf in a row that sees no key, flash-attention's convention, is read as -inf.
+        lse_layout: "bsh" for `(batch, seqlen_q, heads)`.
+        lse_base: of the logarithm; 2: LSE is log2.
+        lse_multiple: what the function pads LSE's dimension of tokens to a multiple of; the padding is cut off.
         gradients: dQ, dK and dV by torch's autograd of `function`; False: it has none.
-        backward: returns (dq, dk, dv) instead of autograd: `backward(d_o, q, k, v, o, lse, ...)` with the same keywords.
+        backward: returns (dq, dk, dv) instead of autograd: `backward(d_o, q, k, v, o, lse, ...)` with the same keywords, and with
+            LSE in the function's own form.
         configs: choices (tile sizes, ...), the default first, passed by name. Lengths are drawn around `tile_m` and `tile_n`,
             which are passed only if the function has such parameters.
         files: additional sources whose change means that the kernel changed; the function's own is included, and so are those of
@@ -64,7 +73,8 @@ def dense(
     Raises:
         BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
     """
-    call = Call(function, backward, read(function, ()), lse, layout, gradients)
+    form = LseForm.of("dense", lse_layout, lse_base, lse_multiple)
+    call = Call(function, backward, read(function, ()), lse, layout, gradients, form)
     return _adapted(call, name, backend, configs, files, {"packings": ("dense",), **capabilities})
 
 
@@ -74,6 +84,9 @@ def varlen(
     name: str | None = None,
     backend: str | None = None,
     lse: Lse = "auto",
+    lse_layout: RaggedLse = "ht",
+    lse_base: float = math.e,
+    lse_multiple: int = 1,
     gradients: bool = True,
     backward: Function | None = None,
     configs: Sequence[Mapping[str, ConfigValue]] = ({},),
@@ -83,13 +96,15 @@ def varlen(
     """Make a kernel of `function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ...)`: flash_attn_varlen_func.
 
     q is `(total_q, heads, dim)`, k and v `(total_k, kv_heads, dim)`, cu_seqlens `(batch + 1,)` int32, LSE `(heads, total_q)`.
-    The last four are passed by name, to `backward` too. Everything else is as for `dense`.
+    The last four are passed by name, to `backward` too. `lse_layout`: "th" for `(total_q, heads)`, "bhs" and "bsh" for one padded
+    to max_seqlen_q, `(batch, heads, max_seqlen_q)` or its transpose. Everything else is as for `dense`.
 
     Raises:
         BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
     """
     needed = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    call = Call(function, backward, read(function, needed), lse, "thd", gradients)
+    form = LseForm.of("ragged", lse_layout, lse_base, lse_multiple)
+    call = Call(function, backward, read(function, needed), lse, "thd", gradients, form)
     return _adapted(call, name, backend, configs, files, {"packings": ("ragged",), **capabilities})
 
 
@@ -176,6 +191,11 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
         raise reject("packings", can.packings, f"this adapter calls it {expected}", "leave it out, or use the other adapter")
     if can.slack and call.layout != "thd":
         raise reject("slack", True, "a dense function is not passed how many rows count", "leave it out")
+    if not call.gives_lse and not call.lse_form.is_plain(expected):
+        remedy = "say lse=True where it always comes second in the result"
+        raise reject("lse", call.lse, "a form of LSE is given, and the function returns none", remedy)
+    if can.slack_rows == "untouched" and expected == "ragged" and call.lse_form.layout in ("bhs", "bsh"):
+        raise reject("slack_rows", "untouched", "a padded LSE has no slack rows of its own", "leave it out")
     if can.score_mod or can.mask_mod:
         raise reject("score_mod", True, "these adapters pass no functions", "write a Kernel (contract.Kernel)")
     return can

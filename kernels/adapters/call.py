@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from attnfuzz.kernels.adapters.lse_form import LseForm
 from attnfuzz.kernels.adapters.signature import Signature
 from attnfuzz.kernels.contract import Config, Inputs
 from attnfuzz.kernels.problem import Problem
@@ -27,6 +28,7 @@ class Call:
     lse: bool | Literal["auto"]
     layout: Literal["bshd", "bhsd", "thd"]
     by_autograd: bool
+    lse_form: LseForm
 
     @property
     def gives_lse(self) -> bool:
@@ -82,9 +84,11 @@ class Running:
         qkv = [self._turned(x.detach()).requires_grad_(graph) for x in (inputs.q, inputs.k, inputs.v)]
         with torch.set_grad_enabled(graph):
             result = call.function(*qkv, **call.keywords(inputs, self._config))
-        o, *more = result if isinstance(result, tuple | list) else (result,)
-        lse = more[0] if call.gives_lse and more else None
-        self._kept = qkv, o, lse
+            o, *more = result if isinstance(result, tuple | list) else (result,)
+            own = lse = more[0] if call.gives_lse and more else None
+            if isinstance(lse, torch.Tensor) and not call.lse_form.is_plain(inputs.problem.packing):
+                lse = call.lse_form.natural(lse, inputs)
+        self._kept = qkv, o, lse, own
         if isinstance(lse, torch.Tensor):
             lse = without_keys(lse.detach())
         return self._back(o.detach()) if isinstance(o, torch.Tensor) else o, lse
@@ -95,12 +99,14 @@ class Running:
         """(dq, dk, dv) by autograd of the last `forward`, or by the function passed as `backward`."""
         import torch
 
-        call, (qkv, own_o, own_lse) = self._call, self._kept
+        call, (qkv, own_o, own_lse, returned) = self._call, self._kept
         d_o = self._turned(inputs.d_o)
         if call.own_backward is not None:
             keywords = call.keywords(inputs, self._config)
             keywords.pop(call.signature.option("return_lse") or "", None)
             tensors = [x.detach() for x in qkv]
+            if lse is not None and not call.lse_form.is_plain(inputs.problem.packing):
+                lse = returned
             dq, dk, dv = call.own_backward(d_o, *tensors, self._turned(o), lse, **keywords)
         else:
             if not own_o.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -78,6 +79,7 @@ def declarations(kernel: Kernel, device: Device) -> Iterator[Row]:
         return
     yield _answered("configs", lambda: _configs(kernel), "return the same tuple of distinct Configs each time, the default first")
     yield from _never_passed(kernel)
+    yield from _form_of_lse(kernel)
     yield _answered("variants", lambda: _variants(kernel, device), "let supports take what capabilities declare, or declare less")
     yield _answered("supports", lambda: _supports(kernel), "return None or the reason, at least that of why_unsupported(...)")
     yield _answered(
@@ -164,6 +166,17 @@ def _never_passed(kernel: Kernel) -> Iterator[Row]:
         if names:
             text = f"{', '.join(names)}: never passed, so that only the default is tried"
             yield Row("parameters", "hint", text, f"declare what else is to be tried: configs=({{}}, {{{names[0]!r}: ...}})")
+
+
+def _form_of_lse(kernel: Kernel) -> Iterator[Row]:
+    """Say in which form an adapted function's LSE is read; whether it is right, the row of its values says."""
+    if isinstance(kernel, Adapted) and kernel.call.gives_lse:
+        form, packing = kernel.call.lse_form, kernel.capabilities.packings[0]
+        if form.is_plain(packing):
+            return
+        base = "" if form.base == math.e else f", logarithm to the base {form.base:g}"
+        padded = "" if form.multiple == 1 else f", padded to multiples of {form.multiple}"
+        yield Row("form of LSE", "ok", f"read as {form.layout}{base}{padded}")
 
 
 def _files(kernel: Kernel) -> tuple[list[str], str]:
