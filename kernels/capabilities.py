@@ -9,7 +9,7 @@ import msgspec
 
 from attnfuzz.kernels.errors import shown
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, Causal, Dtype, Layout, OutputName, Packing, Problem
+from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, SINKS, Causal, Dtype, Layout, OutputName, Packing, Problem
 
 __all__ = [
     "Capabilities",
@@ -72,6 +72,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     causal: tuple[Causal | None, ...] = (None,)
     window: bool = False
     softcap: bool = False
+    sinks: bool = False
+    """One learned logit a head in the softmax; where there is a backward, it gives their gradient too."""
     score_mod: bool = False
     mask_mod: bool = False
     captured: bool = False
@@ -225,10 +227,10 @@ def _shape_of(problem: Problem) -> Shape | tuple[tuple[int, ...], ...]:
 def _why_not_scores(can: Capabilities, problem: Problem) -> str | None:
     if problem.causal not in can.causal:
         return f"causal={problem.causal!r}: supports {', '.join(map(repr, can.causal))}"
-    for name in ("window", "softcap", "score_mod", "mask_mod"):
+    for name in ("window", "softcap", "sinks", "score_mod", "mask_mod"):
         if getattr(problem, name) not in (None, 0, (None, None)) and not getattr(can, name):
             return f"{name}={shown(getattr(problem, name))}: not supported"
-    tensors = tensors_of(problem)
+    tensors = [each for each in tensors_of(problem) if not (problem.sinks and each.name == SINKS)]
     if not can.captured and tensors:
         names = ", ".join(each.name for each in tensors)
         return f"score_mod, mask_mod: they read {names[:200]}; captured tensors are not supported"

@@ -111,7 +111,8 @@ class Inputs:
     """Tensors of one Case, all on one device, in the shapes and layouts of `Problem`: use each one's own strides.
 
     `cu_seqlens_q`, `cu_seqlens_k` are `(batch + 1,)` int32 (ragged and dense). `d_lse` is shaped like LSE, float32. `captured`
-    are the tensors that the modifiers read, in the order of `modified.tensors_of(problem)`: float32 or int32.
+    are the tensors that the modifiers read, in the order of `modified.tensors_of(problem)`: float32 or int32; the last one are
+    the `sinks` where the Problem has them.
     """
 
     problem: Problem
@@ -125,6 +126,11 @@ class Inputs:
     max_seqlen_k: int
     d_lse: torch.Tensor | None = None
     captured: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The sinks, float32 `(heads,)`, finite and exact in float16 and bfloat16 too; None where the Problem has none."""
+        return self.captured[-1] if self.problem.sinks else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +148,7 @@ class Outputs:
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
     d_captured: tuple[torch.Tensor | None, ...] = ()
-    """Gradient of each captured tensor, float32, or None where it takes none."""
+    """Gradient of each captured tensor, float32, or None where it takes none; that of sinks, the last, may have q's dtype."""
 
 
 class BuildError(Exception):
@@ -154,7 +160,7 @@ CapturedGradients: TypeAlias = "tuple[torch.Tensor | None, ...]"
 Gradients: TypeAlias = (
     "tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor, CapturedGradients]"
 )
-"""(dq, dk, dv), and those of captured tensors where they are needed."""
+"""(dq, dk, dv), and those of captured tensors where they are needed: `(dq, dk, dv, (d_sinks,))` with sinks."""
 
 
 class Built(Protocol):

@@ -16,6 +16,7 @@ __all__ = [
     "LAYOUTS",
     "ORDERS",
     "OUTPUT_NAMES",
+    "SINKS",
     "BadArgument",
     "Causal",
     "Dtype",
@@ -44,6 +45,8 @@ LAYOUTS = ("layout_q", "layout_k", "layout_v", "layout_do")
 _INT32_MAX = 2**31 - 1
 _MOST_ELEMENTS = 2**34
 """Limit for a captured tensor: 64 GiB."""
+SINKS = "sinks"
+"""Name of the sinks among a Problem's tensors."""
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
@@ -102,8 +105,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         s_ij = score_mod(softcap(softmax_scale * q_i . k_j))
         LSE_i = log sum_{visible j} exp(s_ij)          O_i = sum_j exp(s_ij - LSE_i) v_j
 
-    A row that sees no key has O = 0, LSE = -inf and no gradient. `causal="bottom_right"` is
-    `j <= i + seqlen_k - seqlen_q`, `"top_left"` is `j <= i`.
+    A row that sees no key has O = 0, LSE = -inf and no gradient. With `sinks`, one learned logit a head, the softmax has one
+    more column with value 0, unscaled and never masked (StreamingLLM, gpt-oss): LSE_i = log(exp(sink) + sum_j exp(s_ij)), which
+    is the sink itself in a row that sees no key; d sink = sum_i exp(sink - LSE_i) (dLSE_i - dO_i . O_i).
+    `causal="bottom_right"` is `j <= i + seqlen_k - seqlen_q`, `"top_left"` is `j <= i`.
 
     Raises:
         BadArgument: an impossible problem, with argument, value, reason and remedy.
@@ -123,6 +128,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     window: tuple[int | None, int | None] | None = None
     softmax_scale: float | None = None
     softcap: float = 0.0
+    sinks: bool = False
     score_mod: tuple[Any, ...] | None = None
     mask_mod: tuple[Any, ...] | None = None
     layout_q: Layout = Layout()
@@ -157,6 +163,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
                 raise reject(name, getattr(self, name), "there is no such choice", f"use one of {', '.join(map(repr, values))}")
+        if type(self.sinks) is not bool:
+            raise reject("sinks", self.sinks, "it says whether there are any", "give true or false")
         for name in ("softmax_scale", "softcap"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and not isinstance(value, bool)) and (name, value) != ("softmax_scale", None):
@@ -269,6 +277,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             msgspec.structs.force_setattr(self, name, to_data(tree))
             trees.append(tree)
         for tensor in captured(*trees):
+            if self.sinks and tensor.name == SINKS:
+                raise reject("captured.name", SINKS, "the problem's own sinks have that name", "give the tensor another name")
             elements = math.prod(size_of(size, self.sizes) for size in tensor.sizes)
             if elements > _MOST_ELEMENTS:
                 reason = f"{tensor.name} would have {elements:,} elements, and {_MOST_ELEMENTS:,} is the limit"

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import DEFAULT_TILE, Case
+from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts
@@ -26,6 +26,7 @@ __all__ = ["Limits", "cases", "cases_by_compile_key"]
 _Pairs = tuple[tuple[int, int], ...]
 _SPLIT_TILES = 3
 """Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
+_SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 
 
@@ -142,6 +143,9 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
     dlse = draw(_DLSE) if can.dlse else False
+    sinks = can.sinks and draw(_BOOLEANS)
+    if sinks:
+        recipe = replace(recipe, sinks=draw(_SINK_VALUES))
     slack = _slack(room.tile_m if can.slack else None)
     slack_q = draw(slack)
     smallest = parts.problem(variant)
@@ -153,6 +157,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         heads=room.heads,
         kv_heads=kv_heads,
         softmax_scale=draw(scales(can, recipe.pattern)),
+        sinks=sinks,
         slack_q=slack_q,
         slack_k=slack_q if packed else draw(slack),
         needs=replace(smallest.needs, dlse=True) if dlse else smallest.needs,

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.expressions.tree import KV, Q, S, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, Case, Pattern
+from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, SINK_VALUES, Case, Pattern
 
 if TYPE_CHECKING:
     # Its module imports hypothesis, and every command imports this one.
@@ -27,9 +27,9 @@ __all__ = ["LENGTHS", "PARTS", "differences", "in_room", "neighbours", "tiles_fo
 LENGTHS: Final = ("seqlen_q", "seqlen_k", "both lengths")
 """The parts that are lengths: of queries, of keys, and of both at once."""
 PARTS: Final = (
-    *("check", "causal", "config", "dtype", *LENGTHS, "batch", "groups", "kv_heads", "window", "softcap", "score_mod"),
-    *("mask_mod", "dims", "seed", "pattern", "softmax_scale", "q_scale", "k_scale", "v_scale", "do_scale", "packing"),
-    *("slack_q", "slack_k", "layouts", "needs"),
+    *("check", "causal", "config", "dtype", *LENGTHS, "batch", "groups", "kv_heads", "window", "softcap", "sinks", "score_mod"),
+    *("mask_mod", "dims", "seed", "pattern", "softmax_scale", "q_scale", "k_scale", "v_scale", "do_scale", "sink_values"),
+    *("packing", "slack_q", "slack_k", "layouts", "needs"),
 )
 """All parts, in the order in which they are varied and shown."""
 _SHAPE_PARTS: Final = (*LENGTHS, "batch", "groups", "kv_heads")
@@ -61,7 +61,8 @@ def parts_of(case: Case) -> dict[str, object]:
         "seqlen_k": p.seqlens_k,
         "dims": (p.dim_qk, p.dim_v),
         "layouts": tuple(getattr(p, name) for name in LAYOUTS),
-        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", *_ADDED)},
+        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", "sinks", *_ADDED)},
+        "sink_values": recipe.sinks,
         **{name: getattr(recipe, name) for name in ("seed", "pattern", *_SCALES)},
     }
 
@@ -101,6 +102,8 @@ def value_of(case: Case, part: str) -> str:
             return f"{p.dim_qk} x {p.dim_v}"
         case "layouts":
             return _layouts(p)
+        case "sinks":
+            return "with sinks" if p.sinks else "without sinks"
         case "needs":
             return "with dLSE" if p.needs.dlse else "without dLSE"
         case _:
@@ -160,6 +163,7 @@ def neighbours(kernel: Kernel, case: Case, device: Device) -> dict[str, list[Cas
         "batch": lambda: _other_batches(case),
         **{name: lambda name=name: _other_lengths(case, name, kernel.capabilities) for name in LENGTHS},  # type: ignore[misc]
         "seed": lambda: (_recipe(case, seed=seed) for seed in range(4) if seed != case.recipe.seed),
+        "sink_values": lambda: (_recipe(case, sinks=name) for name in SINK_VALUES if case.problem.sinks),
         "pattern": lambda: (_recipe(case, pattern=name) for name in _PATTERNS if name != case.recipe.pattern),
         **{name: lambda name=name: _other_scales(case, name) for name in _SCALES},  # type: ignore[misc]
     }
@@ -281,6 +285,8 @@ def _changes(can: Capabilities, p: Problem, device: Device, part: str) -> Iterat
                 yield dict.fromkeys(LAYOUTS, Layout())
             elif can.layouts:
                 yield dict.fromkeys(LAYOUTS, Layout(pitch=8))
+        case "sinks":
+            yield {"sinks": not p.sinks}
         case "needs":
             yield {"needs": replace(p.needs, dlse=not p.needs.dlse)}
         case _:

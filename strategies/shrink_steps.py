@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Shape, shape_fields
 from attnfuzz.kernels.expressions.tree import Expression, S, node, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
@@ -174,6 +174,8 @@ def _plainer_values(case: Case) -> Iterator[Case]:
     yield replace(case, recipe=plain)
     for pattern in PATTERNS[: PATTERNS.index(recipe.pattern)]:
         yield replace(case, recipe=replace(recipe, pattern=pattern))
+    for sinks in SINK_VALUES[: SINK_VALUES.index(recipe.sinks)]:
+        yield replace(case, recipe=replace(recipe, sinks=sinks))
     for name in ("q_scale", "k_scale", "v_scale", "do_scale"):
         if getattr(recipe, name) != 1.0:
             yield replace(case, recipe=replace(recipe, **{name: 1.0}))
@@ -186,7 +188,7 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
     p = case.problem
     if p.slack_q and p.slack_k:
         yield from _with(case, slack_q=0, slack_k=0)
-    plainest = (("window", None), ("softcap", 0.0), ("score_mod", None), ("mask_mod", None))
+    plainest = (("window", None), ("softcap", 0.0), ("sinks", False), ("score_mod", None), ("mask_mod", None))
     for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
         if getattr(p, name) != plain:
             yield from _with(case, **{name: plain})
