@@ -128,7 +128,8 @@ def attention(
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     s = modify(scale * (q @ k.transpose(-1, -2)))
     if sinks is not None:
-        s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:2], 1)], -1)
+        finite = sinks.masked_fill(sinks == -torch.inf, 0.0)
+        s = torch.cat([s, finite[:, None, None].expand(*s.shape[:2], 1)], -1)
         v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
         seen = (sinks > -torch.inf)[:, None, None].expand(*s.shape[:2], 1)
         visible = torch.cat([visible.expand(*s.shape[:2], visible.shape[-1]), seen], -1)

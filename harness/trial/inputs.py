@@ -174,7 +174,7 @@ _SINK_SIZES: dict[SinkValues, tuple[float, float]] = {
     "moderate": (-4.0, 4.0),
     "zero": (0.0, 0.0),
     "large": (8.0, 72.0),
-    "small": (-16384.0, -64.0),
+    "small": (-16640.0, -256.0),
 }
 """The range of each kind. Beyond exp(88) a kernel that does not subtract the sink from its exponents would be infinite."""
 _SINK_STEPS = 64

@@ -40,6 +40,8 @@ def dense(
     lse_layout: DenseLse = "bhs",
     lse_base: float = math.e,
     lse_multiple: int = 1,
+    lse_has_sinks: bool = True,
+    sinks_in_dtype: bool = False,
     gradients: bool = True,
     backward: Function | None = None,
     configs: Sequence[Mapping[str, ConfigValue]] = ({},),
@@ -51,7 +53,8 @@ def dense(
     Args:
         function: returns o, or a tuple that begins with o (and LSE). It is passed those of these parameters that it has:
             `softmax_scale` (or `scale`, `sm_scale`), `causal` (or `is_causal`), `window_size` (two numbers, -1 for no limit),
-            `softcap`, and a flag for LSE (`return_lse`, `return_softmax_lse` or `return_attn_probs`).
+            `softcap`, `sinks` (or `sink`, `s_aux`, `learnable_sink`: `(heads,)`), and a flag for LSE (`return_lse`,
+            `return_softmax_lse` or `return_attn_probs`).
         name: the kernel's name; default: the function's own.
         backend: "triton" prepares Triton's interpreter on the CPU, and lets `attnfuzz compile` capture the launches; it is the
             default where the function's module, or one of its package's that it imports, has Triton functions, else "torch".
@@ -61,9 +64,11 @@ def dense(
         lse_layout: "bsh" for `(batch, seqlen_q, heads)`.
         lse_base: of the logarithm; 2: LSE is log2.
         lse_multiple: what the function pads LSE's dimension of tokens to a multiple of; the padding is cut off.
+        lse_has_sinks: False: LSE is that of the keys alone, and the sinks are added here.
+        sinks_in_dtype: whether the function takes sinks in q's dtype; default: float32.
         gradients: dQ, dK and dV by torch's autograd of `function`; False: it has none.
         backward: returns (dq, dk, dv) instead of autograd: `backward(d_o, q, k, v, o, lse, ...)` with the same keywords, and with
-            LSE in the function's own form.
+            LSE in the function's own form; with sinks it returns their gradient too.
         configs: choices (tile sizes, ...), the default first, passed by name. Lengths are drawn around `tile_m` and `tile_n`,
             which are passed only if the function has such parameters.
         files: additional sources whose change means that the kernel changed; the function's own is included, and so are those of
@@ -74,7 +79,7 @@ def dense(
         BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
     """
     form = LseForm.of("dense", lse_layout, lse_base, lse_multiple)
-    call = Call(function, backward, read(function, ()), lse, layout, gradients, form)
+    call = Call(function, backward, read(function, ()), lse, layout, gradients, form, lse_has_sinks, sinks_in_dtype)
     return _adapted(call, name, backend, configs, files, {"packings": ("dense",), **capabilities})
 
 
@@ -87,6 +92,8 @@ def varlen(
     lse_layout: RaggedLse = "ht",
     lse_base: float = math.e,
     lse_multiple: int = 1,
+    lse_has_sinks: bool = True,
+    sinks_in_dtype: bool = False,
     gradients: bool = True,
     backward: Function | None = None,
     configs: Sequence[Mapping[str, ConfigValue]] = ({},),
@@ -104,7 +111,7 @@ def varlen(
     """
     needed = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     form = LseForm.of("ragged", lse_layout, lse_base, lse_multiple)
-    call = Call(function, backward, read(function, needed), lse, "thd", gradients, form)
+    call = Call(function, backward, read(function, needed), lse, "thd", gradients, form, lse_has_sinks, sinks_in_dtype)
     return _adapted(call, name, backend, configs, files, {"packings": ("ragged",), **capabilities})
 
 
@@ -169,13 +176,14 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
         "causal": (None, "bottom_right") if has("causal") else (None,),
         "window": has("window_size") is not None,
         "softcap": has("softcap") is not None,
+        "sinks": has("sinks") is not None,
         "outputs": outputs,
         "compiles_on": (),
     }
     can = Capabilities(**{**visible, **declared})
     if not all(isinstance(each, tuple | list) and len(each) == 2 for each in can.dims):
         raise reject("dims", can.dims, "each is a pair (dim_qk, dim_v)", "give pairs: ((64, 64), (128, 128))")
-    for field, name in (("window", "window_size"), ("softcap", "softcap")):
+    for field, name in (("window", "window_size"), ("softcap", "softcap"), ("sinks", "sinks")):
         if getattr(can, field) and not has(name):
             raise reject(field, True, f"{call.signature.name} has no parameter {name}", "leave it out, or wrap the function")
     if len(can.causal) > 1 and not has("causal"):

@@ -12,7 +12,7 @@ from attnfuzz.kernels.errors import reject
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DenseLse", "LseForm", "RaggedLse"]
+__all__ = ["DenseLse", "LseForm", "RaggedLse", "with_sinks"]
 
 DenseLse = Literal["bhs", "bsh"]
 """(batch, heads, seqlen_q), the contract's, or (batch, seqlen_q, heads)."""
@@ -72,6 +72,17 @@ class LseForm:
         if ragged and self.layout in ("bhs", "bsh"):
             lse = _joined(lse, inputs)
         return lse if self.base == math.e else lse * math.log(self.base)
+
+
+def with_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return an LSE of keys alone, heads before tokens, with the sinks `(heads,)`: log(exp(LSE) + exp(sink)), differentiable.
+
+    +inf, as some functions have it in a row that sees no key, is read as -inf.
+    """
+    import torch
+
+    keys = lse.masked_fill(lse == math.inf, -math.inf)
+    return torch.logaddexp(keys, sinks[:, None].expand_as(lse))
 
 
 def _joined(lse: torch.Tensor, inputs: Inputs) -> torch.Tensor:

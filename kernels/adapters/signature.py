@@ -19,6 +19,7 @@ _NAMES = {
     "causal": ("causal", "is_causal"),
     "window_size": ("window_size",),
     "softcap": ("softcap",),
+    "sinks": ("sinks", "sink", "s_aux", "learnable_sink"),
     "return_lse": ("return_lse", "return_softmax_lse", "return_attn_probs"),
 }
 """Each option's names in the libraries that have it; the first is flash-attention's."""

@@ -101,6 +101,16 @@ def _scores(q, k, last, cols, scale):
     return tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
 
 
+@triton.jit
+def _with_sink(acc, row_sum, row_max, sinks, head):
+    """The sums of a row, and its maximum, with the sink of a head, whose value is 0."""
+    sink = tl.load(sinks + head) * LOG2_E
+    with_sink = tl.maximum(row_max, sink)
+    of_keys = tl.math.exp2(row_max - with_sink)
+    row_sum = row_sum * of_keys + tl.math.exp2(sink - with_sink)
+    return acc * of_keys[:, None], row_sum, with_sink
+
+
 @triton.jit(do_not_specialize=_FORWARD_SCALARS)
 def forward(
     q,
@@ -175,12 +185,7 @@ def forward(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
 
     if SINKS:
-        sink = tl.load(sinks + head) * LOG2_E
-        with_sink = tl.maximum(row_max, sink)
-        of_keys = tl.math.exp2(row_max - with_sink)
-        row_sum = row_sum * of_keys + tl.math.exp2(sink - with_sink)
-        acc *= of_keys[:, None]
-        row_max = with_sink
+        acc, row_sum, row_max = _with_sink(acc, row_sum, row_max, sinks, head)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / row_sum[:, None]
     row_lse = (row_max + tl.math.log2(row_sum)) * LN_2

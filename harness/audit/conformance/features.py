@@ -16,7 +16,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel, why_unsupported
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
 from attnfuzz.kernels.problem import BadArgument, Dtype, Layout
-from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 __all__ = ["Feature", "declared_row", "features", "plain_case", "undeclared_row"]
@@ -155,12 +155,21 @@ def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:
     masked = [{"causal": kind} for kind in can.causal if kind][:1]
     changes = [{"softmax_scale": scale, **each} for scale in (-0.125, 0.0) for each in ({}, *masked)]
     yield "scale of 0 or less", "scale_any=True", can.scale_any, {"scale_any": True}, changes
+    for values in SINK_VALUES if can.sinks else ():
+        yield f"sinks, {values}", "sinks=True", True, {}, [{"sinks": True, "sink_values": values}, *_masked_sinks(can, values)]
     if can.score_mod:
         yield "score_mod", "score_mod=True", True, {}, [{"score_mod": to_data(S + to_float(Q - KV) * 0.125)}]
     if can.mask_mod:
         yield "mask_mod", "mask_mod=True", True, {}, [{"mask_mod": to_data(KV <= Q + 2)}]
     if {"lse", "dq"} <= set(can.outputs):
         yield "gradient of LSE", "dlse=True", can.dlse, {"dlse": True}, [{"dlse": True}]
+
+
+def _masked_sinks(can: Capabilities, values: SinkValues) -> Iterator[dict[str, Any]]:
+    """Yield sinks with groups and with a mask, where they are declared."""
+    if can.groups is None or 2 in can.groups:
+        yield {"sinks": True, "sink_values": values, "heads": 4, "kv_heads": 2}
+    yield from ({"sinks": True, "sink_values": values, "causal": kind} for kind in can.causal if kind)
 
 
 def _lengths(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
@@ -227,10 +236,11 @@ def _case(kernel: Kernel, variant: Variant, changes: dict[str, Any]) -> Case:
     can, fields = kernel.capabilities, dict(changes)
     n, _ = _length(can, variant)
     problem = variant.problem(can)
+    recipe = Recipe(seed=7, sinks=fields.pop("sink_values", "moderate"))
     if fields.pop("dlse", False):
         fields["needs"] = replace(problem.needs, dlse=True)
     lengths = {} if can.shapes else {"seqlens_q": (n,), "seqlens_k": (n,)}
     problem = replace(problem, **{**lengths, **fields})
     configs = kernel.configs(problem)
     config = variant.config if variant.config in configs or not configs else configs[0]
-    return Case(kernel=kernel.name, problem=problem, recipe=Recipe(seed=7), config=config)
+    return Case(kernel=kernel.name, problem=problem, recipe=recipe, config=config)
