@@ -9,6 +9,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import Built, Inputs
 from attnfuzz.kernels.errors import NotLowered
+from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.kernels.triton.machine_code.lower import Call
 
@@ -61,6 +62,10 @@ def plain_inputs(problem: Problem) -> Inputs:
         cu_seqlens_k=starts(problem.seqlens_k),
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
+        captured=tuple(
+            torch.zeros(shape_of(problem, each), dtype=torch.float32 if each.kind == "float" else torch.int32)
+            for each in tensors_of(problem)
+        ),
     )
 
 
