@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from attnfuzz.kernels.support.lazy import lazy
 
 if TYPE_CHECKING:
-    from attnfuzz.kernels.adapters import dense, varlen
+    from attnfuzz.kernels.adapters import dense, paged, varlen
     from attnfuzz.kernels.contract import (
         BuildError,
         Built,
@@ -45,6 +45,7 @@ __all__ = [
     "dense",
     "get",
     "names",
+    "paged",
     "register",
     "varlen",
     "why_unsupported",
@@ -54,7 +55,7 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "attnfuzz.kernels.adapters": "dense varlen",
+            "attnfuzz.kernels.adapters": "dense paged varlen",
             "attnfuzz.kernels.torch.autograd": "attention attention_padded attention_varlen",
             "attnfuzz.kernels.contract": "BuildError Built Capabilities Config Deviations Inputs Kernel Outputs why_unsupported",
             "attnfuzz.kernels.errors": "BadArgument",

@@ -93,6 +93,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Sequences of a batch, at most."""
     heads_max: int | None = None
     """Query heads, at most."""
+    page_sizes: tuple[int, ...] = (0,)
+    """Tokens of a page of a paged key/value cache, the simplest first; 0: keys and values without pages."""
     shapes: tuple[Shape, ...] = ()
     """The only shapes that the kernel takes, `(batch, heads, kv_heads, seqlen_q, seqlen_k)`, smallest first; all sequences of a
     batch have one length. Empty: any within the other limits."""
@@ -176,6 +178,8 @@ def _why_not_form(can: Capabilities, problem: Problem, device: Device) -> str | 
     if dims not in can.dims and (multiple is None or any(dim % multiple or dim > can.dim_max for dim in dims)):
         also = f" and multiples of {multiple} up to {can.dim_max}" if multiple else ""
         return f"dim_qk, dim_v={dims}: supports {', '.join(map(str, can.dims))}{also}"
+    if problem.page_size not in can.page_sizes:
+        return f"page_size={problem.page_size}: supports {', '.join(map(str, can.page_sizes))}"
     for name in LAYOUTS:
         if not can.layouts and getattr(problem, name) != Layout():
             return f"{name}={shown(getattr(problem, name))}: only contiguous tensors"

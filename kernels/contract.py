@@ -126,6 +126,13 @@ class Inputs:
     max_seqlen_k: int
     d_lse: torch.Tensor | None = None
     captured: tuple[torch.Tensor, ...] = ()
+    k_pages: torch.Tensor | None = None
+    v_pages: torch.Tensor | None = None
+    """A paged cache, `(pages, page_size, kv_heads, dim)`; k and v hold the same tokens in order, for the oracle alone."""
+    page_table: torch.Tensor | None = None
+    """`(batch, most pages of a sequence)` int32; entries behind a sequence's last page name a page of NaN."""
+    seqlens_k: torch.Tensor | None = None
+    """`(batch,)` int32, beside a paged cache."""
 
     @property
     def sinks(self) -> torch.Tensor | None:

@@ -100,7 +100,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     Ragged tensors are `q (total_q + slack_q, heads, dim_qk)`, `k (total_k + slack_k, kv_heads, dim_qk)`,
     `v (total_k + slack_k, kv_heads, dim_v)`; dense ones have `(batch, seqlen)` in place of the first dimension.
-    With `visible(i, j)` = j < seqlen_k and causal and window and mask_mod,
+    With `page_size`, keys and values lie in a paged cache: `k_pages (pages, page_size, kv_heads, dim_qk)`, `v_pages` alike, and
+    `page_table (batch, most pages of a sequence)`; token j of sequence b is row j % page_size of the page that
+    page_table[b, j // page_size] names. With `visible(i, j)` = j < seqlen_k and causal and window and mask_mod,
 
         s_ij = score_mod(softcap(softmax_scale * q_i . k_j))
         LSE_i = log sum_{visible j} exp(s_ij)          O_i = sum_j exp(s_ij - LSE_i) v_j
@@ -124,6 +126,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     packing: Packing = "ragged"
     slack_q: int = 0
     slack_k: int = 0
+    page_size: int = 0
     causal: Causal | None = None
     window: tuple[int | None, int | None] | None = None
     softmax_scale: float | None = None
@@ -150,10 +153,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         self._check_scores()
         self._check_layouts()
         self._check_packed()
+        self._check_pages()
         self._check_modifiers()
 
     def _check_types(self) -> None:
-        for name in ("heads", "kv_heads", "dim_qk", "dim_v", "slack_q", "slack_k"):
+        for name in ("heads", "kv_heads", "dim_qk", "dim_v", "slack_q", "slack_k", "page_size"):
             if type(getattr(self, name)) is not int:
                 raise reject(name, getattr(self, name), "it must be an integer", "give a whole number")
         for name in ("seqlens_q", "seqlens_k"):
@@ -259,6 +263,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 "a packed row is one token of q, k and v",
                 "give queries and keys the same lengths and slack",
             )
+
+    def _check_pages(self) -> None:
+        if self.page_size < 0:
+            raise reject("page_size", self.page_size, "a page has tokens", "give 1 or more, or 0 for keys without pages")
+        if not self.page_size:
+            return
+        if self.packing != "ragged":
+            raise reject("page_size", self.page_size, "queries of a paged cache are ragged", "use packing='ragged'")
+        if self.slack_k or self.layout_k != Layout() or self.layout_v != Layout():
+            raise reject("page_size", self.page_size, "pages have a layout of their own", "leave out slack_k, layout_k, layout_v")
+        if not set(self.needs.outputs) <= {"o", "lse"}:
+            raise reject("page_size", self.page_size, "a cache has no gradient", "ask for o and lse: needs.outputs")
 
     def _check_modifiers(self) -> None:
         trees = []

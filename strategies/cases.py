@@ -27,6 +27,7 @@ _Pairs = tuple[tuple[int, int], ...]
 _SPLIT_TILES = 3
 """Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
+_FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 
 
@@ -99,6 +100,7 @@ class _Parts:
         # A diagonal leaves few blocks full.
         self.of_full_blocks = one_variant(tuple(each for each in blocky if each.causal is None) or blocky)
         self.packing = st.sampled_from(self.can.packings)
+        self.page_size = st.sampled_from(self.can.page_sizes)
         self.most_heads = st.sampled_from((1, 2, limits.heads, limits.heads))
 
     def __repr__(self) -> str:
@@ -132,6 +134,9 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         recipe = replace(recipe, pattern="large_logits")
     packing = draw(parts.packing)
     laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
+    page_size = draw(parts.page_size) if len(can.page_sizes) > 1 else can.page_sizes[0]
+    if page_size:
+        laid_out = {name: each for name, each in laid_out.items() if name in ("layout_q", "layout_do") and not each.packed}
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
     if packed and can.shapes and not any(n_q == n_k for *_, n_q, n_k in can.shapes):
         laid_out, packed = {}, False
@@ -140,6 +145,10 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     room, kv_heads, pairs = draw(
         _lengths(parts, variant, dense=packing == "dense", packed=packed, of_blocks=of_blocks, split=split)
     )
+    if page_size and can.unequal and not can.shapes and draw(_BOOLEANS):
+        # Decoding: one or few queries against long keys.
+        few = draw(_FEW_QUERIES)
+        pairs = within_limits([(min(n_q, few), n_k) for n_q, n_k in pairs], can, room)
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
     dlse = draw(_DLSE) if can.dlse else False
@@ -159,7 +168,8 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         softmax_scale=draw(scales(can, recipe.pattern)),
         sinks=sinks,
         slack_q=slack_q,
-        slack_k=slack_q if packed else draw(slack),
+        slack_k=slack_q if packed else 0 if page_size else draw(slack),
+        page_size=page_size,
         needs=replace(smallest.needs, dlse=True) if dlse else smallest.needs,
         **laid_out,
         **dict(changed),

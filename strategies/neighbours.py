@@ -29,7 +29,7 @@ LENGTHS: Final = ("seqlen_q", "seqlen_k", "both lengths")
 PARTS: Final = (
     *("check", "causal", "config", "dtype", *LENGTHS, "batch", "groups", "kv_heads", "window", "softcap", "sinks", "score_mod"),
     *("mask_mod", "dims", "seed", "pattern", "softmax_scale", "q_scale", "k_scale", "v_scale", "do_scale", "sink_values"),
-    *("packing", "slack_q", "slack_k", "layouts", "needs"),
+    *("packing", "page_size", "slack_q", "slack_k", "layouts", "needs"),
 )
 """All parts, in the order in which they are varied and shown."""
 _SHAPE_PARTS: Final = (*LENGTHS, "batch", "groups", "kv_heads")
@@ -61,7 +61,7 @@ def parts_of(case: Case) -> dict[str, object]:
         "seqlen_k": p.seqlens_k,
         "dims": (p.dim_qk, p.dim_v),
         "layouts": tuple(getattr(p, name) for name in LAYOUTS),
-        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", "sinks", *_ADDED)},
+        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", "sinks", "page_size", *_ADDED)},
         "sink_values": recipe.sinks,
         **{name: getattr(recipe, name) for name in ("seed", "pattern", *_SCALES)},
     }
@@ -285,6 +285,8 @@ def _changes(can: Capabilities, p: Problem, device: Device, part: str) -> Iterat
                 yield dict.fromkeys(LAYOUTS, Layout())
             elif can.layouts:
                 yield dict.fromkeys(LAYOUTS, Layout(pitch=8))
+        case "page_size":
+            yield from ({"page_size": each} for each in can.page_sizes)
         case "sinks":
             yield {"sinks": not p.sinks}
         case "needs":

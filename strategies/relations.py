@@ -53,6 +53,8 @@ def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) ->
         "shifted_scores": lambda variant: variant.dims[0] > 1,
         "huge_strides": _takes_huge_strides(kernel, device),
     }
+    if 0 not in can.page_sizes:
+        return {}
     fitting_variants = {}
     for check in RELATIONS:
         fitting = tuple(each for each in variants if fits.get(check, _always)(each)) if wanted.get(check, True) else ()

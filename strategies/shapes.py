@@ -61,6 +61,7 @@ class Variant:
             dtype=self.dtype,
             causal=self.causal,
             needs=Needs(outputs=can.outputs),
+            page_size=can.page_sizes[0],
             **dict(self.modifiers or ()),
         )
 

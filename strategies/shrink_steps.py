@@ -192,6 +192,9 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
     for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
         if getattr(p, name) != plain:
             yield from _with(case, **{name: plain})
+    for size in (0, 1, 2, 4, 8, 16, 32, 64, 128):
+        if size < p.page_size:
+            yield from _with(case, page_size=size)
     for window in _plainer_windows(p.window):
         yield from _with(case, window=window)
     if p.needs.dlse:

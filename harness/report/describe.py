@@ -42,6 +42,8 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
     for name in ("score_mod", "mask_mod"):
         if getattr(p, name) is not None:
             rows.append((name, str(parse(getattr(p, name)))))
+    if p.page_size:
+        rows.append(("paged cache", f"pages of {p.page_size}"))
     if p.sinks:
         rows.append(("sinks", f"{p.heads}, {case.recipe.sinks}"))
     for each in (each for each in tensors_of(p) if not (p.sinks and each.name == SINKS)):

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 
 from attnfuzz.harness.trial.noise import Numbers, Request
+from attnfuzz.harness.trial.pages import with_pages
 from attnfuzz.harness.trial.placement import GAP, Placement
 from attnfuzz.harness.trial.places import lists_of
 from attnfuzz.harness.trial.values import Maker, requests_of
@@ -65,7 +66,7 @@ def materialise(problem: Problem, recipe: Recipe, device: str, numbers: Numbers 
         captured=tuple(_tensor(problem, each, recipe, numbers) for each in tensors_of(problem)),
     )
     placer.placement.finish()
-    return inputs
+    return with_pages(inputs, recipe.seed) if problem.page_size else inputs
 
 
 def _requests_of(problem: Problem, seed: int) -> Iterable[Request]:

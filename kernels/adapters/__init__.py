@@ -24,7 +24,7 @@ from attnfuzz.kernels.adapters.signature import read, source_files
 from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Packing, reject
 
-__all__ = ["Adapted", "dense", "varlen"]
+__all__ = ["Adapted", "dense", "paged", "varlen"]
 
 Function = Callable[..., Any]
 Lse = bool | Literal["auto"]
@@ -79,7 +79,9 @@ def dense(
         BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
     """
     form = LseForm.of("dense", lse_layout, lse_base, lse_multiple)
-    call = Call(function, backward, read(function, ()), lse, layout, gradients, form, lse_has_sinks, sinks_in_dtype)
+    call = Call(
+        function, backward, read(function, ()), lse, layout, gradients, form, lse_has_sinks, sinks_in_dtype=sinks_in_dtype
+    )
     return _adapted(call, name, backend, configs, files, {"packings": ("dense",), **capabilities})
 
 
@@ -111,8 +113,50 @@ def varlen(
     """
     needed = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     form = LseForm.of("ragged", lse_layout, lse_base, lse_multiple)
-    call = Call(function, backward, read(function, needed), lse, "thd", gradients, form, lse_has_sinks, sinks_in_dtype)
+    call = Call(
+        function, backward, read(function, needed), lse, "thd", gradients, form, lse_has_sinks, sinks_in_dtype=sinks_in_dtype
+    )
     return _adapted(call, name, backend, configs, files, {"packings": ("ragged",), **capabilities})
+
+
+def paged(
+    function: Function,
+    *,
+    page_sizes: Sequence[int],
+    name: str | None = None,
+    backend: str | None = None,
+    lse: Lse = "auto",
+    lse_layout: RaggedLse = "ht",
+    lse_base: float = math.e,
+    lse_multiple: int = 1,
+    lse_has_sinks: bool = True,
+    sinks_in_dtype: bool = False,
+    configs: Sequence[Mapping[str, ConfigValue]] = ({},),
+    files: Sequence[str | Path] = (),
+    **capabilities: Any,
+) -> Adapted:
+    """Make a kernel of `function(q, k_pages, v_pages, page_table, seqlens_k, cu_seqlens_q, max_seqlen_q, ...)`: forward only.
+
+    q is `(total_q, heads, dim)`, the caches are `(pages, page_size, kv_heads, dim)`, page_table is `(batch, most pages of a
+    sequence)` int32, seqlens_k `(batch,)` int32. All but the first three are passed by name, those that it has of: page_table (or
+    block_table, block_tables), seqlens_k (or cache_seqlens, seqused_k), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+    `page_sizes`: tokens of a page, the simplest first. Everything else is as for `varlen`.
+
+    Raises:
+        BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
+    """
+    if not page_sizes or any(type(each) is not int or each < 1 for each in page_sizes):
+        raise reject("page_sizes", page_sizes, "a page has 1 token or more", "give whole numbers: page_sizes=(16, 64)")
+    known = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    signature = read(function, (), known)
+    for option in ("page_table", "seqlens_k"):
+        if signature.option(option) is None:
+            raise reject("function", signature.name, f"it has no parameter {option}", "wrap it in a def that has")
+    form = LseForm.of("ragged", lse_layout, lse_base, lse_multiple)
+    more = {"lse_has_sinks": lse_has_sinks, "sinks_in_dtype": sinks_in_dtype, "pages": True}
+    call = Call(function, None, signature, lse, "thd", False, form, **more)
+    pages = {"packings": ("ragged",), "page_sizes": tuple(page_sizes)}
+    return _adapted(call, name, backend, configs, files, {**pages, **capabilities})
 
 
 def _adapted(
@@ -199,6 +243,8 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
         raise reject("packings", can.packings, f"this adapter calls it {expected}", "leave it out, or use the other adapter")
     if can.slack and call.layout != "thd":
         raise reject("slack", True, "a dense function is not passed how many rows count", "leave it out")
+    if any(can.page_sizes) and not call.pages:
+        raise reject("page_sizes", can.page_sizes, "this adapter passes no page table", "use adapters.paged")
     if not call.gives_lse and not call.lse_form.is_plain(expected):
         remedy = "say lse=True where it always comes second in the result"
         raise reject("lse", call.lse, "a form of LSE is given, and the function returns none", remedy)

@@ -30,6 +30,7 @@ class Call:
     by_autograd: bool
     lse_form: LseForm
     lse_has_sinks: bool = True
+    pages: bool = False
     sinks_in_dtype: bool = False
 
     @property
@@ -48,6 +49,12 @@ class Call:
             return f"softmax_scale={problem.softmax_scale}: {self.signature.name} has no parameter for it"
         return None
 
+    def tensors(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v; of a paged cache its pages."""
+        if inputs.k_pages is None or inputs.v_pages is None:
+            return inputs.q, inputs.k, inputs.v
+        return inputs.q, inputs.k_pages, inputs.v_pages
+
     def sinks(self, inputs: Inputs) -> torch.Tensor | None:
         """The sinks as the function takes them: float32, or in q's dtype, which represents them exactly."""
         given = inputs.sinks
@@ -64,6 +71,8 @@ class Call:
             "window_size": (problem.window is not None, (-1 if left is None else left, -1 if right is None else right)),
             "softcap": (bool(problem.softcap), problem.softcap),
             "sinks": (problem.sinks, sinks),
+            "page_table": (self.pages, inputs.page_table),
+            "seqlens_k": (self.pages, inputs.seqlens_k),
             "return_lse": (self.gives_lse, self.gives_lse),
         }
         arguments = {
@@ -72,8 +81,8 @@ class Call:
             if (name := signature.option(option)) and (needed or name in signature.required)
         }
         if self.layout == "thd":
-            for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
-                arguments[name] = getattr(inputs, name)
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            arguments |= {name: getattr(inputs, name) for name in names if name in signature.parameters}
         return arguments | {name: value for name, value in config.items() if name in signature.parameters}
 
 
@@ -89,7 +98,7 @@ class Running:
         import torch
 
         call, graph = self._call, self._call.by_autograd and self._call.own_backward is None
-        qkv = [self._turned(x.detach()).requires_grad_(graph) for x in (inputs.q, inputs.k, inputs.v)]
+        qkv = [self._turned(x.detach()).requires_grad_(graph) for x in call.tensors(inputs)]
         sinks = call.sinks(inputs)
         if sinks is not None:
             qkv.append(sinks := sinks.detach().requires_grad_(graph))

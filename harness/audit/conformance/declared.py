@@ -123,6 +123,10 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
     yield from _contradicting_limits(can)
     if "o" not in can.outputs:
         yield f"outputs={can.outputs}: O is always one of them"
+    if not can.page_sizes or min(can.page_sizes) < 0:
+        yield f"page_sizes={can.page_sizes}: each is 1 or more, or 0 for keys without pages"
+    elif any(can.page_sizes) and ("ragged" not in can.packings or not set(can.outputs) <= {"o", "lse"}):
+        yield "page_sizes: a paged cache is of ragged batches, and has no gradient"
     gradients = {"dq", "dk", "dv"} & set(can.outputs)
     if gradients and len(gradients) < 3:
         yield f"outputs={can.outputs}: backward gives dQ, dK and dV together"

@@ -155,6 +155,8 @@ def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:
     masked = [{"causal": kind} for kind in can.causal if kind][:1]
     changes = [{"softmax_scale": scale, **each} for scale in (-0.125, 0.0) for each in ({}, *masked)]
     yield "scale of 0 or less", "scale_any=True", can.scale_any, {"scale_any": True}, changes
+    for size in filter(None, can.page_sizes):
+        yield f"pages of {size}", f"{size} in page_sizes", True, {}, [{"page_size": size}, *_decoding(can, size)]
     for values in SINK_VALUES if can.sinks else ():
         yield f"sinks, {values}", "sinks=True", True, {}, [{"sinks": True, "sink_values": values}, *_masked_sinks(can, values)]
     if can.score_mod:
@@ -163,6 +165,13 @@ def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:
         yield "mask_mod", "mask_mod=True", True, {}, [{"mask_mod": to_data(KV <= Q + 2)}]
     if {"lse", "dq"} <= set(can.outputs):
         yield "gradient of LSE", "dlse=True", can.dlse, {"dlse": True}, [{"dlse": True}]
+
+
+def _decoding(can: Capabilities, size: int) -> Iterator[dict[str, Any]]:
+    """Yield one query against one page, a page and a token, and two sequences of several pages."""
+    if can.unequal:
+        yield {"page_size": size, "seqlens_q": (1,), "seqlens_k": (size,)}
+        yield {"page_size": size, "seqlens_q": (1, 2), "seqlens_k": (size + 1, 3 * size - 1)}
 
 
 def _masked_sinks(can: Capabilities, values: SinkValues) -> Iterator[dict[str, Any]]:
