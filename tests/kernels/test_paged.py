@@ -20,6 +20,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted, paged, varlen
 from attnfuzz.kernels.contract import Config, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.triton.machine_code.capture import plain_inputs
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.shapes import all_variants
@@ -192,3 +193,12 @@ def test_what_does_not_fit_is_refused_in_words() -> None:
     kernel = varlen(support.flash_varlen, **SMALL)
     problem = Problem(**{**PLAIN, "dim_v": 8, "dtype": "float32"})
     assert kernel.supports(problem, Config(), "cpu") == "page_size=16: supports 0"
+
+
+def test_launches_are_captured_with_pages_and_sinks() -> None:
+    inputs = plain_inputs(Problem(**{**PLAIN, "sinks": True}))
+    assert inputs.k_pages is not None
+    assert inputs.page_table is not None
+    assert inputs.sinks is not None
+    assert (tuple(inputs.k_pages.shape), tuple(inputs.page_table.shape)) == ((3, 16, 2, 8), (4, 3))
+    assert inputs.sinks.tolist() == [0.0] * 4

@@ -52,7 +52,17 @@ def plain_inputs(problem: Problem) -> Inputs:
     def starts(lengths: tuple[int, ...]) -> Any:
         return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
+    paged: dict[str, Any] = {}
+    if size := problem.page_size:
+        most = max(1, *(-(-n // size) for n in problem.seqlens_k))
+        paged = {
+            "k_pages": torch.zeros((most, size, problem.kv_heads, problem.dim_qk), dtype=dtype),
+            "v_pages": torch.zeros((most, size, problem.kv_heads, problem.dim_v), dtype=dtype),
+            "page_table": torch.arange(most, dtype=torch.int32).repeat(problem.batch, 1),
+            "seqlens_k": torch.tensor(problem.seqlens_k, dtype=torch.int32),
+        }
     return Inputs(
+        **paged,
         problem=problem,
         q=zeros(True, problem.heads, problem.dim_qk, problem.layout_q),
         k=zeros(False, problem.kv_heads, problem.dim_qk, problem.layout_k),
