@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from attnfuzz.kernels.support.lazy import lazy
 
 if TYPE_CHECKING:
-    from attnfuzz.kernels.adapters import dense, varlen
-    from attnfuzz.kernels.autograd import attention, attention_padded, attention_varlen
+    from attnfuzz.kernels.adapters import dense, paged, varlen
     from attnfuzz.kernels.contract import (
         BuildError,
         Built,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from attnfuzz.kernels.lowering import Lowers, MachineCode, Unit
     from attnfuzz.kernels.problem import Layout, Needs, Problem
     from attnfuzz.kernels.registry import get, names, register
+    from attnfuzz.kernels.torch.autograd import attention, attention_padded, attention_varlen
 
 __all__ = [
     "BadArgument",
@@ -45,6 +45,7 @@ __all__ = [
     "dense",
     "get",
     "names",
+    "paged",
     "register",
     "varlen",
     "why_unsupported",
@@ -54,8 +55,8 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy(
         __name__,
         {
-            "attnfuzz.kernels.adapters": "dense varlen",
-            "attnfuzz.kernels.autograd": "attention attention_padded attention_varlen",
+            "attnfuzz.kernels.adapters": "dense paged varlen",
+            "attnfuzz.kernels.torch.autograd": "attention attention_padded attention_varlen",
             "attnfuzz.kernels.contract": "BuildError Built Capabilities Config Deviations Inputs Kernel Outputs why_unsupported",
             "attnfuzz.kernels.errors": "BadArgument",
             "attnfuzz.kernels.lowering": "Lowers MachineCode Unit",

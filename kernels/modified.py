@@ -25,9 +25,12 @@ from attnfuzz.kernels.expressions.tree import (  # fmt: skip
     substitute,
     to_data,
 )
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import SINKS, Problem
 
 __all__ = ["mask_of", "of_heads", "score_of", "shape_of", "tensors_of", "whole_mask_of"]
+
+
+_SINKS = Captured(SINKS, ("heads",), gradient=True)
 
 
 def score_of(problem: Problem) -> Expression | None:
@@ -85,10 +88,11 @@ def whole_mask_of(problem: Problem) -> Expression | None:
 
 
 def tensors_of(problem: Problem) -> tuple[Captured, ...]:
-    """The captured tensors: those of score_mod, then of mask_mod, each once."""
+    """The captured tensors: those of score_mod, then of mask_mod, each once; last the sinks, float32 `(heads,)`."""
+    sinks = (_SINKS,) if problem.sinks else ()
     if problem.score_mod is None and problem.mask_mod is None:
-        return ()
-    return captured(score_of(problem), mask_of(problem))
+        return sinks
+    return (*captured(score_of(problem), mask_of(problem)), *sinks)
 
 
 def shape_of(problem: Problem, tensor: Captured) -> tuple[int, ...]:

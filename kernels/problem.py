@@ -16,6 +16,7 @@ __all__ = [
     "LAYOUTS",
     "ORDERS",
     "OUTPUT_NAMES",
+    "SINKS",
     "BadArgument",
     "Causal",
     "Dtype",
@@ -44,6 +45,8 @@ LAYOUTS = ("layout_q", "layout_k", "layout_v", "layout_do")
 _INT32_MAX = 2**31 - 1
 _MOST_ELEMENTS = 2**34
 """Limit for a captured tensor: 64 GiB."""
+SINKS = "sinks"
+"""Name of the sinks among a Problem's tensors."""
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
@@ -97,13 +100,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     Ragged tensors are `q (total_q + slack_q, heads, dim_qk)`, `k (total_k + slack_k, kv_heads, dim_qk)`,
     `v (total_k + slack_k, kv_heads, dim_v)`; dense ones have `(batch, seqlen)` in place of the first dimension.
-    With `visible(i, j)` = j < seqlen_k and causal and window and mask_mod,
+    With `page_size`, keys and values lie in a paged cache: `k_pages (pages, page_size, kv_heads, dim_qk)`, `v_pages` alike, and
+    `page_table (batch, most pages of a sequence)`; token j of sequence b is row j % page_size of the page that
+    page_table[b, j // page_size] names. With `visible(i, j)` = j < seqlen_k and causal and window and mask_mod,
 
         s_ij = score_mod(softcap(softmax_scale * q_i . k_j))
         LSE_i = log sum_{visible j} exp(s_ij)          O_i = sum_j exp(s_ij - LSE_i) v_j
 
-    A row that sees no key has O = 0, LSE = -inf and no gradient. `causal="bottom_right"` is
-    `j <= i + seqlen_k - seqlen_q`, `"top_left"` is `j <= i`.
+    A row that sees no key has O = 0, LSE = -inf and no gradient. With `sinks`, one learned logit a head, the softmax has one
+    more column with value 0, unscaled and never masked (StreamingLLM, gpt-oss): LSE_i = log(exp(sink) + sum_j exp(s_ij)), which
+    is the sink itself in a row that sees no key; d sink = sum_i exp(sink - LSE_i) (dLSE_i - dO_i . O_i).
+    `causal="bottom_right"` is `j <= i + seqlen_k - seqlen_q`, `"top_left"` is `j <= i`.
 
     Raises:
         BadArgument: an impossible problem, with argument, value, reason and remedy.
@@ -119,10 +126,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     packing: Packing = "ragged"
     slack_q: int = 0
     slack_k: int = 0
+    page_size: int = 0
     causal: Causal | None = None
     window: tuple[int | None, int | None] | None = None
     softmax_scale: float | None = None
     softcap: float = 0.0
+    sinks: bool = False
     score_mod: tuple[Any, ...] | None = None
     mask_mod: tuple[Any, ...] | None = None
     layout_q: Layout = Layout()
@@ -144,10 +153,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         self._check_scores()
         self._check_layouts()
         self._check_packed()
+        self._check_pages()
         self._check_modifiers()
 
     def _check_types(self) -> None:
-        for name in ("heads", "kv_heads", "dim_qk", "dim_v", "slack_q", "slack_k"):
+        for name in ("heads", "kv_heads", "dim_qk", "dim_v", "slack_q", "slack_k", "page_size"):
             if type(getattr(self, name)) is not int:
                 raise reject(name, getattr(self, name), "it must be an integer", "give a whole number")
         for name in ("seqlens_q", "seqlens_k"):
@@ -157,6 +167,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
                 raise reject(name, getattr(self, name), "there is no such choice", f"use one of {', '.join(map(repr, values))}")
+        if type(self.sinks) is not bool:
+            raise reject("sinks", self.sinks, "it says whether there are any", "give true or false")
         for name in ("softmax_scale", "softcap"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and not isinstance(value, bool)) and (name, value) != ("softmax_scale", None):
@@ -252,6 +264,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 "give queries and keys the same lengths and slack",
             )
 
+    def _check_pages(self) -> None:
+        if self.page_size < 0:
+            raise reject("page_size", self.page_size, "a page has tokens", "give 1 or more, or 0 for keys without pages")
+        if not self.page_size:
+            return
+        if self.packing != "ragged":
+            raise reject("page_size", self.page_size, "queries of a paged cache are ragged", "use packing='ragged'")
+        if self.slack_k or self.layout_k != Layout() or self.layout_v != Layout():
+            raise reject("page_size", self.page_size, "pages have a layout of their own", "leave out slack_k, layout_k, layout_v")
+        if not set(self.needs.outputs) <= {"o", "lse"}:
+            raise reject("page_size", self.page_size, "a cache has no gradient", "ask for o and lse: needs.outputs")
+
     def _check_modifiers(self) -> None:
         trees = []
         for name, kind in (("score_mod", "float"), ("mask_mod", "bool")):
@@ -269,6 +293,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             msgspec.structs.force_setattr(self, name, to_data(tree))
             trees.append(tree)
         for tensor in captured(*trees):
+            if self.sinks and tensor.name == SINKS:
+                raise reject("captured.name", SINKS, "the problem's own sinks have that name", "give the tensor another name")
             elements = math.prod(size_of(size, self.sizes) for size in tensor.sizes)
             if elements > _MOST_ELEMENTS:
                 reason = f"{tensor.name} would have {elements:,} elements, and {_MOST_ELEMENTS:,} is the limit"

@@ -72,6 +72,7 @@ _BUILT_IN = {
     "triton.flex": "attnfuzz.kernels.triton.flex:KERNEL",
     "triton.flex.prescaled": "attnfuzz.kernels.triton.flex:PRESCALED",
     "triton.flex.tf32": "attnfuzz.kernels.triton.flex:TF32",
+    "triton.paged": "attnfuzz.kernels.triton.paged:KERNEL",
     "triton.varlen": "attnfuzz.kernels.triton.varlen:KERNEL",
     "torch.reference_cpu": "attnfuzz.kernels.torch.reference_cpu:KERNEL",
     "torch.cudnn": "attnfuzz.kernels.torch.cudnn:DENSE",

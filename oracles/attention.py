@@ -9,7 +9,7 @@ import torch
 
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import SINKS, Problem
 from attnfuzz.oracles.modifiers import Leaves, Modifiers, leaves_of
 
 __all__ = [
@@ -109,6 +109,7 @@ def attention(
     visible: torch.Tensor,
     scale: float | torch.Tensor,
     modify: Callable[[torch.Tensor], torch.Tensor] = lambda s: s,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute (o, lse) of one sequence by the definition, differentiable.
 
@@ -117,14 +118,21 @@ def attention(
         visible: which keys each query sees, bool `(seqlen_q, seqlen_k)`, or `(heads, seqlen_q, seqlen_k)`.
         scale: factor on q . k, or one of each head, `(heads, 1, 1)`.
         modify: softcap and score_mod, applied to the scaled scores.
+        sinks: `(heads,)`, scores of a further column with value 0.
 
     Returns:
-        o `(heads, seqlen_q, dim_v)` and lse `(heads, seqlen_q)`; rows that see no key are 0 and -inf.
+        o `(heads, seqlen_q, dim_v)` and lse `(heads, seqlen_q)`; rows that see no key are 0 and -inf, or the sink.
     """
     groups = q.shape[0] // k.shape[0]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     s = modify(scale * (q @ k.transpose(-1, -2)))
+    if sinks is not None:
+        finite = sinks.masked_fill(sinks == -torch.inf, 0.0)
+        s = torch.cat([s, finite[:, None, None].expand(*s.shape[:2], 1)], -1)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
+        seen = (sinks > -torch.inf)[:, None, None].expand(*s.shape[:2], 1)
+        visible = torch.cat([visible.expand(*s.shape[:2], visible.shape[-1]), seen], -1)
     blind = ~visible.any(-1)
     # Autograd has no gradient for a row of -inf alone: it is computed as if it saw all keys, then set exactly.
     s = s.masked_fill(~(visible | blind[..., None]), -torch.inf)
@@ -148,10 +156,12 @@ def reference(problem: Problem, data: SequenceData) -> Reference:
     q, k, v = (x.detach().double().requires_grad_() for x in (data.q, data.k, data.v))
     if not (n_q and n_k):
         modifiers = Modifiers(None, None, {})
-    o, lse = attention(q, k, v, visible, problem.scale, lambda s: modifiers.changed(s, leaves))
+    o, lse = attention(
+        q, k, v, visible, problem.scale, lambda s: modifiers.changed(s, leaves), tensors[SINKS] if problem.sinks else None
+    )
     loss = (o * data.d_o.double()).sum()
     if data.d_lse is not None:
-        loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * data.d_lse.double()).sum()
+        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * data.d_lse.double()).sum()
     dq, dk, dv, *rest = torch.autograd.grad(loss, (q, k, v, *tensors.values()), materialize_grads=True, allow_unused=True)
     captured = dict(zip(tensors, rest, strict=True))
     return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv, captured=captured)

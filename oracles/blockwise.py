@@ -13,7 +13,7 @@ import torch
 
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.modified import of_heads
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import SINKS, Problem
 from attnfuzz.oracles.attention import Reference, SequenceData, attention, differentiable, leaves_within, sees
 from attnfuzz.oracles.frames import CHUNK, key_range
 
@@ -31,7 +31,7 @@ def is_large(problem: Problem) -> bool:
 
 
 def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
-    """Yield (number, inputs) of each key/value head with its query heads."""
+    """Yield (number, inputs) of each key/value head with its query heads, and their sinks."""
     problem = inputs.problem
     for head in range(problem.kv_heads):
         one = of_heads(problem, head * problem.groups, problem.groups)
@@ -50,6 +50,7 @@ def by_head(inputs: Inputs) -> Iterator[tuple[int, Inputs]]:
                 v=inputs.v[..., keys, :],
                 d_o=inputs.d_o[..., rows, :],
                 d_lse=d_lse,
+                captured=inputs.captured if inputs.sinks is None else (*inputs.captured[:-1], inputs.sinks[rows]),
             ),
         )
 
@@ -65,7 +66,7 @@ def reference(problem: Problem, data: SequenceData, chunk: int | None = None) ->
         for start in range(0, data.q.shape[1], block):
             rows = range(start, min(start + block, data.q.shape[1]))
             keys = key_range(problem, data.index, rows)
-            if keys:
+            if keys or problem.sinks:
                 _block(problem, data, result, (head, kv), rows, keys, k, v)
     return result
 
@@ -105,14 +106,15 @@ def _block(
     j = torch.arange(keys.start, keys.stop, device=device)[None, :]
     visible = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
     modifiers, tensors = differentiable(problem, data)
+    sinks = tensors[SINKS][head : head + 1] if problem.sinks else None
     leaves = leaves_within(data, torch.tensor(head).to(device, non_blocking=True), rows, keys)
-    if (unmasked := modifiers.unmasked(leaves)) is not None:
+    if keys and (unmasked := modifiers.unmasked(leaves)) is not None:
         visible = visible & unmasked[0] if unmasked.ndim == 3 else visible & unmasked
     q_1, k_1, v_1 = (x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[columns], v[columns]))
-    o, lse = attention(q_1, k_1, v_1, visible, problem.scale, lambda s: modifiers.changed(s, leaves))
+    o, lse = attention(q_1, k_1, v_1, visible, problem.scale, lambda s: modifiers.changed(s, leaves), sinks)
     loss = (o * data.d_o[head : head + 1, at].double()).sum()
     if data.d_lse is not None:
-        loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * data.d_lse[head : head + 1, at].double()).sum()
+        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * data.d_lse[head : head + 1, at].double()).sum()
     dq, dk, dv, *rest = torch.autograd.grad(loss, (q_1, k_1, v_1, *tensors.values()), materialize_grads=True, allow_unused=True)
     for name, each in zip(tensors, rest, strict=True):
         result.captured[name] += each

@@ -132,6 +132,10 @@ class Placement(Protocol):
     def part(self) -> float:
         """Share of the rows of the longest sequence in the frame."""
 
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """(Z, rows, 1): the score of the last key, which is a sink; None without sinks."""
+
     def leaves(self) -> Leaves:
         """Return the coordinates of each score, for modifiers."""
 
@@ -141,6 +145,8 @@ class Placement(Protocol):
 
 class Placed:
     """A frame of a batch: loads the batch's tensors and stores results back."""
+
+    sinks: torch.Tensor | None = None
 
     def __init__(self, tokens: Tokens, frame: Frame) -> None:
         self.tokens, self.frame = tokens, frame

@@ -180,6 +180,7 @@ class SlotFrame:
     """A frame of slots on the device, as the budgets take it. `at_rows`, `at_keys`: its rows and keys in `Flat`."""
 
     part = 1.0
+    sinks: torch.Tensor | None = None
 
     def __init__(self, dtype: Dtype, table: _Table, parts: Sequence[torch.Tensor]) -> None:
         self.dtype: Dtype = dtype

@@ -19,11 +19,13 @@ __all__ = [
     "FORMAT",
     "PATTERNS",
     "RELATIONS",
+    "SINK_VALUES",
     "BadCase",
     "Case",
     "Check",
     "Pattern",
     "Recipe",
+    "SinkValues",
     "case_from_json",
     "case_from_object",
 ]
@@ -71,6 +73,9 @@ Pattern = Literal[
 ]
 """Distributions of values, simplest first; harness/trial/values.py implements them and says what each is for."""
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+SinkValues = Literal["moderate", "zero", "large", "small", "mixed"]
+"""Sinks near the scores, 0, far above them, far below them, and one of these for each head."""
+SINK_VALUES: tuple[SinkValues, ...] = get_args(SinkValues)
 Calls = Literal["twice", "other_shape", "other_scale", "other_mask"]
 Relation = Literal[
     "split_batch",
@@ -104,7 +109,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """A rule to compute the values of q, k, v and dO, never the values themselves.
 
     Each tensor is `pattern` applied to hashed noise of (seed, tensor name, element index), times its scale, a power of
-    two so that scaling is exact.
+    two so that scaling is exact. `sinks`: how large the sinks are, where the Problem has them.
     """
 
     pattern: Pattern = "normal"
@@ -112,6 +117,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     k_scale: float = 1.0
     v_scale: float = 1.0
     do_scale: float = 1.0
+    sinks: SinkValues = "moderate"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -12,18 +12,22 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import DEFAULT_TILE, Case
+from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
+from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts
-from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, long_enough, whole_blocks
+from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, modifiers
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
 
 __all__ = ["Limits", "cases", "cases_by_compile_key"]
 
+_Pairs = tuple[tuple[int, int], ...]
 _SPLIT_TILES = 3
 """Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
+_SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
+_FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 
 
@@ -89,13 +93,14 @@ class _Parts:
     def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...]) -> None:
         self.name, self.can, self.limits = kernel.name, kernel.capabilities, limits
         self._problems: dict[int, Problem] = {}
-        blocky = _with_room(variants, limits)
+        blocky = () if self.can.shapes else _with_room(variants, limits)
         self.has_blocks = bool(blocky)
         self.variant = one_variant(variants)
         self.of_blocks = one_variant(blocky)
         # A diagonal leaves few blocks full.
         self.of_full_blocks = one_variant(tuple(each for each in blocky if each.causal is None) or blocky)
         self.packing = st.sampled_from(self.can.packings)
+        self.page_size = st.sampled_from(self.can.page_sizes)
         self.most_heads = st.sampled_from((1, 2, limits.heads, limits.heads))
 
     def __repr__(self) -> str:
@@ -116,7 +121,7 @@ def _slack(tile: int | None) -> st.SearchStrategy[int]:
 
 @st.composite
 def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
-    can, limits = parts.can, parts.limits
+    can = parts.can
     variants = parts.variant
     # A mask's block is often larger than a tile, and few Cases are long enough for one: half of them are drawn so.
     of_blocks = parts.has_blocks and draw(_BOOLEANS)
@@ -125,24 +130,31 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     variant = draw(variants)
     # Early: the last choices of a draw are the ones that Hypothesis leaves simplest most often.
     recipe = draw(recipes(variant.dtype))
+    if recipe.pattern == "large_products" and not can.scale_given:
+        recipe = replace(recipe, pattern="large_logits")
     packing = draw(parts.packing)
     laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
+    page_size = draw(parts.page_size) if len(can.page_sizes) > 1 else can.page_sizes[0]
+    if page_size:
+        laid_out = {name: each for name, each in laid_out.items() if name in ("layout_q", "layout_do") and not each.packed}
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
-    split = not of_blocks and variant.config.tile("split") > 1 and "block" in variant.config and draw(_BOOLEANS)
-    # Few heads leave room for several blocks of each.
-    most = draw(_FEW_HEADS if of_blocks or split else parts.most_heads)
-    tiles = limits.tiles_of(variant.config) if not of_blocks else limits.tiles
-    heads_q, kv_heads = draw(heads(can, min(most, limits.heads, tiles)))
-    room, dense = limits.room(variant, heads_q, tiles * (_SPLIT_TILES if split else 1)), packing == "dense"
-    if of_blocks or split:
-        block, of_keys = variant.config.integer("block"), 2 if split else 1
-        pairs = draw(whole_blocks(can, room, block, of_keys=of_keys, dense=dense, packed=packed))
-    else:
-        pairs = draw(batches(can, room, dense=dense, packed=packed))
-    pairs = long_enough(pairs, can)
+    if packed and can.shapes and not any(n_q == n_k for *_, n_q, n_k in can.shapes):
+        laid_out, packed = {}, False
+    splits = not of_blocks and not can.shapes and variant.config.tile("split") > 1 and "block" in variant.config
+    split = splits and draw(_BOOLEANS)
+    room, kv_heads, pairs = draw(
+        _lengths(parts, variant, dense=packing == "dense", packed=packed, of_blocks=of_blocks, split=split)
+    )
+    if page_size and can.unequal and not can.shapes and draw(_BOOLEANS):
+        # Decoding: one or few queries against long keys.
+        few = draw(_FEW_QUERIES)
+        pairs = within_limits([(min(n_q, few), n_k) for n_q, n_k in pairs], can, room)
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
     dlse = draw(_DLSE) if can.dlse else False
+    sinks = can.sinks and draw(_BOOLEANS)
+    if sinks:
+        recipe = replace(recipe, sinks=draw(_SINK_VALUES))
     slack = _slack(room.tile_m if can.slack else None)
     slack_q = draw(slack)
     smallest = parts.problem(variant)
@@ -151,16 +163,40 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         seqlens_q=tuple(pair[0] for pair in pairs),
         seqlens_k=tuple(pair[1] for pair in pairs),
         packing=packing,
-        heads=heads_q,
+        heads=room.heads,
         kv_heads=kv_heads,
         softmax_scale=draw(scales(can, recipe.pattern)),
+        sinks=sinks,
         slack_q=slack_q,
-        slack_k=slack_q if packed else draw(slack),
+        slack_k=slack_q if packed else 0 if page_size else draw(slack),
+        page_size=page_size,
         needs=replace(smallest.needs, dlse=True) if dlse else smallest.needs,
         **laid_out,
         **dict(changed),
     )
     return Case(kernel=parts.name, problem=problem, recipe=recipe, config=variant.config)
+
+
+@st.composite
+def _lengths(
+    draw: st.DrawFn, parts: _Parts, variant: Variant, *, dense: bool, packed: bool, of_blocks: bool, split: bool
+) -> tuple[Room, int, _Pairs]:
+    """Draw the room for lengths, which has the heads, the key/value heads, and the lengths of each sequence."""
+    can, limits = parts.can, parts.limits
+    tiles = limits.tiles_of(variant.config) if not of_blocks else limits.tiles
+    if can.shapes:
+        batch, heads_q, kv_heads, n_q, n_k = draw(shapes_in_room(can.shapes, limits.room(variant, 1, tiles), packed=packed))
+        return limits.room(variant, heads_q, tiles), kv_heads, ((n_q, n_k),) * batch
+    # Few heads leave room for several blocks of each.
+    most = draw(_FEW_HEADS if of_blocks or split else parts.most_heads)
+    heads_q, kv_heads = draw(heads(can, min(most, limits.heads, tiles)))
+    room = limits.room(variant, heads_q, tiles * (_SPLIT_TILES if split else 1))
+    if of_blocks or split:
+        block, of_keys = variant.config.integer("block"), 2 if split else 1
+        pairs = draw(whole_blocks(can, room, block, of_keys=of_keys, dense=dense, packed=packed))
+    else:
+        pairs = draw(batches(can, room, dense=dense, packed=packed))
+    return room, kv_heads, within_limits(pairs, can, room, packed=packed)
 
 
 def _blocks(variant: Variant, lengths: tuple[int, int]) -> Blocks:

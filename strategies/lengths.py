@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.strategies.kernel_limits import Room, narrowed
 
 _T = TypeVar("_T")
 _Pair = tuple[int, int]
 
-__all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "long_enough", "weighted", "whole_blocks"]
+__all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "weighted", "whole_blocks"]
 
 _REMEMBERED = 4096
 """Strategies kept for the lengths, rooms and blocks of one process: to build one costs more than to draw from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Limits on the size of a batch, for a number of heads and a Config.
-
-    A sequence costs `heads * ceil(seqlen_q / tile_m) * ceil(seqlen_k / tile_n)` tiles; `tiles` bounds the batch's sum.
-    """
-
-    batch: int
-    length: int
-    tiles: int
-    heads: int
-    tile_m: int
-    tile_n: int
 
 
 def edges(tile: int, longest: int) -> tuple[int, ...]:
@@ -61,8 +46,8 @@ def batches(can: Capabilities, room: Room, *, dense: bool = False, packed: bool 
 
     Where q is `packed` with k, both have the same length in every sequence.
     """
-    longest = min(room.length, can.length_max or room.length)
-    lengths = _Lengths(can.unequal and not packed, can.zero_q, can.zero_k, longest, room.tile_m, room.tile_n)
+    room = narrowed(room, can)
+    lengths = _Lengths(can.unequal and not packed, can.zero_q, can.zero_k, room.length, room.tile_m, room.tile_n)
     return _batches(lengths, room, dense)
 
 
@@ -107,8 +92,8 @@ def whole_blocks(
     can: Capabilities, room: Room, block: int, *, of_keys: int = 1, dense: bool = False, packed: bool = False
 ) -> st.SearchStrategy[tuple[_Pair, ...]]:
     """Return a strategy as `batches`, with at least one block of queries and `of_keys` of keys, around multiples of it."""
-    longest = min(room.length, can.length_max or room.length)
-    return _whole_blocks(can.unequal and not packed, longest, room, block, of_keys, dense)
+    room = narrowed(room, can)
+    return _whole_blocks(can.unequal and not packed, room.length, room, block, of_keys, dense)
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -198,13 +183,6 @@ def fitted(pairs: Sequence[tuple[int, int]], room: Room, equal: bool = False, co
         left -= heads * rows * columns
         out.append((n_q, n_k))
     return tuple(out)
-
-
-def long_enough(pairs: Sequence[_Pair], can: Capabilities) -> tuple[_Pair, ...]:
-    """Return the batch with all keys, except empty ones, as long as the kernel needs them."""
-    least = can.min_seqlen_k
-    raised = ((n_q, max(n_k, least) if n_k else 0) for n_q, n_k in pairs)
-    return tuple((n_q if can.unequal else n_k, n_k) for n_q, n_k in raised)
 
 
 def _tiles(length: int, tile: int) -> int:

@@ -13,8 +13,9 @@ from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.kernel_limits import within_limits
 from attnfuzz.strategies.layouts import layouts
-from attnfuzz.strategies.lengths import batches, long_enough, weighted
+from attnfuzz.strategies.lengths import batches, weighted
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, one_variant
@@ -120,7 +121,7 @@ def model_cases(
 
 def _variants(kernel: Kernel, device: Device, model: Model, longest: int) -> tuple[Variant, ...]:
     can = kernel.capabilities
-    if can.groups is not None and model.heads // model.kv_heads not in can.groups:
+    if _why_not_heads(model, can):
         return ()
     variants = []
     for dtype in _dtypes(can, device):
@@ -134,22 +135,36 @@ def _variants(kernel: Kernel, device: Device, model: Model, longest: int) -> tup
 
 def _of_model(model: Model, variants: Sequence[Variant], can: Capabilities, longest: int) -> tuple[Variant, ...]:
     """Return those of `variants` that compute the attention of a model."""
-    if can.groups is not None and model.heads // model.kv_heads not in can.groups:
+    if _why_not_heads(model, can):
         return ()
     wanted = (model.dims, _causal(model, can), _modifiers(model, longest))
     return tuple(each for each in variants if (each.dims, each.causal, each.modifiers) == wanted)
 
 
 def _why_not(kernel: Kernel, device: Device, model: Model, longest: int) -> str:
-    can, groups = kernel.capabilities, model.heads // model.kv_heads
-    if can.groups is not None and groups not in can.groups:
-        return f"groups={groups}: supports {', '.join(map(str, can.groups))}"
+    can = kernel.capabilities
+    if reason := _why_not_heads(model, can):
+        return reason
     for dtype in _dtypes(can, device):
         variant = Variant(dtype, _causal(model, can), model.dims, Config(), _modifiers(model, longest))
         configs = kernel.configs(variant.problem(can)) or (Config(),)
         if reason := kernel.supports(variant.problem(can), configs[0], device):
             return reason
     return f"no dtype on {device}"
+
+
+def _why_not_heads(model: Model, can: Capabilities) -> str | None:
+    """Return why no batch of the model's heads is taken, however few of them, or its scale; or None."""
+    groups = model.heads // model.kv_heads
+    if can.shapes:
+        return "only the shapes that the kernel lists"
+    if can.groups is not None and groups not in can.groups:
+        return f"groups={groups}: supports {', '.join(map(str, can.groups))}"
+    if can.heads_max is not None and groups > can.heads_max:
+        return f"heads={groups}: at most {can.heads_max}"
+    if not can.scale_given and model.softmax_scale is not None:
+        return f"softmax_scale={model.softmax_scale}: only the default, dim_qk ** -0.5"
+    return None
 
 
 def _dtypes(can: Capabilities, device: Device) -> tuple[Dtype, ...]:
@@ -206,7 +221,7 @@ def _model_cases(draw: st.DrawFn, parts: _Parts) -> Case:
     packing = draw(parts.packing)
     laid_out = draw(layouts(can, packing, variant.dtype))
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
-    heads_q, kv_heads = draw(_heads(model, limits.heads))
+    heads_q, kv_heads = draw(_heads(model, min(limits.heads, can.heads_max or limits.heads)))
     room = limits.room(variant, heads_q, max(limits.tiles, heads_q))
     room = replace(room, batch=max(1, min(room.batch, room.tiles // heads_q)))
     # Models are trained on as many keys as queries, and have more keys as they generate.
@@ -214,7 +229,7 @@ def _model_cases(draw: st.DrawFn, parts: _Parts) -> Case:
     several = batches(can, room, dense=packing == "dense", packed=True)
     if not alike:
         several = draw(weighted((2, st.just(several)), (1, st.just(batches(can, room, dense=packing == "dense")))))
-    pairs = long_enough(draw(several), can)
+    pairs = within_limits(draw(several), can, room, packed=packed)
     problem: Problem = msgspec.structs.replace(
         variant.problem(can),
         seqlens_q=tuple(pair[0] for pair in pairs),

@@ -7,15 +7,16 @@ is for `supports` to say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.expressions.tree import KV, Q, S, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, Case, Pattern
+from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, SINK_VALUES, Case, Pattern
 
 if TYPE_CHECKING:
     # Its module imports hypothesis, and every command imports this one.
@@ -26,11 +27,12 @@ __all__ = ["LENGTHS", "PARTS", "differences", "in_room", "neighbours", "tiles_fo
 LENGTHS: Final = ("seqlen_q", "seqlen_k", "both lengths")
 """The parts that are lengths: of queries, of keys, and of both at once."""
 PARTS: Final = (
-    *("check", "causal", "config", "dtype", *LENGTHS, "batch", "groups", "kv_heads", "window", "softcap", "score_mod"),
-    *("mask_mod", "dims", "seed", "pattern", "softmax_scale", "q_scale", "k_scale", "v_scale", "do_scale", "packing"),
-    *("slack_q", "slack_k", "layouts", "needs"),
+    *("check", "causal", "config", "dtype", *LENGTHS, "batch", "groups", "kv_heads", "window", "softcap", "sinks", "score_mod"),
+    *("mask_mod", "dims", "seed", "pattern", "softmax_scale", "q_scale", "k_scale", "v_scale", "do_scale", "sink_values"),
+    *("packing", "page_size", "slack_q", "slack_k", "layouts", "needs"),
 )
 """All parts, in the order in which they are varied and shown."""
+_SHAPE_PARTS: Final = (*LENGTHS, "batch", "groups", "kv_heads")
 _SCALES = ("q_scale", "k_scale", "v_scale", "do_scale")
 _PATTERNS: tuple[Pattern, ...] = ("normal", "uniform01", "negative", "large_logits")
 """Patterns that leave no output constant, so that a pass says something."""
@@ -59,7 +61,8 @@ def parts_of(case: Case) -> dict[str, object]:
         "seqlen_k": p.seqlens_k,
         "dims": (p.dim_qk, p.dim_v),
         "layouts": tuple(getattr(p, name) for name in LAYOUTS),
-        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", *_ADDED)},
+        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", "sinks", "page_size", *_ADDED)},
+        "sink_values": recipe.sinks,
         **{name: getattr(recipe, name) for name in ("seed", "pattern", *_SCALES)},
     }
 
@@ -99,6 +102,8 @@ def value_of(case: Case, part: str) -> str:
             return f"{p.dim_qk} x {p.dim_v}"
         case "layouts":
             return _layouts(p)
+        case "sinks":
+            return "with sinks" if p.sinks else "without sinks"
         case "needs":
             return "with dLSE" if p.needs.dlse else "without dLSE"
         case _:
@@ -156,13 +161,17 @@ def neighbours(kernel: Kernel, case: Case, device: Device) -> dict[str, list[Cas
         "check": lambda: _other_checks(case),
         "config": lambda: _other_configs(kernel, case),
         "batch": lambda: _other_batches(case),
-        **{name: lambda name=name: _other_lengths(case, name) for name in LENGTHS},  # type: ignore[misc]
+        **{name: lambda name=name: _other_lengths(case, name, kernel.capabilities) for name in LENGTHS},  # type: ignore[misc]
         "seed": lambda: (_recipe(case, seed=seed) for seed in range(4) if seed != case.recipe.seed),
+        "sink_values": lambda: (_recipe(case, sinks=name) for name in SINK_VALUES if case.problem.sinks),
         "pattern": lambda: (_recipe(case, pattern=name) for name in _PATTERNS if name != case.recipe.pattern),
         **{name: lambda name=name: _other_scales(case, name) for name in _SCALES},  # type: ignore[misc]
     }
     by_part = {name: list(makers[name]() if name in makers else _other_problems(kernel.capabilities, case, device, name))
                for name in PARTS}  # fmt: skip
+    for name in _SHAPE_PARTS if kernel.capabilities.shapes else ():
+        # What a pool has no other shape for cannot be varied.
+        by_part[name] = [other for shape in kernel.capabilities.shapes for other in _problem(case, **shape_fields(shape))]
     # A replaced value may be spelled as the Case's own, or leave no room for another part.
     return {name: unique for name, cases in by_part.items()
             if (unique := [each for each in dict.fromkeys(cases) if differences(case, each) == (name,)])}  # fmt: skip
@@ -214,18 +223,21 @@ def _other_batches(case: Case) -> Iterator[Case]:
         yield from _problem(case, seqlens_q=(p.seqlens_q[i],), seqlens_k=(p.seqlens_k[i],))
 
 
-def _other_lengths(case: Case, part: str) -> Iterator[Case]:
-    """Yield other lengths of each of the first sequences: one more and one less, and around multiples of the tiles."""
-    p = case.problem
+def _other_lengths(case: Case, part: str, can: Capabilities) -> Iterator[Case]:
+    """Yield other lengths of each of the first sequences: one more and one less, and around multiples of the tiles.
+
+    Instead of by one they differ by the multiple that the kernel declares.
+    """
+    p, step = case.problem, {"seqlen_q": can.multiple_q, "seqlen_k": can.multiple_k}.get(part, math.lcm(*can.multiples))
     tiles = sorted({size for _, size in tiles_for(case.config, part)}) or [DEFAULT_TILE]
     for i in range(1 if p.packing == "dense" else min(p.batch, 2)):
         n_q, n_k = p.seqlens_q[i], p.seqlens_k[i]
         if part == "both lengths":
-            lengths = [min(n_q, n_k) + 1, *tiles, *(tile - 1 for tile in tiles)]
+            lengths = [min(n_q, n_k) + step, *tiles, *(tile - step for tile in tiles)]
         else:
             n, other = (n_q, n_k) if part == "seqlen_q" else (n_k, n_q)
-            edges = (tile + by for tile in tiles for by in (0, -1, 1, tile))
-            lengths = [n + 1, n - 1, *edges, other, other + 1, other - 1]
+            edges = (tile + by for tile in tiles for by in (0, -step, step, tile))
+            lengths = [n + step, n - step, *edges, other, other + step, other - step]
         if p.batch > 1 and p.packing == "ragged":
             lengths = [*lengths[:2], tiles[0]]
         for length in dict.fromkeys(each for each in lengths if each >= 0):
@@ -273,6 +285,10 @@ def _changes(can: Capabilities, p: Problem, device: Device, part: str) -> Iterat
                 yield dict.fromkeys(LAYOUTS, Layout())
             elif can.layouts:
                 yield dict.fromkeys(LAYOUTS, Layout(pitch=8))
+        case "page_size":
+            yield from ({"page_size": each} for each in can.page_sizes)
+        case "sinks":
+            yield {"sinks": not p.sinks}
         case "needs":
             yield {"needs": replace(p.needs, dlse=not p.needs.dlse)}
         case _:

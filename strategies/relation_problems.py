@@ -90,7 +90,7 @@ def why_not_relation(kernel: Kernel, case: Case, device: Device) -> str | None:
 def _why_not_generic(case: Case) -> str | None:
     """Return why two correct runs differ by an unknown amount, or None: it is known for plain scores of near-normal values."""
     problem, recipe = case.problem, case.recipe
-    for name in ("window", "softcap", "score_mod", "mask_mod"):
+    for name in ("window", "softcap", "sinks", "page_size", "score_mod", "mask_mod"):
         if getattr(problem, name):
             return f"{name}={getattr(problem, name)!r}: the size of errors is not known under it"
     for name in ("layout_q", "layout_k", "layout_v", "layout_do"):

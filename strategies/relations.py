@@ -10,11 +10,12 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, Shape
+from attnfuzz.kernels.problem import BadArgument, Packing, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
-from attnfuzz.strategies.lengths import batches
+from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
+from attnfuzz.strategies.lengths import Room, batches
 from attnfuzz.strategies.relation_problems import SPREAD, related_problems, spread, why_not_relation
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
 
@@ -36,11 +37,15 @@ def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) ->
     """Return the relations that apply to `kernel`, each with the variants it applies to."""
     can = kernel.capabilities
     wanted: dict[Check, bool] = {
-        "repeated_heads": can.groups is None or (1 in can.groups and max(can.groups) > 1),
+        "repeated_heads": (can.groups is None or (1 in can.groups and max(can.groups) > 1))
+        and (can.heads_max is None or can.heads_max >= min(each for each in can.groups or (2,) if each > 1)),
         "shifted_scores": not can.deviations.prescaled_q,
-        "split_keys": can.unequal and {"o", "lse"} <= set(can.outputs),
-        "huge_strides": can.layouts,
+        "split_keys": can.unequal and can.multiple_k == 1 and {"o", "lse"} <= set(can.outputs),
+        "split_batch": can.batch_max is None or can.batch_max > 1,
+        "huge_strides": can.layouts and can.multiples == (1, 1) and not can.shapes,
     }
+    if can.shapes:
+        wanted |= {check: bool(_shapes_of(check, can)) for check in RELATIONS}
     fits: dict[Check, Callable[[Variant], bool]] = {
         "permuted_keys": lambda variant: variant.causal is None,
         "split_keys": lambda variant: variant.causal is None,
@@ -48,12 +53,40 @@ def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) ->
         "shifted_scores": lambda variant: variant.dims[0] > 1,
         "huge_strides": _takes_huge_strides(kernel, device),
     }
+    if 0 not in can.page_sizes:
+        return {}
     fitting_variants = {}
     for check in RELATIONS:
         fitting = tuple(each for each in variants if fits.get(check, _always)(each)) if wanted.get(check, True) else ()
         if fitting:
             fitting_variants[check] = fitting
     return fitting_variants
+
+
+def _shapes_of(check: Check, can: Capabilities) -> tuple[Shape, ...]:
+    """Return the shapes of a kernel's pool to which a relation applies: those of its other launches are in the pool too."""
+
+    def applies(shape: Shape) -> bool:
+        batch, heads_q, kv_heads, n_q, n_k = shape
+        match check:
+            case "split_batch":
+                return batch > 1 and (1, heads_q, kv_heads, n_q, n_k) in can.shapes
+            case "repeated_heads":
+                return heads_q > kv_heads and (batch, heads_q, heads_q, n_q, n_k) in can.shapes
+            case "split_keys":
+                # The middle is one of the places where keys are cut.
+                parts = {n_k // 2, n_k - n_k // 2}
+                return {"o", "lse"} <= set(can.outputs) and all((*shape[:4], n) in can.shapes for n in parts)
+            case "huge_strides":
+                return False
+            case "shifted_scores":
+                return not can.deviations.prescaled_q
+            case "future_keys":
+                return n_q > 1 and n_k > 1
+            case _:
+                return True
+
+    return tuple(each for each in can.shapes if min(each[3:]) > 0 and applies(each))
 
 
 def _always(variant: Variant) -> bool:  # noqa: ARG001 - one of the table's functions
@@ -108,23 +141,17 @@ class _Parts:
 
 @st.composite
 def _relation_cases(draw: st.DrawFn, parts: _Parts) -> Case:
-    kernel, device, limits, can = parts.kernel, parts.device, parts.limits, parts.can
+    kernel, device, can = parts.kernel, parts.device, parts.can
     check = draw(parts.check)
     variant = draw(parts.variant[check])
-    tiles = limits.tiles_of(variant.config)
-    heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, tiles // 2))))
-    packing = draw(parts.packing)
-    room = limits.room(variant, heads_q, max(heads_q, tiles // 2 if check == "split_batch" else tiles))
-    dense = packing == "dense"
-    pairs = draw(_tiny(can.unequal) if check == "huge_strides" else batches(can, room, dense=dense))
-    pairs = _suited(check, can, variant, pairs, dense)
+    packing, room, kv_heads, pairs = draw(_lengths(parts, check, variant))
     slack = _SLACK if can.slack and check != "huge_strides" else _NO_SLACK
     problem = replace(
         variant.problem(can),
         seqlens_q=tuple(pair[0] for pair in pairs),
         seqlens_k=tuple(pair[1] for pair in pairs),
         packing=packing,
-        heads=heads_q,
+        heads=room.heads,
         kv_heads=kv_heads,
         slack_q=draw(slack),
         slack_k=draw(slack),
@@ -142,10 +169,34 @@ def _relation_cases(draw: st.DrawFn, parts: _Parts) -> Case:
     return fitting
 
 
+@st.composite
+def _lengths(draw: st.DrawFn, parts: _Parts, check: Check, variant: Variant) -> tuple[Packing, Room, int, _Pairs]:
+    """Draw the packing, the room for lengths, which has the heads, the key/value heads, and the lengths of each sequence."""
+    limits, can = parts.limits, parts.can
+    tiles = limits.tiles_of(variant.config)
+    if can.shapes:
+        shapes = shapes_in_room(_shapes_of(check, can), limits.room(variant, 1, tiles))
+        batch, heads_q, kv_heads, n_q, n_k = draw(shapes)
+        return draw(parts.packing), limits.room(variant, heads_q, tiles), kv_heads, ((n_q, n_k),) * batch
+    heads_q, kv_heads = draw(_heads(check, can, min(limits.heads, max(1, tiles // 2))))
+    packing = draw(parts.packing)
+    dense = packing == "dense"
+    room = limits.room(variant, heads_q, max(heads_q, tiles // 2 if check == "split_batch" else tiles))
+    pairs = draw(_tiny(can.unequal) if check == "huge_strides" else batches(can, room, dense=dense))
+    pairs = _suited(check, can, variant, pairs, dense)
+    # Only where it changes something: the room for two halves of a batch is less than the whole needs.
+    return packing, room, kv_heads, pairs if can.multiples == (1, 1) else _in_multiples(check, can, room, pairs)
+
+
+def _in_multiples(check: Check, can: Capabilities, room: Room, pairs: _Pairs) -> _Pairs:
+    pairs = within_limits(pairs, can, room)
+    return pairs * 2 if check == "split_batch" and len(pairs) == 1 else pairs
+
+
 def _heads(check: Check, can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
     if check != "repeated_heads":
         return heads(can, most)
-    return _groups(can.groups or tuple(range(2, 9)), most)
+    return _groups(can.groups or tuple(range(2, 9)), most if can.heads_max is None else min(most, can.heads_max))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 
 from hypothesis import strategies as st
 
-from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
 from attnfuzz.strategies.case import Pattern
 from attnfuzz.strategies.modifiers import Chosen, pooled
@@ -35,6 +35,7 @@ _STEP = 32
 _POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
 _SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
 _TINY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((2.0**-16, 1e-5, 2.0**-18))
+_DEFAULT_SCALE: st.SearchStrategy[float | None] = st.none()
 _ANY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((*_POSITIVE, -0.125, 0.0))
 
 
@@ -53,15 +54,14 @@ class Variant:
         """Return the smallest Problem of this variant within `can`, as a compile needs it."""
         dim_qk, dim_v = self.dims
         return Problem(
-            seqlens_q=(1 if can.unequal else can.min_seqlen_k,),
-            seqlens_k=(can.min_seqlen_k,),
+            **shape_fields(can.least_shape),
             packing="ragged" if "ragged" in can.packings else "dense",
-            heads=min(can.groups or (1,)),
             dim_qk=dim_qk,
             dim_v=dim_v,
             dtype=self.dtype,
             causal=self.causal,
             needs=Needs(outputs=can.outputs),
+            page_size=can.page_sizes[0],
             **dict(self.modifiers or ()),
         )
 
@@ -268,7 +268,7 @@ def _one_variant(draw: st.DrawFn, tree: _Tree, by_config: _Tree) -> Variant:
 
 def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
     """Return a strategy of (heads, kv_heads) with up to `most` query heads: MHA, MQA and GQA equally often, fewest first."""
-    return _heads(can.groups or _GROUPS, most)
+    return _heads(can.groups or _GROUPS, most if can.heads_max is None else min(most, can.heads_max))
 
 
 @functools.cache
@@ -286,9 +286,12 @@ def _heads(of_kernel: tuple[int, ...], most: int) -> st.SearchStrategy[tuple[int
 
 def scales(can: Capabilities, pattern: Pattern = "normal") -> st.SearchStrategy[float | None]:
     """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported.
+    Always the default where the kernel takes no other.
 
     For large products it is always so small that their scores are plain.
     """
+    if not can.scale_given:
+        return _DEFAULT_SCALE
     if pattern == "large_products":
         return _TINY_SCALES
     return _ANY_SCALES if can.scale_any else _SCALES

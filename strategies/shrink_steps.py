@@ -7,13 +7,16 @@ and a stored Case can be shrunk further without the choices that led to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
+from attnfuzz.kernels.contract import Capabilities, Shape, shape_fields
 from attnfuzz.kernels.expressions.tree import Expression, S, node, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
@@ -33,23 +36,27 @@ _PLAINER: tuple[tuple[str, object], ...] = (
 _VARIANT_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
 
 
-def simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
+_ANY: Final = Capabilities(unequal=True)
+
+
+def simpler(case: Case, variants: Sequence[Variant], can: Capabilities = _ANY) -> Iterator[Case]:
     """Yield Cases with one part of `case` simplified, or fewer or simpler Cases before it, largest steps first.
 
     Every step lowers one part and raises none, so that shrinking ends. Variants stay within `variants` (simplest first), whose
-    code is compiled already. A Case may be outside the kernel's capabilities: check `supports`.
+    code is compiled already; lengths go by the multiples, shapes to others of the pool, that `can` declares. A Case may be
+    outside the kernel's capabilities: check `supports`.
     """
     if not case.after:
-        yield from _simpler(case, variants)
+        yield from _simpler(case, variants, can)
         return
     yield from _fewer_earlier(case)
-    for each in _simpler(case.alone, variants):
+    for each in _simpler(case.alone, variants, can):
         # What the Cases have in common is often why one fails after the other: the key of a cache, the size of a workspace.
         if (alike := tuple(_likewise(earlier, case, each) for earlier in case.after)) != case.after:
             yield replace(each, after=alike)
         yield replace(each, after=case.after)
     for number, earlier in enumerate(case.after):
-        for each in _simpler(earlier, variants):
+        for each in _simpler(earlier, variants, can):
             yield replace(case, after=(*case.after[:number], each, *case.after[number + 1 :]))
 
 
@@ -77,18 +84,22 @@ def _likewise(earlier: Case, before: Case, now: Case) -> Case:
     return replace(earlier, problem=problem, recipe=replace(earlier.recipe, **changed["recipe"]), config=config)
 
 
-def _simpler(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
+def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iterator[Case]:
     """Yield Cases with one part of one that runs alone simplified."""
     if case.check != "oracle":
         yield replace(case, check="oracle")
-    yield from _fewer_sequences(case)
-    yield from _fewer_heads(case)
+    if can.shapes:
+        yield from _smaller_shapes(case, can.shapes)
+    else:
+        yield from _fewer_sequences(case)
+        yield from _fewer_heads(case)
     yield from _plainer_layouts(case)
     yield from _plainer_values(case)
     yield from _plainer_problem(case)
     yield from _simpler_trees(case)
     yield from _simpler_variants(case, variants)
-    yield from _shorter(case)
+    if not can.shapes:
+        yield from _shorter(case, can.multiples)
 
 
 def _with(case: Case, **changes: object) -> Iterator[Case]:
@@ -128,6 +139,15 @@ def _plainer(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, **{part: plain})
 
 
+def _smaller_shapes(case: Case, shapes: Sequence[Shape]) -> Iterator[Case]:
+    """Move to other shapes of the kernel's pool that are nowhere larger, those with the fewest numbers first."""
+    p = case.problem
+    now = (p.batch, p.heads, p.kv_heads, max(p.seqlens_q), max(p.seqlens_k))
+    smaller = [each for each in shapes if each != now and all(one <= other for one, other in zip(each, now, strict=True))]
+    for shape in sorted(smaller, key=lambda each: (math.prod(each), each)):
+        yield from _with(case, **shape_fields(shape))
+
+
 def _fewer_sequences(case: Case) -> Iterator[Case]:
     p = case.problem
     if p.batch == 1:
@@ -154,6 +174,8 @@ def _plainer_values(case: Case) -> Iterator[Case]:
     yield replace(case, recipe=plain)
     for pattern in PATTERNS[: PATTERNS.index(recipe.pattern)]:
         yield replace(case, recipe=replace(recipe, pattern=pattern))
+    for sinks in SINK_VALUES[: SINK_VALUES.index(recipe.sinks)]:
+        yield replace(case, recipe=replace(recipe, sinks=sinks))
     for name in ("q_scale", "k_scale", "v_scale", "do_scale"):
         if getattr(recipe, name) != 1.0:
             yield replace(case, recipe=replace(recipe, **{name: 1.0}))
@@ -166,10 +188,13 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
     p = case.problem
     if p.slack_q and p.slack_k:
         yield from _with(case, slack_q=0, slack_k=0)
-    plainest = (("window", None), ("softcap", 0.0), ("score_mod", None), ("mask_mod", None))
+    plainest = (("window", None), ("softcap", 0.0), ("sinks", False), ("score_mod", None), ("mask_mod", None))
     for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
         if getattr(p, name) != plain:
             yield from _with(case, **{name: plain})
+    for size in (0, 1, 2, 4, 8, 16, 32, 64, 128):
+        if size < p.page_size:
+            yield from _with(case, page_size=size)
     for window in _plainer_windows(p.window):
         yield from _with(case, window=window)
     if p.needs.dlse:
@@ -234,30 +259,38 @@ def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]
                         yield replace(changed, config=each.config)
 
 
-def _shorter(case: Case) -> Iterator[Case]:
-    """Shorten both sides of a sequence at once, then each side. 1 counts as simpler than 0, so 0 becomes 1 too."""
-    p = case.problem
+def _shorter(case: Case, multiples: tuple[int, int] = (1, 1)) -> Iterator[Case]:
+    """Shorten both sides of a sequence at once, then each side. 1 counts as simpler than 0, so 0 becomes 1 too.
+
+    `multiples`: of lengths of queries and of keys; the smallest lengths are these instead of 1.
+    """
+    p, (step_q, step_k), both = case.problem, multiples, math.lcm(*multiples)
     tiles = (case.config.tile("tile_m", 1), case.config.tile("tile_n", 1))
     for i in range(p.batch):
         n_q, n_k = p.seqlens_q[i], p.seqlens_k[i]
         if n_q == n_k == 0:
-            yield from _lengths(case, p, i, 1, 1)
-        for length in _steps(min(n_q, n_k), tiles) if n_q and n_k else ():
-            cut = min(n_q, n_k) - length
+            yield from _lengths(case, p, i, step_q, step_k)
+        shorter = min(n_q, n_k)
+        cuts = dict.fromkeys((shorter - length) // both * both for length in _steps(shorter, tiles) if n_q and n_k)
+        for cut in filter(None, cuts):
             yield from _lengths(case, p, i, n_q - cut, n_k - cut)
-        for length in _steps(n_q, tiles):
+        for length in _steps(n_q, tiles, step_q):
             yield from _lengths(case, p, i, length, n_k)
-        for length in _steps(n_k, tiles):
+        for length in _steps(n_k, tiles, step_k):
             yield from _lengths(case, p, i, n_q, length)
 
 
-def _steps(length: int, tiles: tuple[int, int]) -> list[int]:
-    """Return lengths to try instead of `length`, ascending: the smallest, around the tiles, half, one tile less, one less."""
+def _steps(length: int, tiles: tuple[int, int], multiple: int = 1) -> list[int]:
+    """Return lengths to try instead of `length`, ascending: the smallest, around the tiles, half, one tile less, one less.
+
+    Each is rounded down to a multiple of `multiple`.
+    """
     if length == 0:
-        return [1]
+        return [multiple]
     near = (tile + d for tile in tiles for d in (-1, 0, 1))
     tries = {1, 2, 3, length // 2, length - 1, *near, *(length - tile for tile in tiles)}
-    return sorted(n for n in tries if 1 <= n < length)
+    tries |= {multiple, 2 * multiple, 3 * multiple, length - multiple}
+    return sorted({n // multiple * multiple for n in tries if multiple <= n < length})
 
 
 def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Iterator[Case]:

@@ -176,6 +176,10 @@ def drawn_values(case: Case) -> Iterator[tuple[str, str]]:
     yield "Config", str(case.config) or "none"
     yield "window", "no" if p.window is None else "without limits" if p.window == (None, None) else "yes"
     yield "softcap", "yes" if p.softcap else "no"
+    if p.page_size:
+        yield "page size", str(p.page_size)
+    if p.sinks:
+        yield "sinks", case.recipe.sinks
     yield "score_mod", "none" if p.score_mod is None else _shape(p.score_mod)
     yield "mask_mod", "none" if p.mask_mod is None else _shape(p.mask_mod)
     yield "softmax_scale", "default" if p.softmax_scale is None else _sign(p.softmax_scale)

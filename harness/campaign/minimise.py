@@ -44,7 +44,7 @@ class Minimiser:
         `keep` is called with the shrunk and with the explained finding, as far as each has come also after an error or Ctrl-C.
         """
         end = time.monotonic() + seconds
-        shrinker = Shrinker(finding, self._runner, self.supports, self._variants)
+        shrinker = Shrinker(finding, self._runner, self.supports, self._variants, self._kernel.capabilities)
         try:
             # What ends it leaves the simplest Case so far.
             with contextlib.suppress(OutOfTime):

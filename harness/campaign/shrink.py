@@ -19,6 +19,7 @@ from attnfuzz.harness.campaign.past import parts_of_past
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.shrink_steps import simpler
@@ -44,13 +45,20 @@ class Shrinker:
         runner: runs the Cases; a Case in its memo is not run again.
         supported: whether the kernel takes a Case.
         variants: to stay within, simplest first.
+        can: what the kernel declares: the multiples and shapes that steps go by.
     """
 
     def __init__(
-        self, finding: Finding, runner: TrialRunner, supported: Callable[[Case], bool], variants: Sequence[Variant]
+        self,
+        finding: Finding,
+        runner: TrialRunner,
+        supported: Callable[[Case], bool],
+        variants: Sequence[Variant],
+        can: Capabilities | None = None,
     ) -> None:
         self.finding = dataclasses.replace(finding, shrunk=True, partly=True)
         self._runner, self._supported, self._variants = runner, supported, variants
+        self._can = can or Capabilities(unequal=True)
         self._needs_its_check = False
         self._misled = False
         """Whether a Case failed by what others had left in the process."""
@@ -177,7 +185,7 @@ class Shrinker:
     def _step(self, passed: set[Case]) -> tuple[Case, Verdict] | None:
         """The first simpler Case that fails alike; None: there is none, or time is up."""
         now = self.finding
-        for case in simpler(now.case, self._variants):
+        for case in simpler(now.case, self._variants, self._can):
             other_check = case.check != now.case.check
             if case in passed or (other_check and self._needs_its_check) or not self._supported(case):
                 continue

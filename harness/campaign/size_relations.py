@@ -65,11 +65,14 @@ def size_relations(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def possible_relations(can: Capabilities, variants: Sequence[Variant], limits: Limits) -> dict[str, tuple[str, ...]]:
-    """Return every value of each relation that Cases of `variants` can have within `limits`."""
+    """Return every value of each relation that Cases of `variants` can have within `limits`; none for a pool of shapes."""
+    if can.shapes:
+        return {}
     longest = min(limits.length, can.length_max or limits.length)
     tiles = [tiles_of(each.config) for each in variants]
-    sizes = range(1, limits.heads + 1)
-    heads = [(groups, kv) for groups in can.groups or sizes for kv in sizes if groups * kv <= limits.heads]
+    most = min(limits.heads, can.heads_max or limits.heads)
+    sizes, batch = range(1, most + 1), min(limits.batch, can.batch_max or limits.batch)
+    heads = [(groups, kv) for groups in can.groups or sizes for kv in sizes if groups * kv <= most]
     possible = {
         "queries : keys": ("=", *(_UNEQUAL if can.unequal else ())),
         "tile_m : tile_n": _orders([tiles_of(each.config) for each in variants if {"tile_m", "tile_n"} <= each.config.keys()]),
@@ -79,17 +82,17 @@ def possible_relations(can: Capabilities, variants: Sequence[Variant], limits: L
         "tiles of queries x keys": _grids(longest, tiles, unequal=can.unequal),
     }
     for name, at, zero in (("queries", 0, can.zero_q), ("keys", 1, can.zero_k)):
-        least = can.min_seqlen_k if at or not can.unequal else 1
+        least, step = can.min_seqlen_k if at or not can.unequal else 1, can.multiples[at]
         empty = zero and (can.unequal or (can.zero_q and can.zero_k))
-        lengths = [*([0] if empty else []), *range(least, longest + 1)]
+        lengths = [*([0] if empty else []), *(n for n in range(least, longest + 1) if n % step == 0)]
         residues = {n % _RESIDUES for n in lengths if n}
         met = {at_tile(n, pair[at]) for n in lengths for pair in dict.fromkeys(tiles)}
         possible[f"{name} at the tile"] = tuple(each for each in _AT_TILE if each in met)
         possible[f"{name} mod {_RESIDUES}"] = tuple(map(str, sorted(residues)))
-        several = "ragged" in can.packings and limits.batch > 1
+        several = "ragged" in can.packings and batch > 1
         if empty:
             places = _EMPTY if several else ("all",)
-            possible[f"empty {name}"] = tuple(each for each in places if each != "a middle one" or limits.batch > 2)
+            possible[f"empty {name}"] = tuple(each for each in places if each != "a middle one" or batch > 2)
     if can.unequal and can.zero_q:
         possible["queries : keys"] += ("no queries",)
     if can.unequal and can.zero_k:

@@ -55,6 +55,10 @@ def _abilities(can: Capabilities, tally: Tally) -> Iterator[tuple[str, bool]]:
     for name, declared in (("window", can.window), ("softcap", can.softcap)):
         if declared:
             yield name, YES in tally.drawn.get(name, {})
+    if any(can.page_sizes):
+        yield "paged cache", bool(tally.drawn.get("page size"))
+    if can.sinks:
+        yield "sinks", bool(tally.drawn.get("sinks"))
     for name, declared in (("score_mod", can.score_mod), ("mask_mod", can.mask_mod)):
         if declared:
             yield name, bool(tally.drawn.get(name, {}).keys() - {"none"})

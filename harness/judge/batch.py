@@ -140,7 +140,7 @@ def _elements(problem: Problem) -> int:
 
 def _fits(problem: Problem, where: torch.device) -> bool:
     """Whether a Case can be judged with others."""
-    if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap:
+    if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap or problem.sinks:
         return False
     largest = max(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     within = largest * problem.heads <= WHOLE and largest * problem.groups <= CHUNK[where.type]

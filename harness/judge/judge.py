@@ -26,7 +26,7 @@ from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
 from attnfuzz.harness.judge.wording import of_statistic, wrong_elements, wrong_output
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
 from attnfuzz.kernels.modified import shape_of, tensors_of
-from attnfuzz.kernels.problem import Dtype, OutputName, Problem
+from attnfuzz.kernels.problem import SINKS, Dtype, OutputName, Problem
 from attnfuzz.oracles.budgets import aggregate
 from attnfuzz.oracles.formats import Format, half_ulp
 
@@ -123,13 +123,19 @@ def _head_by_head(
         return Verdict(status="fail", failures=broken)
     figures: dict[OutputName, Figures] = {}
     worst: dict[OutputName, tuple[Figures, Failure]] = {}
+    of_captured: dict[str, Failure] = {}
     for head, part, truths in expected.parts():
         verdict = judge(kernel, part, outputs_of_head(problem, outputs, head), truths, config, known)
         for name, each in verdict.figures.items():
             figures[name] = _added(figures[name], each) if name in figures else each
         for failure in verdict.failures:
             output, place = failure.output, failure.place
-            assert output is not None
+            if output is None:
+                # The gradient of a captured tensor: its message says which element of this head's part.
+                of_captured.setdefault(
+                    failure.check or "", replace(failure, message=f"{failure.message}, of key/value head {head}")
+                )
+                continue
             assert place is not None
             at = place.head + head * (problem.groups if output in BY_QUERY else 1)
             of_head = verdict.figures[output]
@@ -145,6 +151,7 @@ def _head_by_head(
         for name in figures
         if name in worst and (failure := worst[name][1]).place and failure.kind in ("mismatch", "nonfinite")
     )
+    failures += tuple(of_captured.values())
     return Verdict(status="fail" if failures else "pass", figures=figures, failures=failures)
 
 
@@ -166,7 +173,11 @@ def outputs_of_head(problem: Problem, outputs: Outputs, head: int) -> Outputs:
     def of(x: torch.Tensor | None, at: slice) -> torch.Tensor | None:
         return None if x is None else x[..., at, :]
 
+    captured = outputs.d_captured
+    if problem.sinks and captured and isinstance(captured[-1], torch.Tensor):
+        captured = (*captured[:-1], captured[-1][rows])
     return Outputs(
+        d_captured=captured,
         o=of(outputs.o, rows),
         lse=of(outputs.lse, rows),
         dq=of(outputs.dq, rows),
@@ -284,21 +295,28 @@ def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
             continue
         check, title = f"d {tensor.name}", f"the gradient of {tensor.name}"
         shape = shape_of(problem, tensor)
-        if not isinstance(got, torch.Tensor) or (tuple(got.shape), got.dtype) != (shape, torch.float32):
+        # Models keep their sinks in the dtype of q, and then have their gradient so.
+        dtypes = {torch.float32, inputs.q.dtype} if problem.sinks and tensor.name == SINKS else {torch.float32}
+        if not isinstance(got, torch.Tensor) or tuple(got.shape) != shape or got.dtype not in dtypes:
             actual = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got).__name__
             message = f"{title} is {actual} where {shape} {torch.float32} is expected"
             failures.append(Failure(kernel=kernel, kind="contract", check=check, message=message))
-        elif failure := _beyond(
-            kernel, check, title, got, expected.captured[tensor.name], any(expected.budgets.doubted.values())
-        ):
-            failures.append(failure)
+            continue
+        failure = _beyond(kernel, check, title, got, tensor.name, expected)
+        if failure is not None and not expected.ties:
+            # Equal values have equal errors, in D too.
+            expected.count_ties()
+            failure = _beyond(kernel, check, title, got, tensor.name, expected)
+        failures += [] if failure is None else [failure]
     return failures
 
 
-def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, true: Truth, in_doubt: bool) -> Failure | None:
+def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, name: str, expected: Truths) -> Failure | None:
     """Return the Failure of a gradient with elements outside their intervals, at the worst one, or None."""
+    true, in_doubt = expected.captured[name], any(expected.budgets.doubted.values())
+    form = Format.of(expected.dtype) if got.dtype != torch.float32 else true.form
     got = got.to(true.expected.device).double()
-    allowed = true.allowed + half_ulp(true.expected, true.form)
+    allowed = true.allowed + half_ulp(true.expected.abs() + true.allowed.nan_to_num(posinf=0.0), form)
     error = (got - true.expected).abs()
     # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt, since its effect has no bound.
     wrong = ~((error <= allowed) | (allowed == torch.inf)) if in_doubt else ~(error <= allowed)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
-from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.problem import Dtype, OutputName, Problem
 from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.budgets.bounds import Budget, Budgets, budgets
 from attnfuzz.oracles.budgets.independence import Independence
@@ -70,12 +70,20 @@ class Truths(dict[OutputName, Truth]):
             # A tensor that no score reads has gradient 0 without an error.
             self.captured[name] = Truth(x, all_budgets.captured.get(name, torch.zeros_like(x)))
 
+    @property
+    def dtype(self) -> Dtype:
+        """That of q, k and v."""
+        return self._inputs.problem.dtype
+
     def count_ties(self) -> None:
         """Recompute the budgets with tau, the part for repeated values."""
         self.ties = True
         expected = {name: true.expected for name, true in self.items()}
         self.clear()
-        self._fill(expected, self._budgets())
+        all_budgets = self._budgets()
+        self._fill(expected, all_budgets)
+        for name, true in self.captured.items():
+            self.captured[name] = dataclasses.replace(true, allowed=all_budgets.captured.get(name, true.allowed))
 
     def look_for_repeats(self) -> Repeats | None:
         """Return whether the values are generic, for the statistics over a whole output."""

@@ -9,7 +9,7 @@ from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.judge.verdict import IN_DOUBT, Figures, Verdict
 from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.modified import shape_of, tensors_of
-from attnfuzz.kernels.problem import LAYOUTS, Layout, Needs
+from attnfuzz.kernels.problem import LAYOUTS, SINKS, Layout, Needs
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.neighbours import differences, value_of
 
@@ -42,7 +42,11 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
     for name in ("score_mod", "mask_mod"):
         if getattr(p, name) is not None:
             rows.append((name, str(parse(getattr(p, name)))))
-    for each in tensors_of(p):
+    if p.page_size:
+        rows.append(("paged cache", f"pages of {p.page_size}"))
+    if p.sinks:
+        rows.append(("sinks", f"{p.heads}, {case.recipe.sinks}"))
+    for each in (each for each in tensors_of(p) if not (p.sinks and each.name == SINKS)):
         of = ", its gradient wanted" if each.gradient else ""
         rows.append((f"captured {each.name}", f"{' x '.join(map(str, shape_of(p, each)))} {each.fill}{of}"))
     for name, title in zip(LAYOUTS, ("q", "k", "v", "dO"), strict=True):

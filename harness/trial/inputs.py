@@ -14,14 +14,15 @@ from itertools import accumulate
 import torch
 
 from attnfuzz.harness.trial.noise import Numbers, Request
+from attnfuzz.harness.trial.pages import with_pages
 from attnfuzz.harness.trial.placement import GAP, Placement
 from attnfuzz.harness.trial.places import lists_of
 from attnfuzz.harness.trial.values import Maker, requests_of
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.expressions.tree import Captured
 from attnfuzz.kernels.modified import shape_of, tensors_of
-from attnfuzz.kernels.problem import Layout, Problem, strides_of
-from attnfuzz.strategies.case import Recipe
+from attnfuzz.kernels.problem import SINKS, Layout, Problem, strides_of
+from attnfuzz.strategies.case import Recipe, SinkValues
 
 __all__ = ["GAP", "captured_values", "materialise", "numbers_of"]
 
@@ -62,10 +63,10 @@ def materialise(problem: Problem, recipe: Recipe, device: str, numbers: Numbers 
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
         d_lse=placer.d_lse(recipe, numbers) if problem.needs.dlse else None,
-        captured=tuple(_captured(problem, each, recipe.seed, numbers) for each in tensors_of(problem)),
+        captured=tuple(_tensor(problem, each, recipe, numbers) for each in tensors_of(problem)),
     )
     placer.placement.finish()
-    return inputs
+    return with_pages(inputs, recipe.seed) if problem.page_size else inputs
 
 
 def _requests_of(problem: Problem, seed: int) -> Iterable[Request]:
@@ -74,7 +75,9 @@ def _requests_of(problem: Problem, seed: int) -> Iterable[Request]:
         yield Request("noise", seed, "dlse", problem.total_q * problem.heads)
     for tensor in tensors_of(problem):
         shape = shape_of(problem, tensor)
-        if tensor.fill == "normal":
+        if problem.sinks and tensor.name == SINKS:
+            yield Request("hashed", seed, SINKS, problem.heads)
+        elif tensor.fill == "normal":
             yield Request("noise", seed, f"captured {tensor.name}", math.prod(shape))
         elif tensor.fill in ("documents_q", "documents_k"):
             yield Request("hashed", seed, "captured documents", math.prod(_document_grid(problem, shape)))
@@ -160,6 +163,32 @@ def _cumulated(lengths: tuple[int, ...]) -> tuple[int, ...]:
 def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
     """Return the values of a captured tensor for `problem`; document ids of queries and keys are parts of one sequence."""
     return _captured(problem, tensor, seed, Numbers(device))
+
+
+def _tensor(problem: Problem, tensor: Captured, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
+    if problem.sinks and tensor.name == SINKS:
+        return _sinks(problem, recipe, numbers)
+    return _captured(problem, tensor, recipe.seed, numbers)
+
+
+_SINK_SIZES: dict[SinkValues, tuple[float, float]] = {
+    "moderate": (-4.0, 4.0),
+    "zero": (0.0, 0.0),
+    "large": (8.0, 72.0),
+    "small": (-16640.0, -256.0),
+}
+"""The range of each kind. Beyond exp(88) a kernel that does not subtract the sink from its exponents would be infinite."""
+_SINK_STEPS = 64
+
+
+def _sinks(problem: Problem, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
+    """Return the sinks, multiples of a 64th of their range: seven bits, exact in float16 and bfloat16."""
+    hashed = numbers.hashed(recipe.seed, SINKS, (problem.heads,))
+    kinds = list(_SINK_SIZES)
+    steps, others = hashed % (_SINK_STEPS + 1), hashed // 1024 % len(kinds)
+    ranges = torch.tensor([_SINK_SIZES[each] for each in kinds], dtype=torch.float32, device=hashed.device)
+    low, high = (ranges[others] if recipe.sinks == "mixed" else ranges[[kinds.index(recipe.sinks)]]).unbind(-1)
+    return (low + (high - low) / _SINK_STEPS * steps).to(torch.float32).contiguous()
 
 
 def _captured(problem: Problem, tensor: Captured, seed: int, numbers: Numbers) -> torch.Tensor:

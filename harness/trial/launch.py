@@ -33,7 +33,7 @@ _DEVICE_ERRORS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("crash", "a device-side assertion failed", ("device-side assert triggered", "CUDA_ERROR_ASSERT")),
     ("crash", "an unspecified launch failure", ("unspecified launch failure", "LAUNCH_FAILED")),
 )
-_INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
+_INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k", "k_pages", "v_pages", "page_table", "seqlens_k")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

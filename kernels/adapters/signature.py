@@ -19,6 +19,9 @@ _NAMES = {
     "causal": ("causal", "is_causal"),
     "window_size": ("window_size",),
     "softcap": ("softcap",),
+    "sinks": ("sinks", "sink", "s_aux", "learnable_sink"),
+    "page_table": ("page_table", "block_table", "block_tables"),
+    "seqlens_k": ("seqlens_k", "cache_seqlens", "seqused_k"),
     "return_lse": ("return_lse", "return_softmax_lse", "return_attn_probs"),
 }
 """Each option's names in the libraries that have it; the first is flash-attention's."""
@@ -40,8 +43,8 @@ class Signature:
         return next((each for each in _NAMES[name] if each in self.parameters), None)
 
 
-def read(function: Callable[..., Any], needed: Sequence[str]) -> Signature:
-    """Read the signature of `function(q, k, v, ...)`, which must have the parameters `needed`.
+def read(function: Callable[..., Any], needed: Sequence[str], optional: Sequence[str] = ()) -> Signature:
+    """Read the signature of `function(q, k, v, ...)`, which must have the parameters `needed`, and may have `optional` ones.
 
     Raises:
         BadArgument: it cannot be read, takes fewer than three tensors, lacks one of `needed`, or requires a parameter that the
@@ -68,7 +71,7 @@ def read(function: Callable[..., Any], needed: Sequence[str]) -> Signature:
     named = tuple(each.name for each in rest if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
     if missing := [each for each in needed if each not in named]:
         raise reject("function", name, f"it has no parameter {missing[0]}", "wrap it in a def that has, or use adapters.dense")
-    passed = {*needed, *(alias for aliases in _NAMES.values() for alias in aliases)}
+    passed = {*needed, *optional, *(alias for aliases in _NAMES.values() for alias in aliases)}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for each in rest:
         if each.default is each.empty and each.kind not in variadic and each.name not in passed:

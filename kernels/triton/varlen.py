@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from attnfuzz.kernels.contract import Capabilities, Config, Device, Inputs, beyond_grid, why_unsupported
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Gradients, Inputs, beyond_grid, why_unsupported
 from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, BadArgument, Layout, Problem
 from attnfuzz.kernels.triton import runtime
@@ -35,6 +35,7 @@ _CAPABILITIES: Final = Capabilities(
     slack_rows="untouched",
     layouts=True,
     scale_any=True,
+    sinks=True,
     devices=("cpu", "cuda"),
     deterministic=OUTPUT_NAMES,
 )
@@ -123,9 +124,10 @@ class TritonVarlen:
         return reason or beyond_grid(problem, device)
 
     def compile_key(self, problem: Problem, config: Config) -> str:
-        """Dims, causal, dtype, Config, whether all tensors are contiguous; lengths, heads, strides, scale are run-time values."""
-        strided = " strided" if _strided(problem) else ""
-        return f"{self.name} {problem.dim_qk} {problem.dim_v} {problem.causal} {problem.dtype}{strided} {config.canonical()}"
+        """Dims, causal, dtype, sinks, Config, whether all tensors are contiguous; the rest are run-time values."""
+        strided, sinks = " strided" if _strided(problem) else "", " sinks" if problem.sinks else ""
+        form = f"{problem.dim_qk} {problem.dim_v} {problem.causal} {problem.dtype}{strided}{sinks}"
+        return f"{self.name} {form} {config.canonical()}"
 
     def build(self, problem: Problem, config: Config, device: Device) -> BuiltVarlen:
         """Compile all three device functions at once on CUDA; nothing to compile on the CPU.
@@ -174,6 +176,8 @@ class BuiltVarlen:
             getattr(module, f"{name}_strided" if strided else name) for name in ("forward", "preprocess", "backward")
         )
         self._dtype = problem.dtype
+        self._sinks = problem.sinks
+        self._sink_gradient = module.sink_gradient if problem.sinks else None
         self._tile_m, self._tile_n = config.integer("tile_m"), config.integer("tile_n")
         pad_qk, pad_v = padded_dims(problem, exact=True)
         options = {**_COMPILE_OPTIONS, "num_warps": config.integer("num_warps")}
@@ -189,6 +193,7 @@ class BuiltVarlen:
             "num_stages": config.integer("num_stages"),
             **options,
         }
+        self._of_sinks: dict[str, Any] = {"TILE_M": _PREPROCESS_ROWS, **options}
         self._delta: dict[str, Any] = {
             "DIM_V": problem.dim_v,
             "PAD_V": padded(problem.dim_v),
@@ -204,13 +209,16 @@ class BuiltVarlen:
         x, f32, i32 = getattr(torch, self._dtype), torch.float32, torch.int32
         scale, heads, kv_heads, stride, tiles = 1.0, 2, 2, 2, 2
         steps = (stride,) * 9
-        forward = (x, x, x, x, f32, i32, i32, scale, heads, kv_heads, stride, *steps[:6])
+        forward = (x, x, x, x, f32, f32, i32, i32, scale, heads, kv_heads, stride, *steps[:6])
         backward = (x, x, x, x, f32, f32, x, x, x, i32, i32, scale, heads, kv_heads, stride, tiles, tiles, *steps)
-        return (
-            Call("forward", self._forward, forward, self._attention),
+        calls = (
+            Call("forward", self._forward, forward, self._attention | {"SINKS": self._sinks}),
             Call("preprocess", self._preprocess, (x, x, f32, stride, heads, *steps[6:]), self._delta),
             Call("backward", self._backward, backward, self._attention),
         )
+        if self._sink_gradient is None:
+            return calls
+        return (*calls, Call("sink_gradient", self._sink_gradient, (f32, f32, f32, f32, stride, heads, stride), self._of_sinks))
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """`o (total_q + slack_q, heads, dim_v)` and `lse (heads, total_q + slack_q)`, slack rows unwritten."""
@@ -228,6 +236,8 @@ class BuiltVarlen:
                 inputs.v,
                 o,
                 lse,
+                # Without sinks nothing is read there.
+                lse if inputs.sinks is None else inputs.sinks,
                 inputs.cu_seqlens_q,
                 inputs.cu_seqlens_k,
                 float(problem.scale),
@@ -235,14 +245,13 @@ class BuiltVarlen:
                 problem.kv_heads,
                 rows,
                 *_steps(inputs)[:6],
+                SINKS=self._sinks,
                 **self._attention,
             )
         return o, lse
 
-    def backward(
-        self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`dq, dk, dv`, shaped like `q, k, v`, slack rows unwritten. `lse` is required."""
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """`dq, dk, dv`, shaped like `q, k, v`, slack rows unwritten, and those of sinks. `lse` is required."""
         import torch
 
         if lse is None:
@@ -278,7 +287,21 @@ class BuiltVarlen:
                 *_steps(inputs),
                 **self._attention,
             )
-        return dq, dk, dv
+        if inputs.sinks is None:
+            return dq, dk, dv
+        return dq, dk, dv, (self._d_sinks(inputs.sinks, lse, delta),)
+
+    def _d_sinks(self, sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """The gradient of sinks, float32 `(heads,)`: the shares of tiles of rows, added in one order."""
+        import torch
+
+        assert self._sink_gradient is not None
+        total, heads = delta.shape
+        tiles = _tiles(total, _PREPROCESS_ROWS)
+        shares = torch.empty((tiles, heads), dtype=torch.float32, device=delta.device)
+        if tiles:
+            self._sink_gradient[(tiles, heads)](sinks, lse, delta, shares, total, heads, lse.shape[1], **self._of_sinks)
+        return shares.sum(0)
 
 
 def _strided(problem: Problem) -> bool:

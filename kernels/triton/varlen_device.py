@@ -14,6 +14,10 @@ is read or written. With c = scale * log2(e), per query row i and key j,
 Scores, sums and accumulators are fp32; P and dS are rounded once, to the input dtype. Scores are scaled before their
 maximum is taken, so that a negative scale is right and the largest p is exactly 1. A row that sees no key has o = 0,
 lse = -inf and no gradient.
+
+With SINKS, `sinks` and `d_sinks` are `(heads,)` fp32: the row's sum has exp(sink) too, which is in lse, so that the rest of the
+backward is the same; m_i is then the larger of the keys' maximum and the sink. d_sink = -sum_i exp(sink - lse_i) delta_i, of
+which `sink_gradient` makes a share for each tile of rows: they are added outside, always in one order.
 """
 
 import types
@@ -31,6 +35,7 @@ _KEY_STEPS = ["q_token", "q_head", "k_token", "k_head", "v_token", "v_head"]
 _GRADIENT_STEPS = ["do_token", "do_head", "do_dim"]
 _FORWARD_SCALARS = ["scale", "heads", "kv_heads", "lse_stride", *_KEY_STEPS]
 _PREPROCESS_SCALARS = ["rows_total", "heads", *_GRADIENT_STEPS]
+_SINK_SCALARS = ["rows_total", "heads", "lse_stride"]
 _BACKWARD_SCALARS = ["scale", "heads", "kv_heads", "lse_stride", "q_tiles", "k_tiles", *_KEY_STEPS, *_GRADIENT_STEPS]
 
 
@@ -96,6 +101,16 @@ def _scores(q, k, last, cols, scale):
     return tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
 
 
+@triton.jit
+def _with_sink(acc, row_sum, row_max, sinks, head):
+    """The sums of a row, and its maximum, with the sink of a head, whose value is 0."""
+    sink = tl.load(sinks + head) * LOG2_E
+    with_sink = tl.maximum(row_max, sink)
+    of_keys = tl.math.exp2(row_max - with_sink)
+    row_sum = row_sum * of_keys + tl.math.exp2(sink - with_sink)
+    return acc * of_keys[:, None], row_sum, with_sink
+
+
 @triton.jit(do_not_specialize=_FORWARD_SCALARS)
 def forward(
     q,
@@ -103,6 +118,7 @@ def forward(
     v,
     o,
     lse,
+    sinks,
     cu_seqlens_q,
     cu_seqlens_k,
     scale,
@@ -120,6 +136,7 @@ def forward(
     PAD_QK: tl.constexpr,
     PAD_V: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SINKS: tl.constexpr,
     STRIDED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -167,6 +184,8 @@ def forward(
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
 
+    if SINKS:
+        acc, row_sum, row_max = _with_sink(acc, row_sum, row_max, sinks, head)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / row_sum[:, None]
     row_lse = (row_max + tl.math.log2(row_sum)) * LN_2
@@ -203,6 +222,20 @@ def preprocess(
     o_tile = tl.load(o + offsets, mask=inside, other=0.0).to(tl.float32)
     do_tile = tl.load(do + do_offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(delta + rows, tl.sum(o_tile * do_tile, 1), mask=rows < rows_total)
+
+
+@triton.jit(do_not_specialize=_SINK_SCALARS)
+def sink_gradient(sinks, lse, delta, shares, rows_total, heads, lse_stride, TILE_M: tl.constexpr):
+    """The share of a tile of rows in the gradient of one head's sink. Grid (row tiles, heads); `shares` (row tiles, heads)."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    rows = tile * TILE_M + tl.arange(0, TILE_M)
+    inside = rows < rows_total
+    logit = LOG2_E * tl.load(sinks + head)
+    lse_base2 = LOG2_E * tl.load(lse + head.to(tl.int64) * lse_stride + rows, mask=inside, other=0.0)
+    delta_row = tl.load(delta + rows.to(tl.int64) * heads + head, mask=inside, other=0.0)
+    p = tl.where(inside, tl.math.exp2(logit - lse_base2), 0.0)
+    tl.store(shares + tile * heads + head, -tl.sum(p * delta_row, 0))
 
 
 @triton.jit

@@ -88,6 +88,8 @@ class Gradients:
     sigma2_dk: torch.Tensor | None = None
     """The part of dK's sigma^2 from the errors of D, and all of it, each summed, (Z,). A row's error of D is in all keys that it
     sees, so not independent there."""
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+    """(Z, rows, 1): dS of the sink and its error, in kernels that do not round it."""
 
 
 def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
@@ -172,9 +174,20 @@ def backward(
     x = _Ds(
         d_s=d_s, e_s=e_s, pe=pe, around=around, gap=gap, lost_keys=lost_keys, eta=_unit_of_ds(t), weight=t.p, pk=f.pk, moved=moved
     )
+    sinks = _of_sinks(t, x) if t.sunk else None
     if t.changed is not None:
         _through_score_mod(t, x, captured)
-    return _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
+    gradients = _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
+    gradients.sinks = sinks
+    return gradients
+
+
+def _of_sinks(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dS of the sink and its error, infinite in rows without bounds."""
+    at = slice(-1, None)
+    slack = torch.addcmul(x.e_s[..., at], t.p[..., at] + x.pe[..., at], x.around)
+    endless = t.lost_rows if t.doubt is None else t.lost_rows | t.doubt.endless
+    return x.d_s[..., at].clone(), slack.masked_fill(endless, torch.inf)
 
 
 def _through_score_mod(t: Scores, x: _Ds, captured: CapturedSums | None) -> None:
@@ -184,7 +197,12 @@ def _through_score_mod(t: Scores, x: _Ds, captured: CapturedSums | None) -> None
     grown = t.p + x.pe
     slack = torch.addcmul(x.e_s, grown, x.around)
     if captured is not None:
-        captured.add(t.changed, x.d_s, slack, None if t.doubt is None else t.doubt.endless & t.doubt.reach)
+        d_s, of_slack = x.d_s, slack
+        if t.sunk:
+            # A sink reads no tensor.
+            d_s, of_slack = d_s.clone(), slack.clone()
+            d_s[..., -1], of_slack[..., -1] = 0.0, 0.0
+        captured.add(t.changed, d_s, of_slack, None if t.doubt is None else t.doubt.endless & t.doubt.reach)
     slope, off = t.changed.slope, t.changed.slope_error
     size, steep = slope.abs(), slope.abs() + off
     x.e_s = (x.e_s * steep).addcmul_(x.d_s.abs(), off + 2 * EPS * size)

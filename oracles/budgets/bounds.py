@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
-from attnfuzz.kernels.problem import Dtype, OutputName, Problem
+from attnfuzz.kernels.problem import SINKS, Dtype, OutputName, Problem
 from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
 from attnfuzz.oracles.budgets.captured import CapturedSums
 from attnfuzz.oracles.budgets.doubts import Doubts
@@ -33,6 +33,7 @@ from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
 from attnfuzz.oracles.budgets.forward_formulas import sum_budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
+from attnfuzz.oracles.budgets.sinks import PlacedWithSinks, SinkSums
 from attnfuzz.oracles.formats import Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 
@@ -107,7 +108,7 @@ def budgets(
         tokens = tokens_of(inputs)
         totals = _Totals(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
         for frame in frames(problem, chunk):
-            placed = Placed(tokens, frame)
+            placed = PlacedWithSinks(tokens, frame) if problem.sinks else Placed(tokens, frame)
             t = scores(placed, placed.load(), deviations, device, ties=ties)
             f, of_p = forward(t, ties=ties, lean=lean)
             delta = delta_error(t, f, of_p)
@@ -138,6 +139,9 @@ class _Totals:
             return torch.zeros((heads, total, dim), dtype=torch.float64, device=tokens.q.device)
 
         self._lse = zeros(p.heads, p.total_q, 1)
+        self._sinks = SinkSums(tokens) if p.sinks else None
+        if self._sinks is not None:
+            self._lse += self._sinks.lse_without_keys
         self._o, self._dq = (zeros(p.heads, p.total_q, self._parts * dim) for dim in (p.dim_v, p.dim_qk))
         dims: dict[OutputName, int] = {"dk": p.dim_qk, "dv": p.dim_v}
         self._keys = {name: zeros(p.kv_heads, p.total_k, len(self._names[name]) * dim) for name, dim in dims.items()}
@@ -171,6 +175,8 @@ class _Totals:
         placed.store_rows(self._dq, dq)
         if self._repeats is not None:
             self._repeats.add(t, f, g, placed)
+        if self._sinks is not None and g.sinks is not None:
+            self._sinks.add(placed, *g.sinks)
 
     def finished(self) -> Budgets:
         """Return the budgets of the whole batch; frees the sums, so it can be called only once."""
@@ -181,8 +187,11 @@ class _Totals:
         }
         for name in ("dk", "dv"):
             outputs[name] = self._summed(self._names[name], self._keys.pop(name), steps)
+        captured = self.captured.allowed()
+        if self._sinks is not None:
+            captured[SINKS] = self._sinks.allowed()
         return Budgets(
-            lse=self._lse[..., 0], outputs=outputs, repeats=self._repeats, captured=self.captured.allowed(),
+            lse=self._lse[..., 0], outputs=outputs, repeats=self._repeats, captured=captured,
             independence=self.independence, doubted=self._doubts.counts(),
         )  # fmt: skip
 

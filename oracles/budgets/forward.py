@@ -6,7 +6,7 @@ Notation as in oracles/budgets/bounds.py. Tensors are `(Z, rows, keys)` and `(Z,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,6 +86,8 @@ class Scores:
     """Scores after softcap and score_mod."""
     doubt: Doubt | None
     """Scores that mask_mod may or may not hide."""
+    sunk: bool = False
+    """Whether the last key is a sink."""
 
     @property
     def only_scale(self) -> float:
@@ -215,6 +217,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         delta=delta, lost=lost, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
         touched=seen.visible.any(1)[..., None].to(torch.float64), changed=seen.changed, doubt=doubt,
+        sunk=placed.sinks is not None,
     )  # fmt: skip
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
@@ -261,7 +264,8 @@ def _seen(
         u = rounding.form.u
         delta += torch.minimum(u * size, random + u * s.abs()) + flushed
     if plain:
-        return _Seen(s, s, delta, visible)
+        return _sunk(placed, _Seen(s, s, delta, visible), visible)
+    shown = visible
     leaves, doubtful, changed = placed.leaves(), None, None
     if (unmasked := modifiers.unmasked(leaves)) is not None:
         if (doubtful := modifiers.doubtful(leaves)) is not None:
@@ -271,7 +275,31 @@ def _seen(
         changed = modifiers.with_error(s, delta, leaves)
         s = changed.after
         delta = changed.after_error + 4 * EPS * s.abs()
-    return _Seen(s, s.masked_fill(~visible, -torch.inf), delta, visible, doubtful, changed)
+    return _sunk(placed, _Seen(s, s.masked_fill(~visible, -torch.inf), delta, visible, doubtful, changed), shown)
+
+
+def _sunk(placed: Placement, seen: _Seen, shown: torch.Tensor) -> _Seen:
+    """Make the last key the sink, where there are any: no modifier changes it, and its error is 4 eps |sink|.
+
+    `shown`: which keys a row sees before mask_mod hides some.
+    """
+    if placed.sinks is None:
+        return seen
+
+    def last(x: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+        x = x.expand(*placed_shape).clone()
+        x[..., -1:] = value
+        return x
+
+    placed_shape = seen.s.shape
+    visible, s = last(seen.visible, shown[..., -1:]), last(seen.s, placed.sinks)
+    changed = seen.changed
+    if changed is not None:
+        changed = replace(changed, slope=last(changed.slope, 1.0), slope_error=last(changed.slope_error, 0.0))
+    return _Seen(
+        s=s, hidden=s.masked_fill(~visible, -torch.inf), delta=last(seen.delta, placed.sinks.abs() * (4 * EPS)), visible=visible,
+        doubtful=None if seen.doubtful is None else last(seen.doubtful, False), changed=changed,
+    )  # fmt: skip
 
 
 def _rounded_sum(t: Scores) -> torch.Tensor:

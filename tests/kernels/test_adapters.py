@@ -52,7 +52,7 @@ def test_an_adapter_in_one_line_declares_the_plainest_kernel() -> None:
     kernel = dense(support.only_forward, gradients=False)
     assert isinstance(kernel, Kernel)
     assert (kernel.name, kernel.backend, kernel.files) == ("only_forward", "torch", (support.__file__,))
-    plain = Capabilities(packings=("dense",), causal=(None, "bottom_right"), outputs=("o",), compiles_on=())
+    plain = Capabilities(packings=("dense",), causal=(None, "bottom_right"), outputs=("o",), compiles_on=(), scale_given=False)
     assert kernel.capabilities == plain
 
 
@@ -287,7 +287,7 @@ def test_configs_are_passed_by_name() -> None:
 def test_a_scale_without_a_parameter_for_it_is_not_supported() -> None:
     kernel = dense(tiled, **SMALL)
     reason = kernel.supports(problem(kernel, softmax_scale=0.5), Config(), "cpu")
-    assert reason == "softmax_scale=0.5: tiled has no parameter for it"
+    assert reason == "softmax_scale=0.5: only the default, dim_qk ** -0.5"
 
 
 def all_said(q, k, v, softmax_scale, causal, window_size):

@@ -106,6 +106,43 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] =
         "seqlen=9: at most 8",
         {"length_max": 9, "unequal": True},
     ),
+    "multiple_q": (
+        {"multiple_q": 3, "unequal": True},
+        {},
+        "seqlens_q=(4,): only multiples of 3",
+        {"multiple_q": 4},
+    ),
+    "multiple_k": (
+        {"multiple_k": 4, "unequal": True},
+        {"seqlens_k": (6,)},
+        "seqlens_k=(6,): only multiples of 4",
+        {"multiple_k": 3, "unequal": True},
+    ),
+    "batch_max": (
+        {"batch_max": 2},
+        {"seqlens_q": (4, 4, 4), "seqlens_k": (4, 4, 4)},
+        "batch=3: at most 2",
+        {"batch_max": 3},
+    ),
+    "heads_max": ({"heads_max": 3}, {"heads": 4, "kv_heads": 4}, "heads=4: at most 3", {"heads_max": 4}),
+    "shapes": (
+        {"shapes": ((1, 1, 1, 4, 8), (1, 2, 2, 4, 4))},
+        {},
+        "batch, heads, kv_heads, seqlen_q, seqlen_k=(1, 1, 1, 4, 4): supports (1, 1, 1, 4, 8), (1, 2, 2, 4, 4)",
+        {"shapes": ((1, 1, 1, 4, 4),)},
+    ),
+    "shapes, ragged": (
+        {"shapes": ((2, 1, 1, 4, 4),)},
+        {"seqlens_q": (4, 5), "seqlens_k": (4, 5)},
+        "batch, heads, kv_heads, seqlen_q, seqlen_k=((4, 5), (4, 5)): supports (2, 1, 1, 4, 4)",
+        {"shapes": ()},
+    ),
+    "default scale": (
+        {"scale_given": False},
+        {"softmax_scale": 0.5},
+        "softmax_scale=0.5: only the default, dim_qk ** -0.5",
+        {"scale_given": True},
+    ),
     "causal": (
         {"causal": (None, "top_left")},
         {"causal": "bottom_right"},

@@ -19,7 +19,7 @@ from attnfuzz.kernels.modified import mask_of, score_of
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.kernels.triton.blockmask import BlockMask, band_of, block_mask
 from attnfuzz.strategies import choices
-from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
+from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, case_from_json
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import Room, edges, fitted
@@ -454,6 +454,20 @@ def test_slack_shrinks_on_its_own_side(many: list[Case]) -> None:
     for start in [case for case in many if case.problem.slack_q and case.problem.slack_k][:12]:
         smallest = minimal(start, lambda case: case.problem.slack_k)
         assert smallest.problem == plain(slack_k=smallest.problem.slack_k)
+
+
+def test_sinks_of_every_kind_are_drawn_and_shrink_to_moderate_ones_or_none() -> None:
+    can = {"sinks": True}
+    drawn = draw_cases(Subject(can=can), 200)
+    assert {case.recipe.sinks for case in drawn if case.problem.sinks} == set(SINK_VALUES)
+    assert {case.recipe.sinks for case in drawn if not case.problem.sinks} == {"moderate"}
+    large = [case for case in drawn if case.recipe.sinks == "large"][:5]
+    for start in large:
+        assert minimal(start, lambda case: True, can).problem == plain()
+        of_any = minimal(start, lambda case: case.problem.sinks, can)
+        assert (of_any.problem, of_any.recipe) == (plain(sinks=True), Recipe())
+        of_large = minimal(start, lambda case: case.problem.sinks and case.recipe.sinks == "large", can)
+        assert (of_large.problem, of_large.recipe) == (plain(sinks=True), Recipe(sinks="large"))
 
 
 def test_a_seed_that_matters_is_kept(many: list[Case]) -> None:

@@ -46,6 +46,7 @@ def _tilelang(name: str, kind: str, device: str, **arguments: Any) -> Subject:
 
 SUBJECTS: dict[str, Subject] = {
     "triton.varlen": _triton("varlen", "TritonVarlen"),
+    "triton.paged": _triton("paged", "TritonPaged"),
     "triton.flex": _triton("flex", "TritonFlex", masks="blockmask"),
     "triton.flex.prescaled": _triton("flex", "TritonFlex", masks="blockmask"),
     "triton.flex.tf32": _triton("flex", "TritonFlex", masks="blockmask"),

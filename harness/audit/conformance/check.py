@@ -181,7 +181,10 @@ def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
         # Outputs were not looked at then.
         return [runs, of_inputs] if by_input else [runs]
     forward = [each for each in by_value if each.output in ("o", "lse")]
-    remedy = "fix the kernel or its adapter (scale, layout, natural log of LSE), or declare what it does otherwise (deviations)"
+    remedy = (
+        "fix the kernel or its adapter (scale, layout; lse_base, lse_layout, lse_multiple of LSE), or declare what it does "
+        "otherwise (deviations)"
+    )
     return [
         runs,
         of_inputs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ from attnfuzz.harness.audit.conformance.row import Row, shortened
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.adapted import Adapted
-from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, why_unsupported
+from attnfuzz.kernels.capabilities import why_not_shape
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
 from attnfuzz.strategies.shapes import Variant, all_variants
 
@@ -77,6 +79,7 @@ def declarations(kernel: Kernel, device: Device) -> Iterator[Row]:
         return
     yield _answered("configs", lambda: _configs(kernel), "return the same tuple of distinct Configs each time, the default first")
     yield from _never_passed(kernel)
+    yield from _form_of_lse(kernel)
     yield _answered("variants", lambda: _variants(kernel, device), "let supports take what capabilities declare, or declare less")
     yield _answered("supports", lambda: _supports(kernel), "return None or the reason, at least that of why_unsupported(...)")
     yield _answered(
@@ -117,8 +120,13 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
         yield f"length_max={can.length_max} is less than min_seqlen_k={can.min_seqlen_k}"
     if can.dim_multiple is not None and not 1 <= can.dim_multiple <= can.dim_max:
         yield f"dim_multiple={can.dim_multiple} with dim_max={can.dim_max} allows no dims"
+    yield from _contradicting_limits(can)
     if "o" not in can.outputs:
         yield f"outputs={can.outputs}: O is always one of them"
+    if not can.page_sizes or min(can.page_sizes) < 0:
+        yield f"page_sizes={can.page_sizes}: each is 1 or more, or 0 for keys without pages"
+    elif any(can.page_sizes) and ("ragged" not in can.packings or not set(can.outputs) <= {"o", "lse"}):
+        yield "page_sizes: a paged cache is of ragged batches, and has no gradient"
     gradients = {"dq", "dk", "dv"} & set(can.outputs)
     if gradients and len(gradients) < 3:
         yield f"outputs={can.outputs}: backward gives dQ, dK and dV together"
@@ -133,6 +141,28 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
         yield "captured_gradients: only score_mods have them"
 
 
+def _contradicting_limits(can: Capabilities) -> Iterator[str]:
+    """Yield limits on shapes that leave none, or contradict each other."""
+    for name in ("multiple_q", "multiple_k", "batch_max", "heads_max"):
+        if (value := getattr(can, name)) is not None and value < 1:
+            yield f"{name}={value}: 1 or more"
+            return
+    if can.length_max is not None and can.length_max < max(can.multiples):
+        yield f"length_max={can.length_max} leaves no multiple of {max(can.multiples)}"
+    if can.heads_max is not None and can.heads_max < min(can.groups or (1,)):
+        yield f"heads_max={can.heads_max} is less than groups={can.groups}"
+    if can.scale_any and not can.scale_given:
+        yield "scale_any: only the default scale is taken (scale_given=False)"
+    for shape in can.shapes if can.dims and can.causal else ():
+        try:
+            problem = replace(Variant("float16", None, can.dims[0], Config()).problem(can), **shape_fields(shape))
+        except BadArgument as error:
+            yield f"shapes: {error}"
+            return
+        if reason := why_not_shape(can, problem):
+            yield f"shapes: {shape} contradicts the rest: {reason}"
+
+
 def _never_passed(kernel: Kernel) -> Iterator[Row]:
     """A hint where a function has parameters of which only the default is tried."""
     if isinstance(kernel, Adapted):
@@ -140,6 +170,17 @@ def _never_passed(kernel: Kernel) -> Iterator[Row]:
         if names:
             text = f"{', '.join(names)}: never passed, so that only the default is tried"
             yield Row("parameters", "hint", text, f"declare what else is to be tried: configs=({{}}, {{{names[0]!r}: ...}})")
+
+
+def _form_of_lse(kernel: Kernel) -> Iterator[Row]:
+    """Say in which form an adapted function's LSE is read; whether it is right, the row of its values says."""
+    if isinstance(kernel, Adapted) and kernel.call.gives_lse:
+        form, packing = kernel.call.lse_form, kernel.capabilities.packings[0]
+        if form.is_plain(packing):
+            return
+        base = "" if form.base == math.e else f", logarithm to the base {form.base:g}"
+        padded = "" if form.multiple == 1 else f", padded to multiples of {form.multiple}"
+        yield Row("form of LSE", "ok", f"read as {form.layout}{base}{padded}")
 
 
 def _files(kernel: Kernel) -> tuple[list[str], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from attnfuzz.harness.audit.conformance.limits import limits
 from attnfuzz.harness.audit.conformance.row import Row, failing
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel, why_unsupported
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
 from attnfuzz.kernels.problem import BadArgument, Dtype, Layout
-from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 __all__ = ["Feature", "declared_row", "features", "plain_case", "undeclared_row"]
@@ -58,7 +60,7 @@ def plain_case(kernel: Kernel, device: Device) -> tuple[Case, str | None]:
 def features(kernel: Kernel, device: Device) -> Iterator[Feature]:
     """Yield every feature whose Cases need nothing else that is undeclared."""
     can, variants = kernel.capabilities, all_variants(kernel, device)
-    for make in (_variants, _packings, _heads, _masks, _scales, _lengths, _memory):
+    for make in (_variants, _packings, _heads, _masks, _scales, _lengths, limits, _memory):
         for name, spelled, declared, widened, changes in make(can, variants[0]):
             wide = replace(can, **widened)
             candidates = (_changed(kernel, variants, each) for each in changes)
@@ -148,11 +150,15 @@ def _masks(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
 
 def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:
     yield "softcap", "softcap=True", can.softcap, {"softcap": True}, [{"softcap": 2.0}]
-    yield "softmax_scale", "a parameter for it", True, {}, [{"softmax_scale": 0.3}]
+    yield "softmax_scale", "scale_given=True", can.scale_given, {"scale_given": True}, [{"softmax_scale": 0.3}]
     # A mask before the scale shows only in both together.
     masked = [{"causal": kind} for kind in can.causal if kind][:1]
     changes = [{"softmax_scale": scale, **each} for scale in (-0.125, 0.0) for each in ({}, *masked)]
     yield "scale of 0 or less", "scale_any=True", can.scale_any, {"scale_any": True}, changes
+    for size in filter(None, can.page_sizes):
+        yield f"pages of {size}", f"{size} in page_sizes", True, {}, [{"page_size": size}, *_decoding(can, size)]
+    for values in SINK_VALUES if can.sinks else ():
+        yield f"sinks, {values}", "sinks=True", True, {}, [{"sinks": True, "sink_values": values}, *_masked_sinks(can, values)]
     if can.score_mod:
         yield "score_mod", "score_mod=True", True, {}, [{"score_mod": to_data(S + to_float(Q - KV) * 0.125)}]
     if can.mask_mod:
@@ -161,12 +167,26 @@ def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:
         yield "gradient of LSE", "dlse=True", can.dlse, {"dlse": True}, [{"dlse": True}]
 
 
+def _decoding(can: Capabilities, size: int) -> Iterator[dict[str, Any]]:
+    """Yield one query against one page, a page and a token, and two sequences of several pages."""
+    if can.unequal:
+        yield {"page_size": size, "seqlens_q": (1,), "seqlens_k": (size,)}
+        yield {"page_size": size, "seqlens_q": (1, 2), "seqlens_k": (size + 1, 3 * size - 1)}
+
+
+def _masked_sinks(can: Capabilities, values: SinkValues) -> Iterator[dict[str, Any]]:
+    """Yield sinks with groups and with a mask, where they are declared."""
+    if can.groups is None or 2 in can.groups:
+        yield {"sinks": True, "sink_values": values, "heads": 4, "kv_heads": 2}
+    yield from ({"sinks": True, "sink_values": values, "causal": kind} for kind in can.causal if kind)
+
+
 def _lengths(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
     n, long = _length(can, plain)
     more = [{"seqlens_q": (n,), "seqlens_k": (long,)}, {"seqlens_q": (long,), "seqlens_k": (n,)}]
     yield "unequal lengths", "unequal=True", can.unequal, {"unequal": True}, more
     yield "several tiles", "length_max", True, {}, [{"seqlens_q": (long,), "seqlens_k": (long,)}]
-    least = can.min_seqlen_k
+    least = -(-can.min_seqlen_k // (step := math.lcm(*can.multiples))) * step
     yield f"{least} keys", "min_seqlen_k", True, {}, [{"seqlens_q": (least,), "seqlens_k": (least,)}]
     if can.unequal:
         for name, q, k in (("zero_q", 0, n), ("zero_k", n, 0)):
@@ -196,11 +216,11 @@ def _memory(can: Capabilities, _: Variant) -> Iterator[_Tried]:
 
 
 def _length(can: Capabilities, plain: Variant) -> tuple[int, int]:
-    """Return lengths of a little over one tile and three tiles, as far as they are declared."""
-    tile = plain.config.tile("tile_m", _TILE)
+    """Return lengths of a little over one tile and three tiles, as far as they are declared: common multiples of both sides."""
+    tile, step = plain.config.tile("tile_m", _TILE), math.lcm(*can.multiples)
     most = can.length_max or 1 << 20
-    n = min(max(tile + 3, can.min_seqlen_k), most)
-    return n, min(3 * tile + 5, most)
+    n, long = max(tile + 3, can.min_seqlen_k), 3 * tile + 5
+    return min(-(-n // step) * step, most // step * step), min(-(-long // step) * step, most // step * step)
 
 
 def _grouped(can: Capabilities, change: dict[str, Any], kv_heads: int) -> dict[str, Any]:
@@ -225,9 +245,11 @@ def _case(kernel: Kernel, variant: Variant, changes: dict[str, Any]) -> Case:
     can, fields = kernel.capabilities, dict(changes)
     n, _ = _length(can, variant)
     problem = variant.problem(can)
+    recipe = Recipe(seed=7, sinks=fields.pop("sink_values", "moderate"))
     if fields.pop("dlse", False):
         fields["needs"] = replace(problem.needs, dlse=True)
-    problem = replace(problem, **{"seqlens_q": (n,), "seqlens_k": (n,), **fields})
+    lengths = {} if can.shapes else {"seqlens_q": (n,), "seqlens_k": (n,)}
+    problem = replace(problem, **{**lengths, **fields})
     configs = kernel.configs(problem)
     config = variant.config if variant.config in configs or not configs else configs[0]
-    return Case(kernel=kernel.name, problem=problem, recipe=Recipe(seed=7), config=config)
+    return Case(kernel=kernel.name, problem=problem, recipe=recipe, config=config)

@@ -40,7 +40,7 @@ __all__ = ["Script", "kernel_lines", "script_of", "unshown"]
 
 _MOST_BYTES = 16 << 20
 """Bytes of all tensors that a script may hold, before they are packed."""
-_INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k")
+_INPUTS = ("q", "k", "v", "d_o", "d_lse", "cu_seqlens_q", "cu_seqlens_k", "k_pages", "v_pages", "page_table", "seqlens_k")
 _CHECKED = ("out-of-bounds", "outside-view", "duplicate-store", "race", "masked-load")
 """Kinds that the interpreter of Triton kernels on the CPU refuses by itself, in a script as well."""
 _UNCHECKED = ("layout", "storage", "strides")

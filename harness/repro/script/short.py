@@ -130,6 +130,10 @@ def why_not_short(stored: CaseFile) -> str | None:
         return f"it fails in {stored.rate[0]} of {stored.rate[1]} runs; a short script makes one"
     if problem.score_mod is not None or problem.mask_mod is not None:
         return "a score_mod or mask_mod is not written into a short script"
+    if problem.page_size:
+        return "a paged cache is not written into a short script"
+    if problem.sinks:
+        return "sinks are not written into a short script"
     if problem.needs.dlse:
         return "the gradient of LSE is given; a short script has that of O only"
     if problem.packing == "dense" and (problem.slack_q or problem.slack_k):

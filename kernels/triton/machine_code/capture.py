@@ -9,6 +9,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import Built, Inputs
 from attnfuzz.kernels.errors import NotLowered
+from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.kernels.triton.machine_code.lower import Call
 
@@ -51,7 +52,17 @@ def plain_inputs(problem: Problem) -> Inputs:
     def starts(lengths: tuple[int, ...]) -> Any:
         return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
+    paged: dict[str, Any] = {}
+    if size := problem.page_size:
+        most = max(1, *(-(-n // size) for n in problem.seqlens_k))
+        paged = {
+            "k_pages": torch.zeros((most, size, problem.kv_heads, problem.dim_qk), dtype=dtype),
+            "v_pages": torch.zeros((most, size, problem.kv_heads, problem.dim_v), dtype=dtype),
+            "page_table": torch.arange(most, dtype=torch.int32).repeat(problem.batch, 1),
+            "seqlens_k": torch.tensor(problem.seqlens_k, dtype=torch.int32),
+        }
     return Inputs(
+        **paged,
         problem=problem,
         q=zeros(True, problem.heads, problem.dim_qk, problem.layout_q),
         k=zeros(False, problem.kv_heads, problem.dim_qk, problem.layout_k),
@@ -61,6 +72,10 @@ def plain_inputs(problem: Problem) -> Inputs:
         cu_seqlens_k=starts(problem.seqlens_k),
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
+        captured=tuple(
+            torch.zeros(shape_of(problem, each), dtype=torch.float32 if each.kind == "float" else torch.int32)
+            for each in tensors_of(problem)
+        ),
     )
 
 

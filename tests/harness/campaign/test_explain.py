@@ -39,7 +39,7 @@ from attnfuzz.harness.report.runfile import RunRecord, runs_of
 from attnfuzz.harness.report.terminal import show_finding, show_stored
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import Layout, Problem
+from attnfuzz.kernels.problem import Layout, Needs, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.neighbours import PARTS, differences, neighbours
@@ -181,7 +181,14 @@ def test_a_neighbour_differs_in_its_part_alone(row: tuple[Any, ...]) -> None:
 
 
 def test_every_part_is_varied() -> None:
-    assert set(neighbours(WIDE, case_of(causal="bottom_right"), "cpu")) == set(PARTS) - {"check"}
+    others = {"check", "sink_values", "page_size"}
+    assert set(neighbours(WIDE, case_of(causal="bottom_right"), "cpu")) == set(PARTS) - others
+    sunk = neighbours(WIDE, case_of(sinks=True), "cpu")
+    assert [each.recipe.sinks for each in sunk["sink_values"]] == ["zero", "large", "small", "mixed"]
+    assert [each.problem.sinks for each in sunk["sinks"]] == [False]
+    paged = Subject({"page_sizes": (16, 64, 0), "outputs": ("o", "lse")}, CONFIGS)
+    case = case_of(page_size=16, needs=Needs(outputs=("o", "lse")))
+    assert [each.problem.page_size for each in neighbours(paged, case, "cpu")["page_size"]] == [64, 0]
     assert "check" in neighbours(WIDE, replace(case_of(), check="twice"), "cpu")
 
 

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.triton_mode import interpreted
 
+from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Config, Inputs, Kernel
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Problem
 from attnfuzz.kernels.triton.varlen import KERNEL, TritonVarlen
+from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -269,3 +272,37 @@ def test_compile_key_depends_on_dims_causal_dtype_config_and_whether_all_is_cont
     assert len({key(**changes) for changes in same}) == 1
     assert len({key(**changes) for changes in [{}, *other]}) == 1 + len(other)
     assert len({KERNEL.compile_key(RAGGED, config) for config in KERNEL.configs(RAGGED)}) == len(KERNEL.configs(RAGGED))
+
+
+# --- sinks
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"causal": "bottom_right"}, {"layout_q": Layout(pitch=8), "layout_do": Layout(order="htd")}]
+)
+def test_sinks_are_judged_in_every_config(dtype: str, changes: dict[str, Any]) -> None:
+    problem = changed(RAGGED, dtype=dtype, sinks=True, **changes)
+    for number, config in enumerate(KERNEL.configs(problem)):
+        recipe = Recipe(seed=number, sinks=SINK_VALUES[number % len(SINK_VALUES)])
+        verdict = run_trial(Case(kernel=KERNEL.name, problem=problem, recipe=recipe, config=config), "cpu")
+        assert verdict.status == "pass", verdict.failures
+
+
+@interpreted
+def test_the_gradient_of_sinks_is_the_same_from_run_to_run_and_zero_without_queries() -> None:
+    problem = changed(RAGGED, dtype="float32", sinks=True)
+    built, inputs = KERNEL.build(problem, KERNEL.configs(problem)[0], "cpu"), materialise(problem, Recipe(), "cpu")
+    o, lse = built.forward(inputs)
+    first, second = (built.backward(inputs, o, lse) for _ in range(2))
+    assert torch.equal(first[3][0], second[3][0])
+    empty = changed(problem, seqlens_q=(0,), seqlens_k=(4,), slack_q=0, slack_k=0)
+    none = materialise(empty, Recipe(), "cpu")
+    built = KERNEL.build(empty, KERNEL.configs(empty)[0], "cpu")
+    assert built.backward(none, *built.forward(none))[3][0].tolist() == [0.0] * 6
+
+
+def test_sinks_have_code_of_their_own() -> None:
+    problem, config = changed(RAGGED, sinks=True), KERNEL.configs(RAGGED)[0]
+    assert KERNEL.compile_key(problem, config) != KERNEL.compile_key(RAGGED, config)
