@@ -204,8 +204,10 @@ def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
 
 
 def _kinds(chosen: Chosen) -> list[object]:
-    """Return what a choice of modifiers has: its fields, which sides of a window are limited, and hidden first keys."""
+    """Return what a choice of modifiers has: its fields, one alone, limited sides of a window, hidden first keys."""
     kinds: list[object] = [name for name, _ in chosen]
+    if len(chosen) == 1:
+        kinds.append(("alone", chosen[0][0]))
     for name, value in chosen:
         if name == "window":
             kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]

@@ -73,7 +73,11 @@ def _text(x: Expression, a: list[str]) -> str:
             return f"({a[0]} + 0 * q_idx).to(torch.float32)"
         case "div":
             return f"torch.div({a[0]}, {a[1]}, rounding_mode='floor')"
-        case "where" | "tanh" | "exp" | "sigmoid":
+        case "where":
+            # torch.where does not take a plain truth value.
+            condition = {"True": "q_idx >= 0", "False": "q_idx < 0"}.get(a[0], a[0])
+            return f"torch.where({condition}, {a[1]}, {a[2]})"
+        case "tanh" | "exp" | "sigmoid":
             return f"torch.{x.op}({', '.join(a)})"
     return x.op
 

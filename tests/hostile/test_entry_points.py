@@ -50,7 +50,7 @@ def point(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     (info / "entry_points.txt").write_text(f"[attnfuzz.kernels]\nev.ep = {where}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_BUILT_IN", {"torch.reference_cpu": registry._BUILT_IN["torch.reference_cpu"]})
-    for table in ("_registered", "_loaded", "_origins"):
+    for table in ("_RELEASED", "_registered", "_loaded", "_origins"):
         monkeypatch.setattr(registry, table, {})
     monkeypatch.setattr(import_trial, "_fatal", {})
     monkeypatch.setenv(import_trial.SECONDS, "1" if row == "hang" else "60")

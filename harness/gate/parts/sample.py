@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Causal, Problem
+from attnfuzz.kernels.problem import BadArgument, Causal, Needs, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
@@ -80,10 +80,11 @@ def _speed_case(kernel: Kernel, device: Device, causal: Causal | None, batch: in
             dim_v=dim_v,
             dtype=can.dtypes_for(device)[0],
             causal=causal,
+            page_size=can.page_sizes[0] if can.page_sizes else 0,
+            needs=Needs(outputs=can.outputs),
         )
     except BadArgument:
         return None
-    problem = replace(problem, needs=replace(problem.needs, outputs=can.outputs))
     for config in kernel.configs(problem)[:1]:
         if kernel.supports(problem, config, device) is None:
             return Case(kernel=kernel.name, problem=problem, config=config)
