@@ -140,7 +140,6 @@ SLOW = frozenset({
     "test_torch_peers.py::test_what_is_drawn_is_supported[torch.varlen_attn]",
     "test_torch_peers.py::test_what_is_drawn_is_supported[torch.flash]",
     "test_memory.py::test_the_fault_is_found_as_what_it_is[HST-04]",
-    "test_batch.py::test_drawn_cases_have_the_verdicts_that_they_have_alone[7]",
     "test_journal.py::test_a_torn_write_leaves_the_other_slot[7]",
     "test_journal.py::test_a_torn_write_leaves_the_other_slot[21]",
     "test_journal.py::test_a_torn_write_leaves_the_other_slot[35]",
