@@ -97,14 +97,17 @@ def _refuses_ragged_findings(problem: Problem) -> str | None:
     """What is known to be wrong: windows with a limit on one side, and LSE of several single queries with grouped heads."""
     if (reason := _refuses_negative_sides(problem)) is not None:
         return reason
-    longest = max(problem.seqlens_k, default=0)
-    # As many keys as there are, or more, is no limit.
-    left, right = (side is not None and side < longest for side in problem.window or (None, None))
-    single = max(problem.seqlens_q, default=0) == 1
+    queries, keys = (max(lengths, default=0) for lengths in (problem.seqlens_q, problem.seqlens_k))
+    sides = problem.window or (None, None)
+    # The package takes a limit of as many keys as there are, or more, for none.
+    left, right = (side is not None and side < keys for side in sides)
+    single = queries == 1
     # A causal mask is the limit on the right. One query has no keys on its right, and the package leaves the mask out.
     masked = problem.causal is not None and not single
     left_only, right_only = left and not (right or masked), right and not (left or masked or single)
-    if left_only or right_only:
+    # With more queries than keys such a limit on the right does hide keys, of the first queries.
+    right_lost = sides[1] is not None and keys <= sides[1] < queries - 1 and not masked
+    if left_only or right_only or right_lost:
         return f"window={problem.window}: one side alone is known to be wrong (docs/findings.md); {VARLEN_ALL.name} takes it"
     swapped = single and problem.groups > 1 and not (left or right)
     if swapped and len(problem.seqlens_q) > 1 and "lse" in problem.needs.outputs:
