@@ -106,6 +106,7 @@ _HIDDEN = {
     "released.conch.varlen_all": "attnfuzz.kernels.released.conch:ALL",
     "released.aule.flash_all": "attnfuzz.kernels.released.aule:ALL",
     "released.flag_gems.flash_all": "attnfuzz.kernels.released.flag_gems:FLASH_ALL",
+    "released.flag_gems.varlen_all": "attnfuzz.kernels.released.flag_gems:VARLEN_ALL",
     "released.flag_gems.sdpa_all": "attnfuzz.kernels.released.flag_gems:SDPA_ALL",
     "torch.cudnn_varlen_any": "attnfuzz.kernels.torch.cudnn:ANY",
     "torch.efficient_more_queries": "attnfuzz.kernels.torch.efficient:MORE_QUERIES",

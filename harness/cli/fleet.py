@@ -69,7 +69,7 @@ def fleet_command(
     most = None if options["workers"] == "auto" else settings_from(options, "cpu").workers
     settings = settings_from({**options, "workers": "1"}, resolve_device(options["device"]))
     asked = asked_for(kernels, more_kernels)
-    known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
+    known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels, settings.device)
     file = None if options["table"] is None else writable(options["table"], "table")
     lines = event_lines(options["events"], as_json=as_json)
     with joined(address):

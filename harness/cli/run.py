@@ -84,7 +84,7 @@ def run_command(
         from attnfuzz.harness.campaign.workers import useful_workers
 
         settings = replace(settings, workers=max(1, useful_workers(settings, len(asked.kernels))))
-    known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels)
+    known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels, settings.device)
     file = None if options["table"] is None else writable(options["table"], "table")
     lines = event_lines(options["events"], as_json=as_json)
     click.get_current_context().exit(campaign(asked, settings, known, file, lines, as_json=as_json, verbosity=verbosity))
@@ -122,11 +122,11 @@ def announce_run(does: str, kernels: tuple[str, ...], seed: int, verbosity: Verb
     announce(f"{does} {', '.join(kernels) or 'all kernels'} with seed {seed}", verbosity, as_json=as_json)
 
 
-def known_failures(path: str, kernels: Sequence[Kernel]) -> Known:
-    """Read the ledger at `path`."""
+def known_failures(path: str, kernels: Sequence[Kernel], device: Device) -> Known:
+    """Read the ledger at `path`, for a run on `device`."""
     from attnfuzz.harness.gate.known import read_known
 
-    return read_known(Path(path), kernels, date.today())
+    return read_known(Path(path), kernels, device, date.today())
 
 
 def campaign(

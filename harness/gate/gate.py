@@ -67,6 +67,8 @@ def _gated(
     _check_places(chosen, base, explicit=bool(plan.kernels))
     if ledger is not None and not broken:
         check_kernels(ledger, {each.name for each in chosen})
+    if ledger is not None:
+        ledger = ledger.on(plan.device, today)
     why = {each.name: _why(each, plan, base) for each in chosen}
     gated = [each for each in chosen if why[each.name] is not None]
     entries = ledger.entries if ledger else ()

@@ -30,7 +30,7 @@ from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial.errors import DeviceLost
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["Known", "LedgerResult", "read_known"]
@@ -129,8 +129,8 @@ class Known:
                 yield f"{entry}: its case {finding.case} fails in another way: {finding.kind}: {finding.message}", entry.line
 
 
-def read_known(path: Path, kernels: Sequence[Kernel], today: date) -> Known:
-    """Read a ledger for a run of `kernels`.
+def read_known(path: Path, kernels: Sequence[Kernel], device: Device, today: date) -> Known:
+    """Read a ledger for a run of `kernels` on `device`.
 
     Raises:
         BadArgument: the ledger is broken, or has an entry of an unknown kernel or with a Case of another one.
@@ -138,6 +138,7 @@ def read_known(path: Path, kernels: Sequence[Kernel], today: date) -> Known:
     ledger = read_ledger(path, today)
     by_name = {each.name: each for each in kernels}
     check_kernels(ledger, by_name)
-    in_force = ledger.in_force(today)
     cases = {each: stored for each in ledger.entries if (stored := case_of(each)) is not None}
+    ledger = ledger.on(device, today)
+    in_force = ledger.in_force(today)
     return Known(ledger, in_force, {each: cases[each] for each in in_force if each in cases}, by_name, today)

@@ -21,6 +21,7 @@ from attnfuzz.harness.core.files import Unreadable, decoded_toml, read_file
 from attnfuzz.harness.gate.result import Finding, KernelGate, Outcome, Part, PartName, Waiver
 from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES, Failure
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, OutputName, reject, shown
 
 __all__ = [
@@ -43,10 +44,13 @@ _LARGEST = 4 << 20
 _MOST_ISSUE = 500
 """Letters of a reference to an issue."""
 _REQUIRED = ("kernel", "issue", "expires")
-_FIELDS = ("kernel", "part", "kind", "output", "check", "message", "case", "versions", "issue", "expires")
+_FIELDS = ("kernel", "part", "kind", "output", "check", "message", "device", "case", "versions", "issue", "expires")
+_SAME = ("kernel", "kind", "part", "output", "check", "message", "device", "versions")
+"""Fields in which no two entries may agree."""
 _ISSUE = re.compile(r"#\d+|[\w.-]+/[\w.-]+#\d+|https?://\S+/\S+")
 
 _BY_PART: tuple[PartName, ...] = ("accuracy", "determinism", "compile", "speed")
+_DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Entry:
     check: str | None = None
     message: str | None = None
     """A part of the failure's message, where the kind alone would let too much through."""
+    device: Device | None = None
+    """The device on which the failure shows in this way; None: any. Runs on another device leave the entry out."""
     case: Path | None = None
     """Its case file, which is replayed to see whether the failure still shows."""
     versions: tuple[tuple[str, str], ...] = ()
@@ -100,6 +106,7 @@ class Entry:
     def __str__(self) -> str:
         what = self.kind or self.part
         where = f" in {OUTPUT_TITLES[self.output]}" if self.output else ""
+        where += f" on {self.device}" if self.device else ""
         return f"entry {self.number} ({self.kernel}: {what}{where}, {self.issue})"
 
 
@@ -109,6 +116,11 @@ class Ledger:
 
     path: Path
     entries: tuple[Entry, ...] = ()
+
+    def on(self, device: Device, today: date) -> Ledger:
+        """Return a copy for a run on `device`: without the entries of another device, unless they have expired."""
+        entries = (each for each in self.entries if each.device in (None, device) or each.expired(today))
+        return dataclasses.replace(self, entries=tuple(entries))
 
     def in_force(self, today: date) -> tuple[Entry, ...]:
         """Return the entries that have not expired and hold with the versions installed here."""
@@ -138,7 +150,7 @@ def read_ledger(path: Path, today: date) -> Ledger:
     for number, table in enumerate(tables, 1):
         line = lines[number - 1] if len(lines) == len(tables) else 0
         entry = _Reader(path, number, line, table).entry(today)
-        key = tuple(getattr(entry, name) for name in ("kernel", "kind", "part", "output", "check", "message", "versions"))
+        key = tuple(getattr(entry, name) for name in _SAME)
         if key in entries:
             raise _Reader(path, number, line, table).wrong(f"it repeats entry {entries[key].number}", "keep one of them")
         entries[key] = entry
@@ -182,6 +194,7 @@ class _Reader:
             output=self._output(),
             check=table.get("check"),
             message=table.get("message"),
+            device=self._one_of("device", _DEVICES),
             case=None if case is None else self._case(case),
             versions=self._versions(),
         )

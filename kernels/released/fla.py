@@ -69,6 +69,20 @@ def _refuses(problem: Problem) -> str | None:
     return None
 
 
+_WIDEST_ROW: Final = 768
+"""Bytes that a row of Q and one of V may have as tiles. With 1,024 the forward's 128 queries and its three stages of 64 keys
+need 256 KiB of shared memory, of which a block has 227 KiB on an H100."""
+
+
+def _does_not_fit(problem: Problem) -> str | None:
+    """Tiles that exceed the shared memory of a GPU: the package chooses them by the GPU alone, and launching them fails."""
+    width = sum(1 << (dim - 1).bit_length() for dim in (problem.dim_qk, problem.dim_v))
+    if width * (4 if problem.dtype == "float32" else 2) <= _WIDEST_ROW:
+        return None
+    dims = f"dims={problem.dim_qk} x {problem.dim_v}, dtype={problem.dtype!r}"
+    return f"{dims}: the tiles that parallel_attn chooses exceed the shared memory of a GPU (docs/findings.md)"
+
+
 _DECLARED: Final[dict[str, Any]] = {
     "dims": _DIMS,
     "groups": None,
@@ -81,6 +95,7 @@ _DECLARED: Final[dict[str, Any]] = {
     "scale_any": True,
     "layouts": True,
     "refuses": _refuses,
+    "gpu_limits": _does_not_fit,
     "package": _FLA,
     "files": _FILES,
     # On a GPU of this generation the package prefers kernels in TileLang, where that is installed.

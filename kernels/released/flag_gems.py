@@ -10,7 +10,7 @@ from attnfuzz.kernels.released.subject import Package, released
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLASH", "FLASH_ALL", "SDPA", "SDPA_ALL", "VARLEN"]
+__all__ = ["FLASH", "FLASH_ALL", "SDPA", "SDPA_ALL", "VARLEN", "VARLEN_ALL"]
 
 _FLAG_GEMS: Final = Package("flag-gems", "flag_gems", needs=("sqlalchemy", "yaml", "packaging"), outside_extra=True)
 
@@ -93,6 +93,29 @@ def _refuses_negative_sides(problem: Problem) -> str | None:
     return None
 
 
+def _refuses_ragged_findings(problem: Problem) -> str | None:
+    """What is known to be wrong: windows with a limit on one side, and LSE of several single queries with grouped heads."""
+    if (reason := _refuses_negative_sides(problem)) is not None:
+        return reason
+    queries, keys = (max(lengths, default=0) for lengths in (problem.seqlens_q, problem.seqlens_k))
+    sides = problem.window or (None, None)
+    # The package takes a limit of as many keys as there are, or more, for none.
+    left, right = (side is not None and side < keys for side in sides)
+    single = queries == 1
+    # A causal mask is the limit on the right. One query has no keys on its right, and the package leaves the mask out.
+    masked = problem.causal is not None and not single
+    left_only, right_only = left and not (right or masked), right and not (left or masked or single)
+    # With more queries than keys such a limit on the right does hide keys, of the first queries.
+    right_lost = sides[1] is not None and keys <= sides[1] < queries - 1 and not masked
+    if left_only or right_only or right_lost:
+        return f"window={problem.window}: one side alone is known to be wrong (docs/findings.md); {VARLEN_ALL.name} takes it"
+    swapped = single and problem.groups > 1 and not (left or right)
+    if swapped and len(problem.seqlens_q) > 1 and "lse" in problem.needs.outputs:
+        rows = f"seqlens_q={problem.seqlens_q}, groups={problem.groups}"
+        return f"{rows}: their LSE is known to be wrong (docs/findings.md); {VARLEN_ALL.name} takes it"
+    return None
+
+
 _DECLARED: Final[dict[str, Any]] = {
     "package": _FLAG_GEMS,
     # The package looks for a vendor's tools otherwise; its tuner keeps results in a file of the user's home.
@@ -145,13 +168,12 @@ FLASH_ALL: Final = released(
     refuses=_refuses_negative_sides,
     **_FLASH,
 )
-VARLEN: Final = released(
-    _varlen,
-    name="released.flag_gems.varlen",
-    like="varlen",
-    dims=((64, 64), (32, 32), (128, 128), (256, 256)),
-    refuses=_refuses_negative_sides,
-    # Its kernel uses block pointers, which Triton 3.9 no longer has.
-    triton_before=(3, 9),
+_VARLEN: Final[dict[str, Any]] = {
     **_FLASH,
-)
+    "like": "varlen",
+    "dims": ((64, 64), (32, 32), (128, 128), (256, 256)),
+    # Its kernel uses block pointers, which Triton 3.9 no longer has.
+    "triton_before": (3, 9),
+}
+VARLEN: Final = released(_varlen, name="released.flag_gems.varlen", refuses=_refuses_ragged_findings, **_VARLEN)
+VARLEN_ALL: Final = released(_varlen, name="released.flag_gems.varlen_all", refuses=_refuses_negative_sides, **_VARLEN)

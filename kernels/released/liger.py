@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.released.subject import Package, released
 
@@ -51,5 +52,7 @@ NEIGHBORHOOD: Final = released(
     layouts=True,
     window=True,
     scale_any=True,
+    # Its products say nothing of their precision, which is tf32 on a GPU.
+    deviations=Deviations(tf32_on=("cuda",)),
     deterministic=("o", "dq", "dk", "dv"),
 )

@@ -62,6 +62,7 @@ class Released(Adapted):
 
     package: Package
     refuses: Callable[[Problem], str | None]
+    gpu_limits: Callable[[Problem], str | None]
     environment: tuple[tuple[str, str], ...]
     on_cpu: tuple[tuple[str, str, Any], ...]
     masked_loads: memory.Masked
@@ -81,8 +82,9 @@ class Released(Adapted):
         return f"triton {installed} lacks functions that {self.package.distribution} uses: pip install 'triton<{major}.{minor}'"
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
-        """Why not, or None: the capabilities, the parameters, and the limits that only the package's documentation states."""
-        return Adapted.supports(self, problem, config, device) or self.refuses(problem)
+        """Why not, or None: the capabilities, the parameters, the limits that no capability states, and those of a GPU."""
+        reason = Adapted.supports(self, problem, config, device) or self.refuses(problem)
+        return self.gpu_limits(problem) if reason is None and device == "cuda" else reason
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
         """Compile nothing: functions compile at their first call, and the package is imported then.
@@ -134,6 +136,7 @@ def released(
     like: Literal["dense", "varlen"],
     files: Sequence[str],
     refuses: Callable[[Problem], str | None] = lambda _problem: None,
+    gpu_limits: Callable[[Problem], str | None] = lambda _problem: None,
     environment: Mapping[str, str] | None = None,
     on_cpu: Sequence[tuple[str, str, Any]] = (),
     masked_loads: memory.Masked = "refused",
@@ -149,6 +152,7 @@ def released(
         like: the adapter to use.
         files: sources of the kernel, relative to the package's folder.
         refuses: why the kernel does not take a Problem that its capabilities allow, by the package's own documentation, or None.
+        gpu_limits: why compiled code does not take a Problem that the interpreter runs, or None: a tile that does not fit, say.
         environment: variables of the environment during each call, the package's import among them.
         on_cpu: module, name and value of what the package assumes of the device, during each call on the CPU.
         masked_loads: what its loads without `other` have in masked elements on the CPU (`kernels.support.memory.Masked`).
@@ -166,6 +170,7 @@ def released(
         **values,
         package=package,
         refuses=refuses,
+        gpu_limits=gpu_limits,
         environment=tuple((environment or {}).items()),
         on_cpu=tuple(on_cpu),
         masked_loads=masked_loads,

@@ -177,7 +177,7 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
     def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any, **named: Any) -> Any:
         if launches.current is None:
             return shipped_load(self, ptrs, mask, other, *hints, **named)
-        data, kept = ptrs.data, mask.data
+        data, kept = ptrs.data, _kept(mask)
         undefined = other is None and not (launches.current.other or launches.current.atomic or kept.all())
         if undefined and memory.masked() == "refused":
             hidden = int(kept.size - np.count_nonzero(kept))
@@ -196,6 +196,11 @@ def _load(shipped_load: Callable[..., Any]) -> Callable[..., Any]:
     return create_masked_load
 
 
+def _kept(mask: Any) -> Any:
+    """Return which elements a mask keeps; that of a block pointer (before Triton 3.9) is an array, others hold one."""
+    return mask if isinstance(mask, np.ndarray) else mask.data
+
+
 def _with_anything(result: Any, kept: Any) -> Any:
     """Return the loaded `result` with values in its masked elements that no kernel may rely on."""
     data = np.array(np.broadcast_to(result.data, kept.shape))
@@ -211,8 +216,9 @@ def _store(shipped_store: Callable[..., Any]) -> Callable[..., Any]:
     def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *hints: Any, **named: Any) -> Any:
         if launches.current is not None:
             note_site(ptrs)
-            for view, width, live in accessed("store", ptrs, mask.data):
-                addresses = live_of(ptrs.data, mask.data) if live is None else live
+            kept = _kept(mask)
+            for view, width, live in accessed("store", ptrs, kept):
+                addresses = live_of(ptrs.data, kept) if live is None else live
                 refuse_duplicates(view, addresses)
                 note_store("store", view, width, addresses, atomic=launches.current.atomic)
         return shipped_store(self, ptrs, value, mask, *hints, **named)

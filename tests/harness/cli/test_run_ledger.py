@@ -204,6 +204,15 @@ def test_a_failure_that_is_not_drawn_shows_in_its_own_case() -> None:
     assert "fails in another way: mismatch: dK: " in done.stdout
 
 
+def test_an_entry_of_another_device_is_neither_tried_nor_missed() -> None:
+    other = {**ENTRY, "kernel": "torch.right", "device": "cuda"}
+    done = run("torch.right", "--ledger", ledger(other))
+    assert (done.exit_code, "entry 1" in done.output) == (0, False), done.output
+    done = run("torch.right", "--ledger", ledger({**other, "device": "cpu"}))
+    assert done.exit_code == 1
+    assert "entry 1 (torch.right: mismatch in dK on cpu, #12): it did not show" in done.stdout
+
+
 def test_an_expired_entry_fails() -> None:
     done = run("torch.skewed", "--ledger", ledger({**ENTRY, "expires": "2026-01-01"}))
     assert done.exit_code == 1
@@ -259,7 +268,7 @@ def test_cases_that_cannot_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_run_that_ended_early_proves_nothing() -> None:
-    known = read_known(Path(ledger({**ENTRY, "kernel": "torch.right"})), [registry.get("torch.right")], date.today())
+    known = read_known(Path(ledger({**ENTRY, "kernel": "torch.right"})), [registry.get("torch.right")], "cpu", date.today())
     settings = Settings(max_examples=4, in_process=True)
     done = CampaignFinished((KernelSummary("torch.right", 4, 0, 1.0, 0, 0.0, {}, ()),), (), 1.0)
     assert known.judge(done, settings).wrong

@@ -91,6 +91,27 @@ def test_an_entry_holds_only_with_its_versions(tmp_path: Path) -> None:
     assert spent(alone, [], date(2026, 7, 1))[0], "an entry expires with any versions"
 
 
+def test_an_entry_of_another_device_means_nothing_there(tmp_path: Path) -> None:
+    both = read(tmp_path, {**ENTRY, "device": '"cuda"'}, {**ENTRY, "device": '"cpu"', "output": '"dV"'}, part_entry("speed"))
+    fails, passes = (gated(Part("replay", "pass", ""), campaign(*each)) for each in ((WRONG_DK,), ()))
+    on_gpu, on_cpu = both.on("cuda", TODAY), both.on("cpu", TODAY)
+    assert [[each.number for each in ledger.entries] for ledger in (on_gpu, on_cpu)] == [[1, 3], [2, 3]]
+    assert (let_through(fails, on_gpu, TODAY).outcome, let_through(fails, on_cpu, TODAY).outcome) == ("known", "fail")
+    (gone,) = spent(on_gpu, [passes], TODAY)[0]
+    assert gone[0].startswith("entry 1 (acme.flash: mismatch in dK on cuda, ")
+    (gone,) = spent(on_cpu, [passes], TODAY)[0]
+    assert gone[0].startswith("entry 2 (acme.flash: mismatch in dV on cpu, ")
+    late = date(2026, 7, 1)
+    (expired, *_) = spent(both.on("cpu", late), [], late)[0]
+    assert expired[0].startswith("entry 1 "), "an entry expires on any device"
+
+
+def test_entries_that_differ_in_the_device_only(tmp_path: Path) -> None:
+    assert len(read(tmp_path, {**ENTRY, "device": '"cuda"'}, {**ENTRY, "device": '"cpu"'}).entries) == 2
+    with pytest.raises(BadArgument, match=r"it repeats entry 1"):
+        read(tmp_path, {**ENTRY, "device": '"cuda"'}, {**ENTRY, "device": '"cuda"'})
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -175,6 +196,7 @@ def test_a_case_that_is_not_taken_here_proves_nothing(tmp_path: Path) -> None:
         ({**ENTRY, "expires": "2026-06-30T10:00:00"}, "is not a day"),
         ({**ENTRY, "expires": "2027-04-01"}, "more than a year ahead"),
         ({**ENTRY, "owner": '"me"'}, "'owner' is not a field of an entry"),
+        ({**ENTRY, "device": '"gpu"'}, "device='gpu': there is no such device; use one of cpu, cuda"),
         ({**ENTRY, "case": '"gone.json"'}, "there is no such file"),
         ({**ENTRY, "versions": '"2.11.0"'}, "versions='2.11.0' must be a table of texts"),
         ({**ENTRY, "versions": "{}"}, "versions={} must be a table of texts"),

@@ -6,7 +6,7 @@ import importlib.util
 from contextlib import closing
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.paths import ROOT
@@ -19,13 +19,16 @@ from attnfuzz.harness.gate.parts.correctness import replay
 from attnfuzz.harness.gate.result import Finding
 from attnfuzz.harness.gate.subjects import named
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, Needs, Problem
 from attnfuzz.kernels.released import DISTRIBUTIONS
 from attnfuzz.kernels.released.subject import Package, Released, released
+from attnfuzz.kernels.support import memory
 
 FOLDER = ROOT / "tests/corpus/released"
 LEDGER = read_ledger(FOLDER / "ledger.toml", date.today())
 NAMES = [each for each in registry.names() if registry.is_released(each)]
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 HIDDEN = sorted({each.kernel for each in LEDGER.entries} - set(NAMES))
 
 
@@ -82,6 +85,76 @@ def test_limits_that_no_capability_states_are_asked() -> None:
         kernel.build(problems[1], config, "cpu")
 
 
+def test_limits_of_a_gpu_are_none_of_the_interpreter() -> None:
+    def too_wide(problem: Problem) -> str | None:
+        return "dim_qk=128: it does not fit" if problem.dim_qk == 128 else None
+
+    package = Package("acme-attention", "json")
+    limits: dict[str, Any] = {"dims": ((64, 64), (128, 128)), "gradients": False, "gpu_limits": too_wide}
+    kernel = released(function, name="released.acme", package=package, like="dense", files=(), **limits)
+    forms: dict[str, Any] = {"packing": "dense", "seqlens_q": (2,), "seqlens_k": (2,), "needs": Needs(outputs=("o",))}
+    narrow, wide = (Problem(dim_qk=dim, dim_v=dim, **forms) for dim in (64, 128))
+    (config,) = kernel.configs(wide)
+    assert [kernel.supports(wide, config, device) for device in ("cpu", "cuda")] == [None, "dim_qk=128: it does not fit"]
+    assert kernel.supports(narrow, config, "cuda") is None
+
+
+@pytest.mark.parametrize("name", ["released.fla.parallel", "released.fla.parallel_varlen"])
+@pytest.mark.parametrize(
+    ("dims", "dtype", "fits"),
+    [
+        ((96, 96), "float32", False),
+        ((128, 128), "float32", False),
+        ((64, 128), "float32", True),
+        ((128, 128), "float16", True),
+        ((256, 256), "bfloat16", False),
+    ],
+)
+def test_dims_whose_tiles_exceed_shared_memory(name: str, dims: tuple[int, int], dtype: Any, fits: bool) -> None:
+    kernel, packing = kernel_of(name), "ragged" if name.endswith("varlen") else "dense"
+    forms: dict[str, Any] = {"packing": packing, "causal": "bottom_right", "dtype": dtype}
+    problem = Problem(seqlens_q=(33,), seqlens_k=(33,), dim_qk=dims[0], dim_v=dims[1], needs=Needs(outputs=("o",)), **forms)
+    (config,) = kernel.configs(problem)
+    assert kernel.supports(problem, config, "cpu") is None
+    reason = kernel.supports(problem, config, "cuda")
+    assert reason is None if fits else "exceed the shared memory" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "causal", "groups", "why"),
+    [
+        (((3, 2), (2, 5)), (0, None), None, 1, "one side alone"),
+        (((3, 2), (2, 5)), (None, 0), None, 1, "one side alone"),
+        (((3,), (3,)), (4, 0), None, 1, "one side alone"),
+        (((3,), (3,)), (0, 4), None, 1, "one side alone"),
+        (((3,), (3,)), (4, 9), None, 1, None),
+        (((3,), (1,)), (None, 1), None, 1, "one side alone"),
+        (((2,), (1,)), (None, 1), None, 1, None),
+        (((3,), (3,)), (1, 1), None, 1, None),
+        (((3,), (3,)), (0, None), "bottom_right", 1, None),
+        (((3,), (3,)), (None, 0), "bottom_right", 1, None),
+        (((1,), (3,)), (0, None), "bottom_right", 1, "one side alone"),
+        (((1,), (3,)), (None, 0), "bottom_right", 1, None),
+        (((1, 1), (3, 2)), None, None, 2, "their LSE"),
+        (((1, 1), (3, 2)), (9, 9), "bottom_right", 2, "their LSE"),
+        (((1, 1), (3, 2)), (1, 1), None, 2, None),
+        (((1, 1), (3, 2)), None, None, 1, None),
+        (((1, 2), (3, 2)), None, None, 2, None),
+        (((1,), (3,)), None, None, 2, None),
+    ],
+)
+def test_what_is_known_to_be_wrong_is_left_to_another_kernel(
+    lengths: tuple[tuple[int, ...], tuple[int, ...]], window: Any, causal: Any, groups: int, why: str | None
+) -> None:
+    forms: dict[str, Any] = {"window": window, "causal": causal, "heads": groups, "kv_heads": 1, "dim_qk": 64, "dim_v": 64}
+    problem = Problem(seqlens_q=lengths[0], seqlens_k=lengths[1], needs=Needs(outputs=("o", "lse")), **forms)
+    listed, every = (kernel_of(f"released.flag_gems.{name}") for name in ("varlen", "varlen_all"))
+    (config,) = listed.configs(problem)
+    assert every.supports(problem, config, "cuda") is None
+    reason = listed.supports(problem, config, "cuda")
+    assert reason is None if why is None else why in str(reason)
+
+
 # --- by which names they run
 
 
@@ -113,19 +186,20 @@ def test_every_package_is_named_where_versions_are_read() -> None:
 # --- with the packages
 
 
-def installed(name: str) -> Released:
+def installed(name: str, device: Device) -> Released:
     kernel = kernel_of(name)
-    if reason := kernel.unavailable("cpu"):
+    if reason := kernel.unavailable(device):
         pytest.skip(reason)
     return kernel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_few_cases_find_nothing_that_is_not_known(name: str) -> None:
-    settings = Settings(device="cpu", max_examples=8, seed=3, out=None, maps=False)
-    done = run_campaign([installed(name)], settings, lambda _: None)
-    own = [each for each in LEDGER.entries if each.kernel == name]
+def test_a_few_cases_find_nothing_that_is_not_known(name: str, device: Device) -> None:
+    settings = Settings(device=device, max_examples=8, seed=3, out=None, maps=False)
+    done = run_campaign([installed(name, device)], settings, lambda _: None)
+    own = [each for each in LEDGER.on(device, date.today()).entries if each.kernel == name]
     for each in done.findings:
         assert each.failure is not None
         finding = Finding.of("campaign", each.identity, each.failure.message)
@@ -149,16 +223,25 @@ def test_the_ledger_has_every_kept_case() -> None:
         assert f"`{stored.path.stem}`" in told
 
 
+def test_what_only_the_interpreter_can_report_is_of_the_cpu() -> None:
+    for entry in LEDGER.entries:
+        assert (entry.device == "cpu") or entry.kind not in get_args(memory.MemoryKind), entry
+        assert (entry.device == "cuda") or entry.kind != "illegal-access", entry
+
+
 def finding_id(entry: Entry) -> str:
     return Path(entry.case or "").stem
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("entry", LEDGER.entries, ids=finding_id)
-def test_a_finding_still_shows_in_the_installed_version(entry: Entry) -> None:
-    kernel, stored = installed(entry.kernel), case_of(entry)
+def test_a_finding_still_shows_in_the_installed_version(entry: Entry, device: Device) -> None:
+    if entry.device not in (None, device):
+        pytest.skip(f"it shows on {entry.device} only")
+    kernel, stored = installed(entry.kernel, device), case_of(entry)
     assert stored is not None
-    with closing(executor_for([kernel], Settings(device="cpu", out=None))) as executor:
-        part = replay(kernel, "cpu", [stored], executor)
+    with closing(executor_for([kernel], Settings(device=device, out=None))) as executor:
+        part = replay(kernel, device, [stored], executor)
     fixed = f"{finding_id(entry)}: its case passes; take the entry out, and say in docs/findings.md which version fixes it"
     assert any(map(entry.covers, part.findings)), f"{fixed} ({part.summary})"

@@ -28,6 +28,7 @@ pytestmark = marks()
 triton = loaded()
 
 import triton.language as tl  # noqa: E402 - after the mode is fixed
+from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402 - after the mode is fixed
 
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty  # noqa: E402 - imports torch
 from attnfuzz.harness.trial.trial import run_trial  # noqa: E402 - imports torch
@@ -112,6 +113,13 @@ def ticket(partial, counter, out):
     tl.store(partial + program, program.to(tl.float32))
     if tl.atomic_add(counter, 1) == tl.num_programs(0) - 1:
         tl.store(out, tl.load(partial) + tl.load(partial + 1))
+
+
+@triton.jit
+def by_blocks(source, target, count, size: tl.constexpr):
+    read = tl.make_block_ptr(source, (count,), (1,), (0,), (size,), (0,))
+    write = tl.make_block_ptr(target, (count,), (1,), (0,), (size,), (0,))
+    tl.store(write, tl.load(read, boundary_check=(0,), padding_option="zero"), boundary_check=(0,))
 
 
 @triton.jit
@@ -322,6 +330,15 @@ def test_masked_loads_without_other() -> None:
     assert "1 of 8 elements is masked and there is no other=: it holds anything" in str(fault)
     # The interpreter itself forgets an `other` that is one 0.
     zero_for_one[(1,)](x, out, 0)
+
+
+@pytest.mark.skipif(not hasattr(InterpreterBuilder, "create_tensor_pointer_load"), reason="Triton 3.9 has no block pointers")
+def test_block_pointers() -> None:
+    x, out = floats(8), torch.zeros(8)
+    by_blocks[(1,)](x, out, 7, size=8)
+    assert out.tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+    refused("out-of-bounds", "tl.store(write, tl.load", by_blocks, lambda: by_blocks[(1,)](x[:6], out, 7, size=8))
+    refused("out-of-bounds", "tl.store(write, tl.load", by_blocks, lambda: by_blocks[(1,)](x, out[:6], 7, size=8))
 
 
 def test_pointers_of_several_tensors_or_of_none() -> None:
