@@ -69,9 +69,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     (repository.root / "src/acme/gone.py").unlink()
     repository.edit("typo", "return o, lse", "return o, lse)")
     days = {"rough": date.today() - timedelta(days=1), "known": date.today() + timedelta(days=30)}
-    entries = (
+    entries = [
         f'[[known]]\nkernel = "acme.{name}"\npart = "accuracy"\noutput = "dQ"\nissue = "#12"\nexpires = {day}\n'
         for name, day in days.items()
+    ]
+    # A CPU cannot show it: it must be neither in use nor an error.
+    entries.append(
+        f'[[known]]\nkernel = "acme.known"\nkind = "illegal-access"\ndevice = "cuda"\nissue = "#12"\nexpires = {days["known"]}\n'
     )
     repository.write("ledger.toml", "".join(entries))
     summary = repository.root / "summary.md"
