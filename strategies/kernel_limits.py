@@ -87,8 +87,8 @@ def _rounded(length: int, step: int, longest: int) -> int:
 
 def _affordable(pairs: Sequence[_Pair], room: Room) -> Iterator[_Pair]:
     spent = 0
-    for n_q, n_k in pairs:
+    for number, (n_q, n_k) in enumerate(pairs):
         spent += room.heads * -(-n_q // room.tile_m) * -(-n_k // room.tile_n)
-        if spent > room.tiles and (n_q, n_k) != pairs[0]:
+        if spent > room.tiles and number:
             return
         yield n_q, n_k

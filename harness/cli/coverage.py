@@ -54,7 +54,10 @@ def coverage_command(
     settings = Settings(
         device=resolve_device(device), profile=profile_of(profile).name, max_examples=max_examples, seed=seed, out=None
     )
-    (subject,) = asked_for([kernel]).kernels
+    subject, *others = asked_for([kernel]).kernels
+    if others:
+        names = ", ".join(each.name for each in (subject, *others))
+        raise reject("kernel", kernel, "it is the beginning of several names", f"give one of {names}")
     with CoverageProgress(console(stderr=as_json)) as progress:
         coverage = measure(subject, settings, lines or 0, progress)
     if as_json:

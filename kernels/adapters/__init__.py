@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from attnfuzz.kernels.adapters.adapted import Adapted, AdaptedTriton
 from attnfuzz.kernels.adapters.call import Call
+from attnfuzz.kernels.adapters.declared import checked, of_shapes
 from attnfuzz.kernels.adapters.lse_form import DenseLse, LseForm, RaggedLse
 from attnfuzz.kernels.adapters.reached import triton_files
 from attnfuzz.kernels.adapters.signature import read, source_files
@@ -145,7 +146,8 @@ def paged(
     Raises:
         BadArgument: the signature cannot be read or does not fit, or the capabilities contradict it.
     """
-    if not page_sizes or any(type(each) is not int or each < 1 for each in page_sizes):
+    integers = isinstance(page_sizes, tuple | list) and all(type(each) is int for each in page_sizes)
+    if not integers or not page_sizes or min(page_sizes) < 1:
         raise reject("page_sizes", page_sizes, "a page has 1 token or more", "give whole numbers: page_sizes=(16, 64)")
     known = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     signature = read(function, (), known)
@@ -189,33 +191,15 @@ def _adapted(
     return kind(name=name, backend=backend, files=sources, capabilities=can, call=call, choices=chosen)
 
 
-def _of_shapes(shapes: Any) -> dict[str, Any]:
-    """Return the capabilities that a pool of shapes shows."""
-    if not shapes:
-        return {}
-    if not all(isinstance(each, tuple | list) and len(each) == 5 and all(type(n) is int for n in each) for each in shapes):
-        remedy = "give tuples (batch, heads, kv_heads, seqlen_q, seqlen_k), the smallest first"
-        raise reject("shapes", shapes, "each is five integers", remedy)
-    for shape in shapes:
-        if min(shape) < 1 or shape[1] % shape[2]:
-            raise reject("shapes", shape, "each number is 1 or more, and kv_heads divides heads", "correct it")
-    return {
-        "groups": tuple(sorted({heads // kv_heads for _, heads, kv_heads, _, _ in shapes})),
-        "unequal": any(n_q != n_k for *_, n_q, n_k in shapes),
-    }
-
-
 def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
     """Capabilities that the signature shows, replaced by those that the caller declares."""
-    if unknown := sorted(declared.keys() - set(Capabilities.__struct_fields__)):
-        remedy = f"use one of {', '.join(Capabilities.__struct_fields__)}"
-        raise reject("capabilities", unknown[0], "Capabilities have no such field", remedy)
+    declared = checked(declared)
     has = call.signature.option
     outputs: tuple[OutputName, ...] = tuple(
         each for each in OUTPUT_NAMES if each == "o" or (call.gives_lse if each == "lse" else call.has_gradients)
     )
     visible: dict[str, Any] = {
-        **_of_shapes(declared.get("shapes", ())),
+        **of_shapes(declared.get("shapes", ())),
         "scale_given": has("softmax_scale") is not None,
         "causal": (None, "bottom_right") if has("causal") else (None,),
         "window": has("window_size") is not None,
@@ -225,11 +209,12 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
         "compiles_on": (),
     }
     can = Capabilities(**{**visible, **declared})
-    if not all(isinstance(each, tuple | list) and len(each) == 2 for each in can.dims):
-        raise reject("dims", can.dims, "each is a pair (dim_qk, dim_v)", "give pairs: ((64, 64), (128, 128))")
     for field, name in (("window", "window_size"), ("softcap", "softcap"), ("sinks", "sinks")):
         if getattr(can, field) and not has(name):
             raise reject(field, True, f"{call.signature.name} has no parameter {name}", "leave it out, or wrap the function")
+    for name, value, default in (("sinks_in_dtype", call.sinks_in_dtype, False), ("lse_has_sinks", call.lse_has_sinks, True)):
+        if value is not default and not has("sinks"):
+            raise reject(name, value, f"{call.signature.name} has no parameter sinks", "leave it out, or wrap the function")
     if len(can.causal) > 1 and not has("causal"):
         remedy = "name the one mask that it always has, or wrap the function"
         raise reject("causal", can.causal, f"{call.signature.name} has no parameter causal", remedy)
@@ -243,7 +228,7 @@ def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:
         raise reject("packings", can.packings, f"this adapter calls it {expected}", "leave it out, or use the other adapter")
     if can.slack and call.layout != "thd":
         raise reject("slack", True, "a dense function is not passed how many rows count", "leave it out")
-    if any(can.page_sizes) and not call.pages:
+    if can.page_sizes != (0,) and not call.pages:
         raise reject("page_sizes", can.page_sizes, "this adapter passes no page table", "use adapters.paged")
     if not call.gives_lse and not call.lse_form.is_plain(expected):
         remedy = "say lse=True where it always comes second in the result"

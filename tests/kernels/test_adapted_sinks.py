@@ -147,6 +147,10 @@ def test_sinks_that_cannot_be_passed_are_refused() -> None:
 
     with pytest.raises(BadArgument, match="sinks=True: without has no parameter sinks; leave it out"):
         dense(without, sinks=True, **SMALL)
+    with pytest.raises(BadArgument, match="sinks_in_dtype=True: without has no parameter sinks"):
+        dense(without, sinks_in_dtype=True, **SMALL)
+    with pytest.raises(BadArgument, match="lse_has_sinks=False: without has no parameter sinks"):
+        dense(without, lse=True, lse_has_sinks=False, **SMALL)
     kernel = dense(without, gradients=False, **SMALL)
     problem = Problem(seqlens_q=(5,), seqlens_k=(5,), dim_qk=8, dim_v=8, packing="dense", sinks=True, needs=Needs(outputs=("o",)))
     assert kernel.supports(problem, Config(), "cpu") == "sinks=True: not supported"

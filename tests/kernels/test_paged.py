@@ -186,10 +186,14 @@ def test_faults_are_found_and_shrunk(function: Any) -> None:
 def test_what_does_not_fit_is_refused_in_words() -> None:
     with pytest.raises(BadArgument, match=r"page_sizes=\(0,\): a page has 1 token or more"):
         paged(decode, page_sizes=(0,), **SMALL)
+    with pytest.raises(BadArgument, match="page_sizes=16: a page has 1 token or more"):
+        paged(decode, page_sizes=16, **SMALL)  # type: ignore[arg-type]
     with pytest.raises(BadArgument, match="it has no parameter page_table"):
         paged(support.flash_varlen, page_sizes=(16,), **SMALL)
     with pytest.raises(BadArgument, match=r"this adapter passes no page table; use adapters\.paged"):
         varlen(support.flash_varlen, page_sizes=(16,), **SMALL)
+    with pytest.raises(BadArgument, match=r"page_sizes=\(\): this adapter passes no page table"):
+        varlen(support.flash_varlen, page_sizes=(), **SMALL)
     kernel = varlen(support.flash_varlen, **SMALL)
     problem = Problem(**{**PLAIN, "dim_v": 8, "dtype": "float32"})
     assert kernel.supports(problem, Config(), "cpu") == "page_size=16: supports 0"

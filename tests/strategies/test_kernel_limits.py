@@ -23,6 +23,7 @@ from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import RELATIONS, Case
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.draw import draw_values
+from attnfuzz.strategies.kernel_limits import Room, within_limits
 from attnfuzz.strategies.models import left_out, model_variants
 from attnfuzz.strategies.neighbours import neighbours
 from attnfuzz.strategies.relations import relations_of
@@ -85,6 +86,16 @@ def test_cases_are_not_filtered_by_their_limits() -> None:
         draw_values(strategy, collected.append, seed=1, examples=60)
         assert len(asked) <= len(collected) + 5
         assert all(why_unsupported(subject.capabilities, each, "cpu") is None for each in asked)
+
+
+def test_a_batch_of_equal_lengths_is_cut_to_the_room_once_they_are_rounded_up() -> None:
+    can, room = Capabilities(multiple_q=64, multiple_k=64), Room(batch=8, length=300, tiles=4, heads=1, tile_m=64, tile_n=64)
+    assert within_limits([(10, 10)] * 8, can, room) == ((64, 64),) * 4
+    assert within_limits([(300, 300)] * 2, can, room) == ((256, 256),)
+
+
+def test_a_pool_of_lists_is_that_of_tuples() -> None:
+    assert dense(static, **SMALL, shapes=[[1, 2, 1, 8, 8]]).capabilities.shapes == ((1, 2, 1, 8, 8),)
 
 
 def test_all_of_a_pool_is_drawn_and_every_multiple() -> None:
@@ -218,6 +229,13 @@ def test_a_fault_of_one_static_shape_is_found_and_shrunk_within_the_pool() -> No
     [
         ({"shapes": ((1, 2, 3),)}, "each is five integers; give tuples"),
         ({"shapes": ((1, 3, 2, 8, 8),)}, "kv_heads divides heads"),
+        ({"shapes": 5}, "shapes=5: each is five integers; give tuples"),
+        ({"multiple_q": 0}, "multiple_q=0: it is 1 or more; correct it"),
+        ({"multiple_k": "64"}, "multiple_k='64': expected `int`, got `str`; give what Capabilities.multiple_k is declared as"),
+        ({"batch_max": 1.5}, r"batch_max=1\.5: expected `int | null`, got `float`"),
+        ({"heads_max": -1}, "heads_max=-1: it is 1 or more"),
+        ({"page_sizes": 16}, "page_sizes=16: expected `array`, got `int`"),
+        ({"causal": "bottom_right"}, "causal='bottom_right': expected `array`, got `str`"),
         ({"causal": (None, "bottom_right")}, "static has no parameter causal; name the one mask"),
         ({"scale_given": True}, "static has no parameter softmax_scale"),
     ],

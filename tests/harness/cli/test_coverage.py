@@ -51,6 +51,12 @@ def test_the_json_has_every_count() -> None:
     assert content == {**printed("--max-examples", "60", "--seed", "3"), "seconds_to_draw": content["seconds_to_draw"]}
 
 
+def test_a_beginning_of_several_names_is_refused_in_words() -> None:
+    result = CliRunner().invoke(main, ["coverage", "triton", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "kernel='triton': it is the beginning of several names; give one of triton.flex, " in result.output
+
+
 def test_the_cases_are_those_of_a_run() -> None:
     settings = Settings(device="cpu", seed=5, max_examples=12, out=None, replay=False, in_process=True)
     tried: list[str] = []

@@ -1,0 +1,81 @@
+"""Capabilities that the caller of an adapter declares: their types and smallest values, and what a pool of shapes shows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.kernels.errors import reject
+
+__all__ = ["checked", "of_shapes"]
+
+_LEAST = {"multiple_q": 1, "multiple_k": 1, "batch_max": 1, "heads_max": 1, "length_max": 1, "min_seqlen_k": 1, "dim_multiple": 1}
+
+
+def checked(declared: dict[str, Any]) -> dict[str, Any]:
+    """Return the declared fields with lists as tuples.
+
+    Raises:
+        BadArgument: Capabilities have no such field, or a value is of another type or below the smallest one.
+    """
+    fields = _types()
+    if unknown := sorted(declared.keys() - fields.keys()):
+        raise reject("capabilities", unknown[0], "Capabilities have no such field", f"use one of {', '.join(fields)}")
+    _check_pairs(declared)
+    return {name: _converted(name, value, fields[name]) for name, value in declared.items()}
+
+
+def of_shapes(shapes: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    """Return the capabilities that a pool of shapes shows.
+
+    Raises:
+        BadArgument: a number is below 1, or kv_heads does not divide heads.
+    """
+    if not shapes:
+        return {}
+    for shape in shapes:
+        if min(shape) < 1 or shape[1] % shape[2]:
+            raise reject("shapes", shape, "each number is 1 or more, and kv_heads divides heads", "correct it")
+    return {
+        "groups": tuple(sorted({heads // kv_heads for _, heads, kv_heads, _, _ in shapes})),
+        "unequal": any(n_q != n_k for *_, n_q, n_k in shapes),
+    }
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    """Return the type of each field; cached, since msgspec evaluates the annotations at every call."""
+    return {field.name: field.type for field in msgspec.structs.fields(Capabilities)}
+
+
+def _check_pairs(declared: dict[str, Any]) -> None:
+    """Check the fields whose form is most often mistaken, with a remedy for each."""
+    for name, size, reason, remedy in (
+        ("dims", 2, "each is a pair (dim_qk, dim_v)", "give pairs: ((64, 64), (128, 128))"),
+        (
+            *("shapes", 5, "each is five integers"),
+            "give tuples (batch, heads, kv_heads, seqlen_q, seqlen_k), the smallest first",
+        ),
+    ):
+        values = declared.get(name, ())
+        if not (isinstance(values, tuple | list) and all(_integers(each, size) for each in values)):
+            raise reject(name, values, reason, remedy)
+
+
+def _integers(value: object, count: int) -> bool:
+    return isinstance(value, tuple | list) and len(value) == count and all(type(n) is int for n in value)
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    try:
+        value = msgspec.convert(msgspec.to_builtins(value), kind)
+    except (msgspec.ValidationError, TypeError) as error:
+        reason = str(error)
+        remedy = f"give what Capabilities.{name} is declared as"
+        raise reject(name, value, reason[:1].lower() + reason[1:], remedy) from None
+    if name in _LEAST and value is not None and value < _LEAST[name]:
+        raise reject(name, value, f"it is {_LEAST[name]} or more", "correct it, or leave it out")
+    return value
