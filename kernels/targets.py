@@ -248,10 +248,11 @@ def _check_form(called: str, target: str) -> None:
 
 
 def _check_file(called: str, file: FileTarget) -> None:
+    spelled = (file_target(called) or file).file
     if not file.path:
-        raise reject("kernel", called, "it names no object of the file", f"give {file.file}:FUNCTION --like dense")
+        raise reject("kernel", called, "it names no object of the file", f"give {spelled}:FUNCTION --like dense")
     if not all(part.isidentifier() for part in file.path.split(".")):
-        raise reject("kernel", called, f"{file.path!r} is no name", f"give {file.file}:FUNCTION")
+        raise reject("kernel", called, f"{file.path!r} is no name", f"give {spelled}:FUNCTION")
     if file.like is not None:
         read_like(file.like)
     path = Path(file.file)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnfuzz.harness.audit.conformance.check import hints, probed_apart
+from attnfuzz.harness.audit.conformance.check import hints, probe_result
 from attnfuzz.harness.audit.conformance.features import Feature, plain_case
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.like import adapt, keywords_of
@@ -32,7 +32,7 @@ class AdapterModule:
     """The lines of an adapter's module, the fields of it that one trial each suggests, and the features that were not tried."""
 
     text: str
-    suggested: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
 
 
@@ -61,7 +61,7 @@ def with_own_gradients(target: str, device: Device, *, in_process: bool = False)
     if refusal is not None:
         return target, False
     parcel = {"name": kernel.name, "target": target, "folder": str(Path.cwd())}
-    if probed_apart("graph", kernel, parcel, case, device, in_process=in_process) is not False:
+    if probe_result("graph", kernel, parcel, case, device, in_process=in_process) is not False:
         return target, False
     forward = replace(file, like=Like(like.adapter, {**like.keywords, "gradients": False}).text)
     return forward.text, True
@@ -84,28 +84,30 @@ def adapter_module(
         raise ValueError(f"{target} is not a function of a file")
     file = file.seen_from(str(Path.cwd()))
     keywords, untried = keywords_of(file), []
-    suggested: dict[str, Any] = {}
+    suggestions: dict[str, Any] = {}
 
     def may_be_declared(feature: Feature) -> bool:
-        more = _more(kernel.capabilities, suggested, feature.widened)
-        return bool(more) and _accepts(file, {**keywords, **suggested, **more})
+        more = _more(kernel.capabilities, suggestions, feature.widened)
+        return bool(more) and _accepts(file, {**keywords, **suggestions, **more})
 
     with closing(hints(kernel, device, seconds, may_be_declared, in_process=in_process)) as features:
         for feature, works in features:
             if works is None:
                 untried.append(feature.spelled)
             elif works:
-                suggested |= _more(kernel.capabilities, suggested, feature.widened)
-    return AdapterModule(_text(file, target, keywords, suggested), tuple(_arguments(suggested)), tuple(dict.fromkeys(untried)))
+                suggestions |= _more(kernel.capabilities, suggestions, feature.widened)
+    return AdapterModule(
+        _text(file, target, keywords, suggestions), tuple(_arguments(suggestions)), tuple(dict.fromkeys(untried))
+    )
 
 
-def _more(can: Capabilities, suggested: dict[str, Any], widened: dict[str, Any]) -> dict[str, Any]:
+def _more(can: Capabilities, suggestions: dict[str, Any], widened: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a feature that works, joined with those of the others."""
     more: dict[str, Any] = {}
     for name, value in widened.items():
         if name in _NOT_PASSED or value == getattr(can, name):
             continue
-        before = suggested.get(name)
+        before = suggestions.get(name)
         more[name] = tuple(dict.fromkeys((*before, *value))) if isinstance(before, tuple) and isinstance(value, tuple) else value
     return more
 
@@ -126,18 +128,18 @@ def _arguments(keywords: dict[str, Any]) -> Iterator[str]:
         yield f"{name}={text if chr(34) in text else text.replace(chr(39), chr(34))}"
 
 
-def _text(file: FileTarget, target: str, keywords: dict[str, Any], suggested: dict[str, Any]) -> str:
+def _text(file: FileTarget, target: str, keywords: dict[str, Any], suggestions: dict[str, Any]) -> str:
     like = read_like(file.like or "dense")
     module, folder = importable_name(Path(file.file))
     first = file.path.partition(".")[0]
     if module is None or any(keyword.iskeyword(part) for part in (*module.split("."), *file.path.split("."))):
-        whole = replace(file_target(target) or file, like=Like(like.adapter, {**like.keywords, **suggested}).text)
+        whole = replace(file_target(target) or file, like=Like(like.adapter, {**like.keywords, **suggestions}).text)
         return f"from attnfuzz.kernels import get\n\nKERNEL = get({whole.text!r})  # no module can import a file of that name"
     lines = [f"from attnfuzz.kernels import {like.adapter}", f"from {module} import {first}  # in {folder}", ""]
     plain = f"KERNEL = {like.adapter}({file.path}, {', '.join(_arguments(keywords))}"
-    if not suggested:
+    if not suggestions:
         return "\n".join([*lines, f"{plain})"])
-    rest = ", ".join(_arguments(suggested))
+    rest = ", ".join(_arguments(suggestions))
     if len(plain) + len(rest) + 3 <= _WIDTH:
         return "\n".join([*lines, f"{plain}, {rest})"])
     return "\n".join([*lines, f"{plain},", f"    {rest})"])

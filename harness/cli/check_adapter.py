@@ -19,8 +19,8 @@ from attnfuzz.harness.cli.options import (
     in_process_option,
     json_option,
     like_option,
-    named_like,
     no_memory_check_option,
+    with_like,
 )
 from attnfuzz.harness.cli.project import current_project, on_command_line
 from attnfuzz.harness.core.environment import prepare, resolve_device
@@ -54,7 +54,7 @@ def check_adapter_command(
     from attnfuzz.harness.campaign.settings import duration
 
     where = resolve_device(device)
-    (kernel,) = named_like([kernel], like)
+    (kernel,) = with_like([kernel], like)
     seconds = None if deadline is None else duration(deadline, "deadline")
     if in_process:
         if deadline is not None:

@@ -24,8 +24,8 @@ from attnfuzz.harness.cli.options import (
     json_option,
     kernel_option,
     like_option,
-    named_like,
     out_option,
+    with_like,
     writable,
     write_file,
     writing,
@@ -98,7 +98,7 @@ def compile_command(
     archs = None if arch is None else _architectures(arch)
     if owner is not None and case is None:
         kernels = (*kernels, owner)
-    kernels = named_like(kernels, like) if case is None else kernels
+    kernels = with_like(kernels, like) if case is None else kernels
     if case:
         planned, left = _one(case, kernels, owner, like, archs)
     else:

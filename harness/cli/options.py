@@ -48,7 +48,6 @@ __all__ = [
     "kernel_option",
     "kernels_option",
     "like_option",
-    "named_like",
     "no_memory_check_option",
     "out_option",
     "profile_option",
@@ -56,6 +55,7 @@ __all__ = [
     "seed_option",
     "verbosity_of",
     "verbosity_options",
+    "with_like",
     "writable",
     "write_file",
     "writing",
@@ -152,7 +152,7 @@ class Asked:
     """Whether they were asked for by name; else they are all that are listed."""
 
 
-def named_like(names: Sequence[str], like: str | None) -> tuple[str, ...]:
+def with_like(names: Sequence[str], like: str | None) -> tuple[str, ...]:
     """Return the names of kernels, with `like`, the value of --like, in those that are functions of files.
 
     Raises:
@@ -224,7 +224,7 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object, 
     if like is not None and owner is None:
         raise reject("like", like, "it says how the function that --kernel names is called", "add --kernel FILE.py:FUNCTION")
     if owner is not None:
-        (owner,) = named_like([owner], like)
+        (owner,) = with_like([owner], like)
         if (kernel := registry.get(owner)).name != case_kernel:
             reason = f"it calls itself {kernel.name!r}, and {path} is a case of {case_kernel!r}"
             raise reject("kernel", owner, reason, "name the case's own kernel")

@@ -33,12 +33,12 @@ from attnfuzz.harness.cli.options import (
     json_option,
     kernels_option,
     like_option,
-    named_like,
     out_option,
     run_options,
     seed_option,
     verbosity_of,
     verbosity_options,
+    with_like,
     writable,
     write_file,
 )
@@ -94,7 +94,7 @@ def run_command(
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
-    functions = _functions(named_like((*kernels, *more_kernels), like), settings)
+    functions = _functions(with_like((*kernels, *more_kernels), like), settings)
     asked = asked_for(tuple(functions))
     if options["workers"] == "auto":
         from attnfuzz.harness.campaign.workers import useful_workers
@@ -244,8 +244,8 @@ def campaign(
 
 def _show_module(terminal: Console, name: str, module: AdapterModule) -> None:
     lines = [f"\nto keep {name} as a kernel, in a module of your own (attnfuzz run MODULE:KERNEL):\n", module.text]
-    if module.suggested:
-        lines.append(f"\n{', '.join(module.suggested)}: not fuzzed yet, each worked where it was tried once")
+    if module.suggestions:
+        lines.append(f"\n{', '.join(module.suggestions)}: not fuzzed yet, each worked where it was tried once")
     if module.untried:
         lines.append(f"not tried: {', '.join(module.untried)}; attnfuzz check-adapter tries them")
     terminal.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)

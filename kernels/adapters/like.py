@@ -26,13 +26,13 @@ def adapt(function: Any, target: FileTarget) -> Adapted:
     Raises:
         BadArgument: it is no function of that signature, or the keywords do not fit.
     """
-    named = replace(target, like=None).text
+    place = replace(target, like=None).text
     if type(function).__module__.partition(".")[0] == "triton":
         reason = "it is a Triton function, which is launched on a grid"
-        raise reject("kernel", named, reason, "name the Python function that launches it")
+        raise reject("kernel", place, reason, "name the Python function that launches it")
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}, which cannot be called"
-        raise reject("kernel", named, f"{target.path} is {kind}", "name a function of q, k and v")
+        raise reject("kernel", place, f"{target.path} is {kind}", "name a function of q, k and v")
     adapter, keywords = _ADAPTERS[read_like(target.like or "dense").adapter], keywords_of(target)
     try:
         return adapter(function, **keywords)
@@ -40,7 +40,7 @@ def adapt(function: Any, target: FileTarget) -> Adapted:
         own = read_like(target.like or "dense").adapter
         other = likely(function)
         remedy = f"; did you mean --like {other}?" if other not in (None, own) else ""
-        raise BadArgument(f"kernel={named!r}: --like {target.like} does not fit: {error}{remedy}") from None
+        raise BadArgument(f"kernel={place!r}: --like {target.like} does not fit: {error}{remedy}") from None
     except (TypeError, ValueError, AttributeError) as error:
         remedy = "see attnfuzz.kernels.dense, varlen and paged"
         raise reject("like", target.like, f"{type(error).__name__}: {error}", remedy) from None

@@ -29,7 +29,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Bed", "Conformance", "Row", "check_adapter", "hints", "probed_apart"]
+__all__ = ["Bed", "Conformance", "Row", "check_adapter", "hints", "probe_result"]
 
 _PROBES = "attnfuzz.harness.audit.conformance.probes:run_probe"
 
@@ -138,7 +138,7 @@ def hints(
                 yield each, row.status == "hint"
 
 
-def probed_apart(
+def probe_result(
     probe: str, kernel: Kernel, parcel: dict[str, Any], case: Case, device: Device, *, in_process: bool = False
 ) -> Any:
     """Return the result of a probe of a kernel that the registry need not know; a str says why there is none.
