@@ -124,8 +124,13 @@ def _accepts(file: FileTarget, keywords: dict[str, Any]) -> bool:
 
 def _arguments(keywords: dict[str, Any]) -> Iterator[str]:
     for name, value in keywords.items():
-        text = repr(value)
-        yield f"{name}={text if chr(34) in text else text.replace(chr(39), chr(34))}"
+        yield f"{name}={_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    """Return a value as Python code, with double quotes where that is simple."""
+    text = repr(value)
+    return text if '"' in text or "\\" in text else text.replace("'", '"')
 
 
 def _text(file: FileTarget, target: str, keywords: dict[str, Any], suggestions: dict[str, Any]) -> str:
@@ -134,7 +139,8 @@ def _text(file: FileTarget, target: str, keywords: dict[str, Any], suggestions: 
     first = file.path.partition(".")[0]
     if module is None or any(keyword.iskeyword(part) for part in (*module.split("."), *file.path.split("."))):
         whole = replace(file_target(target) or file, like=Like(like.adapter, {**like.keywords, **suggestions}).text)
-        return f"from attnfuzz.kernels import get\n\nKERNEL = get({whole.text!r})  # no module can import a file of that name"
+        note = "no module can import a file of that name"
+        return f"from attnfuzz.kernels import get\n\nKERNEL = get({_literal(whole.text)})  # {note}"
     lines = [f"from attnfuzz.kernels import {like.adapter}", f"from {module} import {first}  # in {folder}", ""]
     plain = f"KERNEL = {like.adapter}({file.path}, {', '.join(_arguments(keywords))}"
     if not suggestions:
