@@ -11,6 +11,8 @@ from typing import Any
 
 from attnfuzz.harness.audit.conformance.check import hints, probe_result
 from attnfuzz.harness.audit.conformance.features import Feature, plain_case
+from attnfuzz.harness.core.signals import ending
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.like import adapt, keywords_of
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
@@ -23,6 +25,7 @@ __all__ = ["AdapterModule", "adapter_module", "with_own_gradients"]
 SECONDS = 20.0
 """For features that are not declared, each of which takes a launch or two."""
 _WIDTH = 120
+_REST = "further features"
 _NOT_PASSED = ("packings", "dtypes_on", "outputs", "compiles_on")
 """Fields of Capabilities that a widened feature may change, and an adapter sets by itself."""
 
@@ -78,6 +81,8 @@ def adapter_module(
         device: where features that are not declared are tried.
         seconds: for all of them; 0: none is tried.
         in_process: try them in this process.
+
+    Ctrl-C, or an error of a child process's own, ends the trials: the rest counts as not tried.
     """
     file = file_target(target)
     if file is None or file.like is None:
@@ -90,12 +95,17 @@ def adapter_module(
         more = _more(kernel.capabilities, suggestions, feature.widened)
         return bool(more) and _accepts(file, {**keywords, **suggestions, **more})
 
-    with closing(hints(kernel, device, seconds, may_be_declared, in_process=in_process)) as features:
-        for feature, works in features:
-            if works is None:
-                untried.append(feature.spelled)
-            elif works:
-                suggestions |= _more(kernel.capabilities, suggestions, feature.widened)
+    try:
+        with closing(hints(kernel, device, seconds, may_be_declared, in_process=in_process)) as features:
+            for feature, works in features:
+                if works is None:
+                    untried.append(feature.spelled)
+                elif works:
+                    suggestions |= _more(kernel.capabilities, suggestions, feature.widened)
+    except (KeyboardInterrupt, ExecutionError):
+        # A campaign's result is at hand, and is not to be lost for what may be declared beside.
+        ending()
+        untried.append(_REST)
     return AdapterModule(
         _text(file, target, keywords, suggestions), tuple(_arguments(suggestions)), tuple(dict.fromkeys(untried))
     )

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+import attnfuzz.harness.audit.conformance.check as conformance
 from attnfuzz.harness.audit.adapter_module import AdapterModule, adapter_module, with_own_gradients
+from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities
 
@@ -82,6 +84,21 @@ def test_without_time_nothing_is_tried() -> None:
     assert (module.suggestions, module.untried, can.groups) == ((), (), (1, 2))
     module, can = kept("acme_module.py:attention:dense(groups=(1, 2))", 1e-9)
     assert (module.suggestions, "unequal=True" in module.untried) == ((), True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutionError])
+def test_what_ends_the_trials_leaves_what_they_have_shown(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = conformance._Here.ask, []
+
+    def once(self: Any, probe: str, kernel: Any, case: Any, **more: Any) -> Any:
+        asked.append(case)
+        if len(asked) > 1:
+            raise error
+        return ask(self, probe, kernel, case, **more)
+
+    monkeypatch.setattr(conformance._Here, "ask", once)
+    module, can = kept("acme_module.py:attention:dense")
+    assert (can.dtypes, can.dims, module.untried) == (("float16", "bfloat16", "float32"), ((64, 64),), ("further features",))
 
 
 def test_a_file_that_no_module_can_import_is_named_by_its_path() -> None:
