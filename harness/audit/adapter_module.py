@@ -145,17 +145,21 @@ def _literal(value: Any) -> str:
 
 def _text(file: FileTarget, target: str, keywords: dict[str, Any], suggestions: dict[str, Any]) -> str:
     like = read_like(file.like or "dense")
+    keywords = {name: value for name, value in keywords.items() if name not in suggestions}
     module, folder = importable_name(Path(file.file))
-    first = file.path.partition(".")[0]
+    first, dot, rest = file.path.partition(".")
     if module is None or any(keyword.iskeyword(part) for part in (*module.split("."), *file.path.split("."))):
         whole = replace(file_target(target) or file, like=Like(like.adapter, {**like.keywords, **suggestions}).text)
         note = "no module can import a file of that name"
         return f"from attnfuzz.kernels import get\n\nKERNEL = get({_literal(whole.text)})  # {note}"
-    lines = [f"from attnfuzz.kernels import {like.adapter}", f"from {module} import {first}  # in {folder}", ""]
-    plain = f"KERNEL = {like.adapter}({file.path}, {', '.join(_arguments(keywords))}"
+    # The adapter's own name, or that of the kernel, would hide the function.
+    alias = "function" if first in (like.adapter, "KERNEL") else first
+    import_of = first if alias == first else f"{first} as {alias}"
+    lines = [f"from attnfuzz.kernels import {like.adapter}", f"from {module} import {import_of}  # in {folder}", ""]
+    plain = f"KERNEL = {like.adapter}({alias}{dot}{rest}, {', '.join(_arguments(keywords))}"
     if not suggestions:
         return "\n".join([*lines, f"{plain})"])
-    rest = ", ".join(_arguments(suggestions))
-    if len(plain) + len(rest) + 3 <= _WIDTH:
-        return "\n".join([*lines, f"{plain}, {rest})"])
-    return "\n".join([*lines, f"{plain},", f"    {rest})"])
+    more = ", ".join(_arguments(suggestions))
+    if len(plain) + len(more) + 3 <= _WIDTH:
+        return "\n".join([*lines, f"{plain}, {more})"])
+    return "\n".join([*lines, f"{plain},", f"    {more})"])

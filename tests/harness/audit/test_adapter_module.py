@@ -30,6 +30,18 @@ def attention(q, k, v, softmax_scale=None, is_causal=False):
     return (p @ v.float()).to(q.dtype).transpose(1, 2)
 
 
+def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False):
+    a, b, o = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), torch.zeros_like(q)
+    for i, (x, y) in enumerate(zip(a, a[1:])):
+        keys = slice(b[i], b[i + 1])
+        o[x:y] = attention(q[None, x:y], k[None, keys], v[None, keys], None, is_causal)[0]
+    return o
+
+
+class Holder:
+    dense = staticmethod(attention)
+
+
 def plain(q, k, v):
     assert q.shape == k.shape and q.shape[-1] == 64 and q.dtype != torch.float32
     return attention(q, k, v).detach()
@@ -77,6 +89,26 @@ def test_features_that_fail_are_not() -> None:
     assert (can.groups, can.unequal, can.outputs, can.scale_given) == ((1,), False, ("o",), False)
     assert (can.dtypes, can.dims) == (("float16", "bfloat16"), ((64, 64),))
     assert not {"groups=None", "unequal=True"} & {*module.suggestions}
+
+
+@pytest.mark.parametrize("target", ["acme_module.py:varlen:varlen", "acme_module.py:dense:dense"])
+def test_a_function_with_the_name_of_its_adapter_is_imported_by_another(target: str) -> None:
+    Path("acme_module.py").write_text(f"{SOURCE}\ndense = attention\n")
+    module, can = kept(target, 0.0)
+    assert "as function" in module.text
+    assert can.packings == (("ragged",) if "varlen" in target else ("dense",))
+
+
+def test_a_method_is_reached_by_its_class() -> None:
+    module, can = kept("acme_module.py:Holder.dense:dense", 0.0)
+    assert ("from acme_module import Holder  #" in module.text, can.packings) == (True, ("dense",))
+
+
+@pytest.mark.parametrize("groups", [1, None])
+def test_a_ragged_function(groups: int | None) -> None:
+    module, can = kept(f"acme_module.py:varlen:varlen(groups={(groups,) if groups else None})")
+    assert (can.packings, can.groups, can.unequal, can.zero_q, can.slack) == (("ragged",), None, True, True, True)
+    assert ("groups=None" in module.suggestions) is (groups == 1)
 
 
 def test_without_time_nothing_is_tried() -> None:
