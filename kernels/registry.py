@@ -1,7 +1,8 @@
 """Names to kernels. Third parties add theirs by the entry-point group `attnfuzz.kernels`, by target, or by `register`.
 
-A target, "package.module:OBJECT", is accepted wherever a kernel's name is. The kernel is then known in this process under its own
-name as well, which its Cases hold; `origin` returns the target, by which other processes import it.
+A target, "package.module:OBJECT" or "path/to/file.py:OBJECT" (`support/file_target.py`), is accepted wherever a kernel's name is.
+The kernel is then known in this process under its own name as well, which its Cases hold; `origin` returns the target, by which
+other processes import it.
 
 Every kernel of a third party comes by `targets.load`: its module is imported in a child process first, what it prints goes to
 stderr, and whatever ends that import or makes no kernel is a BadArgument with the reason.
@@ -14,10 +15,12 @@ import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.support.file_target import file_target
 from attnfuzz.kernels.support.import_trial import why_fatal
 from attnfuzz.kernels.targets import (
     MEMBERS,
@@ -125,7 +128,10 @@ _origins: dict[str, Origin] = {}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A kernel's target, "package.module:OBJECT", and the folder that was put on sys.path for it, or None."""
+    """A kernel's target, "package.module:OBJECT", and the folder that was put on sys.path for it, or None.
+
+    Of a target in a file, which may be relative: the folder in which its path begins.
+    """
 
     target: str
     folder: str | None = None
@@ -205,7 +211,8 @@ def get(name: str, folder: str | None = None, *, tried: bool = False) -> Kernel:
 
     Args:
         name: a kernel's name, or a target.
-        folder: put on sys.path for a target's module; None: the current directory, as `python -m` does.
+        folder: put on sys.path for a target's module; None: the current directory, as `python -m` does. Of a target in a file:
+            where its path begins.
         tried: its module need not be imported in a child process first: this process is one.
 
     Raises:
@@ -230,20 +237,23 @@ def find(name: str, *, tried: bool = False) -> Any:
         UnknownKernel, BadArgument: as for `get`, except that the object itself is not checked.
     """
     if is_target(name):
-        look_in()
-        return load(name, name, tried=tried)
+        if file_target(name) is None:
+            look_in()
+        return load(name, _absolute(name), tried=tried)
     if known := _registered.get(name) or _loaded.get(name):
         return known
     if target := _OWN.get(name):
         module, _, attribute = target.partition(":")
         return instance(getattr(importlib.import_module(module), attribute))
     if name in _origins:
-        return load(name, _origins[name].target, tried=tried)
+        return load(name, _absolute(_origins[name].target, _origins[name].folder), tried=tried)
     if name.startswith(_FAULT) and (fault := _fault(name.removeprefix(_FAULT))) is not None:
         return fault
     for point in _entry_points():
         if point.name == name:
             return load(name, _target_of(point), tried=tried)
+    if name.endswith(".py"):
+        raise UnknownKernel(f"kernel={name!r}: it names a file; give a function of it, {name}:FUNCTION --like dense")
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
     module, _, attribute = name.rpartition(".")
@@ -262,17 +272,19 @@ def try_first(names: Iterable[str]) -> None:
     asked = [each for each in names if each not in known]
     points = {point.name: _target_of(point) for point in _entry_points()} if asked else {}
     targets = [each if is_target(each) else points.get(each) for each in asked]
-    if any(map(is_target, asked)):
+    if any(is_target(each) and file_target(each) is None for each in asked):
         look_in()
-    why_fatal([each for each in targets if each is not None and is_well_formed(each)])
+    why_fatal([_absolute(each) for each in targets if each is not None and is_well_formed(each)])
 
 
 def _at(target: str, folder: str | None, *, tried: bool = False) -> Kernel:
-    folder = look_in(folder)
-    known = next((name for name, each in _origins.items() if each.target == target and name in _loaded), None)
-    if known is not None:
-        return _loaded[known]
-    kernel: Kernel = load(target, target, tried=tried)
+    # Only a module needs a folder on sys.path; that of a file is put there when the file is imported.
+    folder = look_in(folder) if file_target(target) is None else folder or str(Path.cwd())
+    place = _absolute(target, folder)
+    for name, each in _origins.items():
+        if name in _loaded and place == _absolute(each.target, each.folder):
+            return _loaded[name]
+    kernel: Kernel = load(target, place, tried=tried)
     name = checked_name(kernel)
     # An entry point of the same name is most likely the same kernel, as installed: the target takes precedence.
     other = _loaded.get(name) if name in _origins else None if name not in _OWN else get(name)
@@ -281,6 +293,12 @@ def _at(target: str, folder: str | None, *, tried: bool = False) -> Kernel:
         raise reject("kernel", target, f"it calls itself {name!r}, as another kernel does ({where})", "give it another name")
     _loaded[name], _origins[name] = kernel, Origin(target, folder)
     return kernel
+
+
+def _absolute(target: str, folder: str | None = None) -> str:
+    """Return a target in a file with its absolute path, any other as it is."""
+    file = file_target(target)
+    return target if file is None else file.seen_from(folder or str(Path.cwd())).text
 
 
 def _fault(slug: str) -> Kernel | None:

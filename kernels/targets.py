@@ -1,4 +1,4 @@
-"""Kernels of third parties, by "package.module:OBJECT": the one way in which their code comes into this process.
+"""Kernels of third parties, by "package.module:OBJECT" or by a file: the one way in which their code comes into this process.
 
 Its module is imported in a child process first, what it prints goes to stderr, and whatever it does but make a kernel (an error,
 an exit, a signal, no end) is a BadArgument with the reason. Only the user's Ctrl-C stays what it is.
@@ -19,6 +19,8 @@ from typing import Any
 
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.support.file_module import import_file
+from attnfuzz.kernels.support.file_target import FileTarget, file_target, is_readable, read_like
 from attnfuzz.kernels.support.import_trial import why_fatal
 from attnfuzz.kernels.support.third_party import ThirdPartyError, described, guarded
 
@@ -42,6 +44,8 @@ __all__ = [
 _packages: set[str] = set()
 """Top packages of the modules that `load` has imported."""
 
+_MOST_NAMES = 10
+"""Functions that a message lists."""
 MEMBERS = ("name", "backend", "files", "capabilities", "configs", "unavailable", "supports", "compile_key", "build")
 """The members of a Kernel, in the contract's order."""
 
@@ -72,7 +76,9 @@ def is_target(name: str) -> bool:
 
 
 def is_well_formed(target: str) -> bool:
-    """Whether `target` is "package.module:OBJECT", of identifiers."""
+    """Whether `target` is "package.module:OBJECT", of identifiers, or names an object in a file."""
+    if (file := file_target(target)) is not None:
+        return is_readable(file)
     module, colon, path = target.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *path.split(".")])
 
@@ -97,7 +103,7 @@ def load(called: str, target: str, *, tried: bool = False) -> Any:
 
     Args:
         called: how the kernel was named: by `target`, or by the name of an entry point.
-        target: "package.module:OBJECT".
+        target: "package.module:OBJECT", or as `file_target` reads it.
         tried: its module need not be imported in a child process first: this process is one.
 
     Raises:
@@ -108,7 +114,7 @@ def load(called: str, target: str, *, tried: bool = False) -> Any:
 
 
 def object_at(target: str) -> Any:
-    """Return the object at `target`, "package.module:OBJECT" or "package.module:OBJECT.attribute".
+    """Return the object at `target`, "package.module:OBJECT" or "package.module:OBJECT.attribute", or in a file.
 
     Raises:
         BadArgument: `target` has another form, there is no such module or object, or importing the module failed.
@@ -122,7 +128,8 @@ def load_here(target: str) -> Any:
     Raises:
         BaseException: anything.
     """
-    kernel = instance(_object(target))
+    thing, file = _object(target), file_target(target)
+    kernel = instance(thing) if file is None or file.like is not None else _in_file(file, thing)
     _ = [missing_members(kernel), getattr(kernel, "name", None)]
     return kernel
 
@@ -192,12 +199,13 @@ def third_party_frame(error: BaseException) -> str | None:
 
 
 def _run(called: str, target: str, make: Callable[[str], Any], *, tried: bool) -> Any:
-    where = "" if called == target else f"its entry point {target!r}: "
+    where = "" if called == target or file_target(called) is not None else f"its entry point {target!r}: "
     _check_form(called, target)
     if not tried and (reason := why_fatal([target]).get(target)):
-        text = f"{where}importing {target.partition(':')[0]} failed: {reason}"
+        text = f"{where}importing {_module_of(target)} failed: {reason}"
         raise LeavesProcess(str(reject("kernel", called, text, "fix that")))
-    _packages.update({re.split("[.:]", target)[0]} - {"attnfuzz"})
+    if file_target(target) is None:
+        _packages.update({re.split("[.:]", target)[0]} - {"attnfuzz"})
     try:
         return guarded(lambda: make(target))
     except ThirdPartyError as raised:
@@ -219,9 +227,17 @@ def _kind(error: BaseException) -> type[BadArgument]:
     return BadArgument if isinstance(error, Exception) else LeavesProcess
 
 
+def _module_of(target: str) -> str:
+    file = file_target(target)
+    return target.partition(":")[0] if file is None else file.file
+
+
 def _check_form(called: str, target: str) -> None:
+    if (file := file_target(target)) is not None:
+        _check_file(called, file)
+        return
     module, _, path = target.partition(":")
-    if module.endswith(".py") or "/" in module:
+    if "/" in module:
         remedy = f"give {_dotted(module)}:{path or 'KERNEL'}"
         raise reject("kernel", called, "a module is named with dots, as for `python -m`", remedy)
     if not is_well_formed(target):
@@ -231,18 +247,65 @@ def _check_form(called: str, target: str) -> None:
         )
 
 
+def _check_file(called: str, file: FileTarget) -> None:
+    spelled = (file_target(called) or file).file
+    if not file.path:
+        raise reject("kernel", called, "it names no object of the file", f"give {spelled}:FUNCTION --like dense")
+    if not all(part.isidentifier() for part in file.path.split(".")):
+        raise reject("kernel", called, f"{file.path!r} is no name", f"give {spelled}:FUNCTION")
+    if file.like is not None:
+        read_like(file.like)
+    path = Path(file.file)
+    if not path.is_file():
+        reason = f"{path.absolute()} is {'a folder' if path.is_dir() else 'not there'}"
+        text = str(reject("kernel", called, reason, "give the path of a Python file"))
+        raise MissingObject(text, f"there is no file {file.file}")
+
+
 def _dotted(path: str) -> str:
     return path.removesuffix(".py").strip("./").replace("/", ".") or "mypackage.attention"
 
 
 def _object(target: str) -> Any:
+    file = file_target(target)
     module, _, path = target.partition(":")
-    holder: Any = _imported(module)
-    for name in path.split("."):
+    holder: Any = _imported(module) if file is None else _imported_file(Path(file.file).absolute())
+    for name in (path if file is None else file.path).split("."):
         if not hasattr(holder, name):
-            raise _lacking(holder, name)
+            raise _lacking(holder, name, functions=file is not None and file.like is not None)
         holder = getattr(holder, name)
-    return holder
+    return holder if file is None or file.like is None else _adapted(file, holder)
+
+
+def _adapted(file: FileTarget, value: Any) -> Any:
+    """Return the kernel that an adapter makes of what is no kernel yet."""
+    from attnfuzz.kernels.adapters import like
+
+    if not inspect.isclass(value) and not missing_members(value):
+        raise _Unusable(f"{file.path} is a kernel already", "leave --like out")
+    return like.adapt(value, file)
+
+
+def _in_file(file: FileTarget, value: Any) -> Any:
+    """Return the kernel that an object of a file is, or makes.
+
+    Raises:
+        _Unusable: it is a function of tensors, of which an adapter must be named.
+    """
+    from attnfuzz.kernels.adapters import like
+
+    if inspect.isclass(value) or not missing_members(value) or (adapter := like.likely(value)) is None:
+        return instance(value)
+    raise _Unusable(f"{file.path} is a function, not a kernel", f"say how it is called: add --like {adapter}")
+
+
+def _imported_file(file: Path) -> ModuleType:
+    try:
+        module = import_file(file)
+    except BaseException as error:  # the file's own code: its error is the reason
+        raise _failed(str(file), error) from error
+    _packages.update({module.__name__.partition(".")[0]} - {"attnfuzz"})
+    return module
 
 
 def _imported(module: str) -> ModuleType:
@@ -267,12 +330,17 @@ def _failed(module: str, error: BaseException) -> _Unusable:
     return _Unusable(f"importing {module} failed with {described(error)}{at}", "fix that, or install what it needs")
 
 
-def _lacking(holder: Any, name: str) -> _Unusable:
+def _lacking(holder: Any, name: str, *, functions: bool) -> _Unusable:
+    """The error for an object without an attribute; it lists the kernels that there are, or the functions."""
     names = [each for each in vars(holder) if not each.startswith("_")] if hasattr(holder, "__dict__") else []
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    values = ((each, getattr(holder, each, None)) for each in names)
+    values = [(each, getattr(holder, each, None)) for each in names]
     kernels = [each for each, value in values if hasattr(value, "compile_key") and not isinstance(value, type)]
-    hint = f"did you mean {close[0]!r}?" if close else f"kernels there: {', '.join(kernels) or 'none'}"
+    there = f"kernels there: {', '.join(kernels) or 'none'}"
+    if functions and isinstance(holder, ModuleType):
+        own = [each for each, value in values if inspect.isfunction(value) and value.__module__ == holder.__name__]
+        there = f"functions there: {', '.join(own[:_MOST_NAMES]) or 'none'}"
+    hint = f"did you mean {close[0]!r}?" if close else there
     kind = "module" if isinstance(holder, ModuleType) else "class" if isinstance(holder, type) else type(holder).__name__
     called = getattr(holder, "__name__", "")
     missing = f"module {called} has no {name}" if isinstance(holder, ModuleType) else None

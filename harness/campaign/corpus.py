@@ -23,6 +23,7 @@ from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.harness.judge.failure import Identity, Place
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.support.file_target import as_options, file_target, is_readable
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
 __all__ = [
@@ -51,7 +52,7 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
     """What a case file says of its failure: all that is known of it where the kernel is not at hand.
 
     `minimal`: no simpler Case fails alike; `seed`: of the run; `versions`: of Python and packages; `target`:
-    "package.module:OBJECT" where the kernel was found.
+    "package.module:OBJECT", or an object in a file, where the kernel was found.
     """
 
     identity: Identity | None = None
@@ -191,7 +192,7 @@ def again_line(path: str, kernel: str, command: str, target: str | None = None) 
     """`command`, which takes a case file and --kernel, for a case file of `kernel`."""
     origin = registry.origin(kernel)
     where = origin.target if origin else target
-    return f"{command} {quoted(path)}{f' --kernel {shlex.quote(where)}' if where else ''}"
+    return f"{command} {quoted(path)}{f' {as_options(where)}' if where else ''}"
 
 
 def quoted(path: str) -> str:
@@ -209,7 +210,9 @@ def _in_dollar_quotes(sign: str) -> str:
 
 
 def _is_target(text: str) -> bool:
-    """Whether `text` is of the form package.module:OBJECT: nothing else goes into a line to copy."""
+    """Whether `text` is package.module:OBJECT, or an object in a file: nothing else goes into a line to copy."""
+    if (file := file_target(text)) is not None:
+        return one_line(text) == text and is_readable(file)
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text, re.ASCII) is not None
 
 

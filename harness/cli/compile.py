@@ -23,7 +23,9 @@ from attnfuzz.harness.cli.options import (
     echo_json,
     json_option,
     kernel_option,
+    like_option,
     out_option,
+    with_like,
     writable,
     write_file,
     writing,
@@ -62,6 +64,7 @@ _MOST_REASONS = 3
     help="Compile the kernel of one case file again: FIXED (exit 0) or FAILED (1).",
 )
 @kernel_option
+@like_option
 @out_option
 @json_option
 def compile_command(
@@ -76,6 +79,7 @@ def compile_command(
     markdown: str | None,
     case: str | None,
     owner: str | None,
+    like: str | None,
     out: str,
     as_json: bool,
 ) -> None:
@@ -94,7 +98,11 @@ def compile_command(
     archs = None if arch is None else _architectures(arch)
     if owner is not None and case is None:
         kernels = (*kernels, owner)
-    planned, left = _one(case, kernels, owner, archs) if case else _planned(asked_for(kernels), archs, most=most, cover=cover)
+    kernels = with_like(kernels, like) if case is None else kernels
+    if case:
+        planned, left = _one(case, kernels, owner, like, archs)
+    else:
+        planned, left = _planned(asked_for(kernels), archs, most=most, cover=cover)
     uncaptured: dict[Left, None] = {}
     rows, interrupted = _compile(planned, jobs, seconds, None if case else corpus, uncaptured, as_json=as_json)
     left = (*left, *uncaptured)
@@ -146,7 +154,7 @@ def _why_nothing(case: str | None, left: Sequence[Left]) -> str:
 
 
 def _one(
-    path: str, kernels: Sequence[str], owner: str | None, architectures: Sequence[str] | None
+    path: str, kernels: Sequence[str], owner: str | None, like: str | None, architectures: Sequence[str] | None
 ) -> tuple[tuple[Job, ...], tuple[Left, ...]]:
     """Return the compiles of a case file: for `architectures`, by default for the one that the file names."""
     from attnfuzz.harness.campaign.corpus import read_case
@@ -157,7 +165,7 @@ def _one(
     if kernels:
         raise reject("case", path, "it names its own kernel", "leave the kernels out, or the case")
     stored = read_case(path)
-    check_owner(owner, path, stored.case.kernel, stored.finding.target)
+    check_owner(owner, path, stored.case.kernel, stored.finding.target, like)
     kernel = registry.get(stored.case.kernel)
     if (reason := why_left(kernel)) is not None:
         return (), (reason,)

@@ -20,6 +20,7 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.support.file_target import as_options, file_target, read_like
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,7 @@ __all__ = [
     "json_option",
     "kernel_option",
     "kernels_option",
+    "like_option",
     "no_memory_check_option",
     "out_option",
     "profile_option",
@@ -53,6 +55,7 @@ __all__ = [
     "seed_option",
     "verbosity_of",
     "verbosity_options",
+    "with_like",
     "writable",
     "write_file",
     "writing",
@@ -64,7 +67,12 @@ CLEAN, FAILURES, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 _Decorator = Callable[[Any], Any]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-_KERNEL_HELP = "A kernel by its name, or one from anywhere: package.module:OBJECT, seen from the current folder."
+_KERNEL_HELP = "A kernel by its name, or from anywhere: package.module:OBJECT or FILE.py:OBJECT, seen from the current folder."
+like_option = click.option(
+    "--like",
+    metavar="dense|varlen|paged",
+    help="How the function of a kernel FILE.py:FUNCTION is called; or with what else it can: 'dense(groups=None)'.",
+)
 kernels_option = click.option(
     "--kernel",
     "more_kernels",
@@ -144,6 +152,22 @@ class Asked:
     """Whether they were asked for by name; else they are all that are listed."""
 
 
+def with_like(names: Sequence[str], like: str | None) -> tuple[str, ...]:
+    """Return the names of kernels, with `like`, the value of --like, in those that are functions of files.
+
+    Raises:
+        BadArgument: no name is of an object in a file, or `like` cannot be read.
+    """
+    if like is None:
+        return tuple(names)
+    read_like(like)
+    files = {each: file for each in names if (file := file_target(each)) is not None}
+    if not files:
+        remedy = "name the kernel as path/to/file.py:FUNCTION, or leave --like out"
+        raise reject("like", like, "it says how a function of a file is called, and no file is named", remedy)
+    return tuple(replace(files[each], like=files[each].like or like).text if each in files else each for each in names)
+
+
 def asked_for(kernels: Sequence[str], more: Sequence[str] = ()) -> Asked:
     """Return the kernels named by KERNEL and --kernel, each once; by default those of the project, or all of `every_kernel`.
 
@@ -190,13 +214,17 @@ def _each_once(kernels: Iterable[Kernel]) -> Asked:
     return Asked(tuple({kernel.name: kernel for kernel in kernels}.values()))
 
 
-def check_owner(owner: str | None, path: str, case_kernel: str, target: object) -> None:
-    """Make the kernel of a case file known, from --kernel where it is given, else from the project's kernels.
+def check_owner(owner: str | None, path: str, case_kernel: str, target: object, like: str | None = None) -> None:
+    """Make the kernel of a case file known, from --kernel (and --like) where it is given, else from the project's kernels.
 
     Raises:
-        BadArgument: --kernel names another one; or it is not installed, and the file names the object that it was.
+        BadArgument: --kernel names another one, or --like is given without it; or it is not installed, and the file names the
+            object that it was.
     """
+    if like is not None and owner is None:
+        raise reject("like", like, "it says how the function that --kernel names is called", "add --kernel FILE.py:FUNCTION")
     if owner is not None:
+        (owner,) = with_like([owner], like)
         if (kernel := registry.get(owner)).name != case_kernel:
             reason = f"it calls itself {kernel.name!r}, and {path} is a case of {case_kernel!r}"
             raise reject("kernel", owner, reason, "name the case's own kernel")
@@ -205,7 +233,7 @@ def check_owner(owner: str | None, path: str, case_kernel: str, target: object) 
             registry.get(case_kernel)
         except registry.UnknownKernel:
             raise BadArgument(
-                f"kernel={case_kernel!r}: no kernel of that name is installed; it was found at {target}: add --kernel {target}"
+                f"kernel={case_kernel!r}: no kernel of that name is installed; it was found at {target}: add {as_options(target)}"
             ) from None
 
 

@@ -14,6 +14,7 @@ from attnfuzz.harness.campaign.project import Project, find_project
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.support.file_target import file_target
 
 __all__ = [
     "blamed",
@@ -153,7 +154,7 @@ def _used(context: click.Context, project: Project) -> Iterator[tuple[str, Any]]
 
 def _loaded(name: str, project: Project) -> Kernel:
     # Python's safe path forbids to look for modules in a folder that is not on sys.path.
-    folder = None if sys.flags.safe_path else project.folder
+    folder = None if sys.flags.safe_path and file_target(name) is None else project.folder
     try:
         return registry.get(name, folder)
     except BadArgument as error:

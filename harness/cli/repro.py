@@ -23,6 +23,7 @@ from attnfuzz.harness.cli.options import (
     in_process_option,
     json_option,
     kernel_option,
+    like_option,
     no_memory_check_option,
     writable,
     write_file,
@@ -60,6 +61,7 @@ _LONGEST = 300
 @click.command("repro")
 @click.argument("case", metavar="CASE", shell_complete=complete_cases)
 @kernel_option
+@like_option
 @device_option
 @deadline_option
 @in_process_option
@@ -84,7 +86,7 @@ _LONGEST = 300
 @click.option("--plot", metavar="FILE.png", help="Draw error over budget of each output (.png, .svg, .pdf, or into a folder).")
 @click.option("--pdb", is_flag=True, help="Run it in this process, and stop in pdb where it fails.")
 @json_option
-def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -> None:
+def repro_command(case: str, owner: str | None, like: str | None, as_json: bool, **options: Any) -> None:
     """Run a case file, or the blob of one (AF1-...), again: FIXED (exit 0), FAILED (1), UNJUDGED or an error (2)."""
     from attnfuzz.harness.campaign.blob import stored_case
     from attnfuzz.harness.campaign.settings import duration
@@ -104,7 +106,7 @@ def repro_command(case: str, owner: str | None, as_json: bool, **options: Any) -
     if where.in_process or way == "pdb":
         prepare(resolve_device(where.device))
     try:
-        check_owner(owner, case, stored.case.kernel, stored.finding.target)
+        check_owner(owner, case, stored.case.kernel, stored.finding.target, like)
         stored = replace(stored, case=where.prepared(stored.case)[2]) if way != "sanitize" else stored
         match way:
             case "sanitize":

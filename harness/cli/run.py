@@ -6,9 +6,10 @@ import contextlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,13 @@ from attnfuzz.harness.cli.options import (
     echo_json,
     json_option,
     kernels_option,
+    like_option,
     out_option,
     run_options,
     seed_option,
     verbosity_of,
     verbosity_options,
+    with_like,
     writable,
     write_file,
 )
@@ -48,10 +51,12 @@ from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.support.file_target import file_target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from attnfuzz.harness.audit.adapter_module import AdapterModule
     from attnfuzz.harness.campaign.events import CampaignFinished
     from attnfuzz.harness.gate.known import Known, LedgerResult
     from attnfuzz.harness.report.figures import Figures
@@ -65,13 +70,23 @@ __all__ = ["announce_run", "campaign", "demo_command", "event_lines", "known_fai
 @click.command("run")
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=complete_kernels)
 @kernels_option
+@like_option
 @run_options
 @verbosity_options
 @json_option
 def run_command(
-    kernels: tuple[str, ...], more_kernels: tuple[str, ...], quiet: bool, verbose: bool, as_json: bool, **options: Any
+    kernels: tuple[str, ...],
+    more_kernels: tuple[str, ...],
+    like: str | None,
+    quiet: bool,
+    verbose: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases."""
+    """Fuzz kernels (default: all that can run here) and shrink what fails to minimal Cases.
+
+    A function of any file: `attnfuzz run path/to/file.py:FUNCTION --like dense`.
+    """
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     settings = settings_from(options, resolve_device(options["device"]))
     for_machines = as_json or options["events"] == "-"
@@ -79,7 +94,8 @@ def run_command(
     if settings.in_process:
         # Triton has one mode for a process, chosen at its import; a third party's module may import it.
         prepare(settings.device)
-    asked = asked_for(kernels, more_kernels)
+    functions = _functions(with_like((*kernels, *more_kernels), like), settings)
+    asked = asked_for(tuple(functions))
     if options["workers"] == "auto":
         from attnfuzz.harness.campaign.workers import useful_workers
 
@@ -87,7 +103,46 @@ def run_command(
     known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels, settings.device)
     file = None if options["table"] is None else writable(options["table"], "table")
     lines = event_lines(options["events"], as_json=as_json)
-    click.get_current_context().exit(campaign(asked, settings, known, file, lines, as_json=as_json, verbosity=verbosity))
+    keep = partial(_adapter_modules, functions, asked, settings) if verbosity != "quiet" and any(functions.values()) else None
+    code = campaign(asked, settings, known, file, lines, as_json=as_json, verbosity=verbosity, keep=keep)
+    click.get_current_context().exit(code)
+
+
+def _functions(names: Sequence[str], settings: Any) -> dict[str, bool]:
+    """Return the names, those of functions of files with what is known of their gradients, and whether each is one."""
+    functions = dict[str, bool]()
+    for each in names:
+        file = file_target(each)
+        if file is None or file.like is None:
+            functions[each] = False
+            continue
+        from attnfuzz.harness.audit.adapter_module import with_own_gradients
+
+        name, forward_only = with_own_gradients(each, settings.device, in_process=settings.in_process)
+        functions[name] = True
+        if forward_only:
+            reason = "its O has no graph of torch's autograd; only its forward is tried"
+            echo(f"note: kernel={each!r}: {reason}", err=True)
+    return functions
+
+
+def _adapter_modules(
+    functions: Mapping[str, bool], asked: Asked, settings: Any, finished: CampaignFinished
+) -> dict[str, AdapterModule]:
+    """Return the module that keeps each function of a file as a kernel, by the kernels' names.
+
+    Features that are not declared are tried where nothing failed and there is time: for a third of the budget, 20 s at most.
+    """
+    from attnfuzz.harness.audit.adapter_module import SECONDS, adapter_module
+
+    clean = not finished.findings and not finished.interrupted
+    seconds = 0.0 if not clean else SECONDS if settings.budget is None else min(SECONDS, settings.budget / 3)
+    modules = {}
+    for name in (each for each, is_function in functions.items() if is_function):
+        kernel = registry.get(name)
+        if kernel in asked.kernels and kernel.unavailable(settings.device) is None:
+            modules[kernel.name] = adapter_module(name, kernel, settings.device, seconds, in_process=settings.in_process)
+    return modules
 
 
 def event_lines(target: str | None, *, as_json: bool) -> EventLines | None:
@@ -139,8 +194,12 @@ def campaign(
     as_json: bool,
     verbosity: Verbosity = "normal",
     group: Any = None,
+    keep: Callable[[CampaignFinished], dict[str, AdapterModule]] | None = None,
 ) -> int:
-    """Run a campaign and show it; returns the exit code. `group` makes its workers, as in `run_campaign`."""
+    """Run a campaign and show it; returns the exit code.
+
+    `group` makes its workers, as in `run_campaign`; `keep` returns modules that are shown behind the result, by kernel.
+    """
     on_stdout = as_json or click.get_current_context().params.get("events") == "-"
     from attnfuzz.harness.campaign.campaign import run_campaign
     from attnfuzz.harness.campaign.events import KernelBroke
@@ -157,10 +216,14 @@ def campaign(
         listener = to_all(interim.listen, terminal, recorder, figures, *filter(None, [lines]))
         finished = run_campaign(asked.kernels, settings, listener, group=group, broken=broken)
     result = known.judge(finished, settings) if known else LedgerResult(((),) * len(finished.findings))
+    modules = {} if keep is None else keep(finished)
+    for name, module in modules.items():
+        _show_module(terminal.console, name, module)
     if known:
         _show_ledger(terminal.console, known, result)
     if as_json:
-        echo_json(_run_object(finished, figures, known, result))
+        adapters = {name: each.text for name, each in modules.items()}
+        echo_json({**_run_object(finished, figures, known, result), "adapters": adapters})
     if table is not None:
         failures = [failure for failure, waivers in zip(finished.findings, result.waivers, strict=True) if not waivers]
         notes = [*result.entries, *(text for text, _ in result.wrong), *result.notes]
@@ -177,6 +240,15 @@ def campaign(
     if finished.broken or result.broken or {kernel for kernel, _ in untried} - late:
         return WRONG_USE
     return INTERRUPTED if finished.interrupted or result.interrupted else CLEAN
+
+
+def _show_module(terminal: Console, name: str, module: AdapterModule) -> None:
+    lines = [f"\nto keep {name} as a kernel, in a module of your own (attnfuzz run MODULE:KERNEL):\n", module.text]
+    if module.suggestions:
+        lines.append(f"\n{', '.join(module.suggestions)}: not fuzzed yet, each worked where it was tried once")
+    if module.untried:
+        lines.append(f"not tried: {', '.join(module.untried)}; attnfuzz check-adapter tries them")
+    terminal.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
 
 def _late(finished: CampaignFinished) -> set[str]:

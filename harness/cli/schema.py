@@ -144,6 +144,8 @@ class Run(msgspec.Struct):
     ledger: str | None
     ledger_errors: list[LedgerError]
     notes: list[str]
+    adapters: dict[str, str] = {}
+    """Modules that keep functions of files as kernels (`--like`), by the kernels' names."""
 
 
 class ReproOnce(msgspec.Struct):

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument, reject
 from attnfuzz.kernels.registry import is_target, look_in
+from attnfuzz.kernels.support.file_target import file_target
 from attnfuzz.kernels.support.import_trial import located
 from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
 
@@ -68,11 +69,18 @@ def _module_of(name: str) -> str | None:
     return target.partition(":")[0] if target else None
 
 
-def named(targets: Iterable[str], root: Path | None) -> tuple[list[Subject], dict[str, BadArgument]]:
+def named(targets: Sequence[str], root: Path | None) -> tuple[list[Subject], dict[str, BadArgument]]:
     """Load the kernels of `targets` (none: all with a file in `root`); return them, and the errors of those that do not load.
 
     Kernels that other packages release are among them only by name.
+
+    Raises:
+        BadArgument: a target is an object of a file.
     """
+    for each in targets:
+        if file_target(each) is not None:
+            reason = "a gate imports the kernel's module from two commits, and a file has no name to import it by"
+            raise reject("kernel", each, reason, "give package.module:OBJECT of an adapter module (attnfuzz run prints one)")
     chosen = list(dict.fromkeys(member for each in targets for member in registry.members(each)))
     asked = chosen or [each for each in registry.names() if not registry.is_released(each)]
     subjects: list[Subject] = []

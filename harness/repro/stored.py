@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def _why_unknown(kernel: str, entries: Sequence[Entry]) -> str | None:
         registry.get(kernel)
     except registry.UnknownKernel as error:
         target = next((each.stored.finding.target for each in entries if each.stored.finding.target), None)
-        return f"not run: it was found at {target}: add --kernel {target}" if target else str(error)
+        return f"not run: it was found at {target}: add --kernel {shlex.quote(target)}" if target else str(error)
     except BadArgument:
         return None
     return None

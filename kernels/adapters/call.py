@@ -140,6 +140,14 @@ class Running:
         gradients = self._back(dq), self._back(dk), self._back(dv)
         return gradients if inputs.sinks is None else (*gradients, tuple(more))
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether autograd can go back from the O of the last `forward`."""
+        import torch
+
+        o = None if self._kept is None else self._kept[1]
+        return isinstance(o, torch.Tensor) and o.requires_grad
+
     def _turned(self, x: torch.Tensor) -> torch.Tensor:
         """`x` as the function takes it: a contiguous copy, unless the kernel declares that it reads any strides."""
         import torch

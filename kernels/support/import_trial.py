@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.support.file_target import file_target
 
 __all__ = ["SECONDS", "located", "why_fatal"]
 
@@ -63,7 +64,7 @@ def located(module: str) -> ModuleSpec | None:
 
 
 def why_fatal(targets: Sequence[str]) -> dict[str, str]:
-    """Make the kernels at `targets` ("package.module:OBJECT") in a child process; return why for those that ended it.
+    """Make the kernels at `targets` (as of `targets.load`) in a child process; return why for those that ended it.
 
     A module that this process has imported is not tried, and one whose file has not changed since it was tried is not again.
 
@@ -71,8 +72,8 @@ def why_fatal(targets: Sequence[str]) -> dict[str, str]:
         BadArgument: the variable ATTNFUZZ_IMPORT_SECONDS is not a number.
     """
     limit = _limit()
-    states = {each: _state(each.partition(":")[0]) for each in targets if limit}
-    left = [each for each in states if each.partition(":")[0] not in sys.modules and (each, states[each]) not in _fatal]
+    states = {each: _state(each) for each in targets if limit}
+    left = [each for each in states if not _is_imported(each) and (each, states[each]) not in _fatal]
     while left:
         survived, why = _tried(left, limit)
         for each in left[:survived]:
@@ -80,7 +81,7 @@ def why_fatal(targets: Sequence[str]) -> dict[str, str]:
         if survived < len(left):
             _fatal[left[survived], states[left[survived]]] = why
         left = left[survived + 1 :]
-    reasons = {each: _fatal.get((each, state)) for each, state in states.items() if each.partition(":")[0] not in sys.modules}
+    reasons = {each: _fatal.get((each, state)) for each, state in states.items() if not _is_imported(each)}
     return {each: reason for each, reason in reasons.items() if reason is not None}
 
 
@@ -105,15 +106,29 @@ def _limit() -> float:
     return seconds
 
 
-def _state(module: str) -> _State | None:
-    spec = located(module)
-    if spec is None or not spec.has_location or spec.origin is None:
+def _is_imported(target: str) -> bool:
+    """Whether this process has the module of a target."""
+    file = file_target(target)
+    if file is None:
+        return target.partition(":")[0] in sys.modules
+    path = str(Path(file.file).absolute())
+    return any(getattr(each, "__file__", None) == path for each in list(sys.modules.values()))
+
+
+def _state(target: str) -> _State | None:
+    """Return the path, time and size of the file of a target's module; None where it has none."""
+    file = file_target(target)
+    spec = located(target.partition(":")[0]) if file is None else None
+    if file is None and (spec is None or not spec.has_location):
+        return None
+    path = file.file if file is not None else spec.origin if spec is not None else None
+    if path is None:
         return None
     try:
-        status = Path(spec.origin).stat()
+        status = Path(path).stat()
     except OSError:
-        return spec.origin, 0, 0
-    return spec.origin, status.st_mtime_ns, status.st_size
+        return path, 0, 0
+    return path, status.st_mtime_ns, status.st_size
 
 
 def _tried(targets: Sequence[str], limit: float) -> tuple[int, str]:

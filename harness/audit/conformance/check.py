@@ -29,7 +29,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Bed", "Conformance", "Row", "check_adapter"]
+__all__ = ["Bed", "Conformance", "Row", "check_adapter", "hints", "probe_result"]
 
 _PROBES = "attnfuzz.harness.audit.conformance.probes:run_probe"
 
@@ -110,6 +110,51 @@ def check_adapter(
     name = getattr(kernel, "name", target)
     seconds = time.monotonic() - start
     return Conformance(name if isinstance(name, str) else target, device, tuple(rows), seconds, interrupted)
+
+
+def hints(
+    kernel: Kernel,
+    device: Device,
+    seconds: float,
+    wanted: Callable[[features.Feature], bool] = lambda _: True,
+    *,
+    in_process: bool = False,
+) -> Generator[tuple[features.Feature, bool | None], None, None]:
+    """Try each feature that a kernel does not declare, and yield it with whether it works; None: `seconds` were over before.
+
+    Those that are not `wanted`, which is asked just before, are left out; without any time all are.
+    """
+    if seconds <= 0:
+        return
+    begin = time.monotonic()
+    bed: Bed = (_Here if in_process else _Children)(kernel, device=device, deadline=seconds, memory_check=True)
+    with contextlib.closing(bed):
+        for each in features.features(kernel, device):
+            if each.declared or not wanted(each):
+                continue
+            if time.monotonic() - begin >= seconds:
+                yield each, None
+            elif (row := features.undeclared_row(each, kernel, bed.ask)) is not None:
+                yield each, row.status == "hint"
+
+
+def probe_result(
+    probe: str, kernel: Kernel, parcel: dict[str, Any], case: Case, device: Device, *, in_process: bool = False
+) -> Any:
+    """Return the result of a probe of a kernel that the registry need not know; a str says why there is none.
+
+    Args:
+        probe: its name, of harness/audit/conformance/probes.py.
+        kernel: the kernel.
+        parcel: by which a child process finds it (`isolation.kernel_ref`).
+        case: what it is asked about.
+        device: where it is called.
+        in_process: ask in this process.
+    """
+    if in_process:
+        return _Here(kernel, device=device, memory_check=True).ask(probe, kernel, case)
+    with contextlib.closing(_Children(kernel, device=device, deadline=None, memory_check=True)) as bed:
+        return bed.ask_of(parcel, probe, case)
 
 
 def _rows(target: str, candidate: Any, device: Device, make: Callable[[Kernel], Bed]) -> Generator[Row, None, None]:
@@ -245,6 +290,10 @@ class _Children:
             parcel = shipped(kernel.name)
         except BadArgument as error:
             return str(error)
+        return self.ask_of(parcel, probe, case, **more)
+
+    def ask_of(self, parcel: dict[str, Any], probe: str, case: Case, **more: Any) -> Any:
+        """Ask of the kernel that `parcel` describes."""
         payload = {"probe": probe, "kernel": parcel, "case": case.canonical(), "device": self._device, **more}
         outcome = self._executor.ask(_PROBES, payload)
         if isinstance(outcome, Reply):
@@ -264,7 +313,7 @@ class _Children:
 class _Here:
     """Calls in this process."""
 
-    def __init__(self, _: Kernel, *, device: Device, memory_check: bool) -> None:
+    def __init__(self, _: Kernel, *, device: Device, memory_check: bool, deadline: float | None = None) -> None:  # noqa: ARG002
         self._executor = InProcess(device, memory_check=memory_check)
         self._device = device
 

@@ -21,6 +21,7 @@ from attnfuzz.harness.trial.launch import copied, launch, split
 from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.adapters.call import Running
 from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, case_from_json
@@ -45,8 +46,20 @@ def probed(probe: str, kernel: Kernel, case: Case, device: Device, more: dict[st
         return [kernel.name, kernel.compile_key(case.problem, case.config), [dict(each) for each in kernel.configs(case.problem)]]
     if probe == "widened":
         return _widened(kernel, case, device, more["widened"])
+    if probe == "graph":
+        return _has_graph(kernel, case, device)
     wrong, right = {"settings": _settings, "repeated": _repeated, "arguments": _arguments}[probe](kernel, case, device)
     return {"wrong": wrong, "right": right}
+
+
+def _has_graph(kernel: Kernel, case: Case, device: Device) -> bool | None:
+    """Return whether the O of an adapted function has a graph of autograd's; None where its forward fails."""
+    try:
+        ready = build_kernel(kernel, case.problem, case.config, device)
+        ready.forward(materialise(case.problem, case.recipe, device))
+    except Exception:  # a Trial reports it
+        return None
+    return ready.has_graph if isinstance(ready, Running) else None
 
 
 def _settings(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:

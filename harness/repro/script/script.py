@@ -32,6 +32,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Inputs, Kernel
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.support.file_target import file_target
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
 from attnfuzz.strategies.case import CALLS, RELATIONS
 from attnfuzz.strategies.earlier_calls import earlier_problems
@@ -114,7 +115,8 @@ def kernel_lines(kernel: Kernel) -> str:
         if place is None or place[0] == "__main__":
             raise reject("script", name, "the kernel is not a global of a module that a script could import", "make it one")
         target = ":".join(place)
-    elif target is None or target.startswith("attnfuzz."):
+    elif target is None or target.startswith("attnfuzz.") or file_target(target) is not None:
+        name = target if target is not None and file_target(target) is not None else name
         return f"from attnfuzz.kernels.registry import get\n\nKERNEL = get({name!r})"
     module, _, path = target.partition(":")
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in f"{module}.{path}".split(".")):
