@@ -2,8 +2,9 @@
 
 The engine remembers every choice of every value, so that it can shrink them and draw none twice; Cases are shrunk by steps of
 their own. What it has for good is kept here: the first value is the simplest one, and some have few choices that are not the
-simplest. The strategies and all of their rules are Hypothesis's own: this module replaces its internal `ConjectureData`, and is
-not used where that has another form than it expects.
+simplest (of integers with limits, booleans and what is made of them; floats and text are as Hypothesis draws them). The
+strategies and all of their rules are Hypothesis's own: this module replaces its internal `ConjectureData`, and is not used where
+that has another form than it expects.
 """
 
 # ruff: noqa: ARG002 - the parameters of the methods are those of Hypothesis's own class
@@ -144,7 +145,7 @@ def values(strategy: st.SearchStrategy[T], *, seed: int, examples: int) -> Itera
         drawn += 1
         if drawn == examples:
             return
-    if not drawn:
+    if examples and not drawn:
         raise Unsatisfiable(f"{strategy!r} rejects all that is drawn")
 
 

@@ -30,7 +30,8 @@ class _StopDrawing(BaseException):
 def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | None], *, seed: int, examples: int) -> None:
     """Draw up to `examples` values of `strategy` and call `consume` with each, until it returns True.
 
-    The same seed draws the same values in every process with the same version of Hypothesis.
+    The same seed draws the same values in every process with the same version of Hypothesis, which would also draw constants
+    from the source files of imported local modules.
 
     Args:
         strategy: what to draw from.
@@ -41,16 +42,14 @@ def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | No
     if not choices.usable():
         _draw_by_engine(strategy, consume, seed=seed, examples=examples)
         return
-    for value in choices.values(strategy, seed=seed, examples=examples):
-        if consume(value):
-            return
+    with _PATCHED, _no_local_constants():
+        for value in choices.values(strategy, seed=seed, examples=examples):
+            if consume(value):
+                return
 
 
 def _draw_by_engine(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | None], *, seed: int, examples: int) -> None:
-    """Draw as `draw_values` does, with Hypothesis's engine, which stops early if it has drawn all values.
-
-    Hypothesis also draws constants from the source files of imported local modules, which is turned off here.
-    """
+    """Draw as `draw_values` does, with Hypothesis's engine, which stops early if it has drawn all values."""
 
     @hypothesis.seed(seed)
     @hypothesis.settings(

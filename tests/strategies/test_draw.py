@@ -35,12 +35,17 @@ def draws(seed: int, examples: int = 60) -> list[int]:
 
 def test_a_seed_draws_the_same_values_whatever_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = draws(3)
+    floats: list[float] = []
+    draw_values(st.floats(), floats.append, seed=3, examples=200)
     path = tmp_path / "acme_constants.py"
-    path.write_text("VALUES = [" + ", ".join(str(77_000_000_000 + i) for i in range(400)) + "]\n")
+    path.write_text("VALUES = [" + ", ".join(f"{77_000_000_000 + i}, {i}.125" for i in range(400)) + "]\n")
     module = ModuleType("acme_constants")
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, "acme_constants", module)
     assert before == draws(3)
+    again: list[float] = []
+    draw_values(st.floats(), again.append, seed=3, examples=200)
+    assert repr(floats) == repr(again)
     assert draws(4) != before
 
 
