@@ -125,8 +125,8 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
     return tuple(others)
 
 
-def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int) -> tuple[Variant, ...]:
-    """Return at least MODIFIED of `variants`, each with its own modifiers, the first without; unchanged if `kernel` has none.
+def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int, most: int = MODIFIED) -> tuple[Variant, ...]:
+    """Return at least `most` of `variants`, each with its own modifiers, the first without; unchanged if `kernel` has none.
 
     Modifiers that a variant does not take, such as a mask with a Config for rows that always see a key, go to the next one that
     takes them, and are left out if none does. Variants left without modifiers are added at the end.
@@ -134,7 +134,7 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
     can = kernel.capabilities
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
         return tuple(variants)
-    count = max(MODIFIED if can.score_mod or can.mask_mod else 1, len(variants))
+    count = max(most if can.score_mod or can.mask_mod else 1, len(variants))
     compiled: list[Variant] = []
     for i, chosen in enumerate(pooled(can, count, seed)):
         # With more modifiers than variants, a variant gets several.

@@ -15,6 +15,6 @@ test_tilelang_gqa_varlen_split = pytest.mark.slow(fuzz("tilelang.gqa_varlen.spli
 test_tilelang_modified = pytest.mark.slow(fuzz("tilelang.modified", max_examples=40))
 test_tilelang_varlen = pytest.mark.slow(fuzz("tilelang.varlen"))
 test_triton_varlen = fuzz("triton.varlen", max_examples=40)
-test_triton_flex = fuzz("triton.flex", max_examples=25)
+test_triton_flex = fuzz("triton.flex", max_examples=16)
 test_triton_paged = fuzz("triton.paged", max_examples=25)
 test_torch_reference_cpu = fuzz("torch.reference_cpu", max_examples=100)

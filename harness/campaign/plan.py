@@ -11,7 +11,7 @@ from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.models import model_cases, model_variants
-from attnfuzz.strategies.shapes import Variant, all_variants, modified, other_dims, pool
+from attnfuzz.strategies.shapes import MODIFIED, Variant, all_variants, modified, other_dims, pool
 from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["KernelPlan", "cases_of", "every_variant", "plan_of", "variants_of"]
@@ -53,7 +53,10 @@ def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
 
 
 def variants_of(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
-    """Return all variants that the kernel declares, or a pool where each is compiled, and some of dims that it does not list."""
+    """Return all variants that the kernel declares, or a pool where each is compiled, and some of dims that it does not list.
+
+    A run of few Cases waits for no more kinds of modifiers than it has Cases.
+    """
     device, seed = settings.device, settings.seed
     if device not in kernel.capabilities.compiles_on:
         return every_variant(kernel, settings)
@@ -61,7 +64,8 @@ def variants_of(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:
     if PROFILES[settings.profile].models:
         return pool(every_variant(kernel, settings), count, seed)
     variants, others = all_variants(kernel, device), other_dims(kernel, device, seed, count // _ONE_OF)
-    return modified((*pool(variants, count - len(others), seed), *others), kernel, device, seed)
+    most = MODIFIED if settings.max_examples is None else min(MODIFIED, settings.max_examples)
+    return modified((*pool(variants, count - len(others), seed), *others), kernel, device, seed, most)
 
 
 def every_variant(kernel: Kernel, settings: Settings) -> tuple[Variant, ...]:

@@ -205,3 +205,10 @@ def test_pools_are_the_same_in_every_process() -> None:
         salted = {**os.environ, "PYTHONHASHSEED": salt}
         seen.add(subprocess.run([sys.executable, "-c", program], env=salted, capture_output=True, text=True, check=True).stdout)
     assert len(seen) == 1
+
+
+def test_a_run_of_few_cases_has_few_kinds_of_modifiers_to_compile() -> None:
+    kernel = registry.get("triton.flex")
+    sizes = [len(variants_of(kernel, Settings(device="cuda", max_examples=most))) for most in (None, 200, 16, 1)]
+    assert sizes[0] == sizes[1] >= 40
+    assert sizes[3] <= sizes[2] <= 20
