@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine, providers
 
 from attnfuzz.kernels.problem import reject
-from attnfuzz.strategies import choices
 
 __all__ = ["draw_values", "drawn"]
 
@@ -39,13 +38,23 @@ def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | No
         seed: of the draw.
         examples: limit on drawn values; a value may come twice.
     """
-    if not choices.usable():
+    values = _values_without_engine()
+    if values is None:
         _draw_by_engine(strategy, consume, seed=seed, examples=examples)
         return
     with _PATCHED, _no_local_constants():
-        for value in choices.values(strategy, seed=seed, examples=examples):
+        for value in values(strategy, seed=seed, examples=examples):
             if consume(value):
                 return
+
+
+def _values_without_engine() -> Callable[..., Iterator[Any]] | None:
+    """Return `choices.values`; None where Hypothesis has another form than it expects."""
+    try:
+        from attnfuzz.strategies import choices
+    except ImportError:  # its internal modules lie elsewhere
+        return None
+    return choices.values if choices.usable() else None
 
 
 def _draw_by_engine(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | None], *, seed: int, examples: int) -> None:

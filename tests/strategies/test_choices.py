@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from hypothesis.internal.conjecture.data import ConjectureData
 
+from attnfuzz import strategies
 from attnfuzz.strategies import choices
-from attnfuzz.strategies.draw import draw_values
+from attnfuzz.strategies.draw import _values_without_engine, draw_values
 
 
 @pytest.fixture
@@ -56,6 +58,15 @@ def test_another_form_is_noticed_and_the_engine_draws(
 def test_another_constructor_is_noticed(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
     monkeypatch.setattr(ConjectureData, "__init__", raises)
     assert not choices.usable()
+
+
+def test_where_the_internal_modules_lie_elsewhere_the_engine_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(strategies, "choices")
+    monkeypatch.setitem(sys.modules, "attnfuzz.strategies.choices", None)
+    assert _values_without_engine() is None
+    values: list[int] = []
+    draw_values(st.integers(1, 9), values.append, seed=0, examples=5)
+    assert {*values} <= {*range(1, 10)}
 
 
 def test_weights_of_integers_are_kept() -> None:
