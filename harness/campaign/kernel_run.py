@@ -110,6 +110,7 @@ class KernelRun:
         """Try Cases until the turn's time is over or nothing can be tried; DeviceLost ends it, once it is kept."""
         self._until, self._statistics_before = turn.until, self._statistics()
         self.clock.reset()
+        self._supply.ask_again()
         self._context.executor.limit(self._context.end)
         earlier, replays = list(turn.earlier), ReplayClock(turn.replay_seconds, self._context.executor.statistics)
         with self.clock.running():

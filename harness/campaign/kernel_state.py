@@ -59,7 +59,7 @@ class KernelState:
         self.waiting: dict[int, int] = {}
         """Drawn Cases that can run, and that wait for a compiler, by worker."""
         self.waiting_at: dict[int, int] = {}
-        """Compiles that had ended at the end of a worker's turn."""
+        """Compiles that had ended at the beginning of a worker's last turn: of later ones it may not know."""
         self.seconds = 0.0
         self.times = Times()
         self.compiles, self.compile_seconds = 0, 0.0
@@ -88,6 +88,7 @@ class KernelState:
         """
         self.start()
         self.workers.add(worker)
+        self.waiting_at[worker] = self.compiles
         earlier, part = self.earlier.take(worker, workers, seconds)
         return Turn(self.kernel.name, until, earlier, only_earlier=bool(self.earlier), replay_seconds=part)
 
@@ -188,7 +189,7 @@ class KernelState:
         """Add a worker's turn."""
         self.earlier.give_back(worker, end.not_tried, end.replay_seconds)
         self.leave(worker)
-        self.ready[worker], self.waiting[worker], self.waiting_at[worker] = end.ready, end.waiting, self.compiles
+        self.ready[worker], self.waiting[worker] = end.ready, end.waiting
         self.seconds += end.seconds
         self.times += end.times
         self._replaced += end.replaced

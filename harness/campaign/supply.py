@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ class Supply:
         self._keys = {each: plan.key(kernel, each) for each in plan.variants} if self._growing else {}
         self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
         self._drawer = Drawer(strategy, plan.seed, background=background)
-        self._asked, self._fruitless = 0.0, False
+        self._asked, self._fruitless = -math.inf, False
 
     @property
     def ready(self) -> int:
@@ -73,6 +74,10 @@ class Supply:
     def waiting(self) -> int:
         """Cases that wait for a compiler."""
         return len(self._backlog) - self._backlog.ready
+
+    def ask_again(self) -> None:
+        """Have the next `take` ask for compiles, however short ago that was: a turn is given because one has ended."""
+        self._asked = -math.inf
 
     def take(self, batch: Batch) -> list[Case]:
         """Return Cases that can run together; none where none can run now. Draws ahead meanwhile."""
@@ -115,7 +120,7 @@ class Supply:
         self._fruitless = not new
         self._backlog.add(number, [(self._compiles(each), each) for each in new])
         if self._plan.compiled:
-            self._asked = 0.0
+            self.ask_again()
             self._ask_for_compiles()
         else:
             self._backlog.mark([_ALL])

@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign import drawer as drawer_module
 from attnfuzz.harness.campaign.backlog import Backlog
 from attnfuzz.harness.campaign.compiles import KeyState
-from attnfuzz.harness.campaign.context import Batch
+from attnfuzz.harness.campaign.context import Batch, CampaignContext, WorkerContext
+from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.drawer import Drawer
-from attnfuzz.harness.campaign.plan import KernelPlan
+from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.link import TurnEnd
+from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.rounds import EXAMPLES, Round, Rounds
-from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.supply import Supply
+from attnfuzz.harness.campaign.worker import Worker
+from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
+from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.faults.host import FaultyReference
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Check, Recipe
@@ -320,3 +328,57 @@ def test_after_a_round_without_a_new_case_all_kinds_are_drawn_from() -> None:
     taken(supply, 10)
     assert len({(each.dtype, each.dims) for each in strategies[0]}) == 1
     assert strategies[-1] == plan.variants
+
+
+# --- turns
+
+
+class ByLength(FaultyReference):
+    """A kernel that compiles code for the number of its keys as well, which is of no variant."""
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        return f"{super().compile_key(problem, config)} {sum(problem.seqlens_k) % 3}"
+
+
+class CompiledMeanwhile(FunctionExecutor):
+    """Its compiler ends a compile whenever it is looked at, while Cases are tried as well, except while it is held."""
+
+    held = False
+
+    def compiler(self) -> Compiler:
+        compiler = SerialCompiler(lambda each: Compiled(each, 0.0))
+        compiler.poll = lambda _: [] if self.held else SerialCompiler.poll(compiler, 1.0)  # type: ignore[method-assign]
+        return compiler
+
+
+def test_a_compile_that_ends_in_the_middle_of_a_turn_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker asks for the state of compiles now and then only: here when a round is drawn, and once a turn."""
+    monkeypatch.setattr("attnfuzz.harness.campaign.supply._ASK_EVERY", 1e9)
+    monkeypatch.setattr("attnfuzz.harness.campaign.compiles._LOOK_SECONDS", -1.0)
+    kernel = ByLength("test.by_length", lambda *_: None, lambda: None)
+
+    def verdict(_: Case) -> Verdict:
+        executor.held = not state.rounds.over
+        return Verdict(status="pass")
+
+    settings, executor = Settings(max_examples=40, out=None), CompiledMeanwhile(verdict)
+    context, plan = CampaignContext(settings), plan_of(kernel, settings)
+    assert plan.compiled
+    state = KernelState(kernel, plan, context)
+    coordinator = Coordinator(context, [state], executor)
+
+    def poll(seconds: float = 0.0) -> None:
+        assert not seconds or coordinator.compiles.pending(), "the worker waits, and nothing is being compiled"
+        coordinator.compiles.poll(seconds)
+
+    def end_turn(worker: int, name: str, end: TurnEnd) -> None:
+        turns.append(end.waiting)
+        state.end_turn(worker, end)
+
+    turns: list[int] = []
+    monkeypatch.setattr(coordinator, "poll", poll)
+    monkeypatch.setattr(coordinator, "end_turn", end_turn)
+    Worker(lambda _: (kernel, plan), WorkerContext(settings, executor), coordinator, LocalTurns(coordinator)).work()
+    assert len(executor.cases) == 40
+    assert turns[0] > 0
+    assert turns[-1] == 0
