@@ -46,6 +46,6 @@ def test_triton_on_a_cpu(by: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("by", NUMBERS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["tilelang.modified", "triton.flex", "triton.flex.tf32"])
+@pytest.mark.parametrize("name", [pytest.param("tilelang.modified", marks=pytest.mark.slow), "triton.flex", "triton.flex.tf32"])
 def test_on_a_gpu(name: str, dtype: str, by: float) -> None:
     tried(name, "cuda", by, dtype=dtype)
