@@ -86,7 +86,8 @@ def _run_campaign(
     # Workers and children load while kernels are asked whether they can run here, for which some import torch.
     processes = group(declared, context) if group and declared else None
     # With worker processes, this one has trials of its own only to describe the machine, and compiles.
-    executing = executor or executor_of([each.backend for each in declared], settings, spares=0 if processes else None)
+    spares, root = (0, processes.root()) if processes else (None, None)
+    executing = executor or executor_of([each.backend for each in declared], settings, spares=spares, root=root)
     try:
         executing.prepare()
         runnable, skipped, refused = _sorted_out(unique, settings.device, broken)

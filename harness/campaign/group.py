@@ -18,6 +18,7 @@ from attnfuzz.harness.campaign.process import Answer, Message
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.core.signals import ending, uninterrupted
 from attnfuzz.harness.isolation.kernel_ref import shipped
+from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
@@ -110,6 +111,10 @@ class WorkerGroup:
             except BadArgument as error:
                 self._refused[each.name] = error
         return parcels
+
+    def root(self) -> Root | None:
+        """Return what forks template processes for the campaign's own process; None: nothing does."""
+        return None
 
     def _start(self, number: int) -> None:
         """Start a worker, and add it to those that live."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
 from attnfuzz.harness.core.signals import interrupted_once
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.isolation.memory import share_of_memory
+from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.worker import bind_to
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Identity
@@ -198,17 +200,22 @@ class _RemoteCampaign:
 
 
 def main(arguments: list[str]) -> None:
-    """Work as a worker process until there is no turn left, or the campaign is gone."""
-    bind_to(int(arguments[1]), bound=True)
+    """Work as a worker process until there is no turn left, or the campaign is gone.
+
+    Args:
+        arguments: the process of the campaign; the descriptor of the connection to it, and that of a `Root` where there is one.
+    """
+    bind_to(int(arguments[0]), bound=True)
     # Ctrl-C reaches the campaign, which sends it on; the processes of a cluster are started with that signal blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    connection = Connection(int(arguments[0]))
+    connection = Connection(int(arguments[1]))
     campaign = _RemoteCampaign(connection)
+    root = Root(socket.socket(fileno=int(arguments[2]))) if len(arguments) > 2 else None
     try:
         with interrupted_once():
             assignment: Assignment = connection.recv()
-            _work(assignment, campaign)
+            _work(assignment, campaign, root)
             campaign.flush()
     except (EOFError, OSError):
         # The campaign is gone: the next run begins with the Cases in flight.
@@ -233,12 +240,13 @@ def _kernel(name: str, assignment: Assignment) -> tuple[Kernel, KernelPlan]:
     return kernel, plan_of(kernel, assignment.settings)
 
 
-def _work(assignment: Assignment, campaign: _RemoteCampaign) -> None:
+def _work(assignment: Assignment, campaign: _RemoteCampaign, root: Root | None) -> None:
     settings = assignment.settings
     if assignment.far:
         settings = replace(settings, memory=settings.memory or share_of_memory(settings.device, assignment.share))
     # A spare takes a second of a GPU to make, and its memory; among many workers, one that waits for a new child costs little.
-    executor = executor_of(assignment.backends, settings, spares=0 if settings.device == "cuda" else None)
+    spares = 0 if settings.device == "cuda" else None
+    executor = executor_of(assignment.backends, settings, spares=spares, root=root)
     try:
         executor.prepare()
         context = worker_context(settings, executor, assignment.end)

@@ -20,7 +20,11 @@ from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.process import Answer, Assignment, Message
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.core.gpus import gpus
+from attnfuzz.harness.isolation.forkserver import Forkserver
+from attnfuzz.harness.isolation.isolated import child_variables
 from attnfuzz.harness.isolation.memory import share_of_memory
+from attnfuzz.harness.isolation.root import Root
+from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.kernels.contract import Kernel
 
 __all__ = ["WorkerProcesses", "start_process"]
@@ -30,13 +34,22 @@ _LAST_WORDS = 15.0
 """Seconds that a worker has to end once its connection is closed."""
 
 
-def start_process(paths: Sequence[str], variables: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start the process of a worker, which imports from `paths`; returns it with the connection to it."""
+def start_process(
+    paths: Sequence[str], variables: Mapping[str, str], root: socket.socket | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start the process of a worker; returns it with the connection to it.
+
+    Args:
+        paths: from which it imports.
+        variables: of its environment, beside those of this process.
+        root: of a `Root` over which its template process is forked; it is closed here.
+    """
     here, there = socket.socketpair()
-    with there:
+    with there, contextlib.ExitStack() as stack:
+        passed = [there.fileno(), *([stack.enter_context(root).fileno()] if root else [])]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, str(there.fileno()), str(os.getpid())],
-            pass_fds=[there.fileno()],
+            [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), *map(str, passed)],
+            pass_fds=passed,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
             start_new_session=True,
@@ -101,16 +114,29 @@ class WorkerProcesses(WorkerGroup):
         backends = tuple(sorted({each.backend for each in kernels}))
         self._assignment = Assignment(own, self._parcels(kernels), backends, context.end)
         self._gpus = gpus() if settings.device == "cuda" else []
+        self._lender = (
+            None if settings.in_process else Forkserver(preloads(settings.device, backends), child_variables(settings.device))
+        )
         # Half of the cores are the compiler's, which may have much to do.
         for _ in range(max(1, min(settings.workers, len(os.sched_getaffinity(0)) // 2))):
             self._start(self._numbers.popleft())
 
     def _start(self, number: int) -> None:
         more = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus else {}
-        process, connection = start_process(sys.path, more)
+        process, connection = start_process(sys.path, more, self._lender.lend() if self._lender else None)
         self._living.append(_Process(number, process, connection))
         with contextlib.suppress(OSError):  # it is gone already, which is noticed soon
             connection.send(self._assignment)
+
+    def root(self) -> Root | None:
+        """Return what forks template processes."""
+        return Root(self._lender.lend()) if self._lender else None
+
+    def close(self) -> None:
+        """End every worker that is left, and what forks their template processes."""
+        super().close()
+        if self._lender:
+            self._lender.close()
 
     def _heard(self, seconds: float) -> Iterable[GroupWorker]:
         workers = {each.connection: each for each in self._living if isinstance(each, _Process)}

@@ -23,6 +23,7 @@ from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import TAIL, Child, ChildError
 from attnfuzz.harness.isolation.folders import clear_left_behind, new_folder
 from attnfuzz.harness.isolation.limits import check_open_files, explained
+from attnfuzz.harness.isolation.root import LentTemplate, Root
 from attnfuzz.harness.isolation.stage_time import Usage
 from attnfuzz.harness.isolation.wire import Board, wait
 from attnfuzz.kernels.problem import BadArgument
@@ -42,13 +43,16 @@ class Forkserver:
     Args:
         preload: imports of the template process: "module", or "module:function" to call; None: children are spawned, not forked.
         environment: variables of the children, added to this process's own.
+        root: forks the template process, where it has imported the same; without it, the template process imports for itself.
     """
 
-    def __init__(self, preload: Sequence[str] | None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, preload: Sequence[str] | None, environment: dict[str, str] | None = None, root: Root | None = None
+    ) -> None:
         check_open_files()
         clear_left_behind()
         self.run = secrets.token_hex(8)
-        self._preload = preload
+        self._preload, self._root = preload, root
         self._folder, self._lock = new_folder(self.run)
         self._environment = {
             **os.environ,
@@ -112,6 +116,13 @@ class Forkserver:
         if self._preload is not None:
             self._ready_template()
 
+    def lend(self) -> socket.socket:
+        """Return a connection for a `Root`, over which the template process forks others; then it forks no children itself."""
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            self._ready_template().lend(there.fileno())
+        return here
+
     def ended(self, child: Child) -> None:
         """Count a child as dead: what it leaves behind may be killed."""
         self._children.discard(child)
@@ -126,7 +137,7 @@ class Forkserver:
                 if self._preload is None:
                     process = self._spawn("spawn", there.fileno(), board, log)
                     return Child(process.pid, here, board, log, lambda: _waited(process))
-                template = self._ready_template()
+                template = self._settled_template()
                 pid = template.fork([there.fileno(), board, log])
                 return Child(pid, here, board, log, lambda: template.reap(pid))
         except BaseException:
@@ -145,22 +156,51 @@ class Forkserver:
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             log = os.memfd_create("attnfuzz-template", os.MFD_CLOEXEC)
             with there:
-                process = self._spawn("template", there.fileno(), None, log)
+                process = self._asked(there.fileno(), log) or self._spawn("template", there.fileno(), None, log)
             self._template = _Template(process, here, log)
         return self._template
 
-    def _spawn(self, how: str, connection: int, board: int | None, log: int) -> subprocess.Popen[bytes]:
-        settings = {
+    def _settled_template(self) -> _Template:
+        """Return the template process, one of our own if the root refuses."""
+        template = self._ready_template()
+        if self._root is not None and not template.settle():
+            self._drop_root()
+            template.close()
+            self._template = None
+            template = self._ready_template()
+        return template
+
+    def _asked(self, connection: int, log: int) -> LentTemplate | None:
+        """Have the root fork a template process; None: it cannot."""
+        if self._root is None:
+            return None
+        settings = {**self._settings(connection, None), "parent": None, "bound": False}
+        try:
+            return self._root.ask(settings, self._environment, connection, log)
+        except OSError:
+            self._drop_root()
+            return None
+
+    def _drop_root(self) -> None:
+        if self._root is not None:
+            self._root.close()
+            self._root = None
+
+    def _settings(self, connection: int, board: int | None) -> dict[str, Any]:
+        return {
             "socket": connection,
             "board": board,
             "parent": os.getpid(),
-            # The template process lives until the reaper has looked: orphans that it adopted are found as its descendants.
-            "bound": how == "spawn" and threading.current_thread() is threading.main_thread(),
             "path": [str(Path(each).absolute()) if Path(each).exists() else each for each in sys.path],
             "preload": list(self._preload or ()),
             "run": self.run,
             "folder": self._folder,
         }
+
+    def _spawn(self, how: str, connection: int, board: int | None, log: int) -> subprocess.Popen[bytes]:
+        # The template process lives until the reaper has looked: orphans that it adopted are found as its descendants.
+        bound = how == "spawn" and threading.current_thread() is threading.main_thread()
+        settings = {**self._settings(connection, board), "bound": bound}
         try:
             return subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER), how, json.dumps(settings)],
@@ -179,6 +219,7 @@ class Forkserver:
         if self._template is not None:
             self._template.close()
         self._template = self._preload = None
+        self._drop_root()
 
     def usage_of(self, child: Child, age: float = 0.0) -> Usage:
         """Return what a child and the processes that it started (compilers) use, as of at most `age` seconds ago."""
@@ -217,6 +258,7 @@ class Forkserver:
         if self._template is not None:
             self._template.close()
             self._template = None
+        self._drop_root()
         with contextlib.suppress(OSError):
             # A fork of this process may hold the pipe open, so that its end never comes.
             os.write(self._reaper_pipe, b".")
@@ -253,13 +295,24 @@ class Seen:
 class _Template:
     """The template process, which forks children. It imports while the parent waits for the first child."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, log: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | LentTemplate, connection: socket.socket, log: int) -> None:
         self._process, self._connection, self._log = process, connection, log
-        self.pid = process.pid
         self._ready = self._closed = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def settle(self) -> bool:
+        """Whether there is such a process; one that another process forks is waited for."""
+        return not isinstance(self._process, LentTemplate) or self._process.settle(_START_SECONDS)
+
+    def lend(self, connection: int) -> None:
+        """Have it fork templates for who has the other end of `connection`, once it has imported."""
+        socket.send_fds(self._connection, [b'{"lend": true}'], [connection])
 
     def fork(self, descriptors: list[int]) -> int:
         if not self._ready:
@@ -301,8 +354,12 @@ class _Template:
         return ChildError(f"the process that forks children does not answer ({why}){': ' if output else ''}{output}")
 
     def _kill(self) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.pid and self.alive():
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                # A fork may not have a session of its own yet.
+                os.kill(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -36,6 +37,10 @@ _LINGER = 1.0
 """Seconds in which the template process waits for the reaper once its parent is gone."""
 _PATIENCE = 5.0
 """Seconds that the template process waits for a child that was killed."""
+_MARK = "ATTNFUZZ_RUN"
+"""As the reaper has it."""
+_OF_A_TEMPLATE = {_MARK, "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTEST_CURRENT_TEST"}
+"""Variables that differ between the template processes of one campaign, and that nothing reads at its import."""
 
 
 def main(arguments: list[str]) -> None:
@@ -118,7 +123,7 @@ def _template(settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=settings["socket"])
     os.set_inheritable(settings["socket"], False)
-    wire = _wire()
+    variables = dict(os.environ)
     error = None
     try:
         for target in settings["preload"]:
@@ -129,13 +134,33 @@ def _template(settings: dict[str, Any]) -> None:
     except BaseException as raised:  # the child's own import fails in the same way, and is reported
         error = f"{type(raised).__name__}: {raised}"
     _answer(parent, {"ready": True, "error": error})
-    here, children = os.getpid(), set[int]()
+    _serve(parent, settings, variables)
+
+
+def _serve(parent: socket.socket, settings: dict[str, Any], variables: dict[str, str]) -> None:
+    """Fork children, and templates for others, until the parent is gone."""
+    wire, here, children, clients = _wire(), os.getpid(), set[int](), dict[int, socket.socket]()
+
+    def alone() -> bool:
+        return settings["parent"] is not None and os.getppid() != settings["parent"]
+
     while True:
-        while not wire.wait([parent.fileno()], _LINGER) and os.getppid() == settings["parent"]:
-            pass
-        request, descriptors = _request(parent) if os.getppid() == settings["parent"] else (None, [])
+        ready: set[int] = set()
+        while not ready and not alone():
+            ready = wire.wait([parent.fileno(), *clients], _LINGER)
+        for each in ready & clients.keys():
+            if not _lent(clients[each], [parent, *clients.values()], settings, variables):
+                clients.pop(each).close()
+        if not alone() and parent.fileno() not in ready:
+            continue
+        request, descriptors = (None, []) if alone() else _request(parent)
         if request is None:
             _end_alone(settings["run"], settings["folder"])
+        if "lend" in request:
+            # What it forks has other users, which wait for its end without being its parent.
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            clients.update((each, socket.socket(fileno=each)) for each in descriptors)
+            continue
         if "reap" in request:
             _answer(parent, {"status": _reaped(request["reap"])})
             children.discard(request["reap"])
@@ -153,6 +178,76 @@ def _template(settings: dict[str, Any]) -> None:
             _answer(parent, {"pid": pid})
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _lent(client: socket.socket, ours: list[socket.socket], settings: dict[str, Any], variables: dict[str, str]) -> bool:
+    """Fork the template process that a client asks for, or say why not; returns False where the client is gone."""
+    request, descriptors = _request(client)
+    if request is None:
+        return False
+    connection, log, content = descriptors
+    wanted = json.loads(os.pread(content, os.fstat(content).st_size, 0))
+    answer: dict[str, Any] = {"refused": _why_not_lent(wanted, settings, variables)}
+    if answer["refused"] is None:
+        try:
+            answer = {"pid": os.fork()}
+        except OSError as refused:
+            answer = {"refused": str(refused)}
+    if answer.get("pid") == 0:
+        try:
+            for each in ours:
+                each.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            os.close(content)
+            _become(wanted)
+            _template({**wanted, "socket": connection, "preload": []})
+        finally:
+            os._exit(1)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    try:
+        client.send(json.dumps(answer).encode())
+    except OSError:
+        return False
+    return True
+
+
+def _why_not_lent(wanted: dict[str, Any], settings: dict[str, Any], variables: dict[str, str]) -> str | None:
+    """Why a fork of this process is not what a client wants; None: it is."""
+    if wanted["preload"] != settings["preload"]:
+        return "other imports"
+    names = (variables.keys() | wanted["environment"].keys()) - _OF_A_TEMPLATE
+    if others := [each for each in names if variables.get(each) != wanted["environment"].get(each)]:
+        return f"other variables: {', '.join(sorted(others))}"
+    return None if _mark_written(settings["run"]) else "processes cannot be marked"
+
+
+def _become(wanted: dict[str, Any]) -> None:
+    """Have the mark, the variables and the paths of imports that a template process of this user has from its start."""
+    if not _mark_written(wanted["run"]):
+        os._exit(1)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    tempfile.tempdir = None
+    sys.path[:] = wanted["path"]
+
+
+def _mark_written(run: str) -> bool:
+    """Write the mark of a run into the environment that Linux shows of this process; returns whether it is there.
+
+    Linux shows the memory that the process was started with, to which the variable still points: it was never set again.
+    """
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    at, before = getenv(_MARK.encode()), os.environ.get(_MARK, "")
+    if not at or len(before) != len(run) or ctypes.string_at(at) != before.encode():
+        return False
+    ctypes.memmove(at, run.encode(), len(run))
+    return f"\0{_MARK}={run}\0".encode() in b"\0" + Path("/proc/self/environ").read_bytes() + b"\0"
 
 
 def _end_alone(run: str, folder: str) -> NoReturn:

@@ -22,6 +22,10 @@ def who(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
     return os.getpid(), False
 
 
+def variables(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    return dict(os.environ), False
+
+
 def late(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
     """Two seconds, no stage longer than a third of one."""
     for stage in ("compile", "inputs", "kernel", "oracle", "judge", "end"):

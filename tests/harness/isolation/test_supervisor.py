@@ -20,6 +20,7 @@ from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.outcomes import Death, Error, Past, Reply, Task
+from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
@@ -27,13 +28,17 @@ from attnfuzz.strategies.case import Case
 HERE = str(TESTS)
 
 
-@pytest.fixture(params=["forked", "spawned"])
+@pytest.fixture(params=["forked", "lent", "spawned"])
 def supervisor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """`lent`: from a template process that another one has forked."""
     monkeypatch.syspath_prepend(HERE)
-    forkserver = Forkserver(["json"] if request.param == "forked" else None)
+    lender = Forkserver(["json"])
+    root = Root(lender.lend()) if request.param == "lent" else None
+    forkserver = Forkserver(None if request.param == "spawned" else ["json"], root=root)
     made = Supervisor(forkserver, memory=1 << 29)
     yield made
     made.close()
+    lender.close()
     assert not list(reaper.marked(forkserver.run))
     assert not Path(forkserver._folder).exists()
 
