@@ -36,6 +36,9 @@ class Group:
         self.order = order
         order.append(f"workers for {', '.join(names)}")
 
+    def root(self) -> None:
+        pass
+
     def close(self) -> None:
         self.order.append("closed")
 
