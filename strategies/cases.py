@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ _SPLIT_TILES = 3
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
+_SINKS = st.sampled_from((False, False, False, True))
+"""Few, as Cases with sinks are judged one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ def cases(
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
     # A kernel may refuse what capabilities cannot express, for example a pair of lengths.
-    strategy = _cases(_Parts(kernel, limits or Limits(), chosen))
+    parts = _Parts(kernel, limits or Limits(), chosen, compiled=device in kernel.capabilities.compiles_on)
+    strategy = _cases(parts)
     return strategy.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
 
 
@@ -90,8 +94,9 @@ def cases_by_compile_key(
 class _Parts:
     """The strategies of the parts of a kernel's Cases, each built once. Its repr is short, since Hypothesis writes it out."""
 
-    def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...]) -> None:
+    def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...], *, compiled: bool) -> None:
         self.name, self.can, self.limits = kernel.name, kernel.capabilities, limits
+        self._compiled = compiled
         self._problems: dict[int, Problem] = {}
         blocky = () if self.can.shapes else _with_room(variants, limits)
         self.has_blocks = bool(blocky)
@@ -106,12 +111,21 @@ class _Parts:
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
+    def may_have_sinks(self, variant: Variant) -> bool:
+        """Whether Cases of this variant may have sinks: where that is compiled, every other one's, which then has both codes."""
+        return self.can.sinks and not (self._compiled and _number(variant) % 2)
+
     def problem(self, variant: Variant) -> Problem:
         """Return the smallest Problem of one of the variants."""
         # By identity: to hash a variant takes longer than to check its Problem. The strategies keep the variants.
         if id(variant) not in self._problems:
             self._problems[id(variant)] = variant.problem(self.can)
         return self._problems[id(variant)]
+
+
+def _number(variant: Variant) -> int:
+    """Return a number that is the same in every process."""
+    return zlib.crc32(f"{variant.dtype} {variant.causal} {variant.dims} {variant.config.canonical()}".encode())
 
 
 @functools.cache
@@ -152,7 +166,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
     dlse = draw(_DLSE) if can.dlse else False
-    sinks = can.sinks and draw(_BOOLEANS)
+    sinks = parts.may_have_sinks(variant) and draw(_SINKS)
     if sinks:
         recipe = replace(recipe, sinks=draw(_SINK_VALUES))
     slack = _slack(room.tile_m if can.slack else None)

@@ -30,7 +30,7 @@ class ForksOfThisProcess(Forkserver):
 
     def __init__(self) -> None:
         self.run = os.environ[reaper.MARK]
-        self._preload, self._template = (), None
+        self._preload, self._template, self._root = (), None, None
         self._owner = os.getpid()
         self._children: set[Child] = set()
         self._seen = Seen(self.run)
