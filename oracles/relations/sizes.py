@@ -7,12 +7,14 @@ For values that are generic (near normal, independent, scores of a deviation of 
     |O_i|  ~ rms(v) p_i                          |dQ_i| ~ |scale| |dO_i| rms(v) rms(k) p_i
     |dV_j| ~ sqrt(sum_i (rms(dO_i) P_ij)^2)      |dK_j| ~ |scale| sqrt(sum_i (|dO_i| rms(v) rms(q_i) P_ij)^2)
 
-per element, with P_ij^2 ~ exp(2 tau_j^2) / n_i^2, tau_j = |scale| |k_j| rms(q). Rounding P (dS) to the input dtype gives every
-term an independent error of 0.42 u of it, so the sum one of 0.42 u of these sizes; the output's own rounding adds 0.42 u of its
-value; the difference of two runs has sqrt(2) times both. The error of Delta, dO . dO(O), moves a row of dS by
-0.42 u |dO_i| rms(v) p_i P: in dQ that is times sum_j P_ij k_j, which is the keys' mean, plus rms(k) sigma_i q_i / |q_i|, since
-keys with more weight point along q, plus p_i rms(k). Subnormals of P and dS lose eta each. fp32 arithmetic adds a few eps, times
-the magnitude of the exponents, and sqrt(n) of accumulation. The unit of `Noise` is the sum of all, with u in place of 0.6 u.
+per element, with P_ij^2 ~ exp(2 tau_j^2) / n_i^2, tau_j = |scale| |k_j| rms(q), and times how much larger dO_i or q_i is in
+that dim than its rms (for O and dQ: the column of v or k). Without that, one query of 3.6 rms(q_i) in a dim had moved dK there
+by 1.07 x the limit. Rounding P (dS) to the input dtype gives every term an independent error of 0.42 u of it, so the sum one of
+0.42 u of these sizes; the output's own rounding adds 0.42 u of its value; the difference of two runs has sqrt(2) times both.
+The error of Delta, dO . dO(O), moves a row of dS by 0.42 u |dO_i| rms(v) p_i P: in dQ that is times sum_j P_ij k_j, which is
+the keys' mean, plus rms(k) sigma_i q_i / |q_i|, since keys with more weight point along q, plus p_i rms(k). Subnormals of P and
+dS lose eta each. fp32 arithmetic adds a few eps, times the magnitude of the exponents, and sqrt(n) of accumulation. The unit of
+`Noise` is the sum of all, with u in place of 0.6 u.
 
 Limits are multiples of it: 6.2 for an element, 1.8 for the root mean square of a row of 64, 1.2 for a long head
 (`worst.limit`). A row that is the sum of fewer terms than it has elements has as many independent errors as terms: with one
@@ -70,6 +72,12 @@ def sum_of_seeing(first: torch.Tensor, by_row: torch.Tensor) -> torch.Tensor:
 def _rms(x: torch.Tensor) -> torch.Tensor:
     """Return the root mean square as a tensor without dimensions: a number would wait for the device."""
     return x.square().mean().sqrt() if x.numel() else x.new_zeros(())
+
+
+def _of_element(x: torch.Tensor) -> torch.Tensor:
+    """Return the square of each element of x, q or dO, over the mean square of its row, at least 1: `(heads, rows, dim)`."""
+    square = x.double().square()
+    return (square / square.mean(2, keepdim=True).clamp(min=1e-300)).clamp(min=1.0)
 
 
 class Noise:
@@ -154,21 +162,23 @@ class Noise:
             case "o":
                 size = self._rms_v * self.p
                 rounding = torch.hypot(self.u * size, self._eta * self.n * size)
-                return self._total(expected, size, rounding[..., None], self._fp32)
+                return self._total(expected, size, rounding[..., None] * self._of_column(self._data.v), self._fp32)
             case "dq":
                 size = self._scale * self._t * self._rms_k * self.p
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self.n
                 of_delta = 2 * torch.hypot(self.p[..., None], self._drift())
                 rounding = (self.u * size)[..., None] * (1 + of_delta)
                 flushed = (flushed * self._scale * self._rms_k * self.p)[..., None]
-                return self._total(expected, size, torch.hypot(rounding, flushed), self._fp32)
+                rounding = torch.hypot(rounding, flushed) * self._of_column(self._data.k)
+                return self._total(expected, size, rounding, self._fp32)
             case "dv":
                 rounding = torch.hypot(torch.full_like(self.n, self.u), self._eta * self.n)
-                return self._by_key(expected, self._w / self.n, self._w / self.n * rounding)
+                return self._by_key(expected, self._w / self.n, self._w / self.n * rounding, _of_element(self._data.d_o))
             case "dk":
                 size = self._scale * self._t * self._q / self.n
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self._scale * self._q
-                return self._by_key(expected, size, torch.hypot(self.u * size * (1 + 2 * self.p), flushed))
+                rounding = torch.hypot(self.u * size * (1 + 2 * self.p), flushed)
+                return self._by_key(expected, size, rounding, _of_element(self._data.q))
 
     def _terms(self, name: OutputName) -> float | torch.Tensor:
         """Return of how many terms each row of an output is the sum: one number, or `(rows,)` where a mask makes them differ.
@@ -202,17 +212,26 @@ class Noise:
         least = torch.where(self.live, self._eta, 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
 
-    def _by_key(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
-        """Sum over the rows that see a key, and over the query heads of its group."""
+    def _of_column(self, x: torch.Tensor) -> torch.Tensor:
+        """Return for each query head and dim the mean square of that column of x, k or v, over that of all, its root, at least 1.
+
+        `(heads, 1, dim)`: where few keys are seen, an error of P or dS is in each dim in proportion to k or v there.
+        """
+        square = x.double().square()
+        part = square.mean(1, keepdim=True) / square.mean((1, 2), keepdim=True).clamp(min=1e-300)
+        return part.clamp(min=1.0).sqrt().repeat_interleave(self._groups, 0)
+
+    def _by_key(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Sum over the rows that see a key, and over the query heads of its group; `part (heads, seqlen_q, dim)`: of each dim."""
         if not self.n.numel():
             return torch.zeros_like(expected)
         if self._deviations.half_partials:
             rounding = 1.5 * rounding
         fp32 = self._fp32.amax() + EPS * math.sqrt(self.n.numel() * self._groups) / 2
-        squares = torch.where(self.live, torch.stack((rounding, size)).square(), 0.0)
-        by_row = squares.unflatten(1, (-1, self._groups)).sum(2)
-        by_key = sum_of_seeing(self.first, by_row.flatten(0, 1)).unflatten(0, (2, -1)).sqrt() * self._peak
-        fixed = torch.hypot(by_key[0], fp32 * by_key[1])[..., None]
+        # Of each row its variance, of each element that times the square of q or dO there: few rows do not average out.
+        squares = torch.where(self.live, rounding.square() + (fp32 * size).square(), 0.0)[..., None] * part
+        by_row = squares.unflatten(0, (-1, self._groups)).sum(1)
+        fixed = sum_of_seeing(self.first, by_row).sqrt() * self._peak[..., None]
         own = self._own + fp32
         least = torch.where(self.touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
         return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)

@@ -15,7 +15,7 @@ from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.judge.truth import is_tiny
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Deviations, Outputs
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Dtype, Problem
 from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.budgets.bounds import budgets
 from attnfuzz.oracles.formats import Format, half_ulp
@@ -272,3 +272,22 @@ def test_no_budget_is_nan_where_scores_are_lost(pattern: Pattern, ties: bool) ->
         assert not budget.allowed.isnan().any(), output
         assert budget.random is not None
         assert not budget.random.isnan().any(), output
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_one_factor_of_all_of_o_may_move_its_roundings_together(dtype: Dtype) -> None:
+    """One key has all of the weight, and scores so large that exp is inexact: O = rd(V (1 + r)) with one r in all dims.
+
+    The rows are those of 200,000 with normal values in which that moves D most, as rarely as a campaign has one.
+    """
+    kind, u = getattr(torch, dtype), Format.of(dtype).u
+    generator, worst = torch.Generator().manual_seed(0), [181241, 163081, 41812, 72091, 173796, 25457]
+    v, d_o = (torch.randn(200_000, 64, generator=generator)[worst].to(kind) for _ in range(2))
+    problem = Problem(seqlens_q=(6,), seqlens_k=(6,), dim_qk=64, dim_v=64, dtype=dtype, softmax_scale=1.0)
+    inputs = materialise(problem, Recipe(), "cpu")
+    inputs.q[:, 0], inputs.k[:, 0] = 240 * torch.eye(6, 64), 120 * torch.eye(6, 64)
+    inputs.v[:, 0], inputs.d_o[:, 0] = v, d_o
+    errors = [((v.double() - (v * (1 + r * u)).to(kind).double()) * d_o.double()).sum(1) for r in (-0.9, -0.8, 0.8, 0.9)]
+    allowed = budgets(inputs, Deviations(), "cpu").outputs["dq"].allowed[0].diagonal()
+    ratio = float((torch.stack(errors).abs().amax(0) * 120 / allowed).max())
+    assert 0.5 < ratio < 0.8
