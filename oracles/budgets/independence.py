@@ -92,6 +92,9 @@ class Independence:
         moved = [error @ product.values for error in errors]
         moved += [each + _rounding(t, product.expected + each) for each in moved]
         of_rows = [(each * weighted).nan_to_num_(nan=0.0).sum(-1) for each in moved]
+        if t.sunk and name in ("dk", "dv"):
+            # The last key is the sink, whose large P would outweigh the others: it is no row of the output.
+            of_rows = [each[:, :-1] for each in of_rows]
         sums = torch.stack([torch.stack([each.sum(), each.square().sum()]) for each in of_rows])
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
