@@ -222,34 +222,34 @@ class _Tree:
     Hypothesis writes out the arguments of a strategy, and warns where these are thousands of lines.
     """
 
+    __slots__ = ("_branches", "_parts", "_values", "_variants")
+
     def __init__(self, variants: Sequence[Variant], parts: Sequence[str] = _PARTS) -> None:
         self._variants, self._parts = variants, parts
+        self._values: st.SearchStrategy[object] | None = None
+        self._branches: dict[int, _Tree | Variant] = {}
 
     def __repr__(self) -> str:
         return f"<{len(self._variants)} variants>"
 
-    @functools.cached_property
-    def _by_value(self) -> dict[object, list[Variant]]:
+    def _grow(self) -> st.SearchStrategy[object]:
+        """Make the branches, at the first draw: a run draws from few of those of a thousand variants."""
         by_value: dict[object, list[Variant]] = {}
         for each in self._variants:
             by_value.setdefault(getattr(each, self._parts[0]), []).append(each)
-        return by_value
-
-    @functools.cached_property
-    def _values(self) -> st.SearchStrategy[object]:
-        return st.sampled_from(tuple(self._by_value))
-
-    @functools.cached_property
-    def _branches(self) -> dict[int, _Tree]:
+        rest = self._parts[1:]
         # By identity: to hash a Config or a modifier takes longer than to draw it.
-        return {id(value): _Tree(variants, self._parts[1:]) for value, variants in self._by_value.items()}
+        self._branches = {id(value): _Tree(each, rest) if rest and len(each) > 1 else each[0] for value, each in by_value.items()}
+        return st.sampled_from(tuple(by_value))
 
     def draw(self, draw: st.DrawFn) -> Variant:
         """Draw a value of each part in turn, among the variants that have the values before."""
-        tree = self
-        while tree._parts:
+        tree: _Tree | Variant = self
+        while isinstance(tree, _Tree):
+            if tree._values is None:
+                tree._values = tree._grow()
             tree = tree._branches[id(draw(tree._values))]
-        return tree._variants[0]
+        return tree
 
 
 def one_variant(variants: Sequence[Variant]) -> st.SearchStrategy[Variant]:
