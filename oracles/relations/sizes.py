@@ -229,6 +229,8 @@ class Noise:
             rounding = 1.5 * rounding
         fp32 = self._fp32.amax() + EPS * math.sqrt(self.n.numel() * self._groups) / 2
         # Of each row its variance, of each element that times the square of q or dO there: few rows do not average out.
+        # The last dim may be left out.
+        part = part[..., : expected.shape[-1]]
         squares = torch.where(self.live, rounding.square() + (fp32 * size).square(), 0.0)[..., None] * part
         by_row = squares.unflatten(0, (-1, self._groups)).sum(1)
         fixed = sum_of_seeing(self.first, by_row).sqrt() * self._peak[..., None]
