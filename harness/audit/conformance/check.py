@@ -165,10 +165,11 @@ def _rows(target: str, candidate: Any, device: Device, make: Callable[[Kernel], 
     if wrong:
         yield _not_run("all else", "the contract's members come first")
         return
-    kernel = registry.get(target)
-    for row in declared.declarations(kernel, device):
+    for row in declared.declarations(candidate, device):
         yield row
         wrong |= row.status == "wrong" and row.check in ("capabilities", "variants", "configs")
+    # The registry refuses a kernel with values that no kernel can have.
+    kernel = candidate if wrong else registry.get(target)
     reason = "nothing can be drawn from what is declared" if wrong else kernel.unavailable(device)
     if wrong or reason:
         yield _not_run("calls", str(reason), "use a machine, or a --device, where it runs" if not wrong else "fix that first")
