@@ -164,7 +164,7 @@ def test_a_kernel_with_values_that_none_can_have_is_refused(changes: dict[str, A
 
 
 def test_capabilities_of_another_class_are_refused() -> None:
-    with pytest.raises(BadArgument, match="capabilities is a dict: must be attnfuzz.kernels.Capabilities"):
+    with pytest.raises(BadArgument, match=r"capabilities is a dict: must be attnfuzz\.kernels\.Capabilities"):
         registry.register(Dummy(capabilities={}))  # type: ignore[arg-type]
 
 
