@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attnfuzz.kernels.capability_values import impossible
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.support.capability_values import impossible
 from attnfuzz.kernels.support.file_module import import_file
 from attnfuzz.kernels.support.file_target import FileTarget, file_target, is_readable, read_like
 from attnfuzz.kernels.support.import_trial import why_fatal

@@ -97,6 +97,17 @@ def test_an_unknown_name_suggests_the_nearest(wrong: str) -> None:
     assert isinstance(caught.value, BadArgument)
 
 
+@pytest.mark.parametrize("group", ["triton", "released", "released.fla", "tilelang.gqa"])
+def test_the_beginning_of_names_says_what_it_is(group: str) -> None:
+    names = registry.members(group)
+    assert len(names) > 1
+    for ask in (registry.get, registry.find):
+        with pytest.raises(registry.UnknownKernel) as caught:
+            ask(group)
+        text = f"it is no kernel, but the beginning of {len(names)} kernels' names, which `attnfuzz run` and `gate` take together"
+        assert str(caught.value) == f"kernel={group!r}: {text}; give one of {', '.join(names)}"
+
+
 @pytest.mark.parametrize("wrong", ["", "zzz", "0"])
 def test_a_name_like_no_other_lists_all(wrong: str) -> None:
     with pytest.raises(registry.UnknownKernel) as caught:

@@ -19,9 +19,9 @@ from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.adapted import Adapted
 from attnfuzz.kernels.capabilities import why_not_shape
-from attnfuzz.kernels.capability_values import impossible
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
+from attnfuzz.kernels.support.capability_values import impossible
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 __all__ = ["declarations", "members"]

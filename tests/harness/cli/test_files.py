@@ -131,6 +131,8 @@ WRONG = {
     "run acme_wrong.py:attention --like varlen": "did you mean --like dense?",
     "check-adapter acme_wrong.py:attention": "attention is a function, not a kernel; say how it is called: add --like dense",
     "check-adapter triton.varlen --like dense": "it says how a function of a file is called, and no file is named",
+    "check-adapter triton": "it is no kernel, but the beginning of",
+    "check-adapter released.fla": "give one of released.fla.parallel, released.fla.parallel_varlen",
     "gate --write x --kernel acme_wrong.py:attention:dense": "a gate imports the kernel's module from two commits",
 }
 
