@@ -321,12 +321,13 @@ def _beyond(
     kernel: str, check: str, title: str, got: torch.Tensor, name: str, expected: Truths
 ) -> tuple[Figures, Failure | None]:
     """Return a gradient's figures, and its Failure at the worst element where some are outside their intervals."""
-    true, in_doubt = expected.captured[name], any(expected.budgets.doubted.values())
+    true, overflow = expected.captured[name], expected.budgets.overflow
+    in_doubt = any(expected.budgets.doubted.values()) or (overflow is not None and bool(overflow))
     form = Format.of(expected.dtype) if got.dtype != torch.float32 else true.form
     got = got.to(true.expected.device).double()
     allowed = true.allowed + half_ulp(true.expected.abs() + true.allowed.nan_to_num(posinf=0.0), form)
     error = (got - true.expected).abs()
-    # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt, since its effect has no bound.
+    # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt or D may overflow: their effects have no bound.
     wrong = ~((error <= allowed) | (allowed == torch.inf)) if in_doubt else ~(error <= allowed)
     broken = wrong & ~torch.isfinite(got)
     # No error is 0 of its budget, whatever that is: 0, or without a bound.

@@ -88,6 +88,8 @@ class Scores:
     """Scores that mask_mod may or may not hide."""
     sunk: bool = False
     """Whether the last key is a sink."""
+    half_partial_o: bool = False
+    """Whether O of each split of the keys is rounded to the dtype."""
 
     @property
     def only_scale(self) -> float:
@@ -149,6 +151,8 @@ class Forward:
     """6 sigma + 4 tau where that is the limit, else 0."""
     e_f2: torch.Tensor
     """sum_j P e_f^2: the mean square of P's relative error due to the score's."""
+    of_partials: tuple[torch.Tensor, ...] | None = None
+    """Of the roundings of partial O, where they are declared: mean square, worst case, flushed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +221,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         delta=delta, lost=lost, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
         touched=seen.visible.any(1)[..., None].to(torch.float64), changed=seen.changed, doubt=doubt,
-        sunk=placed.sinks is not None,
+        sunk=placed.sinks is not None, half_partial_o=deviations.half_partial_o and rounding.half,
     )  # fmt: skip
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
@@ -326,6 +330,8 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     H = cap(pi) / l @ |v|
     B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
         with ties, in float32, + repeated_sum(P) @ |v|
+
+    Where partial O are rounded, which is declared, `of_partials` adds their sigma^2, H and flushed values.
     """
     of_e, variance, worst, flushed, *exact_units = formulas.unrounded_p(
         t.e, t.l, t.delta, t.shift, t.m, t.unsure, t.rounding, t.exact, not lean
@@ -345,9 +351,14 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         b += (repeated_sum(t.e) @ v_size).div_(t.l)
     if t.l_error is not None:
         b += o.abs() * t.l_error
+    of_partials = None
+    if t.half_partial_o:
+        of_partials = formulas.of_partials(size, t.rounding)
+        sigma2, hard, flush = (x + more for x, more in zip((sigma2, hard, flush), of_partials, strict=True))
+        noise = None if noise is None else noise + of_partials[0]
     b, m_o, random = formulas.limited(hard, sigma2, tau2, b, flush, t.dead, t.lost, t.rounding.half)
     result = Forward(
         o=o, pv=pv, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o,
-        random=random, e_f2=e_f2,
+        random=random, e_f2=e_f2, of_partials=of_partials,
     )  # fmt: skip
     return result, OfP(variance=variance, repeated=repeated, worst=worst, flushed=flushed)

@@ -243,7 +243,7 @@ def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
 def _gradients(kernel: Kernel, verdict: Verdict, failures: list[Failure]) -> Row:
     if not {"dq", "dk", "dv"} & set(kernel.capabilities.outputs):
         return Row("gradients", "ok", "declared absent")
-    remedy = "fix the backward, or declare outputs without them"
+    remedy = "fix the backward, declare what it does otherwise (deviations), or outputs without them"
     return failing("gradients", failures, remedy, _figures(verdict, ("dq", "dk", "dv")))
 
 

@@ -22,7 +22,7 @@ from attnfuzz.oracles.budgets.roundings import Rounding
 from attnfuzz.oracles.formats import Format, half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.strategies.case import PATTERNS, Pattern, Recipe
 
-EVERY = Deviations(half_partials=True, ds_from_rounded_p=True)
+EVERY = Deviations(half_partials=True, ds_from_rounded_p=True, half_delta_products=True, half_partial_o=True)
 FLOAT16 = Format.of("float16")
 PLAIN = Problem(seqlens_q=(40, 33), seqlens_k=(35, 24), dim_qk=16, dim_v=16, heads=4, kv_heads=2)
 SUMS = ("matmul", "__matmul__", "baddbmm_", "sum")
