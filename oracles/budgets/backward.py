@@ -187,10 +187,12 @@ def backward(
 
     flushed P in E is (1 + |dP - D|) tiny, and the bracket of E also has lost(dO, v). With ties, 6 sigma + 4 tau is at least
     3 sigma + the known sum of P's or dS's roundings (`_known_roundings`, `_known_of_ds`). Declared deviations: dS from rounded P
-    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums add theirs to sigma^2 and H (`_add_partials`). Rows
+    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums add theirs to sigma^2 and H
+    (`_add_partials`), K rounded after its scaling counts in delta as a scaled Q does, and in dQ (`of_scaled_k`). Rows
     whose scores are lost, and dS beyond the dtype, have an infinite budget. In float32, ties add the error of equal terms to B.
     Where mask_mod is in doubt, P e grows by how far P may move (doubts.py), and B_D by the effect on D (`Delta.move`). Neither
-    averages out: for the statistics they count as flushed, as do lost(dO, P) of dV and lost(q, dS) of dK.
+    averages out: for the statistics they count as flushed, as do lost(dO, P) of dV and lost(q, dS) of dK, and what rows share of
+    the roundings of K.
     """
     lost_keys = t.lost_keys
     pe, moved = _dv(t, dv, lost_keys, deviations, ties=ties)
@@ -219,6 +221,8 @@ def backward(
     sinks = _of_sinks(t, x) if t.sunk else None
     if t.changed is not None:
         _through_score_mod(t, x, captured)
+    if t.shared is not None:
+        x.shared = x.d_s.abs() * t.shared
     gradients = _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
     gradients.sinks, gradients.over = sinks, delta.over
     return gradients
@@ -288,6 +292,8 @@ class _Ds:
     """Factor of an error of D in dQ, (Z, rows, dim_qk): P @ k, P times that derivative."""
     moved: torch.Tensor | None
     """The part of the error of dS from a mask_mod in doubt."""
+    shared: torch.Tensor | None = None
+    """The part of the error of dS that rows share (`Scores.shared`)."""
     over: torch.Tensor | None = None
     """As of `Delta`."""
     slack: torch.Tensor | None = None
@@ -303,9 +309,9 @@ def _dv(
     u, eta, noise = t.form.u, t.form.eta, sums.noise is not None
     moved = None
     if t.doubt is None:
-        pe, bound, h_b, v_b, c_b, *exact_units = formulas.of_dv(t.p, t.delta, t.s, t.lse, t.m_lse, t.rounding, noise)
+        pe, bound, h_b, v_b, c_b, *exact_units = formulas.of_dv(t.p, t.delta_again, t.s, t.lse, t.m_lse, t.rounding, noise)
     else:
-        e = formulas.recomputed(t.delta, t.s, t.lse, t.m_lse).masked_fill_(~t.visible & t.doubt.hidden, 0.0)
+        e = formulas.recomputed(t.delta_again, t.s, t.lse, t.m_lse).masked_fill_(~t.visible & t.doubt.hidden, 0.0)
         moved = t.doubt.moved(t.p, e, t.rounding.worst(t.doubt.high, eta))
         pe = t.p * e + moved
         bound, h_b, v_b, c_b, *exact_units = formulas.of_dv_in_doubt(t.p, e, pe, t.doubt.rows, t.rounding, noise)
@@ -320,6 +326,8 @@ def _dv(
     if sums.flush is not None:
         # What is flushed below the smallest normal float32 is lost as a whole too.
         sums.flush.baddbmm_((h_b if moved is None else h_b + moved).mT, d_size).addcmul_(t.touched, loss)
+        if t.shared is not None:
+            sums.flush.baddbmm_((t.p * t.shared).mT, d_size)
     if sums.noise is not None:
         sums.noise.baddbmm_(exact_units[0].mT, d2)
     if ties and t.rounding.half:
@@ -404,6 +412,13 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     p2 = x.weight * x.weight
     dq, b, flush = formulas.dq_sums(x.d_s @ t.k, x.pk, r.of_dq @ k_size, r.flushed @ k_size, delta.b, delta.flush, t.scale)
     sigma2, hard = formulas.spread_of_d(r.random @ k2, r.worst @ k_size, x.pk, delta.sigma2, delta.hard, t.scale)
+    if deviations.half_scaled_k and t.rounding.half:
+        of_k, worst_k, flushed_k = formulas.of_scaled_k(x.d_s, r.size, t.rounding)
+        sigma2, hard = sigma2 + of_k @ k2, hard + worst_k @ k_size
+        lost_k = flushed_k.sum(-1, keepdim=True)
+        b, flush = b + lost_k, flush + lost_k + 2 * (of_k @ k2).sqrt_()
+        if x.shared is not None:
+            flush = flush + x.shared @ k_size
     reorder, b = formulas.dq_bound(
         dq, b, r.size @ k_size, t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k, t.n_k, t.scale, t.form
     )
@@ -418,11 +433,14 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
             tau2 += delta.tau2 * (x.pk * scale).square_()
+        if deviations.half_scaled_k:
+            equal = neighbours(t.k.mT.contiguous(), u / 16).mT
+            tau2 += formulas.of_scaled_k(x.d_s, r.size, t.rounding)[0] @ ((equal - 1) * k2)
         known_q, known_k = _known_of_ds(t, f, delta)
         tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
     over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
-    endless = torch.maximum(over.any(-1, keepdim=True), t.lost)
+    endless = torch.maximum(over.any(-1, keepdim=True), t.lost_again)
     if delta.over is not None:
         endless = torch.maximum(endless, delta.over)
     b, m_dq, random = limited(hard, sigma2, tau2, b, None, t.dead, endless, t.rounding.half)
@@ -511,8 +529,9 @@ def _dk(
     sums.b.baddbmm_(r.of_dk.mT, q_size)
     if sums.flush is not None:
         sums.flush.baddbmm_(r.flushed_dk.mT, q_size)
-        if x.moved is not None:
-            sums.flush.baddbmm_(x.moved.mT, q_size)
+        for more in (x.moved, x.shared):
+            if more is not None:
+                sums.flush.baddbmm_(more.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
         assert r.own is not None

@@ -18,7 +18,8 @@ from attnfuzz.oracles.fused import fused
 
 __all__ = [
     "around_d", "delta_bound", "dq_bound", "dq_sums", "key_loss", "of_d_p", "of_ds", "of_dv", "of_dv_in_doubt", "of_o",
-    "of_products", "of_q", "parts_of_ds", "parts_of_own_ds", "random_of_d", "recomputed", "spread_of_d", "unit_of_ds",
+    "of_products", "of_q", "of_scaled_k", "parts_of_ds", "parts_of_own_ds", "random_of_d", "recomputed", "spread_of_d",
+    "unit_of_ds",
 ]  # fmt: skip
 
 
@@ -261,6 +262,16 @@ def _parts_of_ds(
     of_dq, of_dk = torch.addcmul(systematic, pe, b_d), torch.addcmul(systematic, grown, b_d)
     parts = (size, random, worst, flushed, of_dq, of_dk, torch.addcmul(flushed, weight, flush_d))
     return (*parts, alone) if own else parts
+
+
+@fused
+def of_scaled_k(d_s: torch.Tensor, size: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, ...]:
+    """Return what times k^2, |k| and 1 is the error of dQ = scale dS @ rd(c k) / c: mean square, worst case, flushed.
+
+    c = scale log2(e) is any number, hence a mean square of u^2 / 3, by the coarsest unit; an entry of c k loses eta, times ln 2.
+    """
+    form = rounding.form
+    return (d_s * d_s).mul_(form.u**2 / 3), size * form.u, size * (form.eta * 0.7)
 
 
 @fused

@@ -197,6 +197,9 @@ def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
         return
     plain = _plain(kernel, bed.trial(case))
     yield from plain
+    by_value = any(row.status == "wrong" for row in plain if row.check in ("O and LSE", "gradients"))
+    if by_value and (row := features.deviations_row(kernel, case, bed.ask)) is not None:
+        yield row
     if any(row.status == "wrong" for row in plain if row.check not in ("O and LSE", "gradients")):
         yield _not_run("settings, repetition, features", "the plain case gives nothing that could be compared", "fix that first")
         return

@@ -146,7 +146,12 @@ class _Sequence:
 
     def backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.forward()
-        p = torch.where(self.mask, torch.exp2(self.s - self.true_lse[..., None] * LOG2_E), 0.0)
+        s, scaled_k = self.s, self.k * self.problem.scale
+        if "k scaled in half" in self.faults:
+            # As FlagGems does: dQ is dS @ K of these, divided by log2(e).
+            half = (self.k * (self.problem.scale * LOG2_E)).to(self.dtype).float()
+            s, scaled_k = self.q @ half.mT, half * LN_2
+        p = torch.where(self.mask, torch.exp2(s - self.true_lse[..., None] * LOG2_E), 0.0)
         products = self.o.float() * self.d_o
         delta = (products.to(self.dtype).float() if "delta products in half" in self.faults else products).sum(-1)
         if "delta missing" in self.faults:
@@ -160,7 +165,7 @@ class _Sequence:
             .to(torch.bfloat16 if "ds in bf16" in self.faults else self.dtype)
             .float()
         )
-        dq = ds @ self.k * self.problem.scale * (1.01 if "dq scale 1 %" in self.faults else 1.0)
+        dq = ds @ scaled_k * (1.01 if "dq scale 1 %" in self.faults else 1.0)
         dk = self._grouped(ds.mT @ self.q * self.problem.scale)
         dv = self._grouped(p.to(self.p_dtype).float().mT @ self.d_o)
         return dq.to(self.dtype), dk, dv
