@@ -154,7 +154,7 @@ def _beside_pages(name: str) -> torch.Tensor:
     """Return what stands for k or v beside a paged cache: a tensor of which every use is an error."""
     import torch
 
-    class Absent(torch.Tensor):
+    class Absent(torch.Tensor):  # type: ignore[misc]
         """A tensor without values."""
 
         @classmethod

@@ -120,7 +120,7 @@ class Tally:
         for row, worst in rows.items():
             old = self.captured.get(row, Worst())
             self.captured[row] = replace(old, cases=old.cases + 1, worst=max(old.worst, worst))
-        for row in {each.captured_row for each in verdict.failures} - {None}:
+        for row in {name for each in verdict.failures if (name := each.captured_row)}:
             old = self.captured.get(row, Worst())
             self.captured[row] = replace(old, failures=old.failures + 1)
 

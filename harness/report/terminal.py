@@ -282,9 +282,9 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
             title = escape(one_line(row.kernel)) if number == 0 else ""
             table.add_row(title, OUTPUT_TITLES[name], f"{figures.cases}{unjudged}", _ratio(figures.worst), wrong)
         for place, title in CAPTURED_TITLES.items():
-            if (figures := row.captured.get(place)) is not None:
-                wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
-                table.add_row("", title, str(figures.cases), _ratio(figures.worst), wrong)
+            if (of_tensor := row.captured.get(place)) is not None:
+                wrong = Text(str(of_tensor.failures), style="red" if of_tensor.failures else "green")
+                table.add_row("", title, str(of_tensor.cases), _ratio(of_tensor.worst), wrong)
         table.add_section()
     return table
 
