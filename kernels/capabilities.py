@@ -49,6 +49,12 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Partial dK, dV sums are rounded to the input dtype before they are added."""
     ds_from_rounded_p: bool = False
     """dS is made from P after its rounding to the input dtype, and rounded again."""
+    half_scaled_k: bool = False
+    """In the backward, k * softmax_scale (* log2(e)) is rounded to the input dtype, for the scores and for dQ."""
+    half_delta_products: bool = False
+    """The products of dO and O are rounded to the input dtype before they are added to Delta."""
+    half_partial_o: bool = False
+    """O of each split of the keys, a partial O, is rounded to the input dtype before the splits are combined in float32."""
     lse_base2: bool = False
     """LSE is returned as log2."""
     tf32_on: tuple[Device, ...] = ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from attnfuzz.kernels.capabilities import (
     Capabilities,
@@ -17,7 +19,7 @@ from attnfuzz.kernels.capabilities import (
     shape_fields,
     why_unsupported,
 )
-from attnfuzz.kernels.errors import check_name, reject
+from attnfuzz.kernels.errors import BadArgument, check_name, reject
 from attnfuzz.kernels.problem import Problem
 
 if TYPE_CHECKING:
@@ -128,7 +130,8 @@ class Inputs:
     captured: tuple[torch.Tensor, ...] = ()
     k_pages: torch.Tensor | None = None
     v_pages: torch.Tensor | None = None
-    """A paged cache, `(pages, page_size, kv_heads, dim)`; k and v hold the same tokens in order, for the oracle alone."""
+    """A paged cache, `(pages, page_size, kv_heads, dim)`; k and v hold the same tokens in order, for the oracle alone: a kernel
+    that uses them gets an error."""
     page_table: torch.Tensor | None = None
     """`(batch, most pages of a sequence)` int32; entries behind a sequence's last page name a page of NaN."""
     seqlens_k: torch.Tensor | None = None
@@ -138,6 +141,33 @@ class Inputs:
     def sinks(self) -> torch.Tensor | None:
         """The sinks, float32 `(heads,)`, finite and exact in float16 and bfloat16 too; None where the Problem has none."""
         return self.captured[-1] if self.problem.sinks else None
+
+    def for_kernel(self) -> Inputs:
+        """Return them as a kernel gets them: beside a paged cache, whatever uses k or v raises a BadArgument."""
+        if self.page_table is None:
+            return self
+        return dataclasses.replace(self, k=_beside_pages("k"), v=_beside_pages("v"))
+
+
+@functools.cache
+def _beside_pages(name: str) -> torch.Tensor:
+    """Return what stands for k or v beside a paged cache: a tensor of which every use is an error."""
+    import torch
+
+    class Absent(torch.Tensor):  # type: ignore[misc]
+        """A tensor without values."""
+
+        @classmethod
+        def __torch_function__(cls, *_: object, **__: object) -> Any:
+            """Refuse any function, method or attribute of torch."""
+            reason = "keys and values of this Problem are in pages"
+            raise BadArgument(f"inputs.{name}: {reason}; read inputs.{name}_pages, by inputs.page_table and inputs.seqlens_k")
+
+        def __repr__(self, **_: object) -> str:
+            """As text, for debuggers."""
+            return f"<no {name} beside {name}_pages>"
+
+    return torch.empty(0, device="cpu").as_subclass(Absent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

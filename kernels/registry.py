@@ -254,6 +254,9 @@ def find(name: str, *, tried: bool = False) -> Any:
             return load(name, _target_of(point), tried=tried)
     if name.endswith(".py"):
         raise UnknownKernel(f"kernel={name!r}: it names a file; give a function of it, {name}:FUNCTION --like dense")
+    if (group := members(name)) != (name,):
+        text = f"it is no kernel, but the beginning of {len(group)} kernels' names, which `attnfuzz run` and `gate` take together"
+        raise UnknownKernel(f"kernel={name!r}: {text}; give one of {', '.join(group)}")
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known kernels: {', '.join(names())}"
     module, _, attribute = name.rpartition(".")

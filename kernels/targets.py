@@ -19,6 +19,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.support.capability_values import impossible
 from attnfuzz.kernels.support.file_module import import_file
 from attnfuzz.kernels.support.file_target import FileTarget, file_target, is_readable, read_like
 from attnfuzz.kernels.support.import_trial import why_fatal
@@ -176,18 +177,23 @@ def why_not_on(kernel: Kernel, device: Device) -> str | None:
     """Say why the kernel cannot run on `device` of this machine; None: it can.
 
     Raises:
-        BadArgument: the kernel's own code failed.
+        BadArgument: the kernel's own code failed, or its capabilities have values that no kernel can have.
     """
 
-    def asked() -> str | None:
+    def asked() -> tuple[list[str], str | None]:
+        if wrong := list(impossible(kernel.capabilities)):
+            return wrong, None
         declared = kernel.capabilities.devices
-        return kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
+        return [], kernel.unavailable(device) if device in declared else f"it is declared for {', '.join(declared)} only"
 
     try:
-        return guarded(asked)
+        wrong, reason = guarded(asked)
     except ThirdPartyError as raised:
-        reason = f"asking whether it runs on {device} failed with {described(raised.error)}"
-        raise _kind(raised.error)(str(reject("kernel", checked_name(kernel), reason, "fix its `unavailable`"))) from raised.error
+        why = f"asking whether it runs on {device} failed with {described(raised.error)}"
+        raise _kind(raised.error)(str(reject("kernel", checked_name(kernel), why, "fix its `unavailable`"))) from raised.error
+    if wrong:
+        raise _impossible(kernel.name, wrong)
+    return reason
 
 
 def third_party_frame(error: BaseException) -> str | None:
@@ -356,7 +362,14 @@ def _checked(kernel: Any) -> str:
     name: object = kernel.name
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise BadArgument(f"kernel={_shown(kernel)}: its name is {name!a}; must be printable text, such as 'mine.attention'")
+    if wrong := list(impossible(kernel.capabilities)):
+        raise _impossible(name, wrong)
     return str(name)
+
+
+def _impossible(name: str, wrong: list[str]) -> BadArgument:
+    remedy = "declare what the kernel can do; attnfuzz check-adapter says what else is wrong"
+    return reject("kernel", name, f"its capabilities cannot be ({'; '.join(wrong[:_MOST_NAMES])})", remedy)
 
 
 def _shown(kernel: Any) -> str:

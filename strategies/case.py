@@ -28,6 +28,7 @@ __all__ = [
     "SinkValues",
     "case_from_json",
     "case_from_object",
+    "with_problem",
 ]
 
 DEFAULT_TILE = 64
@@ -99,6 +100,8 @@ _KEYS = _PARTS | {"format", "kernel", "after", "found"}
 _MOST_AFTER = 1000
 """Largest number of earlier Cases: a file with more was not written here."""
 _SCALE_LIMIT = 2.0**40
+_NO_SINKS: SinkValues = SINK_VALUES[0]
+"""What a Recipe says of sinks where the Problem has none: each Trial has one Case."""
 
 
 class BadCase(BadArgument):
@@ -175,6 +178,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(self.canonical().encode()).hexdigest()[:10]
 
 
+def with_problem(case: Case, problem: Problem) -> Case:
+    """Return the Case with another Problem; without sinks, its Recipe says nothing of their values."""
+    if problem.sinks or case.recipe.sinks == _NO_SINKS:
+        return msgspec.structs.replace(case, problem=problem)
+    return msgspec.structs.replace(case, problem=problem, recipe=msgspec.structs.replace(case.recipe, sinks=_NO_SINKS))
+
+
 def _without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
     """Return the fields that differ from their default by value: msgspec's own omission compares some types by identity."""
     values = {name: value for name, default in _defaults(type(struct)) if (value := getattr(struct, name)) != default}
@@ -222,10 +232,14 @@ def case_from_object(data: object) -> Case:
     if ":" in kernel:
         # package.module:OBJECT would be imported, and a file from anywhere must not choose what is imported.
         raise BadCase(f"case.kernel={shown(kernel)}: a kernel's own name is expected; give --kernel what it is found by")
+    problem, recipe = _part(data, "problem", Problem), _part(data, "recipe", Recipe)
+    if recipe.sinks != _NO_SINKS and not problem.sinks:
+        reason = f"case.recipe.sinks={recipe.sinks!r}: the problem has no sinks"
+        raise BadCase(f"{reason}; leave it out, or give problem.sinks=true")
     return Case(
         kernel=kernel,
-        problem=_part(data, "problem", Problem),
-        recipe=_part(data, "recipe", Recipe),
+        problem=problem,
+        recipe=recipe,
         config=_config(data),
         check=_part({"check": "oracle", **data}, "check", Check),
         after=_after(data.get("after", []), kernel),

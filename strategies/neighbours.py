@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.expressions.tree import KV, Q, S, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, SINK_VALUES, Case, Pattern
+from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, SINK_VALUES, Case, Pattern, with_problem
 
 if TYPE_CHECKING:
     # Its module imports hypothesis, and every command imports this one.
@@ -71,6 +71,9 @@ def differences(case: Case, other: Case) -> tuple[str, ...]:
     """Return the parts in which two Cases of one kernel differ: other numbers of sequences are "batch", not their lengths."""
     now, then = parts_of(case), parts_of(other)
     names = {name for name, value in now.items() if then[name] != value}
+    if "sinks" in names:
+        # Where there are none, they have no values.
+        names.discard("sink_values")
     if case.problem.batch != other.problem.batch:
         names = names - {"seqlen_q", "seqlen_k"} | {"batch"}
     elif names >= {"seqlen_q", "seqlen_k"}:
@@ -180,7 +183,7 @@ def neighbours(kernel: Kernel, case: Case, device: Device) -> dict[str, list[Cas
 def _problem(case: Case, **changes: object) -> Iterator[Case]:
     """Yield `case` with changes to its Problem, if that is valid."""
     try:
-        yield replace(case, problem=replace(case.problem, **changes))
+        yield with_problem(case, replace(case.problem, **changes))
     except BadArgument:
         return
 

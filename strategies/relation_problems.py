@@ -127,7 +127,8 @@ def _repeated_heads(problem: Problem, can: Capabilities) -> str | None:  # noqa:
 def _shifted_scores(problem: Problem, can: Capabilities) -> str | None:
     if problem.dim_qk < 2:
         return f"dim_qk={problem.dim_qk}: one dim moves the scores, another makes them"
-    return "scores move by the rounding of the scaled q as well" if can.deviations.prescaled_q else None
+    rounded = can.deviations.prescaled_q or can.deviations.half_scaled_k
+    return "scores move by the rounding of the scaled q or k as well" if rounded else None
 
 
 def _future_keys(problem: Problem, can: Capabilities) -> str | None:  # noqa: ARG001

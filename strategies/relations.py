@@ -39,7 +39,7 @@ def relations_of(kernel: Kernel, variants: Sequence[Variant], device: Device) ->
     wanted: dict[Check, bool] = {
         "repeated_heads": (can.groups is None or (1 in can.groups and max(can.groups) > 1))
         and (can.heads_max is None or can.heads_max >= min(each for each in can.groups or (2,) if each > 1)),
-        "shifted_scores": not can.deviations.prescaled_q,
+        "shifted_scores": not (can.deviations.prescaled_q or can.deviations.half_scaled_k),
         "split_keys": can.unequal and can.multiple_k == 1 and {"o", "lse"} <= set(can.outputs),
         "split_batch": can.batch_max is None or can.batch_max > 1,
         "huge_strides": can.layouts and can.multiples == (1, 1) and not can.shapes,
@@ -80,7 +80,7 @@ def _shapes_of(check: Check, can: Capabilities) -> tuple[Shape, ...]:
             case "huge_strides":
                 return False
             case "shifted_scores":
-                return not can.deviations.prescaled_q
+                return not (can.deviations.prescaled_q or can.deviations.half_scaled_k)
             case "future_keys":
                 return n_q > 1 and n_k > 1
             case _:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Shape, shape_fields
 from attnfuzz.kernels.expressions.tree import Expression, S, node, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe
+from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, with_problem
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
@@ -81,7 +81,7 @@ def _likewise(earlier: Case, before: Case, now: Case) -> Case:
         problem = replace(earlier.problem, **changed["problem"])
     except BadArgument:
         return earlier
-    return replace(earlier, problem=problem, recipe=replace(earlier.recipe, **changed["recipe"]), config=config)
+    return with_problem(replace(earlier, recipe=replace(earlier.recipe, **changed["recipe"]), config=config), problem)
 
 
 def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iterator[Case]:
@@ -109,7 +109,7 @@ def _with(case: Case, **changes: object) -> Iterator[Case]:
     """
     for more in ({}, _CONTIGUOUS):
         try:
-            yield replace(case, problem=replace(case.problem, **(more | changes)))
+            yield with_problem(case, replace(case.problem, **(more | changes)))
         except BadArgument:
             continue
         return

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from attnfuzz.harness.campaign.size_relations import AROUND, at_tile, size_relations, tiles_of
+from attnfuzz.harness.judge.failure import captured_row
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.expressions.tree import parse
 from attnfuzz.kernels.problem import LAYOUTS, Layout, OutputName
@@ -59,6 +60,8 @@ class Tally:
     failed_unjudged: int = 0
     """Cases that failed before an output was judged, such as by a crash, or by an access outside a tensor."""
     outputs: dict[OutputName, Worst] = field(default_factory=dict)
+    captured: dict[str, Worst] = field(default_factory=dict)
+    """As `outputs`, of the gradients of sinks and of other captured tensors (`CAPTURED_TITLES`)."""
     features: dict[str, int] = field(default_factory=dict)
     drawn: dict[str, dict[str, int]] = field(default_factory=dict)
     """Cases by what was drawn and its value; rare values beyond the first 40 are counted together."""
@@ -79,6 +82,7 @@ class Tally:
             self.cases += 1
             self.failed_unjudged += bool(verdict.failures) and not verdict.figures
             self._count_outputs(verdict)
+            self._count_captured(verdict)
             self._count_values(case)
 
     def count_drawn(self, case: Case) -> None:
@@ -107,6 +111,18 @@ class Tally:
             if failure.output:
                 old = self.outputs.get(failure.output, Worst())
                 self.outputs[failure.output] = replace(old, failures=old.failures + 1)
+
+    def _count_captured(self, verdict: Verdict) -> None:
+        rows: dict[str, float] = {}
+        for tensor, figures in verdict.captured.items():
+            row = captured_row(tensor)
+            rows[row] = max(rows.get(row, 0.0), figures.worst)
+        for row, worst in rows.items():
+            old = self.captured.get(row, Worst())
+            self.captured[row] = replace(old, cases=old.cases + 1, worst=max(old.worst, worst))
+        for row in {name for each in verdict.failures if (name := each.captured_row)}:
+            old = self.captured.get(row, Worst())
+            self.captured[row] = replace(old, failures=old.failures + 1)
 
     def _count_values(self, case: Case) -> None:
         for feature in features(case):

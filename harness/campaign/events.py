@@ -208,6 +208,8 @@ class KernelSummary:
     outputs: dict[OutputName, Worst]
     findings: tuple[Finding, ...]
     features: dict[str, int] = field(default_factory=dict)
+    captured: dict[str, Worst] = field(default_factory=dict)
+    """Gradients of sinks and of other captured tensors, as `Tally.captured`."""
     reruns: int = 0
     """Runs of replayed Cases beyond their first, and of Cases once more against the oracle alone."""
     replaced: int = 0

@@ -230,6 +230,7 @@ class KernelState:
             replaced=self._replaced,
             recoveries=tuple(self._recoveries),
             outputs=dict(self.tally.outputs),
+            captured=dict(self.tally.captured),
             findings=tuple(self.findings.closed.values()),
             features=dict(self.tally.features),
             times=self.times,

@@ -46,6 +46,7 @@ class KernelRow(msgspec.Struct):
 
     `failed_unjudged`: Cases that failed before an output was judged, such as by a crash or by an access outside a tensor.
     `replayed`: stored Cases that were tried, which `cases` counts too; `not_replayed`: those for which the time was over.
+    `captured`: gradients of sinks ("sinks") and of all other captured tensors ("captured"), as of outputs.
     `drawn`: Cases by what was drawn and its value; `never_drawn`: values that the kernel declares and no Case had.
     """
 
@@ -63,6 +64,7 @@ class KernelRow(msgspec.Struct):
     replayed: int
     not_replayed: int
     outputs: dict[OutputName, Worst]
+    captured: dict[str, Worst]
     failures: int
     features: dict[str, int]
     drawn: dict[str, dict[str, int]]

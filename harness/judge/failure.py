@@ -10,7 +10,7 @@ import msgspec
 
 from attnfuzz.harness.core.text import normalised, one_line
 from attnfuzz.harness.judge.diagnosis.model import Pattern
-from attnfuzz.kernels.problem import OutputName
+from attnfuzz.kernels.problem import SINKS, OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
 
 __all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "PATTERNED", "Failure", "Identity", "Kind", "Place", "in_earlier", "where"]
@@ -49,8 +49,15 @@ _KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
 PATTERNED: frozenset[Kind] = frozenset(("mismatch", "nonfinite", "unwritten"))
 """Kinds whose failures have a pattern, where one is looked for and found; unwritten ones are nonfinite at first."""
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
+CAPTURED_TITLES: dict[str, str] = {SINKS: "d sinks", "captured": "d captured"}
+"""Rows of gradients that are no outputs: that of sinks, and those of all other captured tensors together."""
 BY_QUERY = ("o", "lse", "dq")
 """Outputs with a row for each query; the others have one for each key."""
+
+
+def captured_row(tensor: str) -> str:
+    """Return the row, a key of CAPTURED_TITLES, that counts the gradient of a captured tensor."""
+    return SINKS if tensor == SINKS else "captured"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +115,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pattern: Pattern | None = None
     detail: str = ""
     """A traceback or a compiler's output."""
+
+    @property
+    def captured_row(self) -> str | None:
+        """Return the row that counts a wrong gradient of a captured tensor; None: it is of an output, or of none."""
+        of_gradient = self.output is None and self.check.startswith("d ")
+        return captured_row(self.check.removeprefix("d ")) if of_gradient else None
 
     @property
     def identity(self) -> Identity:

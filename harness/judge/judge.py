@@ -2,7 +2,7 @@
 
 The budget without ties is tried first, since it is never larger; equal values are counted only where it is exceeded. In addition,
 two statistics over a whole output find errors within every element's budget (oracles/budgets/aggregate.py). Gradients of captured
-tensors are judged by the same rule (`wrong_captured`).
+tensors are judged by the same rule (`judge_captured`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attnfuzz.kernels.problem import SINKS, Dtype, OutputName, Problem
 from attnfuzz.oracles.budgets import aggregate
 from attnfuzz.oracles.formats import Format, half_ulp
 
-__all__ = ["HeadTruths", "Truth", "Truths", "compare", "judge", "outputs_of_head", "place_of", "truth", "wrong_captured"]
+__all__ = ["HeadTruths", "Truth", "Truths", "compare", "judge", "judge_captured", "outputs_of_head", "place_of", "truth"]
 
 _NO_CONFIG = Config()
 
@@ -108,10 +108,12 @@ def _judged(
     failures += [_wrong(kernel, problem, name, got[name], expected, measurements[name], config, known) for name in wrong]
     if isinstance(expected, Truths) and not wrong:
         failures += _as_a_whole(kernel, problem, got, expected, figures)
+    captured: dict[str, Figures] = {}
     if isinstance(expected, Truths):
-        failures += wrong_captured(kernel, inputs, outputs, expected)
+        captured, of_captured = judge_captured(kernel, inputs, outputs, expected)
+        failures += of_captured
     ordered = sorted(failures, key=lambda each: list(expected).index(each.output) if each.output else -1)
-    return Verdict(status="fail" if ordered else "pass", figures=figures, failures=tuple(ordered))
+    return Verdict(status="fail" if ordered else "pass", figures=figures, captured=captured, failures=tuple(ordered))
 
 
 def _head_by_head(
@@ -122,12 +124,15 @@ def _head_by_head(
     if broken := why_unfit(kernel, inputs, outputs):
         return Verdict(status="fail", failures=broken)
     figures: dict[OutputName, Figures] = {}
+    captured: dict[str, Figures] = {}
     worst: dict[OutputName, tuple[Figures, Failure]] = {}
     of_captured: dict[str, Failure] = {}
     for head, part, truths in expected.parts():
         verdict = judge(kernel, part, outputs_of_head(problem, outputs, head), truths, config, known)
         for name, each in verdict.figures.items():
             figures[name] = _added(figures[name], each) if name in figures else each
+        for tensor, each in verdict.captured.items():
+            captured[tensor] = _added(captured[tensor], each) if tensor in captured else each
         for failure in verdict.failures:
             output, place = failure.output, failure.place
             if output is None:
@@ -152,7 +157,7 @@ def _head_by_head(
         if name in worst and (failure := worst[name][1]).place and failure.kind in ("mismatch", "nonfinite")
     )
     failures += tuple(of_captured.values())
-    return Verdict(status="fail" if failures else "pass", figures=figures, failures=failures)
+    return Verdict(status="fail" if failures else "pass", figures=figures, captured=captured, failures=failures)
 
 
 def _added(one: Figures, other: Figures) -> Figures:
@@ -277,19 +282,20 @@ def _failure(
     return Failure(kernel=kernel, kind=kind, output=name, check="element", message=message, place=place)
 
 
-def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Truths) -> list[Failure]:
-    """Return a Failure for each captured tensor whose gradient breaks the contract or its budget."""
+def judge_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Truths) -> tuple[dict[str, Figures], list[Failure]]:
+    """Return the figures of each captured tensor's gradient, and a Failure where it breaks the contract or its budget."""
     problem = inputs.problem
     tensors = tensors_of(problem)
     if not any(each.gradient for each in tensors) or not {"dq", "dk", "dv"} & set(problem.needs.outputs):
-        return []
+        return {}, []
     if len(outputs.d_captured) != len(tensors):
         message = (
             f"the backward returned {counted(len(outputs.d_captured), 'gradient')} of captured tensors "
             f"where {len(tensors)} {'is' if len(tensors) == 1 else 'are'} expected"
         )
-        return [Failure(kernel=kernel, kind="contract", check="d captured", message=message)]
-    failures = []
+        return {}, [Failure(kernel=kernel, kind="contract", check="d captured", message=message)]
+    figures: dict[str, Figures] = {}
+    failures = list[Failure]()
     for tensor, got in zip(tensors, outputs.d_captured, strict=True):
         if not tensor.gradient:
             continue
@@ -302,28 +308,33 @@ def wrong_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
             message = f"{title} is {actual} where {shape} {torch.float32} is expected"
             failures.append(Failure(kernel=kernel, kind="contract", check=check, message=message))
             continue
-        failure = _beyond(kernel, check, title, got, tensor.name, expected)
+        figures[tensor.name], failure = _beyond(kernel, check, title, got, tensor.name, expected)
         if failure is not None and not expected.ties:
             # Equal values have equal errors, in D too.
             expected.count_ties()
-            failure = _beyond(kernel, check, title, got, tensor.name, expected)
+            figures[tensor.name], failure = _beyond(kernel, check, title, got, tensor.name, expected)
         failures += [] if failure is None else [failure]
-    return failures
+    return figures, failures
 
 
-def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, name: str, expected: Truths) -> Failure | None:
-    """Return the Failure of a gradient with elements outside their intervals, at the worst one, or None."""
-    true, in_doubt = expected.captured[name], any(expected.budgets.doubted.values())
+def _beyond(
+    kernel: str, check: str, title: str, got: torch.Tensor, name: str, expected: Truths
+) -> tuple[Figures, Failure | None]:
+    """Return a gradient's figures, and its Failure at the worst element where some are outside their intervals."""
+    true, overflow = expected.captured[name], expected.budgets.overflow
+    in_doubt = any(expected.budgets.doubted.values()) or (overflow is not None and bool(overflow))
     form = Format.of(expected.dtype) if got.dtype != torch.float32 else true.form
     got = got.to(true.expected.device).double()
     allowed = true.allowed + half_ulp(true.expected.abs() + true.allowed.nan_to_num(posinf=0.0), form)
     error = (got - true.expected).abs()
-    # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt, since its effect has no bound.
+    # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt or D may overflow: their effects have no bound.
     wrong = ~((error <= allowed) | (allowed == torch.inf)) if in_doubt else ~(error <= allowed)
-    if not wrong.any():
-        return None
     broken = wrong & ~torch.isfinite(got)
-    ratio = torch.where(broken, torch.inf, error / allowed)
+    # No error is 0 of its budget, whatever that is: 0, or without a bound.
+    ratio = torch.where(broken, torch.inf, (error / allowed).nan_to_num(nan=0.0, posinf=torch.inf))
+    figures = Figures(elements=got.numel(), worst=four_digits(float(ratio.max())) if got.numel() else 0.0, over=int(wrong.sum()))
+    if not figures.over:
+        return figures, None
     at = int(torch.where(wrong, ratio, -1.0).flatten().argmax())
     index = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
     one, right, most = (float(x.flatten()[at]) for x in (got, true.expected, allowed))
@@ -332,4 +343,4 @@ def _beyond(kernel: str, check: str, title: str, got: torch.Tensor, name: str, e
         f"{wrong_elements(title, int(wrong.sum()), got.numel())}; worst at [{index}]: got {one:.9g}, "
         f"expected {right:.9g}, allowed error {most:.3g}{times}"
     )
-    return Failure(kernel=kernel, kind="nonfinite" if broken.any() else "mismatch", check=check, message=message)
+    return figures, Failure(kernel=kernel, kind="nonfinite" if broken.any() else "mismatch", check=check, message=message)

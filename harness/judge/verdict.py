@@ -59,6 +59,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     status: Literal["pass", "fail"]
     figures: dict[OutputName, Figures] = {}
+    captured: dict[str, Figures] = {}
+    """Measurements of the gradients of captured tensors, sinks among them, by the tensors' names."""
     failures: tuple[Failure, ...] = ()
     seconds: dict[str, float] = {}
     """Wall time of each stage: compile, inputs, kernel, oracle, judge."""

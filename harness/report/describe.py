@@ -108,7 +108,8 @@ def describe_verdict(verdict: Verdict) -> list[str]:
     """Return the lines of each failure's message, or the worst error over budget of each output."""
     if verdict.failures:
         return [line for each in verdict.failures for line in printable(f"{each.kind}: {each.message}").split("\n")]
-    return [f"{OUTPUT_TITLES[name]}: {_figures(each)}" for name, each in verdict.figures.items()]
+    lines = [f"{OUTPUT_TITLES[name]}: {_figures(each)}" for name, each in verdict.figures.items()]
+    return lines + [f"d {printable(tensor)}: {_figures(each)}" for tensor, each in verdict.captured.items()]
 
 
 def _figures(figures: Figures) -> str:

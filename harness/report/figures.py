@@ -17,7 +17,7 @@ from attnfuzz.harness.campaign.events import (
     Worst,
 )
 from attnfuzz.harness.core.text import counted, printable
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.failure import CAPTURED_TITLES, OUTPUT_TITLES, Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.kernels.problem import OUTPUT_NAMES
@@ -53,7 +53,7 @@ class Figures:
 
     def __init__(self, is_known: Callable[[Failure], bool] = lambda _: False) -> None:
         self.counts: dict[str, dict[str, Count]] = {}
-        """By kernel and output, or WHOLE."""
+        """By kernel and output, a key of CAPTURED_TITLES, or WHOLE."""
         self._is_known = is_known
         self._started: CampaignStarted | None = None
 
@@ -67,7 +67,7 @@ class Figures:
     def _count(self, counts: dict[str, Count], verdict: Verdict) -> None:
         known: dict[str, bool] = {}
         for failure in verdict.failures:
-            place: str = failure.output or WHOLE
+            place: str = failure.output or failure.captured_row or WHOLE
             known[place] = known.get(place, True) and self._is_known(failure)
         for place, only_known in known.items():
             count = counts.setdefault(place, Count())
@@ -117,6 +117,11 @@ class Figures:
                 f"{figures.z:.2f}",
                 str(figures.aggregated),
             )
+        for place, title in CAPTURED_TITLES.items():
+            if place in row.captured or place in counts:
+                figures, count = row.captured.get(place, Worst()), counts.get(place, Count())
+                cells = map(str, (figures.cases, figures.unjudged, count.wrong, count.known))
+                yield ("", title, *cells, _number(figures.worst), *[""] * 4)
         if whole := counts.get(WHOLE):
             yield ("", WHOLE, "", "", str(whole.wrong), str(whole.known), *[""] * 5)
 

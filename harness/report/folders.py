@@ -18,7 +18,7 @@ from attnfuzz.harness.campaign.journal import copy_left_behind
 from attnfuzz.harness.core.files import exists, write_whole
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.errormap import copy_maps
-from attnfuzz.harness.judge.failure import Failure, Identity
+from attnfuzz.harness.judge.failure import CAPTURED_TITLES, Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.merge import MergedRuns, merge_runs, select_runs, size_of, value
 from attnfuzz.harness.report.runfile import Broken, FailureRecord, KernelRecord, RunRecord, runs_of, write_run
@@ -256,6 +256,11 @@ def _summary(record: KernelRecord, findings: Sequence[Finding]) -> KernelSummary
         unreached=record.unreached,
         replaced=record.replaced,
         outputs=outputs,
+        captured={
+            row: Worst(cases=each.cases, worst=value(each.worst), failures=each.failures)
+            for row in CAPTURED_TITLES
+            if (each := record.captured.get(row)) is not None
+        },
         findings=tuple(findings),
         features=record.features,
         replayed=record.replayed,

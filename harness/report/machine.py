@@ -89,6 +89,7 @@ def summary_object(row: KernelSummary) -> dict[str, Any]:
         "replayed": row.replayed,
         "not_replayed": row.not_replayed,
         "outputs": {name: msgspec.to_builtins(each) for name, each in row.outputs.items()},
+        "captured": {name: msgspec.to_builtins(each) for name, each in row.captured.items()},
         "failures": len(row.findings),
         "features": row.features,
         "drawn": row.drawn,

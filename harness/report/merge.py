@@ -129,6 +129,10 @@ def _sum(one: KernelRecord | None, other: KernelRecord) -> KernelRecord:
             name: _both(one.outputs.get(name, OutputRecord()), other.outputs.get(name, OutputRecord()))
             for name in dict.fromkeys((*one.outputs, *other.outputs))
         },
+        captured={
+            row: _both(one.captured.get(row, OutputRecord()), other.captured.get(row, OutputRecord()))
+            for row in dict.fromkeys((*one.captured, *other.captured))
+        },
         features=_counts(one.features, other.features),
         drawn={kind: _counts(one.drawn.get(kind, {}), other.drawn.get(kind, {})) for kind in kinds},
         stages={name: one.stages.get(name, 0.0) + other.stages.get(name, 0.0) for name in {**one.stages, **other.stages}},

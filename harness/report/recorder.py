@@ -203,6 +203,9 @@ class Recorder:
 def _count(kernel: KernelRecord, tally: Tally) -> None:
     kernel.cases, kernel.shrink_cases, kernel.reruns = tally.cases, tally.shrink_cases, tally.reruns
     kernel.features, kernel.drawn, kernel.stages = tally.features, tally.drawn, tally.stages
+    for row, worst in tally.captured.items():
+        record = kernel.captured.setdefault(row, OutputRecord())
+        record.cases, record.failures, record.worst = worst.cases, worst.failures, number(worst.worst)
     for name, worst in tally.outputs.items():
         output = kernel.outputs.setdefault(name, OutputRecord())
         output.histogram = tally.histograms.get(name, output.histogram)

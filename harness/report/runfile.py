@@ -86,6 +86,8 @@ class KernelRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     variants: Count = 0
     ended: bool = False
     outputs: dict[str, OutputRecord] = {}
+    captured: dict[str, OutputRecord] = {}
+    """Gradients of sinks, and of other captured tensors."""
     features: dict[str, Count] = {}
     drawn: dict[str, dict[str, Count]] = {}
     never_drawn: dict[str, list[str]] = {}

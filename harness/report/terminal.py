@@ -20,7 +20,7 @@ from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.campaign.undrawn import never_drawn_line
 from attnfuzz.harness.core.text import counted, json_line, one_line
 from attnfuzz.harness.isolation.disturbances import Disturbances
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
+from attnfuzz.harness.judge.failure import CAPTURED_TITLES, OUTPUT_TITLES, Identity
 from attnfuzz.harness.report import groups
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
 from attnfuzz.harness.report.explained import explanation_rows
@@ -265,7 +265,7 @@ def never_drawn_lines(event: events.CampaignFinished) -> list[str]:
 
 
 def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
-    """Kernels x outputs: Cases judged, worst error over budget, Cases in which the output was wrong."""
+    """Kernels x outputs and gradients of captured tensors: Cases judged, worst error over budget, Cases in which it was wrong."""
     table = Table()
     table.add_column("kernel", no_wrap=True)
     for column in ("output", "cases", "worst error / budget", "wrong in"):
@@ -281,6 +281,10 @@ def summary_table(summaries: tuple[KernelSummary, ...]) -> Table:
             wrong = Text(str(figures.failures), style="red" if figures.failures else "green")
             title = escape(one_line(row.kernel)) if number == 0 else ""
             table.add_row(title, OUTPUT_TITLES[name], f"{figures.cases}{unjudged}", _ratio(figures.worst), wrong)
+        for place, title in CAPTURED_TITLES.items():
+            if (of_tensor := row.captured.get(place)) is not None:
+                wrong = Text(str(of_tensor.failures), style="red" if of_tensor.failures else "green")
+                table.add_row("", title, str(of_tensor.cases), _ratio(of_tensor.worst), wrong)
         table.add_section()
     return table
 

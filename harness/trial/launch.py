@@ -177,12 +177,13 @@ def copied(inputs: Inputs, bands: Bands) -> Inputs:
     """Copy the inputs for the kernel, so that nothing it writes can reach the oracle."""
     copies = bands.copies(_tensors(inputs), "its input")
     captured = tuple(copies.pop(f"captured {each.name}") for each in tensors_of(inputs.problem))
-    return dataclasses.replace(inputs, **copies, captured=captured)
+    return dataclasses.replace(inputs, **copies, captured=captured).for_kernel()
 
 
 def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Return all tensors that a kernel gets; captured ones by their names in the modifiers."""
-    tensors = {name: value for name in _INPUTS if (value := getattr(inputs, name)) is not None}
+    names = [name for name in _INPUTS if inputs.page_table is None or name not in ("k", "v")]
+    tensors = {name: value for name in names if (value := getattr(inputs, name)) is not None}
     return tensors | {
         f"captured {each.name}": value for each, value in zip(tensors_of(inputs.problem), inputs.captured, strict=True)
     }

@@ -34,6 +34,10 @@ class Delta:
     tau2: torch.Tensor | None
     b: torch.Tensor
     flush: torch.Tensor
+    products: torch.Tensor | None = None
+    """(Z, rows, 1): how far the roundings of dO * O move D, where they are declared, from that of the rounded O."""
+    over: torch.Tensor | None = None
+    """(Z, rows, 1): whether such a product may overflow, so that D is anything."""
 
     def move(self, moved: torch.Tensor, gap: torch.Tensor, c_size: torch.Tensor) -> None:
         """Add the error of D where a mask_mod in doubt moves P by up to `moved`: sum moved (|dP - D| + |dO| |v|^T / 64).
@@ -88,11 +92,13 @@ class Gradients:
     sigma2_dk: torch.Tensor | None = None
     """The part of dK's sigma^2 from the errors of D, and all of it, each summed, (Z,). A row's error of D is in all keys that it
     sees, so not independent there."""
+    over: torch.Tensor | None = None
+    """As of `Delta`."""
     sinks: tuple[torch.Tensor, torch.Tensor] | None = None
     """(Z, rows, 1): dS of the sink and its error, in kernels that do not round it."""
 
 
-def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
+def delta_error(t: Scores, f: Forward, p: OfP, deviations: Deviations) -> Delta:
     """Compute D and its error, for kernels that take D from the rounded O or from an fp32 one.
 
     res = |rd(O) - O|, h = half ulp of O, r = min(h, res + M_O), S = sigma^2 + tau^2 + B^2 of O, f = 1 - exp(-4 S / h^2)
@@ -105,6 +111,9 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
 
     g = r f in dims where O is a number of the dtype, as where one key has all of the weight: P's own error is one factor of all
     these dims, which moves their roundings together. Scores of 31,000 had dQ 1.05 x the budget without it, on an H100.
+
+    Declared deviations: partial O add sum_d dO^2 v_o to V_D and sum_d |dO| c_o to H_D, v_o and c_o of `of_partials`; products of
+    dO and O that are rounded add sum_d v_x and sum_d c_x of their own (`of_products`). Both may be flushed; ties count as O's do.
     """
     d_p = t.d_o @ t.v.mT
     of_o = formulas.of_o(f.o, f.m_o, f.sigma2, f.tau2, f.b, t.d_o, f.pv, f.reorder, t.form, t.v.shape[-1])
@@ -120,7 +129,32 @@ def delta_error(t: Scores, f: Forward, p: OfP) -> Delta:
     lesser, b = formulas.delta_bound(d, mean2, f.e_f2, arithmetic, flush, sizes, t.d_lse, t.dead, t.v.shape[-1])
     if t.l_error is not None:
         b = b + t.l_error * d.abs()
-    return Delta(d_p=d_p, d=lesser, hard=hard, sigma2=sigma2, tau2=tau2, b=b, flush=flush)
+    delta = Delta(d_p=d_p, d=lesser, hard=hard, sigma2=sigma2, tau2=tau2, b=b, flush=flush)
+    if f.of_partials is not None:
+        _add_to_delta(delta, t, f.o, t.d2 * f.of_partials[0], *(t.d_size * x for x in f.of_partials[1:]))
+    if deviations.half_delta_products and t.rounding.half:
+        _of_products(delta, t, f)
+    return delta
+
+
+def _add_to_delta(
+    delta: Delta, t: Scores, x: torch.Tensor, variance: torch.Tensor, worst: torch.Tensor, flushed: torch.Tensor
+) -> None:
+    """Add roundings of x, one for each dim, to the error of D: their mean square, worst case and flushed part."""
+    delta.sigma2 = delta.sigma2 + variance.sum(-1, keepdim=True)
+    delta.hard = delta.hard + worst.sum(-1, keepdim=True)
+    flush = flushed.sum(-1, keepdim=True).masked_fill_(t.dead != 0, 0.0)
+    delta.b, delta.flush = delta.b + flush, delta.flush + flush
+    if delta.tau2 is not None:
+        delta.tau2 = delta.tau2 + ((neighbours(x, t.form.u / 16, t.form.eta / 8) - 1) * variance).sum(-1, keepdim=True)
+
+
+def _of_products(delta: Delta, t: Scores, f: Forward) -> None:
+    """Add the roundings of dO * O to the error of D; where a product may overflow, D has no bound."""
+    x, *errors, moved, size = formulas.of_products(t.d_o, f.o, f.m_o, t.rounding)
+    _add_to_delta(delta, t, x, *errors)
+    delta.products = moved.sum(-1, keepdim=True)
+    delta.over = (size >= 0.999 * t.form.largest).any(-1, keepdim=True)
 
 
 def backward(
@@ -153,10 +187,12 @@ def backward(
 
     flushed P in E is (1 + |dP - D|) tiny, and the bracket of E also has lost(dO, v). With ties, 6 sigma + 4 tau is at least
     3 sigma + the known sum of P's or dS's roundings (`_known_roundings`, `_known_of_ds`). Declared deviations: dS from rounded P
-    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums add theirs to sigma^2 and H (`_add_partials`). Rows
+    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums add theirs to sigma^2 and H
+    (`_add_partials`), K rounded after its scaling counts in delta as a scaled Q does, and in dQ (`of_scaled_k`). Rows
     whose scores are lost, and dS beyond the dtype, have an infinite budget. In float32, ties add the error of equal terms to B.
     Where mask_mod is in doubt, P e grows by how far P may move (doubts.py), and B_D by the effect on D (`Delta.move`). Neither
-    averages out: for the statistics they count as flushed, as do lost(dO, P) of dV and lost(q, dS) of dK.
+    averages out: for the statistics they count as flushed, as do lost(dO, P) of dV and lost(q, dS) of dK, and what rows share of
+    the roundings of K.
     """
     lost_keys = t.lost_keys
     pe, moved = _dv(t, dv, lost_keys, deviations, ties=ties)
@@ -176,13 +212,19 @@ def backward(
     del c_size, gaps
     around = formulas.around_d(delta.b, delta.hard, delta.sigma2, delta.tau2, t.rounding.half)
     x = _Ds(
-        d_s=d_s, e_s=e_s, pe=pe, around=around, gap=gap, lost_keys=lost_keys, eta=_unit_of_ds(t), weight=t.p, pk=f.pk, moved=moved
-    )
+        d_s=d_s, e_s=e_s, pe=pe, around=around, gap=gap, lost_keys=lost_keys, eta=_unit_of_ds(t), weight=t.p, pk=f.pk,
+        moved=moved, over=delta.over,
+    )  # fmt: skip
+    if delta.over is not None:
+        # An infinite D times a P of 0 is NaN, also where the key is hidden.
+        x.lost_keys = lost_keys | delta.over.any(1, keepdim=True)
     sinks = _of_sinks(t, x) if t.sunk else None
     if t.changed is not None:
         _through_score_mod(t, x, captured)
+    if t.shared is not None:
+        x.shared = x.d_s.abs() * t.shared
     gradients = _dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
-    gradients.sinks = sinks
+    gradients.sinks, gradients.over = sinks, delta.over
     return gradients
 
 
@@ -191,6 +233,8 @@ def _of_sinks(t: Scores, x: _Ds) -> tuple[torch.Tensor, torch.Tensor]:
     at = slice(-1, None)
     slack = torch.addcmul(x.e_s[..., at], t.p[..., at] + x.pe[..., at], x.around)
     endless = t.lost_rows if t.doubt is None else t.lost_rows | t.doubt.endless
+    if x.over is not None:
+        endless = endless | x.over
     return x.d_s[..., at].clone(), slack.masked_fill(endless, torch.inf)
 
 
@@ -206,7 +250,10 @@ def _through_score_mod(t: Scores, x: _Ds, captured: CapturedSums | None) -> None
             # A sink reads no tensor.
             d_s, of_slack = d_s.clone(), slack.clone()
             d_s[..., -1], of_slack[..., -1] = 0.0, 0.0
-        captured.add(t.changed, d_s, of_slack, None if t.doubt is None else t.doubt.endless & t.doubt.reach)
+        endless = None if t.doubt is None else t.doubt.endless & t.doubt.reach
+        if x.over is not None:
+            endless = x.over.expand_as(d_s) if endless is None else endless | x.over
+        captured.add(t.changed, d_s, of_slack, endless)
     slope, off = t.changed.slope, t.changed.slope_error
     size, steep = slope.abs(), slope.abs() + off
     x.e_s = (x.e_s * steep).addcmul_(x.d_s.abs(), off + 2 * EPS * size)
@@ -245,6 +292,10 @@ class _Ds:
     """Factor of an error of D in dQ, (Z, rows, dim_qk): P @ k, P times that derivative."""
     moved: torch.Tensor | None
     """The part of the error of dS from a mask_mod in doubt."""
+    shared: torch.Tensor | None = None
+    """The part of the error of dS that rows share (`Scores.shared`)."""
+    over: torch.Tensor | None = None
+    """As of `Delta`."""
     slack: torch.Tensor | None = None
     """p: the error of dS before it is rounded; None: E + P (1 + e) `around`."""
     grown: torch.Tensor | None = None
@@ -258,9 +309,9 @@ def _dv(
     u, eta, noise = t.form.u, t.form.eta, sums.noise is not None
     moved = None
     if t.doubt is None:
-        pe, bound, h_b, v_b, c_b, *exact_units = formulas.of_dv(t.p, t.delta, t.s, t.lse, t.m_lse, t.rounding, noise)
+        pe, bound, h_b, v_b, c_b, *exact_units = formulas.of_dv(t.p, t.delta_again, t.s, t.lse, t.m_lse, t.rounding, noise)
     else:
-        e = formulas.recomputed(t.delta, t.s, t.lse, t.m_lse).masked_fill_(~t.visible & t.doubt.hidden, 0.0)
+        e = formulas.recomputed(t.delta_again, t.s, t.lse, t.m_lse).masked_fill_(~t.visible & t.doubt.hidden, 0.0)
         moved = t.doubt.moved(t.p, e, t.rounding.worst(t.doubt.high, eta))
         pe = t.p * e + moved
         bound, h_b, v_b, c_b, *exact_units = formulas.of_dv_in_doubt(t.p, e, pe, t.doubt.rows, t.rounding, noise)
@@ -275,6 +326,8 @@ def _dv(
     if sums.flush is not None:
         # What is flushed below the smallest normal float32 is lost as a whole too.
         sums.flush.baddbmm_((h_b if moved is None else h_b + moved).mT, d_size).addcmul_(t.touched, loss)
+        if t.shared is not None:
+            sums.flush.baddbmm_((t.p * t.shared).mT, d_size)
     if sums.noise is not None:
         sums.noise.baddbmm_(exact_units[0].mT, d2)
     if ties and t.rounding.half:
@@ -313,16 +366,17 @@ def _elsewhere(n: torch.Tensor, t: Scores) -> torch.Tensor:
 def _known_of_ds(t: Scores, f: Forward, delta: Delta) -> tuple[torch.Tensor, torch.Tensor]:
     """Return |sum of dS's roundings @ k| and |their sum^T @ q| times |scale|, each the largest over what a kernel may do.
 
-    A kernel may take D from the exact O or from the rounded one, and round dS before or after scaling.
+    A kernel may take D from the exact O, from the rounded one or from rounded products, and round dS before or after scaling.
     """
     unit = 2 * half_ulp(f.o, t.form)
     of_rounded = delta.d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
+    ways = (delta.d, of_rounded) if delta.products is None else (delta.d, of_rounded, of_rounded + delta.products)
     scale = abs(t.scale)
     # Where the scale is 0, nothing is rounded after it.
     of_scale = scale.masked_fill(scale == 0, 1.0) if isinstance(scale, torch.Tensor) else scale or 1.0
     largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
-    for d in (delta.d, of_rounded):
+    for d in ways:
         exact = on_grid(d_p - d, delta.b).mul_(t.p)
         if t.changed is not None:
             exact *= t.changed.slope
@@ -358,6 +412,13 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
     p2 = x.weight * x.weight
     dq, b, flush = formulas.dq_sums(x.d_s @ t.k, x.pk, r.of_dq @ k_size, r.flushed @ k_size, delta.b, delta.flush, t.scale)
     sigma2, hard = formulas.spread_of_d(r.random @ k2, r.worst @ k_size, x.pk, delta.sigma2, delta.hard, t.scale)
+    if deviations.half_scaled_k and t.rounding.half:
+        of_k, worst_k, flushed_k = formulas.of_scaled_k(x.d_s, r.size, t.rounding)
+        sigma2, hard = sigma2 + of_k @ k2, hard + worst_k @ k_size
+        lost_k = flushed_k.sum(-1, keepdim=True)
+        b, flush = b + lost_k, flush + lost_k + 2 * (of_k @ k2).sqrt_()
+        if x.shared is not None:
+            flush = flush + x.shared @ k_size
     reorder, b = formulas.dq_bound(
         dq, b, r.size @ k_size, t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k, t.n_k, t.scale, t.form
     )
@@ -372,11 +433,16 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
             tau2 += delta.tau2 * (x.pk * scale).square_()
+        if deviations.half_scaled_k:
+            equal = neighbours(t.k.mT.contiguous(), u / 16).mT
+            tau2 += formulas.of_scaled_k(x.d_s, r.size, t.rounding)[0] @ ((equal - 1) * k2)
         known_q, known_k = _known_of_ds(t, f, delta)
         tau2 = torch.maximum(tau2, _beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
     over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
-    endless = torch.maximum(over.any(-1, keepdim=True), t.lost)
+    endless = torch.maximum(over.any(-1, keepdim=True), t.lost_again)
+    if delta.over is not None:
+        endless = torch.maximum(endless, delta.over)
     b, m_dq, random = limited(hard, sigma2, tau2, b, None, t.dead, endless, t.rounding.half)
     loss = formulas.key_loss(t.q_size.sum(1, keepdim=True), r.size.sum(1)[..., None], t.terms_q, t.touched, 1 + scale)
     dk.b.add_(loss)
@@ -463,8 +529,9 @@ def _dk(
     sums.b.baddbmm_(r.of_dk.mT, q_size)
     if sums.flush is not None:
         sums.flush.baddbmm_(r.flushed_dk.mT, q_size)
-        if x.moved is not None:
-            sums.flush.baddbmm_(x.moved.mT, q_size)
+        for more in (x.moved, x.shared):
+            if more is not None:
+                sums.flush.baddbmm_(more.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
         assert r.own is not None

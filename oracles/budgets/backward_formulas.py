@@ -17,8 +17,9 @@ from attnfuzz.oracles.frames import Steps
 from attnfuzz.oracles.fused import fused
 
 __all__ = [
-    "around_d", "delta_bound", "dq_bound", "dq_sums", "key_loss", "of_d_p", "of_ds", "of_dv", "of_dv_in_doubt", "of_o", "of_q",
-    "parts_of_ds", "parts_of_own_ds", "random_of_d", "recomputed", "spread_of_d", "unit_of_ds",
+    "around_d", "delta_bound", "dq_bound", "dq_sums", "key_loss", "of_d_p", "of_ds", "of_dv", "of_dv_in_doubt", "of_o",
+    "of_products", "of_q", "of_scaled_k", "parts_of_ds", "parts_of_own_ds", "random_of_d", "recomputed", "spread_of_d",
+    "unit_of_ds",
 ]  # fmt: skip
 
 
@@ -52,6 +53,24 @@ def of_o(
     on_grid = torch.where(error.abs() <= h / 16, (1 - certain).mul_(r), 0.0)
     steps = EPS * (6 + dim_v / 16)
     return d_o * d_o * e2, det, d_size * on_grid, d_size * r, (reorder + o_size * steps).mul_(d_size), d_o * pv, d_size + o_size
+
+
+@fused
+def of_products(d_o: torch.Tensor, o: torch.Tensor, m_o: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, ...]:
+    """Return x = dO O, of its rounding the mean square, worst case and flushed part, its error of dO rd(O), and a bound on |x|.
+
+    D = sum_d rd(x_d), x_d = dO_d rd(O_d): the roundings are independent, h^2 / 3 each by x's own unit, so that V_D grows by their
+    sum, and H_D by that of max(u |x|, eta), |x| <= |dO| (|O| + h + M_O).
+    """
+    form = rounding.form
+    h = half_ulp(o, form)
+    x = d_o * o
+    size = d_o.abs() * (o.abs() + h + torch.where(m_o == torch.inf, 0.0, m_o))
+    variance = rounding.true_variance(x.abs(), rounding.variance(x.abs(), form.eta))
+    of_rounded = d_o * torch.round(o / (2 * h)).mul_(2 * h)
+    unit = 2 * half_ulp(of_rounded, form)
+    moved = torch.round(of_rounded / unit).mul_(unit).sub_(of_rounded)
+    return x, variance, rounding.worst(size, form.eta), rounding.flushed(x.abs(), None, form.eta), moved, size
 
 
 @fused
@@ -243,6 +262,16 @@ def _parts_of_ds(
     of_dq, of_dk = torch.addcmul(systematic, pe, b_d), torch.addcmul(systematic, grown, b_d)
     parts = (size, random, worst, flushed, of_dq, of_dk, torch.addcmul(flushed, weight, flush_d))
     return (*parts, alone) if own else parts
+
+
+@fused
+def of_scaled_k(d_s: torch.Tensor, size: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, ...]:
+    """Return what times k^2, |k| and 1 is the error of dQ = scale dS @ rd(c k) / c: mean square, worst case, flushed.
+
+    c = scale log2(e) is any number, hence a mean square of u^2 / 3, by the coarsest unit; an entry of c k loses eta, times ln 2.
+    """
+    form = rounding.form
+    return (d_s * d_s).mul_(form.u**2 / 3), size * form.u, size * (form.eta * 0.7)
 
 
 @fused

@@ -56,7 +56,7 @@ def truth_of_batches(
             with torch.inference_mode():
                 t = scores(frame, loaded, deviations, device, ties=ties)
                 f, of_p = forward(t, ties=ties)
-                delta = delta_error(t, f, of_p)
+                delta = delta_error(t, f, of_p, deviations)
                 del of_p
                 dk, dv = totals.sums(number, frame)
                 g = backward(t, f, delta, totals.of_dk(dk), totals.of_dv(dv), deviations, ties=ties)

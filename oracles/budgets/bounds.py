@@ -74,6 +74,8 @@ class Budgets:
     """Whether errors are independent, if requested and all frames are whole."""
     doubted: dict[OutputName, int] = field(default_factory=dict)
     """Elements that are not judged because mask_mod is in doubt; empty where it never is."""
+    overflow: torch.Tensor | None = None
+    """bool: whether D may overflow in some row (`Delta.over`), where that is declared; a gradient may be NaN then."""
 
 
 def budgets(
@@ -111,7 +113,7 @@ def budgets(
             placed = PlacedWithSinks(tokens, frame) if problem.sinks else Placed(tokens, frame)
             t = scores(placed, placed.load(), deviations, device, ties=ties)
             f, of_p = forward(t, ties=ties, lean=lean)
-            delta = delta_error(t, f, of_p)
+            delta = delta_error(t, f, of_p, deviations)
             if independent and frame.whole:
                 totals.independence.add(t, f, delta, placed)
             # Here and below: a frame's large tensors are freed before the next ones are allocated.
@@ -150,6 +152,7 @@ class _Totals:
         self._repeats = Repeats() if taken and generic else None
         self.independence = Independence()
         self._doubts = Doubts(p, tokens.q.device)
+        self._overflow: torch.Tensor | None = None
 
     @contextmanager
     def sums(self, placed: Placed) -> Iterator[tuple[Sums, Sums]]:
@@ -175,6 +178,9 @@ class _Totals:
         placed.store_rows(self._dq, dq)
         if self._repeats is not None:
             self._repeats.add(t, f, g, placed)
+        if g.over is not None:
+            over = g.over.any()
+            self._overflow = over if self._overflow is None else self._overflow | over
         if self._sinks is not None and g.sinks is not None:
             self._sinks.add(placed, *g.sinks)
 
@@ -192,7 +198,7 @@ class _Totals:
             captured[SINKS] = self._sinks.allowed()
         return Budgets(
             lse=self._lse[..., 0], outputs=outputs, repeats=self._repeats, captured=captured,
-            independence=self.independence, doubted=self._doubts.counts(),
+            independence=self.independence, doubted=self._doubts.counts(), overflow=self._overflow,
         )  # fmt: skip
 
     def _summed(self, names: list[str], whole: torch.Tensor, steps: Steps) -> Budget:

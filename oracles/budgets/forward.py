@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
@@ -21,6 +22,8 @@ from attnfuzz.oracles.modifiers import Changed
 
 __all__ = ["Forward", "OfP", "Scores", "at_least_one", "forward", "repeated_sum", "scores"]
 
+_Rounded: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""Errors of scores by roundings of a factor of theirs: random ones of each score, and flushed ones."""
 _HUGE = 1e60
 """Limit on mean squares of lost rows: their squares stay finite."""
 
@@ -88,6 +91,10 @@ class Scores:
     """Scores that mask_mod may or may not hide."""
     sunk: bool = False
     """Whether the last key is a sink."""
+    half_partial_o: bool = False
+    """Whether O of each split of the keys is rounded to the dtype."""
+    again: tuple[torch.Tensor, torch.Tensor] | None = None
+    """`delta` and `lost` of the scores that the backward recomputes, where it rounds K times the scale, which is declared."""
 
     @property
     def only_scale(self) -> float:
@@ -96,9 +103,24 @@ class Scores:
         return self.scale
 
     @property
+    def delta_again(self) -> torch.Tensor:
+        """`delta` in the backward."""
+        return self.delta if self.again is None else self.again[0]
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """Relative error of P that rows share, since they share the roundings of K: twice the mean size; None: none."""
+        return None if self.again is None else (self.again[0] - self.delta).mul_(0.4).clamp_(max=1.0)
+
+    @property
+    def lost_again(self) -> torch.Tensor:
+        """`lost` in the backward, where it is at least that of the forward."""
+        return self.lost if self.again is None else self.again[1]
+
+    @property
     def lost_rows(self) -> torch.Tensor:
-        """`lost` as bool."""
-        return self.lost != 0
+        """`lost_again` as bool."""
+        return self.lost_again != 0
 
     @property
     def unsure(self) -> torch.Tensor | None:
@@ -149,6 +171,8 @@ class Forward:
     """6 sigma + 4 tau where that is the limit, else 0."""
     e_f2: torch.Tensor
     """sum_j P e_f^2: the mean square of P's relative error due to the score's."""
+    of_partials: tuple[torch.Tensor, ...] | None = None
+    """Of the roundings of partial O, where they are declared: mean square, worst case, flushed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,11 +218,13 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
     k_size.mul_(abs(placed.scale))
     k2 = k_size * k_size
-    prescaled = None
-    if sum_k is not None:
-        prescaled = (2.12 * form.u * torch.sqrt((q * q) @ k2.mT), 0.7 * form.eta * sum_k)
+    prescaled: _Rounded = ()
+    if sum_k is not None or deviations.half_scaled_k:
+        random = 2.12 * form.u * torch.sqrt((q * q) @ k2.mT)
+        prescaled = () if sum_k is None else ((random, 0.7 * form.eta * sum_k),)
     # Scaled afterwards: sums of products of half-precision numbers are mostly exact, in any order.
-    seen = _seen(placed, q @ k.mT, q_size @ k_size.mT, rounding, prescaled, dim_qk)
+    product, sizes = q @ k.mT, q_size @ k_size.mT
+    seen = _seen(placed, product, sizes, rounding, prescaled, dim_qk)
     largest = seen.hidden.amax(-1, keepdim=True)
     e, delta = formulas.exponentials(seen.hidden, largest, seen.delta, seen.doubtful is None)
     l, lse, m, dead = formulas.row_sums(e.sum(-1, keepdim=True), largest)  # noqa: E741
@@ -217,8 +243,16 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         delta=delta, lost=lost, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
         touched=seen.visible.any(1)[..., None].to(torch.float64), changed=seen.changed, doubt=doubt,
-        sunk=placed.sinks is not None,
+        sunk=placed.sinks is not None, half_partial_o=deviations.half_partial_o and rounding.half,
     )  # fmt: skip
+    if deviations.half_scaled_k and rounding.half:
+        of_k = (random, 0.7 * form.eta * q_size.sum(-1, keepdim=True))
+        recomputed = _seen(placed, product, sizes, rounding, (*prescaled, of_k), dim_qk)
+        _, again = formulas.exponentials(recomputed.hidden, largest, recomputed.delta, recomputed.doubtful is None)
+        if doubt is not None:
+            again = doubt.widest(again, recomputed.s.abs()).masked_fill_(~doubt.reach, 0.0)
+        result.again = (again, (again.amax(-1, keepdim=True) > 1.0).to(torch.float64))
+        result.changed = recomputed.changed
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
         m_lse += (p * (neighbours(e, EPS / 2 * placed.n_k) - 1)).sum(-1, keepdim=True).mul_(EPS / 8)
@@ -248,10 +282,10 @@ def _seen(
     product: torch.Tensor,
     size: torch.Tensor,
     rounding: Rounding,
-    prescaled: tuple[torch.Tensor, torch.Tensor] | None,
+    prescaled: _Rounded,
     dim_qk: int,
 ) -> _Seen:
-    """Scale and mask the scores; `prescaled`: the errors of q times the scale, random ones of each score and flushed ones."""
+    """Scale and mask the scores; `prescaled`: the errors of q or k times the scale, of each."""
     steps, visible, modifiers = max(1.0, dim_qk / 16), placed.visible(), placed.modifiers
     of_s, of_size = 4 * EPS * steps, 4 * EPS * math.sqrt(steps) + (TF32 if rounding.tf32 else 0.0)
     plain = modifiers.score is None and modifiers.mask is None
@@ -259,8 +293,7 @@ def _seen(
         s, delta = formulas.visible_scores(product, size, visible, placed.scale, of_s, of_size)
     else:
         s, delta = formulas.scaled_scores(product, size, placed.scale, of_s, of_size)
-    if prescaled is not None:
-        random, flushed = prescaled
+    for random, flushed in prescaled:
         u = rounding.form.u
         delta += torch.minimum(u * size, random + u * s.abs()) + flushed
     if plain:
@@ -326,6 +359,8 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     H = cap(pi) / l @ |v|
     B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
         with ties, in float32, + repeated_sum(P) @ |v|
+
+    Where partial O are rounded, which is declared, `of_partials` adds their sigma^2, H and flushed values.
     """
     of_e, variance, worst, flushed, *exact_units = formulas.unrounded_p(
         t.e, t.l, t.delta, t.shift, t.m, t.unsure, t.rounding, t.exact, not lean
@@ -345,9 +380,14 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         b += (repeated_sum(t.e) @ v_size).div_(t.l)
     if t.l_error is not None:
         b += o.abs() * t.l_error
+    of_partials = None
+    if t.half_partial_o:
+        of_partials = formulas.of_partials(size, t.rounding)
+        sigma2, hard, flush = (x + more for x, more in zip((sigma2, hard, flush), of_partials, strict=True))
+        noise = None if noise is None else noise + of_partials[0]
     b, m_o, random = formulas.limited(hard, sigma2, tau2, b, flush, t.dead, t.lost, t.rounding.half)
     result = Forward(
         o=o, pv=pv, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o,
-        random=random, e_f2=e_f2,
+        random=random, e_f2=e_f2, of_partials=of_partials,
     )  # fmt: skip
     return result, OfP(variance=variance, repeated=repeated, worst=worst, flushed=flushed)

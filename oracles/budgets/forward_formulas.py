@@ -16,7 +16,7 @@ from attnfuzz.oracles.fused import fused
 
 __all__ = [
     "LAMBDA", "TIES", "accumulated", "difference", "exponentials", "leading", "least", "limited", "lost", "lse_budget",
-    "o_budget", "probabilities", "row_sums", "scaled_scores", "spread_of", "steps_of", "sum_budget", "unrounded_p",
+    "o_budget", "of_partials", "probabilities", "row_sums", "scaled_scores", "spread_of", "steps_of", "sum_budget", "unrounded_p",
     "visible_scores",
 ]  # fmt: skip
 
@@ -152,6 +152,19 @@ def o_budget(
     reorder = accumulated(steps_of(n_k), pv, size, form)
     o = on_grid(pv, reorder)
     return o, reorder, torch.minimum(variance, v_most + o.abs()).add_(reorder).add_(lost(v_sum, 1.0, terms_k))
+
+
+@fused
+def of_partials(size: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what the roundings of partial O add to O: mean square, worst case, flushed; `size`: X = P @ |v|.
+
+    O = sum_s w_s O_s over splits s, with w_s = l_s / l, which add up to 1, and |sum_s w_s |O_s|| <= X however keys are split. An
+    error of max(u |O_s|, eta) each adds up to u X + eta at most, and its mean square to that of one rounding of X, as if the
+    splits were rounded alike: u^2 X^2 / 3, by the coarsest unit. How keys are split is not known, hence no smaller bound.
+    """
+    eta = rounding.form.eta
+    variance = rounding.most_variance(size, rounding.variance(size, eta))
+    return variance, size * rounding.form.u + size.clamp(max=eta), rounding.flushed(size, None, eta)
 
 
 @fused

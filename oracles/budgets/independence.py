@@ -112,10 +112,11 @@ def _of_p(t: Scores) -> Iterator[torch.Tensor]:
 
 
 def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the roundings of dS, with D from the exact O and from the rounded one, rounded before or after scaling."""
+    """Yield the roundings of dS before or after scaling, with D from the exact O, the rounded one or rounded products."""
     moved = (t.d_o * _rounding(t, f.o)).sum(-1, keepdim=True)
     d_p, scale = t.d_o @ t.v.mT, abs(t.only_scale)
-    for d in (delta.d, delta.d + moved):
+    ways = (delta.d, delta.d + moved, *(() if delta.products is None else (delta.d + moved + delta.products,)))
+    for d in ways:
         exact = weight * on_grid(d_p - d, delta.b)
         for factor in (1.0, scale or 1.0):
             yield _rounding(t, exact * factor).div_(factor)

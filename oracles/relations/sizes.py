@@ -161,12 +161,14 @@ class Noise:
                 return self._lse()
             case "o":
                 size = self._rms_v * self.p
-                rounding = torch.hypot(self.u * size, self._eta * self.n * size)
-                return self._total(expected, size, rounding[..., None] * self._of_column(self._data.v), self._fp32)
+                # Partial O are rounded once more, each by a unit of its own.
+                times = math.sqrt(2) if self._deviations.half_partial_o and self.half else 1.0
+                rounding = torch.hypot(self.u * size, self._eta * self.n * size) * times
+                return self._total(expected * times, size, rounding[..., None] * self._of_column(self._data.v), self._fp32)
             case "dq":
                 size = self._scale * self._t * self._rms_k * self.p
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self.n
-                of_delta = 2 * torch.hypot(self.p[..., None], self._drift())
+                of_delta = 2 * self._more_of_delta * torch.hypot(self.p[..., None], self._drift())
                 rounding = (self.u * size)[..., None] * (1 + of_delta)
                 flushed = (flushed * self._scale * self._rms_k * self.p)[..., None]
                 rounding = torch.hypot(rounding, flushed) * self._of_column(self._data.k)
@@ -177,8 +179,14 @@ class Noise:
             case "dk":
                 size = self._scale * self._t * self._q / self.n
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self._scale * self._q
-                rounding = torch.hypot(self.u * size * (1 + 2 * self.p), flushed)
+                rounding = torch.hypot(self.u * size * (1 + 2 * self._more_of_delta * self.p), flushed)
                 return self._by_key(expected, size, rounding, _of_element(self._data.q))
+
+    @property
+    def _more_of_delta(self) -> float:
+        """Delta's error over that of O's rounding: rounded products, and partial O, add as much each."""
+        more = (self._deviations.half_delta_products, self._deviations.half_partial_o)
+        return math.sqrt(1 + sum(more)) if self.half else 1.0
 
     def _terms(self, name: OutputName) -> float | torch.Tensor:
         """Return of how many terms each row of an output is the sum: one number, or `(rows,)` where a mask makes them differ.

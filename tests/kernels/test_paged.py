@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import pairwise
 from typing import Any
@@ -16,9 +17,10 @@ from attnfuzz.harness.audit.conformance.check import check_adapter
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted, paged, varlen
-from attnfuzz.kernels.contract import Config, why_unsupported
+from attnfuzz.kernels.contract import Config, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
 from attnfuzz.kernels.triton.machine_code.capture import plain_inputs
 from attnfuzz.strategies.case import Case, Recipe
@@ -181,6 +183,69 @@ def test_faults_are_found_and_shrunk(function: Any) -> None:
     for each in state.findings.closed.values():
         assert each.case.problem.page_size in (4, 16)
         assert each.case.problem.batch <= 2
+
+
+class ReadsKeys:
+    """triton.paged's interface around a float32 attention that takes keys and values where the oracle has them."""
+
+    def __init__(self, uses: str) -> None:
+        self.uses = uses
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.uses == "shape":
+            _ = inputs.k.shape
+        if self.uses == "product":
+            _ = inputs.q[:, :1] @ inputs.k[:, :1].mT
+        if self.uses == "view":
+            _ = inputs.v.view(torch.uint8)
+        if self.uses == "v as an argument":
+            _ = torch.zeros_like(inputs.v)
+        # What it does not use may be passed on.
+        copy = dataclasses.replace(inputs, q=inputs.q + 0)
+        assert repr(copy.k) == "<no k beside k_pages>"
+        return of_pages(copy)
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        raise AssertionError
+
+
+def of_pages(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and LSE by the page table."""
+    p, size = inputs.problem, inputs.problem.page_size
+    assert inputs.page_table is not None
+    assert inputs.k_pages is not None
+    assert inputs.v_pages is not None
+    o = torch.zeros(p.total_q, p.heads, p.dim_v, dtype=inputs.q.dtype)
+    lse = torch.full((p.heads, p.total_q), -torch.inf)
+    at = 0
+    for b, (n_q, n_k) in enumerate(zip(p.seqlens_q, p.seqlens_k, strict=True)):
+        rows = slice(at, at + n_q)
+        at += n_q
+        if not n_k:
+            continue
+        pages = [int(page) for page in inputs.page_table[b, : -(-n_k // size)]]
+        k, v = (x[pages].flatten(0, 1)[:n_k].repeat_interleave(p.groups, 1).float() for x in (inputs.k_pages, inputs.v_pages))
+        s = torch.einsum("ihd,jhd->hij", inputs.q[rows].float(), k) * p.scale
+        o[rows] = torch.einsum("hij,jhd->ihd", s.softmax(-1), v).to(o.dtype)
+        lse[:, rows] = s.logsumexp(-1)
+    return o, lse
+
+
+@pytest.mark.parametrize("uses", ["nothing", "shape", "product", "view", "v as an argument"])
+def test_keys_and_values_beside_pages_are_an_error_with_the_remedy(uses: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject({"page_sizes": (16,), "outputs": ("o", "lse"), "dims": ((8, 4),)})
+    monkeypatch.setattr(Subject, "build", lambda *_: ReadsKeys(uses))
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register(subject)
+    case = Case(kernel=subject.name, problem=Problem(**PLAIN), config=subject.configs(Problem(**PLAIN))[0])
+    failures = run_trial(case, "cpu").failures
+    if uses == "nothing":
+        assert failures == ()
+        return
+    [failure] = failures
+    name = "v" if uses in ("view", "v as an argument") else "k"
+    text = f"inputs.{name}: keys and values of this Problem are in pages; read inputs.{name}_pages, by inputs.page_table"
+    assert (failure.kind, text in failure.message) == ("exception", True), failure.message
 
 
 def test_what_does_not_fit_is_refused_in_words() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.targets import why_not_on
 
 PLAIN = Capabilities()
 
@@ -95,6 +97,17 @@ def test_an_unknown_name_suggests_the_nearest(wrong: str) -> None:
     assert isinstance(caught.value, BadArgument)
 
 
+@pytest.mark.parametrize("group", ["triton", "released", "released.fla", "tilelang.gqa"])
+def test_the_beginning_of_names_says_what_it_is(group: str) -> None:
+    names = registry.members(group)
+    assert len(names) > 1
+    for ask in (registry.get, registry.find):
+        with pytest.raises(registry.UnknownKernel) as caught:
+            ask(group)
+        text = f"it is no kernel, but the beginning of {len(names)} kernels' names, which `attnfuzz run` and `gate` take together"
+        assert str(caught.value) == f"kernel={group!r}: {text}; give one of {', '.join(names)}"
+
+
 @pytest.mark.parametrize("wrong", ["", "zzz", "0"])
 def test_a_name_like_no_other_lists_all(wrong: str) -> None:
     with pytest.raises(registry.UnknownKernel) as caught:
@@ -134,6 +147,36 @@ def test_unregister_forgets_and_may_be_repeated() -> None:
     assert not registry.is_local("acme.flash")
     with pytest.raises(registry.UnknownKernel):
         registry.get("acme.flash")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"multiple_q": 0}, "multiple_q=0: 1 or more"),
+        ({"batch_max": 0, "heads_max": -1}, "batch_max=0: 1 or more; heads_max=-1: 1 or more"),
+        ({"multiple_k": "16"}, "Expected `int`, got `str` - at `$.multiple_k`"),
+        ({"multiple_k": 64, "length_max": 32}, "length_max=32 leaves no multiple of 64"),
+        ({"min_seqlen_k": 0}, "min_seqlen_k=0: empty sequences are zero_k's"),
+        ({"dims": ()}, "dims is empty"),
+        ({"dtypes_on": {"cpu": ()}}, "dtypes_on is empty for cpu"),
+        ({"groups": (0, 1)}, "groups=(0, 1): each is 1 or more"),
+        ({"outputs": ("lse",)}, "outputs=('lse',): O is always one of them"),
+        ({"shapes": ((1, 3, 2, 8, 8),)}, "shapes: (1, 3, 2, 8, 8): each number is 1 or more, and kv_heads divides heads"),
+        ({"page_sizes": (16,)}, "page_sizes: a paged cache is of ragged batches, and has no gradient"),
+    ],
+)
+def test_a_kernel_with_values_that_none_can_have_is_refused(changes: dict[str, Any], reason: str) -> None:
+    kernel = Dummy(capabilities=Capabilities(**changes))
+    text = f"kernel='acme.flash': its capabilities cannot be ({reason}); declare what the kernel can do"
+    with pytest.raises(BadArgument, match=re.escape(text)):
+        registry.register(kernel)
+    with pytest.raises(BadArgument, match=re.escape(text)):
+        why_not_on(kernel, "cpu")
+
+
+def test_capabilities_of_another_class_are_refused() -> None:
+    with pytest.raises(BadArgument, match=r"capabilities is a dict: must be attnfuzz\.kernels\.Capabilities"):
+        registry.register(Dummy(capabilities={}))  # type: ignore[arg-type]
 
 
 def test_what_is_no_kernel_cannot_be_registered() -> None:

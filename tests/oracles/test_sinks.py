@@ -256,9 +256,11 @@ def test_heads_are_judged_one_by_one_in_large_batches(monkeypatch: pytest.Monkey
     assert wrong_of(inputs, right) == set()
     d_sinks = right.d_captured[0]
     assert d_sinks is not None
-    assert wrong_of(inputs, dataclasses.replace(right, d_captured=(d_sinks * torch.tensor([1.0, 1.0, 1.0, -1.0]),))) == {
-        "d sinks"
-    }
+    wrong = dataclasses.replace(right, d_captured=(d_sinks * torch.tensor([1.0, 1.0, 1.0, -1.0]),))
+    assert wrong_of(inputs, wrong) == {"d sinks"}
+    expected = truth(inputs, Deviations(), "cpu")
+    counts = [judge("sinks", inputs, outputs, expected).captured["sinks"] for outputs in (right, wrong)]
+    assert [(each.elements, each.over, each.worst > 1) for each in counts] == [(4, 0, False), (4, 1, True)]
 
 
 def test_modifiers_do_not_change_sinks() -> None:

@@ -199,6 +199,14 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
         written(recipe={"q_scale": 3}),
         "recipe.q_scale=3.0: only a power of two scales exactly; use a power of two, 2**-40 to 2**40",
     ),
+    "recipe of sinks without sinks": (
+        written(recipe={"sinks": "large"}),
+        "case.recipe.sinks='large': the problem has no sinks; leave it out, or give problem.sinks=true",
+    ),
+    "earlier recipe of sinks without sinks": (
+        written(after=[{"problem": PLAIN, "recipe": {"sinks": "zero"}}]),
+        "case.after[0].recipe.sinks='zero': the problem has no sinks; leave it out",
+    ),
     "recipe of a bad seed": (
         written(recipe={"seed": -1}),
         "recipe.seed=-1: it is hashed as a 64-bit integer; use 0 to 2**63 - 1",

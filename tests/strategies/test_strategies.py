@@ -19,7 +19,7 @@ from attnfuzz.kernels.modified import mask_of, score_of
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.kernels.triton.blockmask import BlockMask, band_of, block_mask
 from attnfuzz.strategies import choices
-from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, case_from_json
+from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, case_from_json, case_from_object
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import Room, edges, fitted
@@ -464,6 +464,10 @@ def test_sinks_of_every_kind_are_drawn_and_shrink_to_moderate_ones_or_none() -> 
     large = [case for case in drawn if case.recipe.sinks == "large"][:5]
     for start in large:
         assert minimal(start, lambda case: True, can).problem == plain()
+        simpler_ones = list(simpler(start, all_variants(Subject(can=can), "cpu")))
+        assert any(not each.problem.sinks for each in simpler_ones)
+        # A Case without sinks whose Recipe has values of them is refused.
+        assert [case_from_object(each.to_object()) for each in simpler_ones] == simpler_ones
         of_any = minimal(start, lambda case: case.problem.sinks, can)
         assert (of_any.problem, of_any.recipe) == (plain(sinks=True), Recipe())
         of_large = minimal(start, lambda case: case.problem.sinks and case.recipe.sinks == "large", can)

@@ -165,10 +165,11 @@ def _rows(target: str, candidate: Any, device: Device, make: Callable[[Kernel], 
     if wrong:
         yield _not_run("all else", "the contract's members come first")
         return
-    kernel = registry.get(target)
-    for row in declared.declarations(kernel, device):
+    for row in declared.declarations(candidate, device):
         yield row
         wrong |= row.status == "wrong" and row.check in ("capabilities", "variants", "configs")
+    # The registry refuses a kernel with values that no kernel can have.
+    kernel = candidate if wrong else registry.get(target)
     reason = "nothing can be drawn from what is declared" if wrong else kernel.unavailable(device)
     if wrong or reason:
         yield _not_run("calls", str(reason), "use a machine, or a --device, where it runs" if not wrong else "fix that first")
@@ -196,6 +197,9 @@ def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
         return
     plain = _plain(kernel, bed.trial(case))
     yield from plain
+    by_value = any(row.status == "wrong" for row in plain if row.check in ("O and LSE", "gradients"))
+    if by_value and (row := features.deviations_row(kernel, case, bed.ask)) is not None:
+        yield row
     if any(row.status == "wrong" for row in plain if row.check not in ("O and LSE", "gradients")):
         yield _not_run("settings, repetition, features", "the plain case gives nothing that could be compared", "fix that first")
         return
@@ -242,7 +246,7 @@ def _plain(kernel: Kernel, verdict: Verdict) -> list[Row]:
 def _gradients(kernel: Kernel, verdict: Verdict, failures: list[Failure]) -> Row:
     if not {"dq", "dk", "dv"} & set(kernel.capabilities.outputs):
         return Row("gradients", "ok", "declared absent")
-    remedy = "fix the backward, or declare outputs without them"
+    remedy = "fix the backward, declare what it does otherwise (deviations), or outputs without them"
     return failing("gradients", failures, remedy, _figures(verdict, ("dq", "dk", "dv")))
 
 

@@ -21,6 +21,7 @@ from attnfuzz.kernels.adapters.adapted import Adapted
 from attnfuzz.kernels.capabilities import why_not_shape
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
+from attnfuzz.kernels.support.capability_values import impossible
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 __all__ = ["declarations", "members"]
@@ -102,34 +103,12 @@ def _answered(check: str, ask: Callable[[], tuple[list[str], str]], remedy: str)
 
 def _contradictions(can: Capabilities) -> Iterator[str]:
     """Yield what is of a wrong type, empty, or contradicts the rest of the capabilities."""
-    try:
-        msgspec.convert(msgspec.to_builtins(can), Capabilities)
-    except (msgspec.ValidationError, TypeError) as error:
-        yield f"{error}"
+    if wrong := list(impossible(can)):
+        yield from wrong
         return
-    for name in ("packings", "dtypes", "dims", "causal", "devices", "outputs"):
-        if not getattr(can, name):
-            yield f"{name} is empty"
-    if can.groups is not None and (not can.groups or min(can.groups) < 1):
-        yield f"groups={can.groups}: each is 1 or more"
-    if any(dim < 1 for pair in can.dims for dim in pair):
-        yield f"dims={can.dims}: each is 1 or more"
-    if can.min_seqlen_k < 1:
-        yield f"min_seqlen_k={can.min_seqlen_k}: empty sequences are zero_k's"
-    if can.length_max is not None and can.length_max < can.min_seqlen_k:
-        yield f"length_max={can.length_max} is less than min_seqlen_k={can.min_seqlen_k}"
-    if can.dim_multiple is not None and not 1 <= can.dim_multiple <= can.dim_max:
-        yield f"dim_multiple={can.dim_multiple} with dim_max={can.dim_max} allows no dims"
-    yield from _contradicting_limits(can)
-    if "o" not in can.outputs:
-        yield f"outputs={can.outputs}: O is always one of them"
-    if not can.page_sizes or min(can.page_sizes) < 0:
-        yield f"page_sizes={can.page_sizes}: each is 1 or more, or 0 for keys without pages"
-    elif any(can.page_sizes) and ("ragged" not in can.packings or not set(can.outputs) <= {"o", "lse"}):
-        yield "page_sizes: a paged cache is of ragged batches, and has no gradient"
-    gradients = {"dq", "dk", "dv"} & set(can.outputs)
-    if gradients and len(gradients) < 3:
-        yield f"outputs={can.outputs}: backward gives dQ, dK and dV together"
+    yield from _contradicting_shapes(can)
+    if can.scale_any and not can.scale_given:
+        yield "scale_any: only the default scale is taken (scale_given=False)"
     if can.dlse and not {"lse", "dq"} <= set(can.outputs):
         yield "dlse: a gradient of LSE needs LSE and a backward"
     if stray := [name for name in can.deterministic if name not in can.outputs]:
@@ -141,19 +120,9 @@ def _contradictions(can: Capabilities) -> Iterator[str]:
         yield "captured_gradients: only score_mods have them"
 
 
-def _contradicting_limits(can: Capabilities) -> Iterator[str]:
-    """Yield limits on shapes that leave none, or contradict each other."""
-    for name in ("multiple_q", "multiple_k", "batch_max", "heads_max"):
-        if (value := getattr(can, name)) is not None and value < 1:
-            yield f"{name}={value}: 1 or more"
-            return
-    if can.length_max is not None and can.length_max < max(can.multiples):
-        yield f"length_max={can.length_max} leaves no multiple of {max(can.multiples)}"
-    if can.heads_max is not None and can.heads_max < min(can.groups or (1,)):
-        yield f"heads_max={can.heads_max} is less than groups={can.groups}"
-    if can.scale_any and not can.scale_given:
-        yield "scale_any: only the default scale is taken (scale_given=False)"
-    for shape in can.shapes if can.dims and can.causal else ():
+def _contradicting_shapes(can: Capabilities) -> Iterator[str]:
+    """Yield what of a pool of shapes the other limits refuse."""
+    for shape in can.shapes:
         try:
             problem = replace(Variant("float16", None, can.dims[0], Config()).problem(can), **shape_fields(shape))
         except BadArgument as error:

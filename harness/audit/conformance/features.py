@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from attnfuzz.harness.audit.conformance.limits import limits
 from attnfuzz.harness.audit.conformance.row import Row, failing
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.kernels.contract import Capabilities, Device, Kernel, why_unsupported
+from attnfuzz.kernels.contract import Capabilities, Deviations, Device, Kernel, why_unsupported
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
 from attnfuzz.kernels.problem import BadArgument, Dtype, Layout
 from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
@@ -84,6 +84,20 @@ def undeclared_row(feature: Feature, kernel: Kernel, ask: Callable[..., Any]) ->
         if answer["right"] == "untried":
             return None
     return Row(feature.name, "hint", "not declared, but works in what was tried", f"declare {feature.spelled}, and fuzz it")
+
+
+def deviations_row(kernel: Kernel, case: Case, ask: Callable[..., Any]) -> Row | None:
+    """Return a hint with the undeclared deviations with which `case`, whose values are wrong, would pass; None: with none."""
+    declared, names = kernel.capabilities.deviations, list[str]()
+    for name in (each for each in Deviations.__struct_fields__ if getattr(declared, each) is False):
+        widened = {"deviations": msgspec.to_builtins(replace(declared, **{name: True}))}
+        answer = ask("widened", kernel, case, widened=widened)
+        if not isinstance(answer, str) and not answer["wrong"] and answer["right"] != "untried":
+            names.append(name)
+    if not names:
+        return None
+    remedy = "declare one in deviations=Deviations(...) if the kernel's code does that on purpose, and fuzz it"
+    return Row("deviations", "hint", f"the plain case passes with {' or '.join(names)}, which is not declared", remedy)
 
 
 _Tried = tuple[str, str, bool, dict[str, Any], list[dict[str, Any]]]

@@ -16,7 +16,7 @@ from attnfuzz.harness.campaign.coverage import drawn_values, features
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument
-from attnfuzz.strategies.case import CALLS, Case
+from attnfuzz.strategies.case import CALLS, Case, with_problem
 from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Feature", "Pair", "PairCoverage", "Pairs", "paired_features"]
@@ -209,7 +209,7 @@ def _exchanged(case: Case, donor: Case, name: str) -> Case | None:
         case "Config":
             return replace(case, config=donor.config)
         case "values":
-            return replace(case, recipe=donor.recipe)
+            return with_problem(replace(case, recipe=donor.recipe), case.problem)
         case "check":
             return replace(case, check=donor.check)
         case _:
@@ -217,4 +217,4 @@ def _exchanged(case: Case, donor: Case, name: str) -> Case | None:
                 problem = replace(case.problem, **{each: getattr(donor.problem, each) for each in _PARTS[name]})
             except BadArgument:
                 return None
-            return replace(case, problem=problem)
+            return with_problem(case, problem)

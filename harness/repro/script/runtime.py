@@ -119,7 +119,7 @@ def called(case: PackedCase, problem: Problem, table: dict[str, Stored], bands: 
     tensors: dict[str, Any] = {name: stored.within(held) for name, stored in table.items()}
     captured = [name for name in table if name.startswith("captured ")]
     longest = {"max_seqlen_q": max(problem.seqlens_q), "max_seqlen_k": max(problem.seqlens_k)}
-    inputs = Inputs(problem=problem, captured=tuple(tensors.pop(name) for name in captured), **longest, **tensors)
+    inputs = Inputs(problem=problem, captured=tuple(tensors.pop(name) for name in captured), **longest, **tensors).for_kernel()
     built = case.kernel.build(problem, case.config, case.device)
     with torch.no_grad(), Poison(bands):
         o, lse = built.forward(inputs)

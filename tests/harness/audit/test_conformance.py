@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 from support import adapters as support
+from support.emulated.whole import Emulated
 from support.schema import wrong
 
 from attnfuzz.harness.audit.conformance import features
@@ -21,7 +23,7 @@ from attnfuzz.harness.audit.conformance.probes import probed
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import dense
-from attnfuzz.kernels.contract import Capabilities, Config, Inputs, why_unsupported
+from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.shapes import all_variants
@@ -506,3 +508,34 @@ def test_deadlines_and_the_memory_check_reach_the_child_processes(monkeypatch: p
     with pytest.raises(BadArgument, match="enough"):
         check_adapter("theirs.flash", "cpu", deadline=9.0, memory_check=False)
     assert given == [{"backends": ["torch"], "deadline": 9.0, "memory_check": False}]
+
+
+@pytest.mark.parametrize(
+    ("fault", "deviation"),
+    [
+        ("k scaled in half", "half_scaled_k"),
+        ("partial o in half, splits of 16", "half_partial_o"),
+        ("lse in base 2", "lse_base2"),
+        ("scale 1 %", None),
+        (None, None),
+    ],
+)
+def test_deviations_that_would_explain_wrong_values_are_named(
+    fault: str | None, deviation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    kernel = Emulated(faults=frozenset({fault} - {None}))
+    registry.register(kernel)
+    rows = {each.check: each for each in check_adapter(kernel.name, "cpu", in_process=True).rows}
+    assert "wrong" in {rows[each].status for each in ("O and LSE", "gradients")} or fault is None
+    if deviation is None:
+        assert "deviations" not in rows
+        return
+    assert rows["deviations"].status == "hint"
+    names = rows["deviations"].found.removeprefix("the plain case passes with ").removesuffix(", which is not declared")
+    assert deviation in names.split(" or ")
+    declared = replace(kernel.capabilities, deviations=Deviations(**{deviation: True}))
+    registry.register(Emulated(faults=kernel.faults, capabilities=declared))
+    rows = {each.check: each for each in check_adapter(kernel.name, "cpu", in_process=True).rows}
+    assert "deviations" not in rows
+    assert {rows[each].status for each in ("O and LSE", "gradients")} == {"ok"}

@@ -186,6 +186,9 @@ def test_every_part_is_varied() -> None:
     sunk = neighbours(WIDE, case_of(sinks=True), "cpu")
     assert [each.recipe.sinks for each in sunk["sink_values"]] == ["zero", "large", "small", "mixed"]
     assert [each.problem.sinks for each in sunk["sinks"]] == [False]
+    large = replace(case_of(sinks=True), recipe=Recipe(sinks="large"))
+    [without] = neighbours(WIDE, large, "cpu")["sinks"]
+    assert (without.problem.sinks, without.recipe) == (False, Recipe())
     paged = Subject({"page_sizes": (16, 64, 0), "outputs": ("o", "lse")}, CONFIGS)
     case = case_of(page_size=16, needs=Needs(outputs=("o", "lse")))
     assert [each.problem.page_size for each in neighbours(paged, case, "cpu")["page_size"]] == [64, 0]

@@ -131,6 +131,8 @@ WRONG = {
     "run acme_wrong.py:attention --like varlen": "did you mean --like dense?",
     "check-adapter acme_wrong.py:attention": "attention is a function, not a kernel; say how it is called: add --like dense",
     "check-adapter triton.varlen --like dense": "it says how a function of a file is called, and no file is named",
+    "check-adapter triton": "it is no kernel, but the beginning of",
+    "check-adapter released.fla": "give one of released.fla.parallel, released.fla.parallel_varlen",
     "gate --write x --kernel acme_wrong.py:attention:dense": "a gate imports the kernel's module from two commits",
 }
 
@@ -147,3 +149,31 @@ def test_wrong_use_is_exit_code_2_with_the_remedy(line: str, monkeypatch: pytest
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output
     assert WRONG[line] in done.output
+
+
+IMPOSSIBLE = """
+from msgspec.structs import replace
+
+from attnfuzz.kernels.torch.reference_cpu import KERNEL as RIGHT
+
+
+class Subject(type(RIGHT)):
+    name = "acme.impossible"
+    capabilities = replace(RIGHT.capabilities, multiple_q=0)
+
+
+KERNEL = Subject()
+"""
+
+
+def test_capabilities_that_cannot_be_are_refused_before_a_case_is_drawn() -> None:
+    written("acme_impossible.py", IMPOSSIBLE)
+    options = ("acme_impossible.py:KERNEL", "--device", "cpu")
+    done = attnfuzz("run", *options, "--max-examples", "2")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert "kernel='acme.impossible': its capabilities cannot be (multiple_q=0: 1 or more); declare" in done.stderr
+    done = attnfuzz("check-adapter", *options, "--json")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    rows = {each["check"]: each for each in json.loads(done.stdout)["checks"]}
+    assert (rows["capabilities"]["status"], rows["capabilities"]["found"]) == ("wrong", "multiple_q=0: 1 or more")
+    assert rows["calls"]["status"] == "not run"

@@ -170,6 +170,9 @@ DECLARED = [
     Deviations(lazy_rescale=True),
     Deviations(ds_from_rounded_p=True),
     Deviations(half_partials=True),
+    Deviations(half_delta_products=True),
+    Deviations(half_scaled_k=True),
+    Deviations(half_partial_o=True),
     Deviations(lse_base2=True),
     Deviations(tf32_on=("cpu",)),
 ]

@@ -165,6 +165,13 @@ def test_a_misspelt_kernel_is_no_empty_run(acme: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*no kernel of that name is installed; did you mean 'acme.flash'?"])
 
 
+def test_the_beginning_of_names_is_no_kernel(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("from attnfuzz.harness.plugin import fuzz\n\ntest_group = fuzz('torch', shards=1)\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*kernel='torch': it is no kernel, but the beginning of *; give one of torch.cudnn, *"])
+
+
 def test_a_kernel_that_cannot_run_here_is_skipped_with_the_reason(acme: pytest.Pytester) -> None:
     acme.makepyfile(
         test_acme="""

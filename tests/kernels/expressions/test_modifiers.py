@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import msgspec
@@ -302,6 +303,11 @@ def test_a_wrong_gradient_of_a_captured_tensor_is_found() -> None:
     assert failures_of(gradient[0]) == [("contract", "d relative")]
     assert failures_of(None) == [("contract", "d relative")]
     assert failures_of() == [("contract", "d captured")]
+
+    rows = judge("emulated", inputs, Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv, d_captured=(one,)), truths).captured
+    assert {name: (each.elements, each.over, each.worst) for name, each in rows.items()} == {
+        "relative": (one.numel(), 1, math.inf)
+    }
 
 
 def test_trees_shrink_to_nothing() -> None:

@@ -22,7 +22,10 @@ from attnfuzz.oracles.budgets.roundings import Rounding
 from attnfuzz.oracles.formats import Format, half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.strategies.case import PATTERNS, Pattern, Recipe
 
-EVERY = Deviations(half_partials=True, ds_from_rounded_p=True)
+EVERY = (
+    Deviations(half_partials=True, ds_from_rounded_p=True),
+    Deviations(half_delta_products=True, half_partial_o=True, half_scaled_k=True),
+)
 FLOAT16 = Format.of("float16")
 PLAIN = Problem(seqlens_q=(40, 33), seqlens_k=(35, 24), dim_qk=16, dim_v=16, heads=4, kv_heads=2)
 SUMS = ("matmul", "__matmul__", "baddbmm_", "sum")
@@ -74,7 +77,7 @@ def differing(one: Budgets, other: Budgets) -> list[str]:
 def moved_by_last_bits(inputs: Inputs, *, ties: bool = False) -> list[str]:
     """Return the parts of the budgets, with and without these deviations, that the last bits of sums change."""
     names = []
-    for deviations in (Deviations(), EVERY):
+    for deviations in (Deviations(), *EVERY):
         with LastBits():
             other = budgets(inputs, deviations, "cpu", ties=ties)
         names += differing(budgets(inputs, deviations, "cpu", ties=ties), other)

@@ -52,6 +52,8 @@ DECLARED = {
     "plain": Deviations(),
     "dS from rounded P, partial sums": Deviations(ds_from_rounded_p=True, half_partials=True),
     "scaled q, lazy, l from rounded P": Deviations(prescaled_q=True, lazy_rescale=True, l_from_rounded_p=True),
+    "Delta of half products, partial O": Deviations(half_delta_products=True, half_partial_o=True),
+    "scaled k": Deviations(half_scaled_k=True),
     "tf32": Deviations(tf32_on=("cpu",)),
 }
 

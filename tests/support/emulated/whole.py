@@ -117,6 +117,8 @@ class _Sequence:
             half = _truncated(p, self.dtype)
         o = (half @ self.v) / total.masked_fill(~self.live, 1.0)[..., None]
         o = o.masked_fill(~self.live[:, None], 0.0)
+        if split := next((int(each.split()[-1]) for each in self.faults if each.startswith("partial o in half, splits of ")), 0):
+            o = self._of_splits(split, m, total)
         lse = (torch.log2(total) + m) * (1.0 if "lse in base 2" in self.faults else LN_2)
         if "lse in half" in self.faults:
             lse = lse.to(self.dtype).float()
@@ -124,10 +126,34 @@ class _Sequence:
         self.true_lse = ((torch.log2(total) + m) * LN_2).masked_fill(~self.live, -math.inf)
         return self.o, lse.masked_fill(~self.live, -math.inf)
 
+    def _of_splits(self, size: int, m: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """O combined in float32 from that of each split of `size` keys, which is rounded to the dtype."""
+        o = self.s.new_zeros(*self.s.shape[:-1], self.v.shape[-1])
+        whole = torch.log2(total) + m
+        for start in range(0, self.s.shape[-1], size):
+            s, v = self.s[..., start : start + size], self.v[:, start : start + size]
+            top = s.amax(-1)
+            live = top > -math.inf
+            top = top.masked_fill(~live, 0.0)
+            p = torch.exp2(s - top[..., None])
+            total_s = p.sum(-1).masked_fill(~live, 1.0)
+            partial = (p.to(self.dtype).float() @ v / total_s[..., None]).to(self.dtype).float()
+            weight = torch.exp2(torch.log2(total_s) + top - whole).masked_fill(~live, 0.0)
+            if "a split's weight 1 %" in self.faults and start:
+                weight = weight * 1.01
+            o += weight[..., None] * partial
+        return o
+
     def backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.forward()
-        p = torch.where(self.mask, torch.exp2(self.s - self.true_lse[..., None] * LOG2_E), 0.0)
-        delta = (self.o.float() * self.d_o).sum(-1)
+        s, scaled_k = self.s, self.k * self.problem.scale
+        if "k scaled in half" in self.faults:
+            # As FlagGems does: dQ is dS @ K of these, divided by log2(e).
+            half = (self.k * (self.problem.scale * LOG2_E)).to(self.dtype).float()
+            s, scaled_k = self.q @ half.mT, half * LN_2
+        p = torch.where(self.mask, torch.exp2(s - self.true_lse[..., None] * LOG2_E), 0.0)
+        products = self.o.float() * self.d_o
+        delta = (products.to(self.dtype).float() if "delta products in half" in self.faults else products).sum(-1)
         if "delta missing" in self.faults:
             delta = torch.zeros_like(delta)
         if "delta in half" in self.faults:
@@ -139,7 +165,7 @@ class _Sequence:
             .to(torch.bfloat16 if "ds in bf16" in self.faults else self.dtype)
             .float()
         )
-        dq = ds @ self.k * self.problem.scale * (1.01 if "dq scale 1 %" in self.faults else 1.0)
+        dq = ds @ scaled_k * (1.01 if "dq scale 1 %" in self.faults else 1.0)
         dk = self._grouped(ds.mT @ self.q * self.problem.scale)
         dv = self._grouped(p.to(self.p_dtype).float().mT @ self.d_o)
         return dq.to(self.dtype), dk, dv
