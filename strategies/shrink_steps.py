@@ -20,7 +20,7 @@ from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
-__all__ = ["simpler"]
+__all__ = ["larger", "simpler"]
 
 _CONTIGUOUS: dict[str, object] = dict.fromkeys(LAYOUTS, Layout())
 _PLAINER: tuple[tuple[str, object], ...] = (
@@ -58,6 +58,20 @@ def simpler(case: Case, variants: Sequence[Variant], can: Capabilities = _ANY) -
     for number, earlier in enumerate(case.after):
         for each in _simpler(earlier, variants, can):
             yield replace(case, after=(*case.after[:number], each, *case.after[number + 1 :]))
+
+
+def larger(case: Case) -> Iterator[Case]:
+    """Yield Cases that do what `case` does several times, which may show more often what chance decides.
+
+    They have more sequences, heads or tokens, then more of each. A Case may be outside the kernel's capabilities.
+    """
+    p = case.problem
+    for sequences, heads, tokens in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (1, 1, 64), (4, 4, 4), (2, 2, 64)):
+        lengths = {
+            "seqlens_q": tuple(tokens * n for n in p.seqlens_q) * sequences,
+            "seqlens_k": tuple(tokens * n for n in p.seqlens_k) * sequences,
+        }
+        yield from _with(case, **lengths, heads=heads * p.heads, kv_heads=heads * p.kv_heads)
 
 
 def _fewer_earlier(case: Case) -> Iterator[Case]:

@@ -293,8 +293,8 @@ def test_what_shows_sometimes_is_measured_and_still_shrunk() -> None:
         # It may show three times running: then it passes for one that shows every time.
         measured += seen.rate is not None
         if seen.rate is not None:
-            assert 1 <= seen.rate[0] < seen.rate[1] == 11
-            assert counts["fresh"] == 2
+            assert 1 <= seen.rate[0] < seen.rate[1]
+            assert counts["fresh"] >= 2
         assert max(seen.case.problem.seqlens_k) >= 3
         assert seen.partly or len(seen.case.problem.seqlens_k) == 1
     assert measured >= 5
