@@ -332,8 +332,9 @@ def test_a_failure_that_earlier_cases_cause_becomes_one_of_calls() -> None:
 
 
 def test_one_that_no_calls_explain_keeps_its_rate() -> None:
+    """The first of ten calls in a new process is right."""
     _, seen = sighting(lambda case, made: made > 0 and case.check == "oracle")
-    assert (seen.case.check, seen.rate) == ("oracle", (11, 12))
+    assert (seen.case.check, seen.rate) == ("oracle", (9, 10))
 
 
 def test_outputs_are_all_compared() -> None:
