@@ -115,7 +115,13 @@ class Shrinker:
 
     def _settle(self, first: tuple[Case, Verdict]) -> bool:
         """Measure how often the simplest Case fails, and look for a larger one if that is seldom; returns as `_take_steps`."""
-        if self.finding.case != first[0] and not self._measures():
+        failed = self.finding.case == first[0] or self._measures()
+        if failed and often(self._goal) and self.finding.rate and not often(self.finding.rate):
+            # It showed in half of some runs by chance: those that show it as seldom as this one are simpler Cases too.
+            self._goal = self.finding.rate
+            self._descend(set())
+            failed = self._measures()
+        if not failed:
             self._keep(*first)
             self.finding = dataclasses.replace(self.finding, seldom=f"a simpler Case failed, but in none of {RUNS} more runs")
             return True

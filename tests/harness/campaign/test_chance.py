@@ -63,15 +63,15 @@ def test_a_minimal_case_shows_its_failure_in_half_of_its_runs_or_says_why_not(na
     for seed in range(20):
         finding, runner = shrunk(chance, seed)
         assert often(finding.rate) != bool(finding.seldom), "either, never both"
-        assert chance(finding.case.problem) >= 0.2
+        assert chance(finding.case.problem) > 0.19
         assert runner.trials < 800
 
 
 @pytest.mark.parametrize("name", [each for each in CHANCES if each != "the same for all"])
 def test_what_some_cases_show_often_ends_at_one_of_them(name: str) -> None:
-    """Shrinking by one failure in twelve runs ended at Cases that fail once in thirty."""
-    chances = [CHANCES[name](shrunk(CHANCES[name], seed)[0].case.problem) for seed in range(20)]
-    assert sum(each >= 0.4 for each in chances) >= 18
+    """Shrinking by one failure in twelve runs ended at Cases that fail once in thirty, or left the first one as it was."""
+    findings = [shrunk(CHANCES[name], seed)[0] for seed in range(20)]
+    assert sum(CHANCES[name](each.case.problem) >= 0.4 and not each.partly for each in findings) >= 15
 
 
 def test_the_rate_is_that_of_the_minimal_case() -> None:
