@@ -17,10 +17,11 @@ from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.strategies.case import Case
 
-__all__ = ["HALF", "RUNS", "Sample", "Sampler", "often"]
+__all__ = ["HALF", "MOST_RUNS", "RUNS", "Sample", "Sampler", "often"]
 
 RUNS = 10
-"""Runs by which the rate of a Case is measured."""
+MOST_RUNS = 30
+"""Runs by which the rate of a Case is measured: the first, and until it fails the second."""
 HALF: Rate = (1, 2)
 _HALF = 6, 10
 _SELDOM = 2, 12
@@ -73,10 +74,10 @@ class Sampler:
         self._runner, self._shows, self._late = runner, shows, late
 
     def measured(self, case: Case) -> Sample | None:
-        """Run a Case as often as a rate is measured by, in a new process; None: there is no time for it."""
+        """Run a Case in a new process as often as a rate is measured by; None: there is no time for it."""
         self._runner.fresh()
         sample = Sample()
-        while sample.runs < RUNS:
+        while sample.runs < RUNS or (not sample.failed and sample.runs < MOST_RUNS):
             if self._late(case):
                 return None
             sample = self._once_more(case, sample)

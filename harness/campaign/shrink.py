@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from attnfuzz.harness.campaign.chance import HALF, RUNS, Sampler, often
+from attnfuzz.harness.campaign.chance import HALF, MOST_RUNS, Sampler, often
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.past import parts_of_past
 from attnfuzz.harness.campaign.runner import TrialRunner
@@ -123,7 +123,9 @@ class Shrinker:
             failed = self._measures()
         if not failed:
             self._keep(*first)
-            self.finding = dataclasses.replace(self.finding, seldom=f"a simpler Case failed, but in none of {RUNS} more runs")
+            self.finding = dataclasses.replace(
+                self.finding, seldom=f"a simpler Case failed, but in none of {MOST_RUNS} more runs"
+            )
             return True
         if not often(self.finding.rate):
             simplest = self.finding

@@ -71,7 +71,7 @@ def test_a_minimal_case_shows_its_failure_in_half_of_its_runs_or_says_why_not(na
 def test_what_some_cases_show_often_ends_at_one_of_them(name: str) -> None:
     """Shrinking by one failure in twelve runs ended at Cases that fail once in thirty, or left the first one as it was."""
     findings = [shrunk(CHANCES[name], seed)[0] for seed in range(20)]
-    assert sum(CHANCES[name](each.case.problem) >= 0.4 and not each.partly for each in findings) >= 15
+    assert sum(CHANCES[name](each.case.problem) >= 0.4 and not each.partly for each in findings) >= 12
 
 
 def test_the_rate_is_that_of_the_minimal_case() -> None:
