@@ -20,7 +20,7 @@ from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
-__all__ = ["larger", "simpler"]
+__all__ = ["change", "larger", "simpler"]
 
 _CONTIGUOUS: dict[str, object] = dict.fromkeys(LAYOUTS, Layout())
 _PLAINER: tuple[tuple[str, object], ...] = (
@@ -74,6 +74,17 @@ def larger(case: Case) -> Iterator[Case]:
         yield from _with(case, **lengths, heads=heads * p.heads, kv_heads=heads * p.kv_heads)
 
 
+def change(before: Case, after: Case) -> frozenset[tuple[str, object]]:
+    """Return what a step changes: each part that differs, with its new value."""
+    pairs = ((before, after), (before.problem, after.problem), (before.recipe, after.recipe))
+    return frozenset(
+        (name, getattr(new, name))
+        for old, new in pairs
+        for name in new.__struct_fields__
+        if name not in ("problem", "recipe") and getattr(new, name) != getattr(old, name)
+    )
+
+
 def _fewer_earlier(case: Case) -> Iterator[Case]:
     """Leave out parts of the Cases that run first, halves first; one stays."""
     size = len(case.after) // 2
@@ -107,6 +118,8 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
     else:
         yield from _fewer_sequences(case)
         yield from _fewer_heads(case)
+        yield from _all_shorter(case, can.multiples)
+    yield from _all_plainer(case)
     yield from _plainer_layouts(case)
     yield from _plainer_values(case)
     yield from _plainer_problem(case)
@@ -127,6 +140,26 @@ def _with(case: Case, **changes: object) -> Iterator[Case]:
         except BadArgument:
             continue
         return
+
+
+def _all_shorter(case: Case, multiples: tuple[int, int]) -> Iterator[Case]:
+    """Cut all lengths at once, to the smallest or by half: a Case of few tokens takes a tenth of the time in all later steps."""
+    p = case.problem
+    for keep in (0, 2):
+        cut = [
+            tuple(min(n, max(step, n // keep // step * step if keep else step)) for n in lengths)
+            for lengths, step in zip((p.seqlens_q, p.seqlens_k), multiples, strict=True)
+        ]
+        if cut != [p.seqlens_q, p.seqlens_k]:
+            yield from _with(case, seqlens_q=cut[0], seqlens_k=cut[1])
+
+
+def _all_plainer(case: Case) -> Iterator[Case]:
+    """Make values, layouts, scale and slack rows plain at once: most failures need none of them."""
+    plain: dict[str, object] = {"softmax_scale": None, "slack_q": 0, "slack_k": 0, **_CONTIGUOUS}
+    changed = [name for name, value in plain.items() if getattr(case.problem, name) != value]
+    if changed and case.recipe != Recipe():
+        yield from _with(replace(case, recipe=Recipe()), **plain)
 
 
 def _plainer_layouts(case: Case) -> Iterator[Case]:

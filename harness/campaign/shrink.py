@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.shapes import Variant
-from attnfuzz.strategies.shrink_steps import larger, simpler
+from attnfuzz.strategies.shrink_steps import change, larger, simpler
 
 __all__ = ["Shrinker"]
 
@@ -66,6 +66,8 @@ class Shrinker:
         self._sampler = Sampler(runner, self._shows, self._late)
         self._goal = finding.rate or HALF
         """How often a simpler Case must fail, where the failure shows only sometimes."""
+        self._rejected = set[frozenset[tuple[str, object]]]()
+        """Changes after which a Case did not fail alike."""
         self._needs_its_check = False
         self._misled = False
         """Whether a Case failed by what others had left in the process."""
@@ -262,7 +264,7 @@ class Shrinker:
     def _step(self, passed: set[Case]) -> tuple[Case, Verdict] | None:
         """The first simpler Case that fails alike; None: there is none, or time is up."""
         now = self.finding
-        for case in simpler(now.case, self._variants, self._can):
+        for case in self._new_steps_first(now.case):
             other_check = case.check != now.case.check
             if case in passed or (other_check and self._needs_its_check) or not self._supported(case):
                 continue
@@ -273,9 +275,20 @@ class Shrinker:
             if verdict is not None:
                 return case, verdict
             passed.add(case)
+            self._rejected.add(change(now.case, case))
             # Tried once, since it takes a new process.
             self._needs_its_check |= other_check
         return None
+
+    def _new_steps_first(self, case: Case) -> Iterator[Case]:
+        """Yield simpler Cases, those last that change what has passed when it was changed in an earlier Case."""
+        later = []
+        for each in simpler(case, self._variants, self._can):
+            if change(case, each) in self._rejected:
+                later.append(each)
+            else:
+                yield each
+        yield from later
 
     def _outcome(self, case: Case, *, other_check: bool) -> Verdict | None:
         """The Verdict of a simpler Case, if it fails alike.
