@@ -118,8 +118,9 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
     else:
         yield from _fewer_sequences(case)
         yield from _fewer_heads(case)
-        yield from _all_shorter(case, can.multiples)
     yield from _all_plainer(case)
+    if not can.shapes:
+        yield from _all_shorter(case, can.multiples)
     yield from _plainer_layouts(case)
     yield from _plainer_values(case)
     yield from _plainer_problem(case)
@@ -155,11 +156,13 @@ def _all_shorter(case: Case, multiples: tuple[int, int]) -> Iterator[Case]:
 
 
 def _all_plainer(case: Case) -> Iterator[Case]:
-    """Make values, layouts, scale and slack rows plain at once: most failures need none of them."""
+    """Make values, layouts, scale and slack rows plain at once, or the values alone, which show less where tokens are fewer."""
     plain: dict[str, object] = {"softmax_scale": None, "slack_q": 0, "slack_k": 0, **_CONTIGUOUS}
-    changed = [name for name, value in plain.items() if getattr(case.problem, name) != value]
-    if changed and case.recipe != Recipe():
-        yield from _with(replace(case, recipe=Recipe()), **plain)
+    if case.recipe != Recipe():
+        plainer = replace(case, recipe=Recipe())
+        if any(getattr(case.problem, name) != value for name, value in plain.items()):
+            yield from _with(plainer, **plain)
+        yield plainer
 
 
 def _plainer_layouts(case: Case) -> Iterator[Case]:

@@ -58,8 +58,14 @@ def test_a_change_that_helps_only_after_another_is_taken_in_the_end() -> None:
 
 
 def test_most_trials_are_of_few_tokens() -> None:
-    _, tried = shrunk(lambda case: case.problem.softcap > 0)
-    assert sum(each.problem.total_k > 40 for each in tried) <= 6
+    _, tried = shrunk(lambda case: case.problem.softcap > 0 and case.recipe.pattern == "needle")
+    assert sum(each.problem.total_k > 40 for each in tried) <= 8
+
+
+def test_plain_values_that_show_it_among_many_tokens_are_kept() -> None:
+    """With uniform values three keys show it, with normal ones 16: the slope of a softcap is near 1 for small scores."""
+    case, _ = shrunk(lambda case: case.problem.seqlens_k[0] >= (16 if case.recipe.pattern == "normal" else 3))
+    assert (case.recipe, case.problem.seqlens_k) == (Recipe(), (16,))
 
 
 def test_a_change_is_the_new_value_of_each_part() -> None:
