@@ -117,6 +117,7 @@ class Shrinker:
 
     def _settle(self, first: tuple[Case, Verdict]) -> bool:
         """Measure how often the simplest Case fails, and look for a larger one if that is seldom; returns as `_take_steps`."""
+        rate = self.finding.rate
         failed = self.finding.case == first[0] or self._measures()
         if failed and often(self._goal) and self.finding.rate and not often(self.finding.rate):
             # It showed in half of some runs by chance: those that show it as seldom as this one are simpler Cases too.
@@ -125,9 +126,8 @@ class Shrinker:
             failed = self._measures()
         if not failed:
             self._keep(*first)
-            self.finding = dataclasses.replace(
-                self.finding, seldom=f"a simpler Case failed, but in none of {MOST_RUNS} more runs"
-            )
+            why = f"a simpler Case failed, but in none of {MOST_RUNS} more runs"
+            self.finding = dataclasses.replace(self.finding, rate=rate, seldom=why)
             return True
         if not often(self.finding.rate):
             simplest = self.finding
