@@ -86,9 +86,19 @@ def without(case: Case, need: Need) -> list[Case]:
             pairs = itertools.combinations(zip(p.seqlens_q, p.seqlens_k, strict=True), 2)
             return [replace(case, problem=replace(p, seqlens_q=(a[0], b[0]), seqlens_k=(a[1], b[1]))) for a, b in pairs]
         case "tiles":
-            tile_m, tile_n = case.config.tile("tile_m", 1), case.config.tile("tile_n", 1)
+            tile_m, tile_n = (case.config.tile(name, 1) * max(1, 2 // p.batch) for name in ("tile_m", "tile_n"))
             lengths = tuple(min(n, tile_m) for n in p.seqlens_q), tuple(min(n, tile_n) for n in p.seqlens_k)
             return [replace(case, problem=replace(p, seqlens_q=lengths[0], seqlens_k=lengths[1]))]
+
+
+def verdicts_without(mutant: Mutant) -> list[Verdict]:
+    environment.prepare("cpu")
+    kernel = registry.register(kernel_of(mutant))
+    try:
+        cases = [each for need in mutant.needs for each in without(mutant.direct_case(kernel.name), need)]
+        return [run_sequence(each, "cpu") for each in cases]
+    finally:
+        registry.unregister(kernel.name)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +107,18 @@ def without(case: Case, need: Need) -> list[Case]:
 def test_without_what_it_needs_it_does_not_show(mutant: Mutant) -> None:
     if reason := registry.get(mutant.kernel).unavailable("cpu"):
         pytest.skip(reason)
-    environment.prepare("cpu")
-    kernel = registry.register(kernel_of(mutant))
-    try:
-        cases = [each for need in mutant.needs for each in without(mutant.direct_case(kernel.name), need)]
-        verdicts = [run_sequence(each, "cpu") for each in cases]
-    finally:
-        registry.unregister(kernel.name)
-    assert cases
-    assert [each.status for each in verdicts] == ["pass"] * len(cases)
+    verdicts = verdicts_without(mutant)
+    assert verdicts
+    assert {each.status for each in verdicts} == {"pass"}
+
+
+@pytest.mark.interpreted
+def test_a_need_that_a_bug_does_not_have_is_noticed() -> None:
+    """Other values show it too."""
+    mutant = mutants()["MSK-05"]
+    if reason := registry.get(mutant.kernel).unavailable("cpu"):
+        pytest.skip(reason)
+    assert [each.status for each in verdicts_without(replace(mutant, needs=("values",)))] == ["fail"]
 
 
 def test_those_are_there() -> None:
