@@ -71,8 +71,8 @@ class Shrinker:
         self._needs_its_check = False
         self._misled = False
         """Whether a Case failed by what others had left in the process."""
-        self._afresh = False
-        """Every step is tried in a new process."""
+        self._afresh = finding.case.check in CALLS
+        """Every step is tried in a new process: what a Case leaves in a used one may hide what the calls of the next leave."""
         self._untried = 0
         """Cases that its process had run before, and that were not run again."""
         self._end = 0.0
@@ -87,7 +87,7 @@ class Shrinker:
             partly = self._take_steps(first)
             if partly and self._misled and not self._late():
                 self._count_failures([True])
-                self._afresh = self.finding.rate is None
+                self._afresh |= self.finding.rate is None
                 partly = self._take_steps(first)
             if self.finding.case.after and self._fails_alone():
                 partly = self._take_steps((self.finding.case, self.finding.verdict))
@@ -174,11 +174,9 @@ class Shrinker:
         """Rerun what was seen once; measure its rate where it does not show every time."""
         case, outcomes = self.finding.case, [True]
         past = self._runner.past(case)
-        # What others have left in the process must not stand for the earlier calls of a Case, or hide what they leave.
-        rerun = self._tried_afresh if case.check in CALLS else self._tried
         for _ in range(_CONFIRMATIONS):
             if not self._late():
-                outcomes.append(self._shows(rerun(case)))
+                outcomes.append(self._shows(self._tried_again(case)))
         steady = all(outcomes)
         if steady:
             # What ends its process has shown in new ones already, though they may have built something in advance.
@@ -259,7 +257,7 @@ class Shrinker:
         self._keep(case, verdict)
         # What shows in most runs has led to a Case that shows it in few.
         again = 0 if self.finding.identity.kind in _ENDS_PROCESS else _CONFIRMATIONS
-        return all(self._late(case) or self._shows(self._tried(case)) for _ in range(again))
+        return all(self._late(case) or self._shows(self._tried_again(case)) for _ in range(again))
 
     def _step(self, passed: set[Case]) -> tuple[Case, Verdict] | None:
         """The first simpler Case that fails alike; None: there is none, or time is up."""
@@ -318,6 +316,10 @@ class Shrinker:
 
     def _tried(self, case: Case) -> Verdict:
         return self._runner.run(case, "shrink")
+
+    def _tried_again(self, case: Case) -> Verdict:
+        """Its Verdict in the same process, or in a new one if it makes calls, which what others left may stand for or hide."""
+        return self._tried_afresh(case) if case.check in CALLS else self._tried(case)
 
     def _tried_afresh(self, case: Case) -> Verdict:
         """Its Verdict in a process that has made no calls yet."""
