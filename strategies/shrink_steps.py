@@ -20,7 +20,7 @@ from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, with_p
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
-__all__ = ["simpler"]
+__all__ = ["change", "larger", "simpler"]
 
 _CONTIGUOUS: dict[str, object] = dict.fromkeys(LAYOUTS, Layout())
 _PLAINER: tuple[tuple[str, object], ...] = (
@@ -60,6 +60,31 @@ def simpler(case: Case, variants: Sequence[Variant], can: Capabilities = _ANY) -
             yield replace(case, after=(*case.after[:number], each, *case.after[number + 1 :]))
 
 
+def larger(case: Case) -> Iterator[Case]:
+    """Yield Cases that do what `case` does several times, which may show more often what chance decides.
+
+    They have more sequences, heads or tokens, then more of each. A Case may be outside the kernel's capabilities.
+    """
+    p = case.problem
+    for sequences, heads, tokens in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (1, 1, 64), (4, 4, 4), (2, 2, 64)):
+        lengths = {
+            "seqlens_q": tuple(tokens * n for n in p.seqlens_q) * sequences,
+            "seqlens_k": tuple(tokens * n for n in p.seqlens_k) * sequences,
+        }
+        yield from _with(case, **lengths, heads=heads * p.heads, kv_heads=heads * p.kv_heads)
+
+
+def change(before: Case, after: Case) -> frozenset[tuple[str, object]]:
+    """Return what a step changes: each part that differs, with its new value."""
+    pairs = ((before, after), (before.problem, after.problem), (before.recipe, after.recipe))
+    return frozenset(
+        (name, getattr(new, name))
+        for old, new in pairs
+        for name in new.__struct_fields__
+        if name not in ("problem", "recipe") and getattr(new, name) != getattr(old, name)
+    )
+
+
 def _fewer_earlier(case: Case) -> Iterator[Case]:
     """Leave out parts of the Cases that run first, halves first; one stays."""
     size = len(case.after) // 2
@@ -93,6 +118,9 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
     else:
         yield from _fewer_sequences(case)
         yield from _fewer_heads(case)
+    yield from _all_plainer(case)
+    if not can.shapes:
+        yield from _all_shorter(case, can.multiples)
     yield from _plainer_layouts(case)
     yield from _plainer_values(case)
     yield from _plainer_problem(case)
@@ -113,6 +141,28 @@ def _with(case: Case, **changes: object) -> Iterator[Case]:
         except BadArgument:
             continue
         return
+
+
+def _all_shorter(case: Case, multiples: tuple[int, int]) -> Iterator[Case]:
+    """Cut all lengths at once, to the smallest or by half: a Case of few tokens takes a tenth of the time in all later steps."""
+    p = case.problem
+    for keep in (0, 2):
+        cut = [
+            tuple(min(n, max(step, n // keep // step * step if keep else step)) for n in lengths)
+            for lengths, step in zip((p.seqlens_q, p.seqlens_k), multiples, strict=True)
+        ]
+        if cut != [p.seqlens_q, p.seqlens_k]:
+            yield from _with(case, seqlens_q=cut[0], seqlens_k=cut[1])
+
+
+def _all_plainer(case: Case) -> Iterator[Case]:
+    """Make values, layouts, scale and slack rows plain at once, or the values alone, which show less where tokens are fewer."""
+    plain: dict[str, object] = {"softmax_scale": None, "slack_q": 0, "slack_k": 0, **_CONTIGUOUS}
+    if case.recipe != Recipe():
+        plainer = replace(case, recipe=Recipe())
+        if any(getattr(case.problem, name) != value for name, value in plain.items()):
+            yield from _with(plainer, **plain)
+        yield plainer
 
 
 def _plainer_layouts(case: Case) -> Iterator[Case]:

@@ -60,6 +60,8 @@ class Finding:
     shrink_trials: int = 0
     rate: Rate | None = None
     """None: it fails every time."""
+    seldom: str = ""
+    """Why it fails in fewer than half of its runs."""
     untried: int = 0
     """Cases that its process had run before, and that there was no time to run again with it, or that are not known any more."""
     explanation: Explanation | None = None

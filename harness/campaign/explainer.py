@@ -77,8 +77,9 @@ class Explainer:
         if self._finding.rate is not None:
             failed, runs = self._finding.rate
             self._reliable = False
-            untried = self._finding.untried
-            before = f"; {counted(untried, 'Case')} that its process had run before could not be run again" * (untried > 0)
+            untried, seldom = self._finding.untried, self._finding.seldom
+            before = f"; {seldom}" * bool(seldom)
+            before += f"; {counted(untried, 'Case')} that its process had run before could not be run again" * (untried > 0)
             raise _Ended(f"the failure shows in {failed} of {runs} runs, so that a neighbour that passes says nothing{before}")
         self._check_end()
         self._read_memo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -44,7 +45,8 @@ class Minimiser:
         `keep` is called with the shrunk and with the explained finding, as far as each has come also after an error or Ctrl-C.
         """
         end = time.monotonic() + seconds
-        shrinker = Shrinker(finding, self._runner, self.supports, self._variants, self._kernel.capabilities)
+        can, room = self._kernel.capabilities, functools.partial(in_room, limits=self._limits, of=finding.case)
+        shrinker = Shrinker(finding, self._runner, self.supports, self._variants, can, room)
         try:
             # What ends it leaves the simplest Case so far.
             with contextlib.suppress(OutOfTime):

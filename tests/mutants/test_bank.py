@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import platform
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support import mutants as bank
-from support.mutants import SUBJECTS, Mutant, kernel_of, mutants
+from support.mutants import SUBJECTS, Mutant, Need, kernel_of, mutants
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -16,7 +18,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.sequence import run_sequence
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.tilelang import build
-from attnfuzz.strategies.case import Case, case_from_json
+from attnfuzz.strategies.case import Case, Recipe, case_from_json
 from attnfuzz.strategies.shapes import all_variants
 
 
@@ -70,6 +72,53 @@ def test_its_direct_case_shows_it(mutant: Mutant) -> None:
     assert wrong_outputs(verdict) == set(mutant.outputs)
     right = of_the_right_kernel(mutant.direct_case(mutant.kernel).canonical())
     assert right.status == "pass", right.failures
+
+
+def without(case: Case, need: Need) -> list[Case]:
+    """Cases that lack what a bug is said to need, and are like its direct one in all else."""
+    p = case.problem
+    match need:
+        case "values":
+            return [replace(case, recipe=Recipe(seed=case.recipe.seed))]
+        case "kv_heads":
+            return [replace(case, problem=replace(p, heads=p.groups, kv_heads=1))]
+        case "sequences":
+            pairs = itertools.combinations(zip(p.seqlens_q, p.seqlens_k, strict=True), 2)
+            return [replace(case, problem=replace(p, seqlens_q=(a[0], b[0]), seqlens_k=(a[1], b[1]))) for a, b in pairs]
+        case "tiles":
+            tile_m, tile_n = (case.config.tile(name, 1) * max(1, 2 // p.batch) for name in ("tile_m", "tile_n"))
+            lengths = tuple(min(n, tile_m) for n in p.seqlens_q), tuple(min(n, tile_n) for n in p.seqlens_k)
+            return [replace(case, problem=replace(p, seqlens_q=lengths[0], seqlens_k=lengths[1]))]
+
+
+def verdicts_without(mutant: Mutant) -> list[Verdict]:
+    environment.prepare("cpu")
+    kernel = registry.register(kernel_of(mutant))
+    try:
+        cases = [each for need in mutant.needs for each in without(mutant.direct_case(kernel.name), need)]
+        return [run_sequence(each, "cpu") for each in cases]
+    finally:
+        registry.unregister(kernel.name)
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(each, id=each.id, marks=marks_of(each)) for each in mutants().values() if each.needs]
+)
+def test_without_what_it_needs_it_does_not_show(mutant: Mutant) -> None:
+    if reason := registry.get(mutant.kernel).unavailable("cpu"):
+        pytest.skip(reason)
+    verdicts = verdicts_without(mutant)
+    assert verdicts
+    assert {each.status for each in verdicts} == {"pass"}
+
+
+@pytest.mark.interpreted
+def test_a_need_that_a_bug_does_not_have_is_noticed() -> None:
+    """Other values show it too."""
+    mutant = mutants()["MSK-05"]
+    if reason := registry.get(mutant.kernel).unavailable("cpu"):
+        pytest.skip(reason)
+    assert [each.status for each in verdicts_without(replace(mutant, needs=("values",)))] == ["fail"]
 
 
 def test_those_are_there() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from msgspec.structs import replace
 from support import detection
-from support.detection import Attempt, Found, attempt, rates
+from support.detection import Attempt, Found, attempt, beyond, rates
 from support.mutants import mutants
 
-from attnfuzz.strategies.case import case_from_json
+from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Recipe, case_from_json
 
 
 def found(cases: int | None, *, shrinking: float = 1.0, simple: bool = True) -> Found:
@@ -24,6 +27,18 @@ def test_rates_count_what_was_never_found_as_the_most() -> None:
     assert (none.killed, none.median, none.shrinking) == (0, None, 0.0)
 
 
+def test_minimal_cases_are_measured_part_by_part() -> None:
+    case = mutants()["MSK-05"].direct_case("mutant.MSK-05")
+    p = Problem(seqlens_q=(16, 16), seqlens_k=(1, 0), dim_qk=16, dim_v=16)
+    small = replace(case, problem=p, config=Config(tile_m=16, tile_n=16), recipe=Recipe(seed=7))
+    assert beyond(small) == ()
+    assert beyond(replace(small, recipe=Recipe(pattern="needle"))) == ("values",)
+    assert beyond(replace(small, problem=replace(p, seqlens_q=(17, 16)))) == ("tiles",)
+    assert beyond(replace(small, problem=replace(p, seqlens_k=(16, 33)))) == ("tiles",)
+    assert beyond(replace(small, problem=replace(p, seqlens_q=(1, 0, 0), seqlens_k=(1, 1, 0)))) == ("sequences",)
+    assert beyond(replace(small, problem=replace(p, heads=2, kv_heads=2))) == ("kv_heads",)
+
+
 def test_a_campaign_finds_a_bug_and_shrinks_it() -> None:
     pytest.importorskip("triton")
     one = attempt(Attempt("MSK-05", 0, 60))
@@ -33,6 +48,9 @@ def test_a_campaign_finds_a_bug_and_shrinks_it() -> None:
     case = case_from_json(one.case)
     assert case.kernel == mutants()["MSK-05"].name
     assert case.problem.causal is None
+    assert one.simple
+    assert one.beyond == ()
+    assert 0 < one.shrinking < 60
     assert one.tokens == case.problem.total_q + case.problem.total_k
 
 

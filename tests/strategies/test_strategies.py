@@ -496,6 +496,17 @@ def test_simpler_cases_differ_and_stay_among_the_compiled_variants(many: list[Ca
             assert variant in (*variants, Variant(old.dtype, old.causal, (old.dim_qk, old.dim_v), case.config))
 
 
+def test_a_large_case_is_cut_before_its_parts_are_simplified(roomy: list[Case]) -> None:
+    """Each later step runs a Case of two tokens then, not one of thousands."""
+    for start in [case for case in roomy if case.problem.batch == 1 and case.problem.total_q > 100][:6]:
+        now, runs = start, 0
+        while (better := next(simpler(now, ()), None)) is not None:
+            now = better
+            runs += now.problem.total_q > 50
+        assert now.problem == plain(**{name: getattr(now.problem, name) for name in ("dtype", "causal", "dim_qk", "dim_v")})
+        assert runs <= 2
+
+
 def test_a_dense_case_stays_of_one_length(many: list[Case]) -> None:
     start = Case(kernel="acme.flash", problem=plain(seqlens_q=(9,) * 3, seqlens_k=(40,) * 3, packing="dense"), config=CONFIGS[0])
     variants = all_variants(Subject(), "cpu")

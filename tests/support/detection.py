@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
-from support.mutants import Mutant, kernel_of, mutants
+from support.mutants import Mutant, Need, kernel_of, mutants
 
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Event, FailureFound, KernelSummary, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
-from attnfuzz.strategies.case import case_from_json
+from attnfuzz.strategies.case import Case, case_from_json
 
-__all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "executor", "mutant_of", "rates", "simple"]
+__all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "beyond", "executor", "mutant_of", "rates"]
 
 PLAIN = ("normal", "zeros")
 """Patterns of values that are plain."""
@@ -54,8 +54,9 @@ class Found:
     """What a campaign made of a mutant.
 
     `cases` and `seconds`: to the first failure; None: there was none, and `nearest` has the nearest Case of each output.
-    `case`: the minimal Case, `tokens`: its queries and keys, and `shrinking`: the seconds from the first failure to it.
-    `tried`: Cases that were drawn and judged.
+    `case`: the minimal Case, `tokens`: its queries and keys, and `shrinking`: the seconds from the first failure to it, without
+    those of its explanation. `beyond`: parts in which it is larger than minimal Cases should be, and `simple`: whether the bug
+    needs each of them. `tried`: Cases that were drawn and judged.
     """
 
     mutant: str
@@ -68,6 +69,7 @@ class Found:
     tokens: int = 0
     shrinking: float = 0.0
     partly: bool = False
+    beyond: tuple[Need, ...] = ()
     simple: bool = False
     tried: int = 0
     nearest: dict[str, Nearest] = field(default_factory=dict)
@@ -137,12 +139,17 @@ class _Listener:
 
     def __init__(self) -> None:
         self.failures: list[float] = []
+        self.minimal = 0.0
+        """When the last Case of shrinking was judged."""
         self.nearest: dict[str, Nearest] = {}
 
     def __call__(self, event: Event) -> None:
         """Note what an event says of either."""
         if isinstance(event, FailureFound):
             self.failures.append(time.monotonic())
+            self.minimal = self.failures[0]
+        elif isinstance(event, TrialFinished) and event.phase == "shrink":
+            self.minimal = time.monotonic()
         elif isinstance(event, TrialFinished) and event.phase == "generate":
             for name, figures in event.verdict.figures.items():
                 before = self.nearest.get(name)
@@ -155,6 +162,7 @@ def _of(task: Attempt, summary: KernelSummary, start: float, listener: _Listener
         return Found(task.mutant, task.seed, None, end - start, tried=summary.cases, nearest=listener.nearest)
     first = summary.findings[0]
     case = first.case
+    larger = beyond(case)
     return Found(
         mutant=task.mutant,
         seed=task.seed,
@@ -164,16 +172,29 @@ def _of(task: Attempt, summary: KernelSummary, start: float, listener: _Listener
         output=first.identity.output or "",
         case=case.canonical(),
         tokens=case.problem.total_q + case.problem.total_k,
-        shrinking=end - listener.failures[0],
+        shrinking=listener.minimal - listener.failures[0],
         partly=first.partly,
-        simple=simple(case.problem.batch, case.recipe.pattern),
+        beyond=larger,
+        simple=not set(larger) - set(mutant_of(task.mutant).needs),
         tried=first.cases_to_find,
     )
 
 
-def simple(sequences: int, pattern: str) -> bool:
-    """Whether a minimal Case has at most two sequences and plain values."""
-    return sequences <= 2 and pattern in PLAIN
+def beyond(case: Case) -> tuple[Need, ...]:
+    """Return in which parts a minimal Case is beyond two sequences, two tiles of tokens, plain values or one key/value head.
+
+    Tiles of tokens are those of its Config, over all sequences: of queries, or of keys if they are more.
+    """
+    p = case.problem
+    sides = ((p.seqlens_q, case.config.tile("tile_m", 1)), (p.seqlens_k, case.config.tile("tile_n", 1)))
+    tiles = max(sum(-(-length // tile) for length in lengths) for lengths, tile in sides)
+    larger: dict[Need, bool] = {
+        "sequences": p.batch > 2,
+        "tiles": tiles > 2,
+        "values": case.recipe.pattern not in PLAIN,
+        "kv_heads": p.kv_heads > 1,
+    }
+    return tuple(name for name, is_larger in larger.items() if is_larger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +211,7 @@ class Rates:
     shrinking: float
     """Median of the seconds from the first failure to the minimal Case."""
     simple: int
+    """Minimal Cases that are larger than minimal Cases should be in no part, or only in parts that the bug needs."""
     not_run: int = 0
     """Mutants that do not run, which are no attempts."""
 

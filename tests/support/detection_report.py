@@ -27,6 +27,8 @@ def show(terminal: Console, rows: Sequence[Found], most: int, left_out: int = 0)
         table.add_row(*_row(id_, [each for each in rows if each.mutant == id_]))
     terminal.print(table)
     for each in rows:
+        if each.cases is not None and not each.simple:
+            terminal.print(f"{escape(each.mutant)}, seed {each.seed}: minimal but for {', '.join(each.beyond)}", highlight=False)
         if each.cases is None:
             change = f"{mutant_of(each.mutant).mechanism}: {_why(each)}"
             terminal.print(f"[red]{escape(each.mutant)}, seed {each.seed}: not found[/]: {escape(change)}", highlight=False)
@@ -34,7 +36,8 @@ def show(terminal: Console, rows: Sequence[Found], most: int, left_out: int = 0)
     terminal.print(
         f"{figures.killed} of {figures.attempts} campaigns found their bug; Cases to find it: median "
         f"{_or_never(figures.median)}, 90th percentile {_or_never(figures.ninetieth)}; {figures.simple} minimal Cases have at "
-        f"most two sequences and plain values; shrunk in {figures.shrinking:.1f} s (median)",
+        f"most two sequences, two tiles of tokens, plain values and one key/value head, or what the bug needs; shrunk in "
+        f"{figures.shrinking:.1f} s (median)",
         highlight=False,
     )
     if figures.not_run:

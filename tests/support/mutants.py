@@ -19,10 +19,12 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.faults.planted import Edit, planted_copy, planted_source
 from attnfuzz.strategies.case import FORMAT, Case, case_from_object
 
-__all__ = ["FOLDER", "SUBJECTS", "Campaign", "Memory", "Mutant", "Patch", "kernel_of", "module_of", "mutants"]
+__all__ = ["FOLDER", "SUBJECTS", "Campaign", "Memory", "Mutant", "Need", "Patch", "kernel_of", "module_of", "mutants"]
 
 FOLDER = TESTS / "mutants" / "bugs"
 Part = Literal["device", "host", "masks"]
+Need = Literal["sequences", "tiles", "values", "kv_heads"]
+"""More than two sequences, more than two tiles of tokens, other values than plain ones, several key/value heads."""
 
 
 class Subject(NamedTuple):
@@ -101,8 +103,9 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `source`: repository and number of the released kernel that had it, or "no released kernel" and why it is here. `case`: a Case
     that shows it, JSON as in a case file, without format and kernel. `outputs`: those that are wrong in that Case, and `kinds`:
-    of its failures. `control`: any grid of shapes finds it. `fused`: it shows only where a product and a sum are rounded once.
-    `isolated`: the Case needs a process of its own, which hangs.
+    of its failures. `needs`: what a Case must have to show it (tests/mutants/test_bank.py tries Cases without). `control`: any
+    grid of shapes finds it. `fused`: it shows only where a product and a sum are rounded once. `isolated`: the Case needs a
+    process of its own, which hangs.
     """
 
     id: str
@@ -113,6 +116,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kinds: tuple[str, ...]
     patches: tuple[Patch, ...]
     case: str
+    needs: tuple[Need, ...] = ()
     device: Device = "cpu"
     control: bool = False
     fused: bool = False

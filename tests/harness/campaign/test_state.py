@@ -17,6 +17,7 @@ from support.state_faults import FAULTS
 
 from attnfuzz.harness.campaign.blob import blob_of, stored_case
 from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.chance import often
 from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.explainer import Explainer
@@ -114,6 +115,7 @@ def test_a_failure_without_state_has_no_earlier_cases(tmp_path: Path, executor: 
 def test_chance_is_no_state(seed: int, tmp_path: Path, executor: Isolated) -> None:
     finding, _ = found("sometimes", tmp_path, executor, seed=seed)
     assert finding.case.after == ()
+    assert often(finding.rate) or finding.seldom or finding.partly
 
 
 @pytest.mark.parametrize("bug", ["HST-40", "HST-41"])

@@ -1,0 +1,74 @@
+"""The order in which simpler Cases are tried: few trials, and those of few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+from support.runs import FunctionExecutor
+
+from attnfuzz.harness.campaign.events import Finding
+from attnfuzz.harness.campaign.runner import TrialRunner
+from attnfuzz.harness.campaign.shrink import Shrinker
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.problem import Layout, Problem
+from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.shrink_steps import change
+
+FAILED = Failure(kernel="acme.flash", kind="mismatch", output="o", check="element", message="")
+FAIL, PASS = Verdict(status="fail", failures=(FAILED,)), Verdict(status="pass")
+LAYOUTS = dict.fromkeys(("layout_q", "layout_k", "layout_v", "layout_do"), Layout(order="htd", pitch=3))
+PROBLEM = Problem(
+    seqlens_q=(90,),
+    seqlens_k=(400,),
+    heads=4,
+    kv_heads=2,
+    dim_qk=8,
+    dim_v=8,
+    softmax_scale=0.5,
+    slack_q=3,
+    softcap=20.0,
+    **LAYOUTS,
+)
+CASE = Case(kernel="acme.flash", problem=PROBLEM, recipe=Recipe(pattern="needle", q_scale=4.0, v_scale=2.0, seed=9))
+
+
+def shrunk(fails: Callable[[Case], bool]) -> tuple[Case, list[Case]]:
+    """The minimal Case, and all that were tried."""
+    executor = FunctionExecutor(lambda case: FAIL if fails(case) else PASS)
+    finding = Finding(FAILED.identity, CASE, FAIL)
+    return Shrinker(finding, TrialRunner(executor), lambda _: True, ()).shrink(60.0).case, executor.cases
+
+
+def test_a_change_that_did_not_help_is_tried_last() -> None:
+    """A single key passes; that was tried again after each step, in every Case on the way."""
+    case, tried = shrunk(lambda case: case.problem.seqlens_k[0] >= 3 and case.recipe.pattern == "needle")
+    assert (case.problem.seqlens_q, case.problem.seqlens_k) == ((1,), (3,))
+    assert case.recipe == Recipe(pattern="needle")
+    assert sum(each.problem.seqlens_k == (1,) for each in tried) <= 4
+    assert len(tried) <= 60
+
+
+def test_a_change_that_helps_only_after_another_is_taken_in_the_end() -> None:
+    """Plain values show it with one head alone, which is reached after they were tried."""
+    case, _ = shrunk(lambda case: case.problem.softcap == 0 or case.recipe.pattern == "needle")
+    assert case.recipe == Recipe()
+    assert case.problem == Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8)
+
+
+def test_most_trials_are_of_few_tokens() -> None:
+    _, tried = shrunk(lambda case: case.problem.softcap > 0 and case.recipe.pattern == "needle")
+    assert sum(each.problem.total_k > 40 for each in tried) <= 8
+
+
+def test_plain_values_that_show_it_among_many_tokens_are_kept() -> None:
+    """With uniform values three keys show it, with normal ones 16: the slope of a softcap is near 1 for small scores."""
+    case, _ = shrunk(lambda case: case.problem.seqlens_k[0] >= (16 if case.recipe.pattern == "normal" else 3))
+    assert (case.recipe, case.problem.seqlens_k) == (Recipe(), (16,))
+
+
+def test_a_change_is_the_new_value_of_each_part() -> None:
+    other = replace(CASE, problem=replace(PROBLEM, seqlens_q=(7,)), recipe=replace(CASE.recipe, seed=1), check="twice")
+    assert change(CASE, other) == {("seqlens_q", (7,)), ("seed", 1), ("check", "twice")}
+    assert change(CASE, CASE) == frozenset()
