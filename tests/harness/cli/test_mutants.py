@@ -187,9 +187,9 @@ def test_a_process_that_ends_in_a_campaign_is_named(monkeypatch: pytest.MonkeyPa
         yield
 
     monkeypatch.setattr("support.verdict.processes.finished", finished)
-    done = run("MSK-05", "--jobs", "8")
+    done = run("MSK-05", "--jobs", "2")
     assert done.exit_code == 2
-    assert "jobs=8: a process ended; give fewer" in done.output
+    assert "jobs=2: a process ended; give fewer" in done.output
 
 
 def test_a_broken_bank_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:
