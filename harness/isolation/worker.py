@@ -203,7 +203,7 @@ def _lent(client: socket.socket, ours: list[socket.socket], settings: dict[str, 
             os.dup2(log, 2)
             os.close(log)
             os.close(content)
-            _become(wanted)
+            _become(wanted, settings["folder"], variables)
             _template({**wanted, "socket": connection, "preload": []})
         finally:
             os._exit(1)
@@ -226,12 +226,22 @@ def _why_not_lent(wanted: dict[str, Any], settings: dict[str, Any], variables: d
     return None if _mark_written(settings["run"]) else "processes cannot be marked"
 
 
-def _become(wanted: dict[str, Any]) -> None:
-    """Have the mark, the variables and the paths of imports that a template process of this user has from its start."""
+def _become(wanted: dict[str, Any], folder: str, before: dict[str, str]) -> None:
+    """Have the mark, the variables and the paths of imports that a template process of this user has once it has imported.
+
+    Args:
+        wanted: what the user asks for.
+        folder: of this process's temporary files.
+        before: the variables before the imports, some of which set others: TileLang finds headers and programs by them.
+    """
     if not _mark_written(wanted["run"]):
         os._exit(1)
+    environment = dict(wanted["environment"])
+    for name, value in os.environ.items():
+        if value != before.get(name) and environment.get(name) == before.get(name):
+            environment[name] = value.replace(folder, wanted["folder"])
     os.environ.clear()
-    os.environ.update(wanted["environment"])
+    os.environ.update(environment)
     tempfile.tempdir = None
     sys.path[:] = wanted["path"]
 

@@ -26,6 +26,11 @@ def variables(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
     return dict(os.environ), False
 
 
+def set_variables() -> None:
+    """Set variables, as the imports of some libraries do."""
+    os.environ.update(PATH=f"/of/a/library{os.pathsep}{os.environ['PATH']}", A_CACHE=f"{os.environ['TMPDIR']}/cache")
+
+
 def late(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
     """Two seconds, no stage longer than a third of one."""
     for stage in ("compile", "inputs", "kernel", "oracle", "judge", "end"):

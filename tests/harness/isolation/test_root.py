@@ -105,6 +105,21 @@ def test_only_variables_that_nothing_reads_at_its_import_may_differ(lender: Fork
         assert reply.result["CUDA_VISIBLE_DEVICES"] == "1"
 
 
+def test_variables_that_an_import_sets_are_as_if_the_user_had_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TESTS))
+    preload = ["support.tasks:set_variables"]
+    with closing(Forkserver(preload)) as lender:
+        forkserver, lent = user_of(lender, preload, CUDA_VISIBLE_DEVICES="1")
+        with closing(lent), closing(Supervisor(Forkserver(preload), memory=1 << 29)) as own:
+            assert parent_of(parent_of(who(lent))) == template_of(lender)
+            replies = [each.run(task("variables")) for each in (lent, own)]
+            assert all(isinstance(each, Reply) for each in replies)
+            of_lent, of_own = (each.result for each in replies if isinstance(each, Reply))
+            assert of_lent["PATH"] == of_own["PATH"] == f"/of/a/library{os.pathsep}{os.environ['PATH']}"
+            assert of_lent["A_CACHE"] == f"{forkserver._folder}/cache"
+            assert of_lent["CUDA_VISIBLE_DEVICES"] == "1"
+
+
 @pytest.mark.parametrize(("preload", "variables"), [(["json"], {"TRITON_INTERPRET": "yes"}), (["json", "csv"], {})])
 def test_what_imports_something_else_forks_from_a_process_of_its_own(
     lender: Forkserver, preload: list[str], variables: dict[str, str]
