@@ -120,7 +120,12 @@ class Forkserver:
         """Return a connection for a `Root`, over which the template process forks others; then it forks no children itself."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            self._ready_template().lend(there.fileno())
+            try:
+                self._ready_template().lend(there.fileno())
+            except OSError:
+                # It was killed after it was looked at.
+                self._drop_template()
+                self._ready_template().lend(there.fileno())
         return here
 
     def ended(self, child: Child) -> None:
@@ -165,10 +170,14 @@ class Forkserver:
         template = self._ready_template()
         if self._root is not None and not template.settle():
             self._drop_root()
-            template.close()
-            self._template = None
+            self._drop_template()
             template = self._ready_template()
         return template
+
+    def _drop_template(self) -> None:
+        if self._template is not None:
+            self._template.close()
+            self._template = None
 
     def _asked(self, connection: int, log: int) -> LentTemplate | None:
         """Have the root fork a template process; None: it cannot."""

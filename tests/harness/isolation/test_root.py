@@ -149,6 +149,21 @@ def test_without_the_process_that_forks_templates_users_go_on_and_start_their_ow
             assert parent_of(parent_of(who(supervisor))) == os.getpid()
 
 
+def test_a_process_that_is_lost_as_it_is_to_fork_templates_is_started_again(
+    lender: Forkserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender.prepare()
+    pid = template_of(lender)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: gone(pid))
+    # It lived when it was looked at.
+    monkeypatch.setattr(lender._template, "alive", lambda: True)
+    _, supervisor = user_of(lender)
+    with closing(supervisor):
+        assert template_of(lender) != pid
+        assert parent_of(parent_of(who(supervisor))) == template_of(lender)
+
+
 def test_a_template_process_that_was_never_used_ends_with_its_user(lender: Forkserver) -> None:
     forkserver, supervisor = user_of(lender)
     forkserver.prepare()
