@@ -96,15 +96,18 @@ class TrialRunner:
             self.executor.begin(case, patient=patient)
         self.in_flight = case
 
-    def finish(self, phase: Phase) -> Verdict:
-        """Wait for the Verdict of the Case in flight."""
+    def finish(self, phase: Phase, *, resumed: bool = False) -> Verdict:
+        """Wait for the Verdict of the Case in flight; one that is `resumed` stays so for the next run where time is over."""
         assert self.in_flight is not None
         case, self.in_flight = self.in_flight, None
         try:
             with self._account.trial():
                 verdict = self.memo[case] = self.executor.finish()
         except OutOfTime:
-            self._land()
+            if resumed and self._journal:
+                self._journal.abandon()
+            else:
+                self._land()
             raise
         if phase == "generate" and verdict.failures:
             self._failing = [case]
@@ -183,7 +186,8 @@ class TrialRunner:
         for number in range(tries(rate)):
             before()
             self.begin(case, patient=patient, left=None if number else left)
-            verdict = self.finish("rerun" if number and phase == "replay" else phase)
+            resumed = left is not None and not number
+            verdict = self.finish("rerun" if number and phase == "replay" else phase, resumed=resumed)
             if shows(verdict):
                 break
         return verdict

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-__all__ = ["DEADLINE", "Deadlines"]
+from attnfuzz.strategies.case import Case
+
+__all__ = ["DEADLINE", "Deadlines", "scores_of"]
 
 DEADLINE = 60.0
 """Seconds that a stage of a Trial may take by default."""
 _COMPILE_TIMES = 10.0
 _FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
 """A stage is suspected to hang after 20 times its usual time, and half a second at least."""
+_LARGER = 4
+"""A Case of so many times the scores of any that has ended may take longer than they did: relations have 20,000 tokens."""
+
+
+def scores_of(case: Case) -> int:
+    """Return the number of a Case's scores, masked ones included."""
+    problem = case.problem
+    return problem.heads * sum(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
 
 
 class Deadlines:
@@ -28,26 +38,32 @@ class Deadlines:
         self.full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._finished: set[tuple[str, str]] = set()
+        self._most_scores: dict[str, int] = {}
         self._hangs: set[tuple[str, str]] = set()
 
-    def of(self, kernel: str, compile_key: str, times: int = 1) -> dict[str, float]:
-        """Return a multiple of each stage's usual time, for so many Cases; the full deadline for code that has not run yet."""
+    def of(self, kernel: str, compile_key: str, scores: int, times: int = 1) -> dict[str, float]:
+        """Return a multiple of each stage's usual time, for so many Cases; the full deadline for what was not run yet.
+
+        That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer.
+        """
         deadlines = dict(self.full)
+        seen = (kernel, compile_key) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)
         for stage, full in self.full.items():
             usual = self._usual[kernel, stage]
             # Where a hang is known, a short deadline can only cost a smaller Case: the final one runs with full deadlines.
             known = self.is_known_to_hang(kernel, stage) and usual
             # A compile is quick where its code is loaded already, and slow again in every new child.
-            steady = stage != "compile" and len(usual) >= _ENOUGH and (kernel, compile_key) in self._finished
+            steady = stage != "compile" and len(usual) >= _ENOUGH and seen
             if known or steady:
                 deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(usual)))
         return deadlines
 
-    def learn(self, kernel: str, compile_key: str, seconds: dict[str, float]) -> None:
-        """Remember how long each stage of a Case took that has ended."""
+    def learn(self, kernel: str, compile_key: str, seconds: dict[str, float], scores: int) -> None:
+        """Remember how long each stage took of a Case with so many scores that has ended."""
         for stage, each in seconds.items():
             self._usual[kernel, stage].append(each)
         self._finished.add((kernel, compile_key))
+        self._most_scores[kernel] = max(scores, self._most_scores.get(kernel, 0))
 
     def note_hang(self, kernel: str, stage: str) -> None:
         """Remember that a kernel hangs in a stage: every other Case that does would cost two more processes."""

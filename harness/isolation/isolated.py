@@ -10,7 +10,7 @@ import msgspec
 
 from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.compiler import BackgroundCompiler
-from attnfuzz.harness.isolation.deadlines import Deadlines
+from attnfuzz.harness.isolation.deadlines import Deadlines, scores_of
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.isolation.memory import memory_cap
@@ -115,7 +115,7 @@ class Isolated:
         kernel = registry.get(case.kernel)
         # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
-        task = self._task(case, self._deadlines.full if patient else self._deadlines.of(*key))
+        task = self._task(case, self._deadlines.full if patient else self._deadlines.of(*key, scores_of(case)))
         if case.after:
             self.fresh()
         self._begun = case, key, self._supervisor.begin(task)
@@ -188,7 +188,7 @@ class Isolated:
             self._pasts[case] = past
             if len(self._pasts) > _REMEMBERED_PASTS:
                 del self._pasts[next(iter(self._pasts))]
-        self._deadlines.learn(*key, verdict.seconds)
+        self._deadlines.learn(*key, verdict.seconds, scores_of(case))
         if key != self._warm_key and not any(each.check in ("build", "compile") for each in verdict.failures):
             # The next spare loads this code in advance: it is known to load.
             self._warm_key = key
@@ -243,7 +243,7 @@ class Isolated:
             return [self.finish()]
         kernel = registry.get(cases[0].kernel)
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
-        deadlines = [self._deadlines.of(*key, times=len(cases)) for key in dict.fromkeys(keys)]
+        deadlines = [self._deadlines.of(*key, max(map(scores_of, cases)), len(cases)) for key in dict.fromkeys(keys)]
         longest = {stage: max(each[stage] for each in deadlines) for stage in self._deadlines.full}
         running = self._supervisor.begin(self._batch_task(cases, known, longest))
         outcome = self._ended(running)

@@ -38,8 +38,7 @@ def of_o(
 ) -> tuple[torch.Tensor, ...]:
     """Return the terms, of each dim, of D and of its error by O's rounding and arithmetic.
 
-    dO^2 E2, dO (rd(O) - O) exp(-2 S / h^2), |dO| r (1 - exp(-4 S / h^2)) where O is a number of the dtype, |dO| r,
-    |dO| (acc + eps (6 + Dv / 16) |O|), dO O, |dO| + |O|.
+    dO^2 E2, dO (rd(O) - O) exp(-2 S / h^2), |dO| r, |dO| (acc + eps (6 + Dv / 16) |O|), dO O, |dO| + |O|.
     """
     h, o_size, d_size = half_ulp(o, form), o.abs(), d_o.abs()
     unit = 2 * h
@@ -48,11 +47,11 @@ def of_o(
     r = torch.minimum(h, error.abs() + m_o)
     s = torch.addcmul(sigma2, b, b)
     certain = ((s if tau2 is None else s + tau2) * -4).div_(h2).exp_()
-    e2 = torch.minimum(torch.lerp(h2 / 3, error * error, certain), r * r)
+    size = torch.where(error.abs() <= h / 64, h2, h2 / 3)
+    e2 = torch.minimum(torch.lerp(size, error * error, certain), r * r)
     det = (d_o * error).mul_(certain.sqrt())
-    on_grid = torch.where(error.abs() <= h / 16, (1 - certain).mul_(r), 0.0)
     steps = EPS * (6 + dim_v / 16)
-    return d_o * d_o * e2, det, d_size * on_grid, d_size * r, (reorder + o_size * steps).mul_(d_size), d_o * pv, d_size + o_size
+    return d_o * d_o * e2, det, d_size * r, (reorder + o_size * steps).mul_(d_size), d_o * pv, d_size + o_size
 
 
 @fused
@@ -89,15 +88,10 @@ def of_d_p(
 
 @fused
 def random_of_d(
-    by_o: torch.Tensor,
-    det: torch.Tensor,
-    on_grid: torch.Tensor,
-    by_p: torch.Tensor,
-    hard_o: torch.Tensor,
-    hard_p: torch.Tensor,
+    by_o: torch.Tensor, det: torch.Tensor, by_p: torch.Tensor, hard_o: torch.Tensor, hard_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return V_D and H_D of each row from the sums of `of_o` and `of_d_p`."""
-    return torch.maximum(torch.maximum(by_o, det * det), on_grid * on_grid / 9) + by_p, hard_o + hard_p
+    return torch.maximum(by_o, det * det) + by_p, hard_o + hard_p
 
 
 @fused

@@ -14,6 +14,7 @@ from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event, Tr
 from attnfuzz.harness.campaign.journal import Journal, left_behind
 from attnfuzz.harness.campaign.runner import Memo, TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
@@ -161,3 +162,22 @@ def test_verdicts_are_remembered_up_to_a_number() -> None:
     assert len(memo) == 2000
     assert case(2499) in memo
     assert case(0) not in memo
+
+
+def test_a_case_that_was_in_flight_and_has_no_verdict_in_time_stays_so_for_the_next_run(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.launch(case(1))
+    die(journal)
+
+    class Late(FunctionExecutor):
+        def finish(self) -> Verdict:
+            raise OutOfTime
+
+    for _ in range(2):
+        settings = Settings(budget=0.2, out=str(tmp_path), plain=True)
+        run_campaign([KERNEL], settings, lambda _: None, Late(lambda _: PASS))
+        assert left_in(tmp_path) == [(1, 1)], "no death is counted"
+    executor = FunctionExecutor(lambda _: PASS)
+    finished(tmp_path, executor)
+    assert executor.cases[0] == case(1)
+    assert not list(tmp_path.glob("inflight/*"))

@@ -1,0 +1,46 @@
+"""How long a stage may take: the full deadline for what has not run yet, then a multiple of its usual time."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from attnfuzz.harness.isolation.deadlines import Deadlines, scores_of
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
+
+CASE = Case(kernel="k", problem=Problem(seqlens_q=(4, 0, 10), seqlens_k=(5, 7, 20), heads=3, dim_qk=16, dim_v=16))
+SCORES = 3 * (20 + 200)
+
+
+def learned(seconds: float = 0.1) -> Deadlines:
+    deadlines = Deadlines(60.0, None)
+    for _ in range(3):
+        deadlines.learn("k", "code", {"kernel": seconds}, SCORES)
+    return deadlines
+
+
+def test_scores_are_those_of_all_heads_and_sequences() -> None:
+    assert scores_of(CASE) == SCORES
+    assert scores_of(replace(CASE, problem=replace(CASE.problem, causal="top_left"))) == SCORES
+
+
+@pytest.mark.parametrize(
+    ("code", "scores", "kernel"), [("code", SCORES, 2.0), ("code", 4 * SCORES, 2.0), ("other", SCORES, 60.0)]
+)
+def test_code_that_has_run_has_twenty_times_its_usual_time(code: str, scores: int, kernel: float) -> None:
+    assert learned().of("k", code, scores)["kernel"] == kernel
+
+
+def test_a_case_with_many_more_scores_than_any_before_has_the_full_deadline() -> None:
+    """On a GPU that fifteen others used, a relation of 46,000 tokens was taken for a hang after two seconds."""
+    deadlines = learned()
+    assert deadlines.of("k", "code", 4 * SCORES + 1)["kernel"] == 60.0
+    deadlines.learn("k", "code", {"kernel": 1.0}, 4 * SCORES + 1)
+    assert deadlines.of("k", "code", 4 * SCORES + 1)["kernel"] == 20.0
+
+
+def test_a_kernel_that_is_known_to_hang_costs_no_full_deadline_for_a_large_case() -> None:
+    deadlines = learned()
+    deadlines.note_hang("k", "kernel")
+    assert deadlines.of("k", "code", 100 * SCORES)["kernel"] == 2.0
