@@ -85,10 +85,13 @@ def _run_campaign(
     declared = [each for each in unique if _declares(each, settings.device)]
     # Workers and children load while kernels are asked whether they can run here, for which some import torch.
     processes = group(declared, context) if group and declared else None
-    # With worker processes, this one has trials of its own only to describe the machine, and compiles.
-    spares, root = (0, processes.root()) if processes else (None, None)
-    executing = executor or executor_of([each.backend for each in declared], settings, spares=spares, root=root)
+    executing, started = executor, list[Executor]()
     try:
+        if executing is None:
+            # With worker processes, this one has trials of its own only to describe the machine, and compiles.
+            spares, root = (0, processes.root()) if processes else (None, None)
+            executing = executor_of([each.backend for each in declared], settings, spares=spares, root=root)
+            started.append(executing)
         executing.prepare()
         runnable, skipped, refused = _sorted_out(unique, settings.device, broken)
         # Read before anything runs: a file that cannot be read must not cost the findings of the kernels before it.
@@ -108,8 +111,8 @@ def _run_campaign(
         with uninterrupted(drop=True):
             if processes:
                 processes.close()
-            if executing is not executor:
-                executing.close()
+            for own in started:
+                own.close()
 
 
 def _states(kernels: Sequence[Kernel], context: CampaignContext, unread: list[CaseSkipped]) -> list[KernelState]:

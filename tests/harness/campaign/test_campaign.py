@@ -58,3 +58,20 @@ def test_workers_load_while_kernels_are_asked_whether_they_can_run(devices: tupl
     with pytest.raises(BadArgument, match="no kernel can run here"):
         run_campaign([Missing(order, devices)], Settings(out=None, workers=2), lambda _: None, group=group)
     assert order == expected
+
+
+def test_workers_end_where_the_executor_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[str]()
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BadArgument("ulimit -n: too few")
+
+    monkeypatch.setattr("attnfuzz.harness.campaign.campaign.executor_of", refuse)
+    kernel, settings = FaultyReference("test.refused", lambda *_: None), Settings(out=None, workers=2, max_examples=1)
+
+    def group(*_: Any) -> Any:
+        return Group(order, [kernel.name])
+
+    with pytest.raises(BadArgument, match="too few"):
+        run_campaign([kernel], settings, lambda _: None, group=group)
+    assert order[-1] == "closed"
