@@ -154,8 +154,7 @@ class Forkserver:
 
     def _ready_template(self) -> _Template:
         if self._template is not None and not self._template.alive():
-            self._template.close()
-            self._template = None
+            self._drop_template()
         if self._template is None:
             assert self._preload is not None
             here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -225,9 +224,8 @@ class Forkserver:
 
     def stop_forking(self) -> None:
         """Spawn every child from now on."""
-        if self._template is not None:
-            self._template.close()
-        self._template = self._preload = None
+        self._drop_template()
+        self._preload = None
         self._drop_root()
 
     def usage_of(self, child: Child, age: float = 0.0) -> Usage:
@@ -264,9 +262,7 @@ class Forkserver:
             return
         self._children.clear()
         self.sweep()
-        if self._template is not None:
-            self._template.close()
-            self._template = None
+        self._drop_template()
         self._drop_root()
         with contextlib.suppress(OSError):
             # A fork of this process may hold the pipe open, so that its end never comes.

@@ -8,7 +8,7 @@ For values that are generic (near normal, independent, scores of a deviation of 
     |dV_j| ~ sqrt(sum_i (rms(dO_i) P_ij)^2)      |dK_j| ~ |scale| sqrt(sum_i (|dO_i| rms(v) rms(q_i) P_ij)^2)
 
 per element, with P_ij^2 ~ exp(2 tau_j^2) / n_i^2, tau_j = |scale| |k_j| rms(q), and times how much larger dO_i or q_i is in
-that dim than its rms (for O and dQ: the column of v or k). Without that, one query of 3.6 rms(q_i) in a dim had moved dK there
+that dim than its rms (for O and dQ: the column of v or k). Without that, one query of 2.5 rms(q_i) in a dim had moved dK there
 by 1.07 x the limit. Rounding P (dS) to the input dtype gives every term an independent error of 0.42 u of it, so the sum one of
 0.42 u of these sizes; the output's own rounding adds 0.42 u of its value; the difference of two runs has sqrt(2) times both.
 The error of Delta, dO . dO(O), moves a row of dS by 0.42 u |dO_i| rms(v) p_i P: in dQ that is times sum_j P_ij k_j, which is
