@@ -1,8 +1,11 @@
-"""The compiles of a campaign, in the background; every kernel's first comes before any kernel's second."""
+"""The compiles of a campaign, in the background.
+
+Every kernel's first comes before any kernel's second, and that before any third. From then on kernels have equal parts of the
+compilers' time: one whose code compiles in a tenth of another's time has ten times as many.
+"""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
 import sys
@@ -20,6 +23,8 @@ from attnfuzz.strategies.case import Case
 __all__ = ["CompileService", "KeyState", "Wanted"]
 
 _LOOK_SECONDS = 0.02
+_BREADTH = 2
+"""Compiles of each kernel that come before the later ones of all kernels."""
 _SOON = 3
 """Compiles of a kernel that come soon where it has Cases and none that can run."""
 KeyState = Literal["waiting", "ready", "failed"]
@@ -35,6 +40,10 @@ class Wanted:
     case: Case
     first: bool = False
     """Whether it is the first of its kernel."""
+    rank: int = 0
+    """How many compiles of its kernel come before it."""
+    order: int = 0
+    """How many were asked for before it."""
 
 
 class CompileService:
@@ -71,7 +80,11 @@ class CompileService:
         """Compiles of each kernel that were queued, or are known: the first of them is what the kernel waits for."""
         self._soon: dict[str, int] = {}
         """Compiles of each kernel that were queued to come soon."""
-        self._queue: list[tuple[int, int, Wanted]] = []
+        self._queue: list[Wanted] = []
+        self._spent: dict[str, float] = {}
+        """Seconds of each kernel's compiles that have ended."""
+        self._begun: dict[Case, float] = {}
+        """When each of those at work began."""
         self._order = itertools.count()
         self._active: dict[Case, Wanted] = {}
         self._journals: dict[Case, Journal] = {}
@@ -96,7 +109,7 @@ class CompileService:
                 self._queued[kernel] = rank + 1
                 before = min(rank, 1) if soon and self._soon.get(kernel, 0) < _SOON else rank
                 self._soon[kernel] = self._soon.get(kernel, 0) + (soon and before < rank)
-                heapq.heappush(self._queue, (before, next(self._order), Wanted(kernel, key, cases[key], rank == 0)))
+                self._queue.append(Wanted(kernel, key, cases[key], rank == 0, before, next(self._order)))
         return {key: self._states[kernel, key] for key in cases}
 
     def state(self, kernel: str, key: str) -> KeyState | None:
@@ -118,6 +131,8 @@ class CompileService:
 
     def _end(self, done: Compiled) -> None:
         wanted = self._active.pop(done.case)
+        del self._begun[done.case]
+        self._spent[wanted.kernel] = self._spent.get(wanted.kernel, 0.0) + done.seconds
         if (journal := self._journals.pop(done.case, None)) is not None:
             journal.discard()
         self._states[wanted.kernel, wanted.key] = "failed" if done.failure else "ready"
@@ -133,7 +148,7 @@ class CompileService:
     @property
     def _firsts(self) -> bool:
         """Whether some kernel has no compiled variant yet."""
-        return bool(self._queue and self._queue[0][0] == 0) or any(each.first for each in self._active.values())
+        return any(each.rank == 0 for each in self._queue) or any(each.first for each in self._active.values())
 
     def room_for_workers(self) -> int:
         """Return how many workers may run: half of the cores' number until every kernel has a compiled variant."""
@@ -141,15 +156,29 @@ class CompileService:
 
     def _start(self) -> None:
         while self._queue and len(self._active) < self.width:
-            wanted = heapq.heappop(self._queue)[2]
+            wanted = self._next()
             if self._compiler is None:
                 self._compiler = self._executor.compiler()
             self._note(wanted.case)
-            self._active[wanted.case] = wanted
+            self._active[wanted.case], self._begun[wanted.case] = wanted, time.monotonic()
             try:
                 self._compiler.start(wanted.case)
             except BadArgument as error:
                 self._end(Compiled(wanted.case, 0.0, error=error))
+
+    def _next(self) -> Wanted:
+        """Take the compile that comes next out of the queue."""
+        now, spent = time.monotonic(), dict(self._spent)
+        for case, begun in self._begun.items():
+            kernel = self._active[case].kernel
+            spent[kernel] = spent.get(kernel, 0.0) + now - begun
+
+        def place(wanted: Wanted) -> tuple[float, ...]:
+            shared = wanted.rank >= _BREADTH
+            return min(wanted.rank, _BREADTH), spent.get(wanted.kernel, 0.0) if shared else 0.0, wanted.rank, wanted.order
+
+        self._queue.remove(wanted := min(self._queue, key=place))
+        return wanted
 
     def _note(self, case: Case) -> None:
         if self._out is None:
@@ -166,13 +195,11 @@ class CompileService:
 
     def pending(self, kernel: str | None = None) -> int:
         """Return the number of compiles, of one kernel or of all, that wait or are at work."""
-        waiting = [*(each for _, _, each in self._queue), *self._active.values()]
-        return sum(kernel in (None, each.kernel) for each in waiting)
+        return sum(kernel in (None, each.kernel) for each in (*self._queue, *self._active.values()))
 
     def drop(self, kernel: str) -> None:
         """Forget the compiles of a kernel that wait: it is not tried further."""
-        self._queue = [each for each in self._queue if each[2].kernel != kernel]
-        heapq.heapify(self._queue)
+        self._queue = [each for each in self._queue if each.kernel != kernel]
 
     def close(self, *, died: bool = False) -> None:
         """End the compiles at work. `died`: by an error of attnfuzz, so that the next run begins with them."""
@@ -183,6 +210,7 @@ class CompileService:
                 journal.discard()
         self._journals.clear()
         self._active.clear()
+        self._begun.clear()
         self._queue.clear()
         if self._compiler is not None:
             self._compiler.close()

@@ -110,9 +110,7 @@ class Coordinator:
         # The Cases of a run that is limited by their number must not depend on how fast the compiler is.
         if not (state.variants_ended or (self.context.end is not None and state.some_compiled)):
             return False
-        if state.waiting.get(worker):
-            return state.waiting_at[worker] != state.compiles or state.rounds.may_give()
-        return bool(state.ready.get(worker) or state.earlier or state.rounds.may_give())
+        return state.may_go_on(worker)
 
     def _until(self, now: float, kernels: int) -> float | None:
         """Return when a turn ends: a kernel has its share of the workers' time in several turns, so that all have some early."""

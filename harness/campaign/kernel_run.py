@@ -133,6 +133,7 @@ class KernelRun:
             seconds=self.clock.seconds,
             ready=self._supply.ready,
             waiting=self._supply.waiting,
+            full=self._supply.full,
             replaced=now[0] - replaced,
             recoveries=now[1][len(recoveries) :],
             replay_seconds=replays.seconds,

@@ -58,6 +58,8 @@ class KernelState:
         self.ready: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         """Drawn Cases that can run, and that wait for a compiler, by worker."""
+        self._full = set[int]()
+        """Workers that draw no more until code is compiled: a turn would have nothing to do, and end at once."""
         self.waiting_at: dict[int, int] = {}
         """Compiles that had ended at the beginning of a worker's last turn: of later ones it may not know."""
         self.seconds = 0.0
@@ -89,6 +91,7 @@ class KernelState:
         self.start()
         self.workers.add(worker)
         self.waiting_at[worker] = self.compiles
+        self._full.discard(worker)
         earlier, part = self.earlier.take(worker, workers, seconds)
         return Turn(self.kernel.name, until, earlier, only_earlier=bool(self.earlier), replay_seconds=part)
 
@@ -154,6 +157,14 @@ class KernelState:
         most = self._context.settings.max_failures
         return most is not None and self.findings.count >= most
 
+    def may_go_on(self, worker: int) -> bool:
+        """Whether a turn of this worker has something to try, as far as is known here."""
+        if self.ready.get(worker) or self.earlier:
+            return True
+        if self.waiting.get(worker) and self.waiting_at[worker] != self.compiles:
+            return True
+        return self.rounds.may_give() and worker not in self._full
+
     def is_over(self) -> bool:
         """Whether nothing is left to try, for any worker."""
         if self.broken or self.enough or self.hopeless:
@@ -190,6 +201,8 @@ class KernelState:
         self.earlier.give_back(worker, end.not_tried, end.replay_seconds)
         self.leave(worker)
         self.ready[worker], self.waiting[worker] = end.ready, end.waiting
+        if end.full:
+            self._full.add(worker)
         self.seconds += end.seconds
         self.times += end.times
         self._replaced += end.replaced
@@ -203,6 +216,7 @@ class KernelState:
         self.workers.discard(worker)
         self.ready.pop(worker, None)
         self.waiting.pop(worker, None)
+        self._full.discard(worker)
 
     def unreached(self) -> int:
         """Return the number of variants whose compile has not ended."""

@@ -41,6 +41,8 @@ class TurnEnd:
     seconds: float
     ready: int = 0
     waiting: int = 0
+    full: bool = False
+    """Whether so many wait that no more are drawn until code is compiled."""
     replaced: int = 0
     recoveries: tuple[float, ...] = ()
     """Seconds from the death of a child to the next verdict."""

@@ -75,6 +75,11 @@ class Supply:
         """Cases that wait for a compiler."""
         return len(self._backlog) - self._backlog.ready
 
+    @property
+    def full(self) -> bool:
+        """Whether no more are drawn until some of those that wait for a compiler can run."""
+        return not self.ready and len(self._backlog) >= _MANY
+
     def ask_again(self) -> None:
         """Have the next `take` ask for compiles, however short ago that was: a turn is given because one has ended."""
         self._asked = -math.inf

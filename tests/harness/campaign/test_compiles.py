@@ -95,8 +95,41 @@ def test_the_code_of_a_kernel_without_any_trial_comes_before_the_third_of_others
     assert sorted(order[3:9]) == sorted(
         [*[(kernel, "1") for kernel in "abc"], *[("a", f"drawn {number}") for number in range(3)]]
     )
-    assert order[9:12] == [(kernel, "2") for kernel in "abc"]
+    # "a" has had five compiles by then: the others come first until they have had about as many.
+    assert order[9:13] == [(kernel, number) for number in "23" for kernel in "bc"]
     assert order[-2:] == [("a", "drawn 3"), ("a", "drawn 4")]
+
+
+def test_later_compiles_share_the_time_of_the_compilers() -> None:
+    seconds = {"slow": 40.0, "fast": 8.0}
+    service = Service(Compilers(lambda each: Compiled(each, seconds[each.kernel])))
+    for kernel in seconds:
+        service.want(kernel, {str(number): case(kernel, number) for number in range(12)})
+    order = [kernel for kernel, _ in service.all()]
+    # 80 s of one kernel, then as much of the other, ten compiles, before the third of the first.
+    assert order[:4] == ["slow", "fast"] * 2
+    assert order[4:14] == ["fast"] * 8 + ["slow", "fast"]
+
+
+def test_the_time_of_a_compile_at_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(compiles_module.time, "monotonic", lambda: now[0])
+    started: list[tuple[str, int]] = []
+    monkeypatch.setattr(SerialCompiler, "start", lambda compiler, each: _start(compiler, each))
+
+    def _start(compiler: SerialCompiler, each: Case) -> None:
+        started.append((each.kernel, each.recipe.seed))
+        compiler._waiting.append(each)
+
+    service = Service(Compilers(), width=3)
+    for kernel in "ab":
+        service.want(kernel, {str(number): case(kernel, number) for number in range(6)})
+    service.poll()
+    for _ in range(3):
+        now[0] += 10.0
+        service.poll(1.0)
+    # After 20 s the second of "a" is at work since the beginning, that of "b" since 10 s; after 30 s only "b" has some at work.
+    assert started == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 2)]
 
 
 def test_a_key_is_compiled_once_and_its_state_is_known() -> None:

@@ -19,7 +19,7 @@ from attnfuzz.harness.campaign.context import Batch, CampaignContext, WorkerCont
 from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.drawer import Drawer
 from attnfuzz.harness.campaign.kernel_state import KernelState
-from attnfuzz.harness.campaign.link import TurnEnd
+from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.rounds import EXAMPLES, Round, Rounds
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
@@ -290,6 +290,11 @@ def test_what_waits_does_not_grow_without_end() -> None:
     supply, _, _ = supply_of(campaign, growing=False)
     assert taken(supply, 100) == []
     assert 600 <= supply.waiting < 600 + EXAMPLES
+    assert supply.full
+    campaign.compiled.update(campaign.wanted)
+    supply.ask_again()
+    assert taken(supply, 1)
+    assert not supply.full
 
 
 def test_cases_that_are_judged_together_are_drawn_kind_by_kind_after_the_first_rounds() -> None:
@@ -382,3 +387,35 @@ def test_a_compile_that_ends_in_the_middle_of_a_turn_is_not_waited_for_again(mon
     assert len(executor.cases) == 40
     assert turns[0] > 0
     assert turns[-1] == 0
+
+
+def test_a_worker_whose_cases_all_wait_leaves_the_kernel_until_code_is_compiled() -> None:
+    """Its turns would end at once, and the kernel would always be the one with the least time."""
+    settings = Settings(out=None)
+    context = CampaignContext(settings, end=time.monotonic() + 100.0)
+    kernels = [FaultyReference(f"test.{name}", lambda *_: None, lambda: None) for name in "ab"]
+    states = [KernelState(each, plan_of(each, settings), context) for each in kernels]
+    for state in states:
+        for key in {state.plan.key(state.kernel, each) for each in state.plan.variants}:
+            state.know(key)
+    coordinator = Coordinator(context, states, FunctionExecutor(lambda _: Verdict(status="pass")))
+
+    def kernel_of(worker: int) -> str:
+        turn = coordinator.turn(worker)
+        assert isinstance(turn, Turn)
+        return turn.kernel
+
+    assert kernel_of(0) == "test.a"
+    coordinator.end_turn(0, "test.a", TurnEnd(seconds=0.0, waiting=600, full=True))
+    assert kernel_of(0) == "test.b"
+    coordinator.end_turn(0, "test.b", TurnEnd(seconds=9.0))
+    assert kernel_of(0) == "test.b", "it has had more time, but something can be tried"
+    coordinator.end_turn(0, "test.b", TurnEnd(seconds=0.0))
+    assert kernel_of(1) == "test.a", "another worker draws Cases of its own"
+    coordinator.end_turn(1, "test.a", TurnEnd(seconds=0.0, waiting=3))
+    assert kernel_of(1) == "test.a", "not so many wait yet that no more are drawn"
+    coordinator.leave(1)
+    states[0].compiles += 1
+    assert kernel_of(0) == "test.a"
+    coordinator.end_turn(0, "test.a", TurnEnd(seconds=0.0, ready=3, waiting=600))
+    assert kernel_of(0) == "test.a", "Cases that can run are tried, whatever waits"
