@@ -2,7 +2,7 @@
 
     python benchmarks/targets.py [--device cpu|cuda] [--only PART ...] [--json FILE] [--runs FOLDER] [--list]
 
-Ends with 1 where a target is missed or could not be measured, and with 2 for wrong use. The parts of a GPU node take 25 minutes,
+Ends with 1 where a target is missed or could not be measured, and with 2 for wrong use. The parts of a GPU node take 30 minutes,
 those of a CPU 6, a soak more. The compilers' caches are empty at first, and are kept from one part to the next.
 """
 
@@ -125,11 +125,12 @@ def suite(_: Device) -> Iterable[Row]:
 
 
 def two_gpus(device: Device) -> Iterable[Row]:
-    """One GPU, then two, 40 s each, after runs until nothing is left to compile, five at most."""
+    """One GPU, then two, 40 s each, after runs of two workers until nothing is left to compile, three at most."""
     usable, one, two = gpus(), None, None
     if len(usable) > 1:
-        for _ in range(5):
-            run = campaign(device, 40.0, KERNELS[device])
+        for _ in range(3):
+            # All cores that two workers leave are the compilers'.
+            run = campaign(device, 100.0, KERNELS[device], "2")
             if not run.total("compiles") + run.total("unreached"):
                 break
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
