@@ -149,7 +149,8 @@ def reference(problem: Problem, data: SequenceData) -> Reference:
     n_q, n_k = data.q.shape[1], data.k.shape[1]
     modifiers, tensors = differentiable(problem, data)
     visible = visible_keys(problem, data.index, device)
-    leaves = leaves_within(data, torch.arange(problem.heads, device=device)[:, None, None], range(n_q), range(n_k))
+    heads = torch.arange(problem.heads, device=device)[:, None, None]
+    leaves = {} if modifiers.none else leaves_within(data, heads, range(n_q), range(n_k))
     # Without queries or keys no index of a modifier is within bounds.
     if n_q and n_k and (unmasked := modifiers.unmasked(leaves)) is not None:
         visible = visible & unmasked

@@ -107,7 +107,7 @@ def _block(
     visible = sees(problem, i, j, data.q.shape[1], data.k.shape[1])
     modifiers, tensors = differentiable(problem, data)
     sinks = tensors[SINKS][head : head + 1] if problem.sinks else None
-    leaves = leaves_within(data, torch.tensor(head).to(device, non_blocking=True), rows, keys)
+    leaves = {} if modifiers.none else leaves_within(data, torch.full((), head, device=device), rows, keys)
     if keys and (unmasked := modifiers.unmasked(leaves)) is not None:
         visible = visible & unmasked[0] if unmasked.ndim == 3 else visible & unmasked
     q_1, k_1, v_1 = (x.detach()[None].requires_grad_() for x in (data.q[head, at].double(), k[columns], v[columns]))

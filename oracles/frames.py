@@ -204,15 +204,15 @@ class Placed:
         """Return batch, head, query, key and lengths of each score, for modifiers: integers that broadcast over the frame."""
         frame, groups, device = self.frame, self.tokens.problem.groups, self.tokens.q.device
         of_z = torch.tensor([(b, kv) for b in frame.sequences for kv in frame.kv_heads]).to(device, non_blocking=True)
-        rows, keys = torch.arange(frame.rows.start, frame.rows.stop), torch.arange(frame.keys.start, frame.keys.stop)
-        member = torch.arange(groups).repeat_interleave(len(rows))
+        rows, keys = (torch.arange(each.start, each.stop, device=device) for each in (frame.rows, frame.keys))
+        member = torch.arange(groups, device=device).repeat_interleave(len(rows))
         pairs = [(self.tokens.problem.seqlens_q[b], self.tokens.problem.seqlens_k[b]) for b in frame.sequences]
         lengths = torch.tensor(pairs).to(device, non_blocking=True).repeat_interleave(len(frame.kv_heads), 0)
         return leaves_of(
             of_z[:, 0, None, None],
-            of_z[:, 1, None, None] * groups + member.to(device)[:, None],
-            rows.to(device).repeat(groups)[:, None],
-            keys.to(device)[None, :],
+            of_z[:, 1, None, None] * groups + member[:, None],
+            rows.repeat(groups)[:, None],
+            keys[None, :],
             lengths[:, 0, None, None],
             lengths[:, 1, None, None],
         )

@@ -30,8 +30,8 @@ def leaves_of(
     n_k: torch.Tensor | int,
 ) -> Leaves:
     """Return batch, head, query and key of each score, broadcast; positions beyond a sequence are clamped to its last one."""
-    device = i.device
-    n_q, n_k = (torch.as_tensor(n, device=device) for n in (n_q, n_k))
+    # Numbers are filled in on the device: a copy from the host would wait for it.
+    n_q, n_k = (n if isinstance(n, torch.Tensor) else torch.full((), n, device=i.device) for n in (n_q, n_k))
     return {
         "b": b, "h": h, "q_idx": torch.minimum(i, (n_q - 1).clamp(min=0)), "kv_idx": torch.minimum(j, (n_k - 1).clamp(min=0)),
         "seqlen_q": n_q, "seqlen_k": n_k,
@@ -64,6 +64,11 @@ class Modifiers:
         """Return the modifiers of `problem` over its captured tensors."""
         names = [each.name for each in tensors_of(problem)]
         return Modifiers(score_of(problem), mask_of(problem), dict(zip(names, captured, strict=True)))
+
+    @property
+    def none(self) -> bool:
+        """Whether no score is changed or hidden."""
+        return self.score is None and self.mask is None
 
     def unmasked(self, leaves: Leaves) -> torch.Tensor | None:
         """Return which scores mask_mod keeps, bool, broadcast; None without a mask_mod."""

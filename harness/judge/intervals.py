@@ -120,7 +120,7 @@ def _in_pieces(
             kept[piece] = values
         counts.append(_counted(*columns))
     stacked = torch.stack(counts)
-    return tuple(whole), [*stacked[:, :3].sum(0).tolist(), *stacked[:, 3:].amax(0).tolist()]
+    return tuple(whole), torch.cat([stacked[:, :3].sum(0), stacked[:, 3:].amax(0)]).tolist()
 
 
 def _piece(budget: Budget, piece: slice) -> Budget:

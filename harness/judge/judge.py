@@ -20,6 +20,7 @@ from attnfuzz.harness.judge.contract import broken_contract, heads_first, why_un
 from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.harness.judge.failure import BY_QUERY, Failure, Identity, Place
+from attnfuzz.harness.judge.host import on_host
 from attnfuzz.harness.judge.intervals import Measurement, measure
 from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
@@ -84,8 +85,11 @@ def compare(
         if broken is not None:
             failures.append(broken)
         elif output is not None:
-            # A tiny Case's truth is on the host.
-            got[name] = heads_first(problem, name, output.to(expected[name].expected.device))
+            got[name] = output
+    if any(each.expected.device.type == "cpu" for each in expected.values()):
+        # A tiny Case's truth is on the host.
+        got = dict(zip(got, on_host(list(got.values())), strict=True))
+    got = {name: heads_first(problem, name, each) for name, each in got.items()}
     measurements = measure(problem, got, expected)
     if isinstance(expected, Truths) and not expected.ties and any(each.over for each in measurements.values()):
         expected.count_ties()
@@ -317,22 +321,31 @@ def judge_captured(kernel: str, inputs: Inputs, outputs: Outputs, expected: Trut
     return figures, failures
 
 
+def _without_bound(expected: Truths, device: torch.device) -> torch.Tensor:
+    """Return whether a gradient of a captured tensor may be anything finite under an infinite budget, on the device."""
+    overflow = expected.budgets.overflow
+    if any(expected.budgets.doubted.values()) or overflow is None:
+        return torch.full((), any(expected.budgets.doubted.values()), device=device)
+    return overflow.to(device).bool()
+
+
 def _beyond(
     kernel: str, check: str, title: str, got: torch.Tensor, name: str, expected: Truths
 ) -> tuple[Figures, Failure | None]:
     """Return a gradient's figures, and its Failure at the worst element where some are outside their intervals."""
-    true, overflow = expected.captured[name], expected.budgets.overflow
-    in_doubt = any(expected.budgets.doubted.values()) or (overflow is not None and bool(overflow))
+    true = expected.captured[name]
     form = Format.of(expected.dtype) if got.dtype != torch.float32 else true.form
     got = got.to(true.expected.device).double()
     allowed = true.allowed + half_ulp(true.expected.abs() + true.allowed.nan_to_num(posinf=0.0), form)
     error = (got - true.expected).abs()
     # Under an infinite budget only NaN is wrong, or nothing if a mask is in doubt or D may overflow: their effects have no bound.
-    wrong = ~((error <= allowed) | (allowed == torch.inf)) if in_doubt else ~(error <= allowed)
+    wrong = ~(error <= allowed) & ~((allowed == torch.inf) & _without_bound(expected, got.device))
     broken = wrong & ~torch.isfinite(got)
     # No error is 0 of its budget, whatever that is: 0, or without a bound.
     ratio = torch.where(broken, torch.inf, (error / allowed).nan_to_num(nan=0.0, posinf=torch.inf))
-    figures = Figures(elements=got.numel(), worst=four_digits(float(ratio.max())) if got.numel() else 0.0, over=int(wrong.sum()))
+    # One copy from the device for both.
+    worst, over = torch.stack([ratio.amax(), wrong.sum().double()]).tolist() if got.numel() else (0.0, 0.0)
+    figures = Figures(elements=got.numel(), worst=four_digits(worst), over=int(over))
     if not figures.over:
         return figures, None
     at = int(torch.where(wrong, ratio, -1.0).flatten().argmax())
@@ -340,7 +353,7 @@ def _beyond(
     one, right, most = (float(x.flatten()[at]) for x in (got, true.expected, allowed))
     times = "" if broken.any() else f", {float(ratio.flatten()[at]):.3g} x its budget"
     message = (
-        f"{wrong_elements(title, int(wrong.sum()), got.numel())}; worst at [{index}]: got {one:.9g}, "
+        f"{wrong_elements(title, figures.over, got.numel())}; worst at [{index}]: got {one:.9g}, "
         f"expected {right:.9g}, allowed error {most:.3g}{times}"
     )
     return figures, Failure(kernel=kernel, kind="nonfinite" if broken.any() else "mismatch", check=check, message=message)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnfuzz.harness.judge.host import on_host
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import Dtype, OutputName, Problem
 from attnfuzz.oracles import attention, blockwise
@@ -149,9 +150,9 @@ def is_tiny(problem: Problem) -> bool:
 
 
 def _on_host(inputs: Inputs) -> Inputs:
-    tensors = {name: getattr(inputs, name).cpu() for name in ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")}
-    d_lse = None if inputs.d_lse is None else inputs.d_lse.cpu()
-    return dataclasses.replace(inputs, **tensors, d_lse=d_lse, captured=tuple(each.cpu() for each in inputs.captured))
+    names = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k", *(("d_lse",) if inputs.d_lse is not None else ()))
+    copies = on_host([*(getattr(inputs, name) for name in names), *inputs.captured])
+    return dataclasses.replace(inputs, **dict(zip(names, copies, strict=False)), captured=tuple(copies[len(names) :]))
 
 
 def _reference(inputs: Inputs) -> tuple[dict[OutputName, torch.Tensor], dict[str, torch.Tensor]]:

@@ -186,8 +186,11 @@ def _sinks(problem: Problem, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
     hashed = numbers.hashed(recipe.seed, SINKS, (problem.heads,))
     kinds = list(_SINK_SIZES)
     steps, others = hashed % (_SINK_STEPS + 1), hashed // 1024 % len(kinds)
-    ranges = torch.tensor([_SINK_SIZES[each] for each in kinds], dtype=torch.float32, device=hashed.device)
-    low, high = (ranges[others] if recipe.sinks == "mixed" else ranges[[kinds.index(recipe.sinks)]]).unbind(-1)
+    ranges = torch.tensor([_SINK_SIZES[each] for each in kinds], dtype=torch.float32)
+    if recipe.sinks != "mixed":
+        ranges, others = ranges[kinds.index(recipe.sinks)], torch.zeros_like(hashed)
+    # Not waited for: the driver takes its own copy.
+    low, high = ranges.view(-1, 2).to(hashed.device, non_blocking=True)[others].unbind(-1)
     return (low + (high - low) / _SINK_STEPS * steps).to(torch.float32).contiguous()
 
 

@@ -36,13 +36,18 @@ def with_pages(inputs: Inputs, seed: int) -> Inputs:
         for b, n in enumerate(problem.seqlens_k)
         for j in range(n)
     ]
-    rows = torch.tensor(places, dtype=torch.int64, device=device)
+
+    def sent(numbers: object, dtype: torch.dtype) -> torch.Tensor:
+        # Not waited for: the driver takes its own copy.
+        return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+    rows = sent(places, torch.int64)
     return dataclasses.replace(
         inputs,
         k_pages=_filled(k, rows, pages, problem.page_size),
         v_pages=_filled(v, rows, pages, problem.page_size),
-        page_table=torch.tensor(table, dtype=torch.int32, device=device),
-        seqlens_k=torch.tensor(problem.seqlens_k, dtype=torch.int32, device=device),
+        page_table=sent(table, torch.int32),
+        seqlens_k=sent(problem.seqlens_k, torch.int32),
     )
 
 

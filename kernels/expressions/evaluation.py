@@ -48,7 +48,8 @@ def value_of(
     match x.op:
         case "const" | "int" | "bool":
             kind = {"const": dtype, "int": torch.int64, "bool": torch.bool}[x.op]
-            return torch.tensor(x.value, dtype=kind, device=device)
+            # Filled there: a copy from the host would wait for the device.
+            return torch.full((), x.value, dtype=kind, device=device)
         case "score":
             score: torch.Tensor = leaves["score"]
             return score

@@ -288,15 +288,14 @@ def _seen(
     """Scale and mask the scores; `prescaled`: the errors of q or k times the scale, of each."""
     steps, visible, modifiers = max(1.0, dim_qk / 16), placed.visible(), placed.modifiers
     of_s, of_size = 4 * EPS * steps, 4 * EPS * math.sqrt(steps) + (TF32 if rounding.tf32 else 0.0)
-    plain = modifiers.score is None and modifiers.mask is None
-    if plain:
+    if modifiers.none:
         s, delta = formulas.visible_scores(product, size, visible, placed.scale, of_s, of_size)
     else:
         s, delta = formulas.scaled_scores(product, size, placed.scale, of_s, of_size)
     for random, flushed in prescaled:
         u = rounding.form.u
         delta += torch.minimum(u * size, random + u * s.abs()) + flushed
-    if plain:
+    if modifiers.none:
         return _sunk(placed, _Seen(s, s, delta, visible), visible)
     shown = visible
     leaves, doubtful, changed = placed.leaves(), None, None
