@@ -127,8 +127,7 @@ class KernelRun:
                 verdict = Verdict(status="fail", failures=(lost.failure,))
                 self._keep(lost.failure.identity, lost.case, verdict, shrinks=False)
                 raise
-        replaced, recoveries, disturbances = self._statistics_before
-        now = self._statistics()
+        (replaced, recoveries, disturbances), now = self._statistics_before, self._statistics()
         return TurnEnd(
             seconds=self.clock.seconds,
             ready=self._supply.ready,
