@@ -118,7 +118,7 @@ def attention(
         visible: which keys each query sees, bool `(seqlen_q, seqlen_k)`, or `(heads, seqlen_q, seqlen_k)`.
         scale: factor on q . k, or one of each head, `(heads, 1, 1)`.
         modify: softcap and score_mod, applied to the scaled scores.
-        sinks: `(heads,)`, scores of a further column with value 0.
+        sinks: `(heads,)`, or of each row `(heads, seqlen_q, 1)`: scores of a further column with value 0.
 
     Returns:
         o `(heads, seqlen_q, dim_v)` and lse `(heads, seqlen_q)`; rows that see no key are 0 and -inf, or the sink.
@@ -128,10 +128,11 @@ def attention(
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     s = modify(scale * (q @ k.transpose(-1, -2)))
     if sinks is not None:
+        sinks = sinks[:, None, None] if sinks.ndim == 1 else sinks
         finite = sinks.masked_fill(sinks == -torch.inf, 0.0)
-        s = torch.cat([s, finite[:, None, None].expand(*s.shape[:2], 1)], -1)
+        s = torch.cat([s, finite.expand(*s.shape[:2], 1)], -1)
         v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], 1)
-        seen = (sinks > -torch.inf)[:, None, None].expand(*s.shape[:2], 1)
+        seen = (sinks > -torch.inf).expand(*s.shape[:2], 1)
         visible = torch.cat([visible.expand(*s.shape[:2], visible.shape[-1]), seen], -1)
     blind = ~visible.any(-1)
     # Autograd has no gradient for a row of -inf alone: it is computed as if it saw all keys, then set exactly.
@@ -170,16 +171,17 @@ def reference(problem: Problem, data: SequenceData) -> Reference:
 
 def reference_of_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_o: torch.Tensor, d_lse: torch.Tensor | None, visible: torch.Tensor,
-    scale: torch.Tensor,
+    scale: torch.Tensor, sinks: torch.Tensor | None = None,
 ) -> Reference:  # fmt: skip
-    """Return `reference` of heads that each have their own keys, mask and scale; `d_lse (heads, seqlen_q, 1)`."""
+    """Return `reference` of heads that each have their own keys, mask and scale; `d_lse`, `sinks` `(heads, seqlen_q, 1)`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o, lse = attention(q, k, v, visible, scale)
+    of = {} if sinks is None else {SINKS: sinks.detach().requires_grad_()}
+    o, lse = attention(q, k, v, visible, scale, sinks=of.get(SINKS))
     loss = (o * d_o).sum()
     if d_lse is not None:
-        loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * d_lse[..., 0]).sum()
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
-    return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
+        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * d_lse[..., 0]).sum()
+    dq, dk, dv, *rest = torch.autograd.grad(loss, (q, k, v, *of.values()))
+    return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv, captured=dict(zip(of, rest, strict=True)))
 
 
 def differentiable(problem: Problem, data: SequenceData) -> tuple[Modifiers, dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from attnfuzz.kernels.problem import Dtype, Problem
 from attnfuzz.oracles.frames import Loaded
 from attnfuzz.oracles.modifiers import Leaves, Modifiers
 
-__all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent"]
+__all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent", "sinks_of"]
 
 _LAUNCHES = 4
 """The operations of a frame cost as much as the scores of a chunk divided by this."""
@@ -31,12 +31,13 @@ _ENDLESS = 1 << 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """One key/value head of one sequence: first row and key in `Flat`, rows between heads, lengths, and the mask.
+    """One key/value head of one sequence: first row and key in `Flat`, rows between heads, first head, lengths, and the mask.
 
     Query i sees keys from `i + shift - left` to `i + shift + right`.
     """
 
     batch: int
+    first_head: int
     first_row: int
     between_heads: int
     groups: int
@@ -47,6 +48,7 @@ class _Slot:
     left: int
     right: int
     scale: float
+    sunk: bool
 
     @property
     def rows(self) -> int:
@@ -59,33 +61,52 @@ class Slots:
     `frames`: covers all slots. `place`: frame and Z of a slot, by its number. `row_starts`, `key_starts`: where a batch begins.
     `rows`, `keys`: for each row (key) its index among those of the batches' own tensors, one after the other; `lse` the same for
     LSE. `batch_of_row`, `batch_of_key`: the number of its batch. `framed_rows`, `framed_keys`: where it is among those of all
-    frames, padding included, one frame after the other; those in no frame are one behind the last. On the device.
+    frames, padding included, one frame after the other; those in no frame are one behind the last. With sinks, `head_of_row` and
+    `batch_of_head`: the number of a row's head among those of all batches, and of a head's batch. On the device.
     """
 
-    def __init__(self, problems: Sequence[Problem], chunk: int, device: torch.device, *, even: bool = False) -> None:
-        """Place the slots in frames; `even`: all heads of a frame have equally many rows, for batches of equal groups."""
-        self.problems = tuple(problems)
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        chunk: int,
+        device: torch.device,
+        *,
+        even: bool = False,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Place the slots in frames.
+
+        Args:
+            problems: those of the batches.
+            chunk: scores of a frame.
+            device: where indices are sent.
+            even: whether all heads of a frame have equally many rows, for batches of equal groups.
+            sinks: those of all heads (`sinks_of`); each frame has one more key then, which is the sink.
+        """
+        self.problems, self.sinks = tuple(problems), sinks
+        self.head_starts = list(accumulate((p.heads for p in problems), initial=0))
         self.row_starts = list(accumulate((p.total_q * p.heads for p in problems), initial=0))
         self.key_starts = list(accumulate((p.total_k * p.kv_heads for p in problems), initial=0))
         slots, self._first = self._slots()
         together = grouped([(each.rows, each.n_k) for each in slots], chunk)
         self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
         self.batches = [[slots[number].batch for number in numbers] for numbers in together]
-        tables = [
-            _Table([slots[number] for number in numbers], self.row_starts[-1], self.key_starts[-1], even) for numbers in together
-        ]
+        none = (self.row_starts[-1], self.key_starts[-1], None if sinks is None else self.head_starts[-1])
+        tables = [_Table([slots[number] for number in numbers], none, even) for numbers in together]
         self._tables = tables
         rows, keys, lse = (list(x) for x in zip(*self._own_indices(), strict=True))
         starts = (self.row_starts, self.key_starts)
         of_row, of_key = (torch.arange(len(problems)).repeat_interleave(torch.tensor(each).diff()) for each in starts)
         framed = [_inverse([table.parts[at] for table in tables], count[-1]) for at, count in enumerate(starts)]
         parts = [torch.cat(rows), torch.cat(keys), torch.cat(lse), of_row, of_key, *framed]
+        parts += [self._head_of_row(), self._batch_of_head()] if sinks is not None else [torch.zeros(0, dtype=torch.int64)] * 2
         on_device = sent([*parts, *(x for table in tables for x in table.parts)], device)
-        self.rows, self.keys, self.lse, self.batch_of_row, self.batch_of_key, self.framed_rows, self.framed_keys, *rest = (
-            on_device
-        )
+        self.rows, self.keys, self.lse, self.batch_of_row, self.batch_of_key, *rest = on_device
+        self.framed_rows, self.framed_keys, self.head_of_row, self.batch_of_head, *rest = rest
         size = len(tables[0].parts) if tables else 1
-        self.frames = [SlotFrame(problems[0].dtype, table, rest[size * at : size * (at + 1)]) for at, table in enumerate(tables)]
+        self.frames = [
+            SlotFrame(problems[0].dtype, table, rest[size * at : size * (at + 1)], sinks) for at, table in enumerate(tables)
+        ]
 
     def number(self, batch: int, sequence: int, kv_head: int) -> int:
         """Return the number of a slot, of a sequence with queries and keys."""
@@ -95,6 +116,13 @@ class Slots:
         """Return where query `token` of a head of the group is among the rows of its slot."""
         frame, z = self.place[number]
         return head * self._tables[frame].heights[z] + token
+
+    def _head_of_row(self) -> torch.Tensor:
+        rows = [p.total_q for p in self.problems for _ in range(p.heads)]
+        return torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+
+    def _batch_of_head(self) -> torch.Tensor:
+        return torch.arange(len(self.problems)).repeat_interleave(torch.tensor(self.head_starts).diff())
 
     def _slots(self) -> tuple[list[_Slot], dict[tuple[int, int], int]]:
         slots: list[_Slot] = []
@@ -110,7 +138,8 @@ class Slots:
                     for kv in range(p.kv_heads):
                         row = self.row_starts[batch] + kv * p.groups * p.total_q + at_q
                         key = self.key_starts[batch] + kv * p.total_k + at_k
-                        slots.append(_Slot(batch, row, p.total_q, p.groups, n_q, key, n_k, shift, *sides, p.scale))
+                        head = self.head_starts[batch] + kv * p.groups
+                        slots.append(_Slot(batch, head, row, p.total_q, p.groups, n_q, key, n_k, shift, *sides, p.scale, p.sinks))
                 at_q, at_k = at_q + n_q, at_k + n_k
         return slots, first
 
@@ -148,22 +177,26 @@ def _own(dense: bool, lengths: tuple[int, ...], slack: int, heads: int) -> tuple
 
 
 class _Table:
-    """A frame's indices on the host: rows, keys, first and last visible key of each row; scale, rows and keys of each slot."""
+    """A frame's indices on the host: rows, keys, first and last visible key of each row; scale, rows and keys of each slot.
 
-    def __init__(self, slots: list[_Slot], no_row: int, no_key: int, even: bool) -> None:
+    With sinks, which count as keys, also the head of each row; `none`: the numbers of no row, no key and no head.
+    """
+
+    def __init__(self, slots: list[_Slot], none: tuple[int, int, int | None], even: bool) -> None:
+        no_row, no_key, no_head = none
         longest = max(each.n_q for each in slots)
         self.heights = [longest if even else each.n_q for each in slots]
         """Rows of each head of a slot."""
         most = max(each.groups * height for each, height in zip(slots, self.heights, strict=True))
-        self.shape = (len(slots), most, max(each.n_k for each in slots))
+        self.shape = (len(slots), most, max(each.n_k for each in slots) + (no_head is not None))
         self.rows_of_head = longest if even else most
         table = torch.tensor(
             [
-                (x.first_row, x.between_heads, x.groups, x.n_q, x.first_key, x.n_k, x.shift - x.left, x.shift + x.right)
+                (x.first_row, x.between_heads, x.first_head, x.groups, x.n_q, x.first_key, x.n_k, x.shift, x.left, x.right)
                 for x in slots
             ]
         )
-        first_row, between, groups, n_q, first_key, n_k, left, right = table[:, :, None].unbind(1)
+        first_row, between, first_head, groups, n_q, first_key, n_k, shift, left, right = table[:, :, None].unbind(1)
         r, j = torch.arange(self.shape[1]), torch.arange(self.shape[2])
         height = torch.tensor(self.heights)[:, None]
         head = r // height
@@ -171,23 +204,31 @@ class _Table:
         inside = (head < groups) & (i < n_q)
         at_rows = torch.where(inside, first_row + head * between + i, no_row)
         at_keys = torch.where(j < n_k, first_key + j, no_key)
-        stop = torch.minimum(i + right + 1, n_k).masked_fill_(~inside, 0)
-        numbers = torch.tensor([(x.scale, float(x.rows), float(x.n_k)) for x in slots], dtype=torch.float64)
-        self.parts = [each.flatten() for each in (at_rows, at_keys, i + left, stop, numbers.T.contiguous().view(torch.int64))]
+        start, stop = i + shift - left, torch.minimum(i + shift + right + 1, n_k)
+        stop.masked_fill_(~inside, 0)
+        numbers = torch.tensor([(x.scale, float(x.rows), float(x.n_k + x.sunk)) for x in slots], dtype=torch.float64)
+        self.parts = [each.flatten() for each in (at_rows, at_keys, start, stop, numbers.T.contiguous().view(torch.int64))]
+        if no_head is not None:
+            self.parts.append(torch.where(inside, first_head + head, no_head).flatten())
 
 
 class SlotFrame:
-    """A frame of slots on the device, as the budgets take it. `at_rows`, `at_keys`: its rows and keys in `Flat`."""
+    """A frame of slots on the device, as the budgets take it. `at_rows`, `at_keys`: its rows and keys in `Flat`.
+
+    With sinks its last key is the sink, with k and v 0, which slots of batches without sinks and padding do not see (-inf).
+    `at_heads`: the head of each row among those of all batches, one behind the last for padding.
+    """
 
     part = 1.0
-    sinks: torch.Tensor | None = None
 
-    def __init__(self, dtype: Dtype, table: _Table, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, dtype: Dtype, table: _Table, parts: Sequence[torch.Tensor], sinks: torch.Tensor | None) -> None:
         self.dtype: Dtype = dtype
         self.modifiers = Modifiers(None, None, {})
         self.shape = table.shape
         z, rows, _ = table.shape
-        self.at_rows, self.at_keys, begin, end, numbers = parts
+        self.at_rows, self.at_keys, begin, end, numbers, *at_heads = parts
+        self.at_heads = at_heads[0] if at_heads else None
+        self.sinks = None if sinks is None or self.at_heads is None else sinks[self.at_heads].view(z, rows, 1)
         self._begin, self._end = begin.view(z, rows, 1), end.view(z, rows, 1)
         self.scale, self.terms_q, self.n_k = numbers.view(torch.float64).view(3, z, 1, 1).unbind()
         self.terms_k, self.rows_of_head = self.n_k, table.rows_of_head
@@ -204,7 +245,10 @@ class SlotFrame:
     def visible(self) -> torch.Tensor:
         """Return which keys a row sees, bool `(Z, rows, keys)`; none for padding."""
         j = torch.arange(self.shape[2], device=self._end.device)
-        return (j >= self._begin) & (j < self._end)
+        visible = (j >= self._begin) & (j < self._end)
+        if self.sinks is not None:
+            visible[..., -1:] = self.sinks > -torch.inf
+        return visible
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, self.at_rows).view(*self.shape[:2], -1).to(torch.float64)
@@ -246,6 +290,18 @@ def flat(slots: Slots, batches: Sequence[Inputs]) -> Flat:
         d_o=ordered([each.d_o for each in batches], slots.rows),
         d_lse=d_lse,
     )
+
+
+def sinks_of(batches: Sequence[Inputs]) -> torch.Tensor | None:
+    """Return the sinks of all heads, float64 `(heads + 1,)`, -inf in batches without any and last; None if no batch has any."""
+    if not any(each.problem.sinks for each in batches):
+        return None
+
+    def none(heads: int) -> torch.Tensor:
+        return torch.full((heads,), -torch.inf, dtype=torch.float64, device=batches[0].q.device)
+
+    every = [none(each.problem.heads) if each.sinks is None else each.sinks.to(torch.float64) for each in batches]
+    return torch.cat([*every, none(1)])
 
 
 def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:

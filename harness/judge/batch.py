@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from msgspec.structs import replace
@@ -19,13 +20,13 @@ from attnfuzz.harness.judge.intervals import Side, compared, figures_of, place_o
 from attnfuzz.harness.judge.truth import LOG_2, WHOLE, Truth, is_tiny
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
-from attnfuzz.kernels.problem import OutputName, Problem
+from attnfuzz.kernels.problem import SINKS, OutputName, Problem
 from attnfuzz.oracles import blockwise
 from attnfuzz.oracles.budgets.aggregate import SUMS, of_limits, sums_of_rows
 from attnfuzz.oracles.budgets.batch import BatchTruth, truth_of_batches
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats
-from attnfuzz.oracles.formats import Format
+from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.frames import CHUNK
 
 __all__ = ["Judged", "Launched", "judge_batch"]
@@ -43,7 +44,8 @@ _CLEAR, _CLEAR_RATIO = 0.99, 0.999
 """Largest statistic, and largest error over its budget, of a Case that passes clearly."""
 _OVER = 1.001
 """Smallest error over its budget of a Case that is clearly beyond it: as in `judge`, equal values are counted then."""
-_COUNTS = 5
+_COUNTS, _OF_SINKS = 5, 2
+_SINGLE = Format.of("float32")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +114,7 @@ def _together(launched: Sequence[Launched], deviations: Deviations) -> Iterator[
     of: dict[object, list[int]] = {}
     for number, each in enumerate(launched):
         p, where = each.inputs.problem, each.inputs.q.device
-        if _fits(p, where) and not why_unfit(each.kernel, each.inputs, each.outputs):
+        if _fits(p, where) and _has_gradient(each) and not why_unfit(each.kernel, each.inputs, each.outputs):
             groups = p.groups if deviations.half_partials else 0
             of.setdefault((p.dtype, p.dim_qk, p.dim_v, p.needs.outputs, where, groups), []).append(number)
     for numbers in of.values():
@@ -140,11 +142,26 @@ def _elements(problem: Problem) -> int:
 
 def _fits(problem: Problem, where: torch.device) -> bool:
     """Whether a Case can be judged with others."""
-    if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap or problem.sinks:
+    if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap:
         return False
     largest = max(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
     within = largest * problem.heads <= WHOLE and largest * problem.groups <= CHUNK[where.type]
     return within and not blockwise.is_large(problem) and where.type in _CHUNK
+
+
+def _has_gradient(each: Launched) -> bool:
+    """Whether the gradient of the sinks is as the contract requires, where there is one."""
+    p, x = each.inputs.problem, each.inputs.q
+    if not _takes_gradient(p):
+        return True
+    got = each.outputs.d_captured[0] if len(each.outputs.d_captured) == 1 else None
+    if got is None or type(got) not in (torch.Tensor, torch.nn.Parameter) or got.layout is not torch.strided:
+        return False
+    return tuple(got.shape) == (p.heads,) and got.dtype in (torch.float32, x.dtype) and got.device == x.device
+
+
+def _takes_gradient(problem: Problem) -> bool:
+    return problem.sinks and bool({"dq", "dk", "dv"} & set(problem.needs.outputs))
 
 
 def _judged(
@@ -169,9 +186,10 @@ def _judged(
         sums = _sums(batch, [(got[name], truths[name]) for name in judged], judged, form)
         repeats = batch.repeats.figures()
         # One copy from the device for all Cases and outputs.
-        sizes = [len(launched) * len(names) * _COUNTS, len(launched) * len(judged) * SUMS, repeats.numel()]
-        numbers = torch.cat([x.flatten().to(where) for x in (counts, sums, repeats)]).tolist()
-        of_counts, of_sums, of_repeats = (numbers[sum(sizes[:at]) :][:size] for at, size in enumerate(sizes))
+        columns = [x.flatten() for x in (counts, sums, repeats, _of_sinks(batch, launched))]
+        numbers = torch.cat([x.to(where) for x in columns]).tolist()
+        ends = accumulate(x.numel() for x in columns)
+        of_counts, of_sums, of_repeats, of_sinks = (numbers[end - len(x) : end] for end, x in zip(ends, columns, strict=True))
         generic = batch.repeats.generic(of_repeats)
         results: list[Judged | None] = []
         beyond: list[int] = []
@@ -186,7 +204,10 @@ def _judged(
                 beyond.append(at)
             if figures is not None:
                 figures = _with_statistics(each.inputs.problem, figures, sizes_of, statistics, generic.get(at))
-            judgement = Judged(Verdict(status="pass", figures=figures), _OfCase(batch, truths, at)) if figures else None
+            captured = _captured(each.inputs.problem, of_sinks[_OF_SINKS * at :][:_OF_SINKS])
+            judgement = None
+            if figures and captured is not None:
+                judgement = Judged(Verdict(status="pass", figures=figures, captured=captured), _OfCase(batch, truths, at))
             results.append(judgement)
         return results, beyond
 
@@ -257,6 +278,38 @@ def _sums(batch: BatchTruth, pairs: list[tuple[torch.Tensor, Truth]], names: lis
     places = _places(batch, names)
     sums = torch.zeros((len(names) * len(batch.slots.problems), SUMS), dtype=torch.float64, device=places.device)
     return sums.index_add_(0, places, torch.cat([each.T for each in sums_of_rows(outputs, form)]))
+
+
+def _of_sinks(batch: BatchTruth, launched: Sequence[Launched]) -> torch.Tensor:
+    """Return of each Case how many gradients of sinks are beyond their budgets, and the largest error over it, `(Cases, 2)`."""
+    of, starts = batch.slots.batch_of_head, batch.slots.head_starts
+    taken = [_takes_gradient(each.inputs.problem) for each in launched]
+    if batch.sinks is None or not any(taken):
+        return torch.zeros((0, _OF_SINKS), dtype=torch.float64)
+    expected, m = batch.sinks
+    # Heads without sinks have no error.
+    parts = [each.outputs.d_captured[0] if of_sinks else None for each, of_sinks in zip(launched, taken, strict=True)]
+    got = torch.cat([expected[starts[at] : starts[at + 1]] if x is None else x.detach().double() for at, x in enumerate(parts)])
+    size = expected.abs() + m.nan_to_num(posinf=0.0)
+    unit = half_ulp(size, _SINGLE)
+    in_half = [x is not None and x.dtype != torch.float32 for x in parts]
+    if any(in_half):
+        own = half_ulp(size, Format.of(launched[0].inputs.problem.dtype))
+        unit = torch.where(torch.tensor(in_half).to(of.device, non_blocking=True)[of], own, unit)
+    error, allowed = (got - expected).abs(), m + unit
+    ratio = (error / allowed).nan_to_num(nan=0.0, posinf=torch.inf)
+    counts = torch.zeros((2, len(launched)), dtype=torch.float64, device=of.device)
+    counts[0].index_add_(0, of, (~(error <= allowed)).double())
+    counts[1].scatter_reduce_(0, of, ratio, "amax")
+    return counts.T
+
+
+def _captured(problem: Problem, numbers: Sequence[float]) -> dict[str, Figures] | None:
+    """Return the figures of the sinks' gradient, from `_of_sinks`, or None unless all are clearly within their budgets."""
+    if not _takes_gradient(problem):
+        return {}
+    over, worst = numbers
+    return None if over or not worst <= _CLEAR_RATIO else {SINKS: Figures(elements=problem.heads, worst=four_digits(worst))}
 
 
 def _part(numbers: list[float], cases: int, output: int, case: int, width: int) -> list[float]:

@@ -18,7 +18,8 @@ nu is the effective number of rows, (sum y)^2 / sum y^2 with y_r = sum_d w Ex, a
 are generic (repeats.py), since the errors of equal values are not independent. Limits as measured: on 875 correct cases
 (R - 1) sqrt(nu) was at most 1.26 and z at most 2.6. Beyond a limit, independence is checked (independence.py): with c the
 correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); where roundings are known to add up, one and a half times
-what they add up to is taken from z, since the kernel's own way to round may be another.
+what they add up to is taken from z, since the kernel's own way to round may be another. So it is with R, where known roundings
+alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats, generic
-from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp, on_grid
+from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp, on_grid, rounded
 from attnfuzz.oracles.fused import fused
 
 __all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
 _R_LIMIT, _R_SINGLE, _Z_LIMIT = 3.0, 10.0, 6.0
+_R_KNOWN = 1.5
+"""Times 1 / sqrt(nu): how far R of known roundings is beyond 1 where they add up."""
 _KNOWN = 1.5
-"""Factor of the z of known roundings: a kernel's way to round is one of those that were tried, or a similar one."""
+"""Factor of what known roundings add up to: a kernel's way to round is one of those that were tried, or a similar one."""
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
 SUMS = 8
@@ -69,11 +72,17 @@ def statistics(
     values = generic([numbers[at : at + width] for at in range(0, figures.numel(), width)])
     of = {name: numbers[figures.numel() + at * SUMS :][:SUMS] for at, name in enumerate(outputs)}
     ratios = {name: pair for name, row in of.items() if (pair := of_limits(name, values, row))}
-    known = dependence.figures() if any(max(pair) > 1 for pair in ratios.values()) and (dependence := independence()) else {}
-    for name, (known_z, correlated) in known.items():
-        if name in ratios and (pair := of_limits(name, values, of[name], correlated)):
+    dependence = independence() if any(max(pair) > 1 for pair in ratios.values()) else None
+    if dependence is None:
+        return ratios
+    for name, (known_z, correlated) in dependence.figures().items():
+        if name in ratios:
+            known = of[name]
+            if ratios[name][0] > 1:
+                known = _less_known(name, values, known, _noise_of(outputs[name], dependence.moved(name), form))
             known_z = known_z if known_z > Independence.Z_LIMIT else 0.0
-            ratios[name] = (pair[0], max(0.0, pair[1] - _KNOWN * known_z / _Z_LIMIT))
+            if pair := of_limits(name, values, known, correlated):
+                ratios[name] = (pair[0], max(0.0, pair[1] - _KNOWN * known_z / _Z_LIMIT))
     return ratios
 
 
@@ -89,10 +98,8 @@ def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Bu
 def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
     """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed."""
     g = repeats.g
-    noise, expected, squares, slope, t, t2, s, s2 = sums
-    nu = expected * expected / max(squares, _NOTHING)
-    if name == "dk":
-        nu = min(nu, repeats.carrying)
+    noise, expected, _, slope, t, t2, s, s2 = sums
+    nu = _effective_rows(name, repeats, sums)
     # Sixteen equal rows have a nu of 16, and equal weights a g of 1.25, but for the last bits.
     most = Repeats.LIMIT * (1 - LAST_BITS)
     if g >= most or nu < _FEWEST_ROWS * (1 - LAST_BITS) or (name == "dv" and repeats.of_d_o >= most):
@@ -102,6 +109,25 @@ def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correla
     r = noise / max(expected * max(g, 1.0), _NOTHING) / limit
     z = min(max(0.0, abs(x) - slope) / max(x2, _NOTHING) ** 0.5 for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
     return r, z
+
+
+def _effective_rows(name: OutputName, repeats: Generic, sums: Sequence[float]) -> float:
+    nu = sums[1] * sums[1] / max(sums[2], _NOTHING)
+    return min(nu, repeats.carrying) if name == "dk" else nu
+
+
+def _less_known(name: OutputName, repeats: Generic, sums: Sequence[float], known: float) -> list[float]:
+    """Return an output's `_sums` with less noise where known roundings alone, with a noise of `known`, add up."""
+    noise, expected, *others = sums
+    beyond = known - expected * max(repeats.g, 1.0)
+    adds_up = beyond > expected * max(repeats.g, 1.0) * _R_KNOWN / _effective_rows(name, repeats, sums) ** 0.5
+    return [max(0.0, noise - _KNOWN * beyond) if adds_up else noise, expected, *others]
+
+
+def _noise_of(output: tuple[torch.Tensor, torch.Tensor, Budget], moved: list[torch.Tensor], form: Format) -> float:
+    """Return sum w err^2 of exact values that are `moved`, then rounded: the largest over the ways in `moved`."""
+    _, expected, budget = output
+    return float(_sums([(rounded(expected + each, form), expected, budget) for each in moved], form)[:, 0].max())
 
 
 def _sums(outputs: list[tuple[torch.Tensor, torch.Tensor, Budget]], form: Format) -> torch.Tensor:

@@ -9,25 +9,30 @@ from itertools import accumulate
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
-from attnfuzz.kernels.problem import OutputName
+from attnfuzz.kernels.problem import SINKS, OutputName
 from attnfuzz.oracles.attention import Reference, reference_of_heads
 from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
 from attnfuzz.oracles.budgets.batch_repeats import BatchRepeats
 from attnfuzz.oracles.budgets.bounds import PARTS, SUMS, Budget, of_sums, parts_of_rows, steps_of_rows
 from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
-from attnfuzz.oracles.slots import SlotFrame, Slots, flat
+from attnfuzz.oracles.budgets.sinks import SlotSinks
+from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, sinks_of
 
 __all__ = ["BatchTruth", "truth_of_batches"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchTruth:
-    """Reference values and budgets of the rows and keys of `slots`, `(rows or keys, dim)`; LSE's budget has only `allowed`."""
+    """Reference values and budgets of the rows and keys of `slots`, `(rows or keys, dim)`; LSE's budget has only `allowed`.
+
+    `sinks`: the gradient of the sinks of all heads and its M, `(heads,)`; None where no batch has any.
+    """
 
     slots: Slots
     expected: dict[OutputName, torch.Tensor]
     budgets: dict[OutputName, Budget]
     repeats: BatchRepeats
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def truth_of_batches(
@@ -46,13 +51,15 @@ def truth_of_batches(
     where = batches[0].q.device
     with torch.inference_mode(mode=False), torch.no_grad():
         partials = deviations.half_partials and batches[0].problem.groups > 1
-        slots = Slots([each.problem for each in batches], chunk, where, even=partials)
+        slots = Slots([each.problem for each in batches], chunk, where, even=partials, sinks=sinks_of(batches))
         x = flat(slots, batches)
-        totals = _Totals(slots, BatchRepeats(slots, generic, where), where, ties=ties)
+        totals = _Totals(slots, BatchRepeats(slots, generic, where), where, x, ties=ties)
         for number, frame in enumerate(slots.frames):
             loaded = frame.take(x)
+            keys = slice(None if frame.sinks is None else -1)
+            k, v, visible = loaded.k[:, keys], loaded.v[:, keys], frame.visible()[..., keys]
             with torch.enable_grad():
-                of = reference_of_heads(loaded.q, loaded.k, loaded.v, loaded.d_o, loaded.d_lse, frame.visible(), frame.scale)
+                of = reference_of_heads(loaded.q, k, v, loaded.d_o, loaded.d_lse, visible, frame.scale, frame.sinks)
             with torch.inference_mode():
                 t = scores(frame, loaded, deviations, device, ties=ties)
                 f, of_p = forward(t, ties=ties)
@@ -61,7 +68,7 @@ def truth_of_batches(
                 dk, dv = totals.sums(number, frame)
                 g = backward(t, f, delta, totals.of_dk(dk), totals.of_dv(dv), deviations, ties=ties)
                 totals.add(number, frame, of, t, f, g)
-                del loaded, of, t, f, delta, g, dk, dv
+                del loaded, k, v, visible, of, t, f, delta, g, dk, dv
         with torch.inference_mode():
             return totals.finished(partials=partials)
 
@@ -69,7 +76,7 @@ def truth_of_batches(
 class _Totals:
     """Collects the results of all frames: one tensor for rows, one for keys, with padding."""
 
-    def __init__(self, slots: Slots, repeats: BatchRepeats, device: torch.device, *, ties: bool) -> None:
+    def __init__(self, slots: Slots, repeats: BatchRepeats, device: torch.device, x: Flat, *, ties: bool) -> None:
         self._slots, self._repeats = slots, repeats
         self._of_dk = (*SUMS, *(("tau2",) if ties else ()))
         self._of_dv = (*self._of_dk, "noise")
@@ -88,6 +95,9 @@ class _Totals:
             whole[-1].zero_()
         # An assignment of a number would wait for the device.
         self._rows[-1, 0].fill_(-torch.inf)
+        self._sinks = None
+        if slots.sinks is not None:
+            self._sinks = SlotSinks(slots, slots.sinks, slots.framed_rows == starts[0][-1], x.d_lse)
 
     def sums(self, number: int, frame: SlotFrame) -> tuple[torch.Tensor, torch.Tensor]:
         """Return zeros for the sums of dK and of dV."""
@@ -112,8 +122,12 @@ class _Totals:
         own = self._rows[self._row_starts[number] : self._row_starts[number + 1]].view(z, rows, -1)
         torch.cat([of.lse[..., None], t.m_lse, of.o, of.dq, *o, *dq], -1, out=own)
         own = self._keys[self._key_starts[number] : self._key_starts[number + 1]].view(z, keys, -1)
+        own = own[:, : of.dk.shape[1]]
         own[..., : self._qk].copy_(of.dk)
         own[..., self._qk : self._qk + self._v].copy_(of.dv)
+        if self._sinks is not None:
+            assert g.sinks is not None
+            self._sinks.add(frame, *g.sinks, of.captured[SINKS])
         self._repeats.add(number, t, f, g)
 
     def finished(self, *, partials: bool) -> BatchTruth:
@@ -123,6 +137,8 @@ class _Totals:
         rows, keys = self._rows.index_select(0, self._slots.framed_rows), self._keys.index_select(0, self._slots.framed_keys)
         lse, m_lse, o, dq, of_o, of_dq = rows.split([1, 1, v, qk, PARTS * v, PARTS * qk], -1)
         dk, dv, of_dk, of_dv = keys.split([qk, v, len(self._of_dk) * qk, len(self._of_dv) * v], -1)
+        if self._sinks is not None:
+            lse, m_lse = self._sinks.of_lse(lse, m_lse)
         steps = self._steps()
         return BatchTruth(
             self._slots,
@@ -135,6 +151,7 @@ class _Totals:
                 "dv": of_sums(self.of_dv(of_dv), steps, dtype, partials=partials),
             },
             self._repeats,
+            None if self._sinks is None else self._sinks.gradient(),
         )
 
     def _steps(self) -> torch.Tensor:

@@ -28,18 +28,24 @@ _SUMS, _COUNTS = 9, 3
 class _Samples:
     """Sampled rows (or keys) of several parts, `(values, parts x SAMPLED, longest)`, and for each frame which ones it has.
 
-    `parts`: their numbers. `of_frames`: by the frame's number, Z and row (key) of each, and its place.
+    `parts`: their numbers. `of_frames`: by the frame's number, Z and row (key) of each, and its place. `sunk`: whether the last
+    term is that of the sink.
     """
 
     parts: torch.Tensor
     values: torch.Tensor
     of_frames: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    sunk: bool
 
     def add(self, frame: int, values: Sequence[torch.Tensor]) -> None:
         """Store the frame's samples of `values (Z, rows, terms)`."""
         if frame in self.of_frames:
             z, row, place = self.of_frames[frame]
-            taken = torch.stack([x[z, row] for x in values])[..., : self.values.shape[-1]]
+            taken = torch.stack([x[z, row] for x in values])
+            if self.sunk:
+                self.values[..., -1:].index_copy_(1, place, taken[..., -1:])
+                taken = taken[..., :-1]
+            taken = taken[..., : self.values.shape[-1] - self.sunk]
             self.values[..., : taken.shape[-1]].index_copy_(1, place, taken)
 
     def of_parts(self) -> torch.Tensor:
@@ -116,7 +122,8 @@ class BatchRepeats:
             frame_number, z = slots.place[slot]
             numbers[frame_number][z] = part
         self._of_frames = sent([torch.tensor(each) for each in numbers], device)
-        self._rows = _samples(slots, rows, [each[1] for each in lengths], 3, chunk, device)
+        sunk = slots.sinks is not None
+        self._rows = _samples(slots, rows, [each[1] + sunk for each in lengths], 3, chunk, device, sunk=sunk)
         self._keys = _samples(slots, keys, [each[0] for each in lengths], 2, chunk, device)
 
 
@@ -142,7 +149,14 @@ def _sampled(slots: Slots, batch: int, frame: Frame) -> tuple[list[tuple[int, in
 
 
 def _samples(
-    slots: Slots, chosen: list[list[tuple[int, int]]], lengths: list[int], values: int, chunk: int, device: torch.device
+    slots: Slots,
+    chosen: list[list[tuple[int, int]]],
+    lengths: list[int],
+    values: int,
+    chunk: int,
+    device: torch.device,
+    *,
+    sunk: bool = False,
 ) -> list[_Samples]:
     """Return the samples of all parts, those of about equal length together; `chosen`: (slot, row) of each part."""
     together = grouped([(SAMPLED, length) for length in lengths], chunk)
@@ -163,7 +177,7 @@ def _samples(
         part_numbers = next(on_device)
         indices = {number: _three(next(on_device)) for number in numbers}
         whole = torch.zeros((values, len(parts) * SAMPLED, longest), dtype=torch.float64, device=device)
-        samples.append(_Samples(part_numbers, whole, indices))
+        samples.append(_Samples(part_numbers, whole, indices, sunk))
     return samples
 
 

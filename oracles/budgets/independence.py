@@ -1,17 +1,22 @@
 """Whether an output's errors are independent; checked where a statistic over all of them is beyond its limit.
 
 Rows may have equal errors by their structure, without a fault: with P = exp(-slope (i - j)) under a window, additional scores of
-1e-3 change no rounding, so that all rows are rounded alike (measured on an H200: z of 3.7 x its limit, R of 1.2 x). Two figures:
+1e-3 change no rounding, so that all rows are rounded alike (measured on an H200: z of 3.7 x its limit, R of 1.2 x). And beside a
+large sink all P are a few of float16's subnormal numbers: 2.07 to 2.23 units become 2 in every row and key, which is 0.14 units
+too small each time (R of dV 1.05 to 12 x its limit in 14 of 6,000 Cases with such sinks). Three figures:
 
     z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
           roundings of P and dS, without and with the last one: the largest over the ways a kernel may round, eight references
           of P's exponent included. The last one leans too where P has few values: 255/256 of a dO with eight bits is always
           rounded down (one query, 128 keys and scores near 0 in bfloat16: z of 1.6 x its limit)
+    R_k = R of the outputs that these known roundings make of exact values, the largest over the ways that round where O's budget
+          assumes: for O the one reference that is its row's maximum, since the others have other units
     c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
           in a row that sees few keys, and 1 / n where it has n independent numbers; equal values have equal last roundings
 
 Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 16 ways. A mean of n squares of
-single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred.
+single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred. R_k was at most
+1 + 1.1 / sqrt(nu) in the 1,226 generic outputs of 800 drawn Cases (nu as in aggregate.py).
 """
 
 from __future__ import annotations
@@ -51,12 +56,13 @@ class _Product:
 
 
 class Independence:
-    """Collects z_k and c of every output from whole frames."""
+    """Collects z_k, c and what R_k is taken from, of every output from whole frames."""
 
     Z_LIMIT = 3.5
 
     def __init__(self) -> None:
         self._sums: dict[OutputName, torch.Tensor] = {}
+        self._moved: dict[OutputName, tuple[torch.Tensor, int]] = {}
         self._correlated: dict[OutputName, list[torch.Tensor]] = {}
 
     def add(self, t: Scores, f: Forward, delta: Delta, placed: Placed) -> None:
@@ -73,7 +79,7 @@ class Independence:
             ("dk", _Product(d_s.mT @ q, q, (var_s + of_d).mT), keys, (x.mT for x in _of_ds(t, f, delta, weight))),
         )
         for name, product, sampled, errors in products:
-            self._add_known(name, product, errors, t)
+            self._add_known(name, product, errors, t, placed)
             self._correlated.setdefault(name, []).append(_correlated(product, sampled, t))
 
     def figures(self) -> dict[OutputName, tuple[float, float]]:
@@ -85,11 +91,17 @@ class Independence:
             values[name] = (float(known), math.sqrt(float(torch.cat(self._correlated[name]).mean())))
         return values
 
-    def _add_known(self, name: OutputName, product: _Product, errors: Iterator[torch.Tensor], t: Scores) -> None:
-        """Add sum t and sum t^2 of the rows, for each of `errors`."""
+    def moved(self, name: OutputName) -> list[torch.Tensor]:
+        """Return how far the known roundings of R_k move an output, `(heads, tokens, dim)`, one for each way to round."""
+        whole, ways = self._moved[name]
+        return list(whole.chunk(ways, -1))
+
+    def _add_known(self, name: OutputName, product: _Product, errors: Iterator[torch.Tensor], t: Scores, placed: Placed) -> None:
+        """Add sum t and sum t^2 of the rows, and store what moves them, for each of `errors`."""
         last = half_ulp(product.expected, t.form).square_().div_(3)
         weighted = product.expected / (product.variance @ product.values.square() + last)
         moved = [error @ product.values for error in errors]
+        self._store(name, moved[:1] if name == "o" else moved, placed)
         moved += [each + _rounding(t, product.expected + each) for each in moved]
         of_rows = [(each * weighted).nan_to_num_(nan=0.0).sum(-1) for each in moved]
         if t.sunk and name in ("dk", "dv"):
@@ -97,6 +109,17 @@ class Independence:
             of_rows = [each[:, :-1] for each in of_rows]
         sums = torch.stack([torch.stack([each.sum(), each.square().sum()]) for each in of_rows])
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def _store(self, name: OutputName, moved: list[torch.Tensor], placed: Placed) -> None:
+        problem, parts, of_rows = placed.tokens.problem, torch.cat(moved, -1), name in ("o", "dq")
+        if name not in self._moved:
+            heads, tokens = (problem.heads, problem.total_q) if of_rows else (problem.kv_heads, problem.total_k)
+            self._moved[name] = (parts.new_zeros((heads, tokens, parts.shape[-1])), len(moved))
+        whole, _ = self._moved[name]
+        if of_rows:
+            placed.store_rows(whole, parts)
+        else:
+            placed.store_sums(whole, placed.sums(whole).copy_(parts))
 
 
 def _rounding(t: Scores, x: torch.Tensor) -> torch.Tensor:

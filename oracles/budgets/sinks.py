@@ -1,4 +1,4 @@
-"""Attention sinks in the budgets: a frame with one more key, and the budget of the sinks' gradient."""
+"""Attention sinks in the budgets: a frame with one more key, and the budget of the sinks' gradient, for one batch or several."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from attnfuzz.kernels.problem import SINKS
 from attnfuzz.oracles.formats import EPS, TINY
 from attnfuzz.oracles.frames import Frame, Loaded, Placed, Tokens
 from attnfuzz.oracles.modifiers import Leaves
+from attnfuzz.oracles.slots import SlotFrame, Slots
 
-__all__ = ["PlacedWithSinks", "SinkSums"]
+__all__ = ["PlacedWithSinks", "SinkSums", "SlotSinks"]
 
 
 class PlacedWithSinks(Placed):
@@ -87,18 +88,59 @@ class SinkSums:
     @property
     def lse_without_keys(self) -> torch.Tensor:
         """M_LSE of rows that are in no frame, `(heads, 1, 1)`: their LSE is the sink."""
-        return (16 * EPS * (self.sinks.abs() + 1)).masked_fill(self.sinks == -torch.inf, 0.0)[:, None, None]
+        return _lse_without_keys(self.sinks)[:, None, None]
 
     def add(self, placed: Placed, d_s: torch.Tensor, slack: torch.Tensor) -> None:
         """Add one frame's rows, each `(Z, rows, 1)`."""
         frame, groups = placed.frame, self._problem.groups
         heads = slice(frame.kv_heads.start * groups, frame.kv_heads.stop * groups)
-        size = d_s.abs()
-        for total, term in zip(self._sums, (slack, size, (size + slack > 0).double()), strict=True):
+        for total, term in zip(self._sums, _terms(d_s, slack), strict=True):
             of_rows = term.view(len(frame.sequences), len(frame.kv_heads), groups, len(frame.rows))
             total[heads] += of_rows.sum((0, 3)).flatten()
 
     def allowed(self) -> torch.Tensor:
         """Return M, float64 `(heads,)`."""
-        off, size, count = self._sums
-        return off + 6 * EPS * count.sqrt() * size + count * TINY
+        return _allowed(self._sums)
+
+
+class SlotSinks:
+    """The gradient of the sinks and its M, as of `SinkSums`, for several batches; heads without sinks have any value."""
+
+    def __init__(self, slots: Slots, sinks: torch.Tensor, outside: torch.Tensor, d_lse: torch.Tensor | None) -> None:
+        """Begin with the rows in no frame: `outside (rows,)`, which see no key; `d_lse (rows + 1, 1)`."""
+        self._slots, self._sinks, self._outside = slots, sinks, outside
+        self._sums = torch.zeros((4, len(sinks)), dtype=torch.float64, device=sinks.device)
+        if d_lse is not None:
+            of_row = d_lse[:-1, 0].to(torch.float64)
+            self._sums[0].index_add_(0, slots.head_of_row, 16 * EPS * of_row.abs())
+            seen = outside & (sinks[slots.head_of_row] > -torch.inf)
+            self._sums[3].index_add_(0, slots.head_of_row, torch.where(seen, of_row, 0.0))
+
+    def add(self, frame: SlotFrame, d_s: torch.Tensor, slack: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add one frame's rows, each `(Z, rows, 1)`; `gradient`: the reference's."""
+        assert frame.at_heads is not None
+        self._sums.index_add_(1, frame.at_heads, torch.stack([*_terms(d_s, slack), gradient]).flatten(1))
+
+    def of_lse(self, lse: torch.Tensor, m_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return LSE and its budget, `(rows, 1)`, with those of rows in no frame."""
+        own, outside = self._sinks[self._slots.head_of_row][:, None], self._outside[:, None]
+        return torch.where(outside, own, lse), torch.where(outside, _lse_without_keys(own), m_lse)
+
+    def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradient and M, float64 `(heads,)`."""
+        return self._sums[3, :-1], _allowed(self._sums[:3, :-1])
+
+
+def _terms(d_s: torch.Tensor, slack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what of each row is summed for M: slack, |P D|, and 1 where there is either."""
+    size = d_s.abs()
+    return slack, size, (size + slack > 0).double()
+
+
+def _allowed(sums: torch.Tensor) -> torch.Tensor:
+    off, size, count = sums
+    return off + 6 * EPS * count.sqrt() * size + count * TINY
+
+
+def _lse_without_keys(sinks: torch.Tensor) -> torch.Tensor:
+    return (16 * EPS * (sinks.abs() + 1)).masked_fill(sinks == -torch.inf, 0.0)

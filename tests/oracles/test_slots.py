@@ -7,11 +7,12 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.oracles.attention import sequences, visible_keys
-from attnfuzz.oracles.slots import Slots, flat, grouped
+from attnfuzz.oracles.slots import Slots, flat, grouped, sinks_of
 from attnfuzz.strategies.case import Recipe
 
 CPU = torch.device("cpu")
@@ -82,6 +83,41 @@ def test_rows_and_keys_are_stored_where_a_batch_has_them() -> None:
         assert torch.equal(x.q[slots.row_starts[number] : slots.row_starts[number + 1]].view(p.heads, p.total_q, 4), rows)
         assert torch.equal(x.k[slots.key_starts[number] : slots.key_starts[number + 1]].view(p.kv_heads, p.total_k, 4), keys)
         assert (slots.batch_of_row == number).sum() == p.heads * p.total_q
+
+
+@pytest.mark.parametrize("chunk", [60, 1 << 16])
+def test_with_sinks_the_last_key_of_a_frame_is_the_sink_of_each_row(chunk: int) -> None:
+    own = [replace(p, sinks=at % 3 > 0) for at, p in enumerate(problems(40, 3))]
+    batches = [materialise(p, Recipe(seed=at, sinks="mixed" if p.sinks else "moderate"), "cpu") for at, p in enumerate(own)]
+    sinks = sinks_of(batches)
+    assert sinks is not None
+    slots = Slots(own, chunk, CPU, sinks=sinks)
+    x = flat(slots, batches)
+    for number, inputs in enumerate(batches):
+        p = inputs.problem
+        for data in sequences(inputs):
+            n_q, n_k = data.q.shape[1], data.k.shape[1]
+            for kv in range(p.kv_heads if n_q and n_k else 0):
+                at, z = slots.place[slots.number(number, data.index, kv)]
+                frame = slots.frames[at]
+                assert frame.sinks is not None
+                loaded, visible = frame.take(x), frame.visible()[z]
+                assert torch.equal(loaded.k[z, :n_k], data.k[kv].double())
+                assert not loaded.k[z, n_k:].any()
+                assert not loaded.v[z, n_k:].any()
+                of_head = inputs.sinks[kv * p.groups : (kv + 1) * p.groups] if inputs.sinks is not None else None
+                for row in range(frame.shape[1]):
+                    head, i = divmod(row, frame.shape[1] if of_head is None else n_q)
+                    real = of_head is not None and head < p.groups and i < n_q
+                    expected = float(of_head[head]) if real and of_head is not None else -torch.inf
+                    assert float(frame.sinks[z, row]) == expected
+                    assert bool(visible[row, -1]) == (expected > -torch.inf)
+                assert torch.equal(visible[: p.groups * n_q, :n_k], visible_keys(p, data.index).repeat(p.groups, 1))
+                assert float(frame.n_k[z]) == n_k + p.sinks
+        heads = slice(*slots.head_starts[number : number + 2])
+        assert torch.equal(slots.batch_of_head[heads], torch.full((p.heads,), number))
+        of_rows = slots.head_of_row[slice(*slots.row_starts[number : number + 2])]
+        assert torch.equal(of_rows, (torch.arange(p.heads) + heads.start).repeat_interleave(p.total_q))
 
 
 def padded(sizes: list[tuple[int, int]], group: list[int]) -> int:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from support.emulated.sinks import kernel as with_sinks
 from support.emulated.whole import WIDE, Emulated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.judge import batch as batching
 from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
 from attnfuzz.harness.judge.judge import judge
-from attnfuzz.harness.judge.truth import is_tiny, truth
+from attnfuzz.harness.judge.truth import Truths, is_tiny, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Layout, Needs, Problem
-from attnfuzz.oracles.budgets.batch import BatchTruth
-from attnfuzz.strategies.case import PATTERNS, Case, Recipe
+from attnfuzz.oracles.budgets.batch import BatchTruth, truth_of_batches
+from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
 
@@ -34,6 +36,8 @@ PLAIN = Deviations()
 
 def launched(problem: Problem, recipe: Recipe) -> Launched:
     inputs = materialise(problem, recipe, "cpu")
+    if problem.sinks:
+        return Launched("k", inputs, with_sinks(inputs, first=bool(recipe.seed % 2)), Config())
     with torch.no_grad():
         o, lse = GOOD.forward(inputs)
         dq, dk, dv = GOOD.backward(inputs, o, lse)
@@ -222,6 +226,119 @@ def test_the_truths_of_a_batch_are_those_of_each_case() -> None:
             torch.testing.assert_close(true.reorder(values, values), own.reorder(values, values), rtol=1e-6, atol=1e-14)
 
 
+# --- sinks
+
+
+def sunk(dtype: str) -> list[Launched]:
+    """Cases of all masks and packings, three quarters of them with sinks: of any size, beside any values."""
+    rng = random.Random(f"sinks {dtype}")
+    patterns = [each for each in PATTERNS if each != "large_products"]
+    every = []
+    for seed in range(48):
+        batch, kv_heads, groups = rng.choice((1, 2, 3)), rng.choice((1, 2)), rng.choice((1, 2, 3))
+        lengths = [tuple(rng.choice(each) for _ in range(batch)) for each in ((0, 1, 3, 17, 60, 130), (0, 1, 5, 33, 70, 120))]
+        packing = rng.choice(("ragged", "ragged", "dense"))
+        if packing == "dense":
+            lengths = [(each[0],) * batch for each in lengths]
+        problem = Problem(
+            seqlens_q=lengths[0], seqlens_k=lengths[1], packing=packing, dim_qk=16, dim_v=40, heads=kv_heads * groups,
+            kv_heads=kv_heads, dtype=dtype, causal=rng.choice((None, "bottom_right", "top_left")),
+            window=rng.choice((None, None, (3, 1))), sinks=seed % 4 != 3, needs=Needs(dlse=rng.random() < 0.3),
+        )  # fmt: skip
+        values = SINK_VALUES[seed % 5] if problem.sinks else "moderate"
+        pattern = rng.choice(("normal", rng.choice(patterns)))
+        every.append(launched(problem, Recipe(seed=seed, sinks=values, pattern=pattern)))
+    return every
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_cases_with_sinks_beside_others_have_the_verdicts_that_they_have_alone(dtype: str) -> None:
+    every = sunk(dtype)
+    verdicts = [alone(each) for each in every]
+    assert all(each.status == "pass" for each in verdicts)
+    for size in (9, 48):
+        judged = list(in_batches(every, size))
+        for each, own, one in zip(every, verdicts, judged, strict=True):
+            assert one is None or one.verdict == own, each.inputs.problem
+            assert one is None or set(one.verdict.captured) == ({"sinks"} if each.inputs.problem.sinks else set())
+        assert sum(each is None for each in judged) <= 3, "few are left to be judged alone"
+    problems = [each.inputs.problem for each in every if each.inputs.problem.sinks]
+    assert any(0 in p.seqlens_k and any(p.seqlens_q) for p in problems)
+    statistics = [any(f.r is not None for f in v.figures.values()) for v in verdicts if v.captured]
+    assert dtype == "float32" or sum(statistics) >= 3
+
+
+@pytest.mark.parametrize("deviations", [each for each in DECLARED if not each.lse_base2 and not each.tf32_on], ids=repr)
+def test_declared_deviations_count_beside_sinks_too(deviations: Deviations) -> None:
+    every = [launched(replace(p, sinks=at % 3 > 0), Recipe(seed=at)) for at, p in enumerate([*MIXED, *MIXED[::-1]])]
+    for each, one in zip(every, judge_batch(every, deviations, "cpu"), strict=True):
+        assert one is not None
+        assert one.verdict == alone(each, deviations)
+
+
+def test_the_truths_beside_sinks_are_those_of_each_case() -> None:
+    every = [launched(replace(p, sinks=at != 1), Recipe(seed=at, sinks="mixed")) for at, p in enumerate(MIXED)]
+    for ties in (False, True):
+        batch = truth_of_batches([each.inputs for each in every], PLAIN, "cpu", 1 << 16, [], ties=ties)
+        assert batch.sinks is not None
+        for at, each in enumerate(every):
+            own = truth(each.inputs, PLAIN, "cpu")
+            assert isinstance(own, Truths)
+            if ties:
+                own.count_ties()
+            heads = slice(*batch.slots.head_starts[at : at + 2])
+            if each.inputs.problem.sinks:
+                of = own.captured["sinks"]
+                torch.testing.assert_close(batch.sinks[0][heads], of.expected, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(batch.sinks[1][heads], of.allowed, rtol=1e-6, atol=1e-14)
+
+
+def test_a_sink_of_minus_infinity_and_a_gradient_in_half_are_judged_together_too() -> None:
+    every = [launched(replace(p, sinks=True), Recipe(seed=at)) for at, p in enumerate(MIXED)]
+    none = dataclasses.replace(launched(MIXED[0], Recipe(seed=3)).inputs, problem=replace(MIXED[0], sinks=True))
+    plain = launched(MIXED[0], Recipe(seed=3)).outputs
+    every[0] = Launched(
+        "k", dataclasses.replace(none, captured=(torch.full((4,), -math.inf),)),
+        dataclasses.replace(plain, d_captured=(torch.zeros(4),)), Config(),
+    )  # fmt: skip
+    every[2] = with_gradient(every[2], lambda x: x.half())
+    judged = judge_batch(every, PLAIN, "cpu")
+    assert [each and each.verdict for each in judged] == [alone(each) for each in every]
+
+
+def with_gradient(each: Launched, change: Callable[[torch.Tensor], Any]) -> Launched:
+    """The Case with another gradient of its sinks."""
+    (own,) = each.outputs.d_captured
+    assert own is not None
+    return dataclasses.replace(each, outputs=dataclasses.replace(each.outputs, d_captured=(change(own.clone()),)))
+
+
+GRADIENTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "2 % too large": lambda x: x * 1.02,
+    "of another head": lambda x: x.roll(1),
+    "nan": lambda x: x.index_fill(0, torch.tensor([1]), math.nan),
+    "infinite": lambda x: x.index_fill(0, torch.tensor([1]), math.inf),
+    "of another shape": lambda x: x[:-1],
+    "of another dtype": lambda x: x.double(),
+    "missing": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("fault", GRADIENTS)
+def test_a_wrong_gradient_of_sinks_is_left_to_the_judge(fault: str) -> None:
+    every = [launched(replace(p, sinks=True), Recipe(seed=at)) for at, p in enumerate(MIXED)]
+    before = judge_batch(every, PLAIN, "cpu")
+    every[AT] = with_gradient(every[AT], GRADIENTS[fault])
+    after = judge_batch(every, PLAIN, "cpu")
+    assert after[AT] is None
+    assert [each.check for each in alone(every[AT]).failures] == ["d sinks"]
+    for at, (one, other) in enumerate(zip(before, after, strict=True)):
+        assert one is not None
+        assert at == AT or (other is not None and other.verdict == one.verdict)
+    none = dataclasses.replace(every[0], outputs=dataclasses.replace(every[0].outputs, d_captured=()))
+    assert judge_batch([none], PLAIN, "cpu") == [None]
+
+
 AT = 2
 """The Case of `MIXED` in which a fault is planted."""
 
@@ -351,10 +468,13 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def test_a_batch_costs_about_the_launches_of_one_case_and_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_batch_costs_about_the_launches_of_one_case_and_waits_once(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(batching._CHUNK, "cpu", batching._CHUNK["cuda"])
     monkeypatch.setattr(batching, "_most_elements", lambda _: 1 << 24)
-    every = [launched(p, Recipe(seed=seed)) for seed in range(4) for p in MIXED]
+    every = [
+        launched(replace(p, sinks=sinks and at % 2 == 0), Recipe(seed=seed)) for seed in range(4) for at, p in enumerate(MIXED)
+    ]
     with Operations() as of_one:
         alone(every[0])
     with Operations() as of_all:

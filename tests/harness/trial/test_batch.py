@@ -20,7 +20,7 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge import judge as judging
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial import batch, reading
-from attnfuzz.harness.trial.batch import run_batch
+from attnfuzz.harness.trial.batch import _BatchBench, run_batch
 from attnfuzz.harness.trial.errors import BatchLost
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
 from attnfuzz.harness.trial.trial import run_trial
@@ -93,6 +93,30 @@ def test_an_interpreted_kernel_has_the_same_verdicts(name: str) -> None:
     verdicts = run_batch(cases, "cpu")
     assert plain(verdicts) == alone(cases)
     assert all((each.status == "fail") == name.startswith("fault") for each in verdicts[:3])
+
+
+@interpreted
+def test_cases_with_sinks_are_judged_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = registry.get("triton.varlen")
+    environment.prepare("cpu")
+    if reason := kernel.unavailable("cpu"):
+        pytest.skip(reason)
+    problem = Problem(seqlens_q=(3, 5, 2), seqlens_k=(4, 6, 0), heads=2, kv_heads=1, dim_qk=64, dim_v=64, slack_q=1)
+    config = min(kernel.configs(problem), key=lambda each: each.tile("tile_m") * each.tile("tile_n"))
+    checks: tuple[Check, ...] = ("oracle", "oracle", "twice", "oracle")
+    cases = [
+        Case(
+            kernel=kernel.name, problem=replace(problem, sinks=number > 0), config=config, check=check,
+            recipe=Recipe(seed=number, sinks="large" if number == 3 else "moderate"),
+        )
+        for number, check in enumerate(checks)
+    ]  # fmt: skip
+    expected = alone(cases)
+    monkeypatch.setattr(_BatchBench, "judged", None)
+    verdicts = run_batch(cases, "cpu")
+    assert plain(verdicts) == expected
+    assert [set(each.captured) for each in verdicts] == [set(), {"sinks"}, {"sinks"}, {"sinks"}]
+    assert all(each.status == "pass" for each in verdicts)
 
 
 # --- inputs

@@ -6,6 +6,7 @@ makes of it.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -91,6 +92,33 @@ def test_sums_of_rounded_p_lie_on_the_steps_of_dv(seqlen: int, recipe: Recipe) -
     assert messages(inputs, {**outputs, "dv": dv}) == []
     # An element beyond its budget is still reported.
     assert "dV: " in "".join(messages(inputs, {**outputs, "dv": dv * 1.02}))
+
+
+@pytest.mark.parametrize(("kv_heads", "seed"), [(1, 16090), (3, 16090), (3, 16091)])
+def test_p_of_a_few_subnormal_numbers_is_rounded_alike_in_every_row(kv_heads: int, seed: int) -> None:
+    """Beside a large sink all P are some 2.1 of float16's smallest steps, and become 2: R was beyond its limit in a run."""
+    problem = Problem(
+        seqlens_q=(17,), seqlens_k=(19,), heads=3, kv_heads=kv_heads, dim_qk=64, dim_v=64, softmax_scale=2.0**-7, sinks=True
+    )
+    inputs = materialise(problem, Recipe(pattern="uniform01", sinks="large", seed=seed), "cpu")
+    if seed != 16090:
+        inputs = dataclasses.replace(inputs, captured=(torch.full((3,), 16.0),))
+    (data,) = attention.sequences(inputs)
+    scores = (data.q.double() @ data.k.double().mT) * problem.scale
+    p = (scores - torch.logaddexp(torch.logsumexp(scores, -1), data.captured[-1].double()[:, None])[..., None]).exp()
+    assert bool((p.half() < 2.0**-14).all())
+
+    def wrong(rounded: torch.Tensor) -> list[str]:
+        dv = (rounded.double().mT @ data.d_o.double()).unflatten(0, (kv_heads, -1)).sum(1)
+        outputs = {**as_expected(inputs), "dv": dv.transpose(0, 1).half().contiguous()}
+        expected = truth(inputs, Deviations(), "cpu")
+        d_sinks = expected.captured["sinks"].expected.float()
+        verdict = judge("k", inputs, Outputs(**outputs, d_captured=(d_sinks,)), expected)
+        return [f"{each.output} {each.check}" for each in verdict.failures]
+
+    assert wrong(p.half()) == []
+    # The same roundings twice, as of a P that lost one bit more, are an error.
+    assert wrong(p + 2 * (p.half().double() - p)) == ["dv R"]
 
 
 def test_equal_terms_of_a_float32_sum_are_rounded_alike() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.doubt import MASKS_IN_DOUBT
+from support.emulated.sinks import kernel as with_sinks
 from support.emulated.whole import WIDE, Emulated
 from support.fused_c import Compiled, generated
 
@@ -96,15 +97,18 @@ SHAPES = ((2, 1.0), (4, 0.25), (8, 0.1), (6, 3.0))
 
 def launched(problem: Problem, recipe: Recipe) -> Launched:
     inputs = materialise(problem, recipe, "cpu")
+    if problem.sinks:
+        return Launched("k", inputs, with_sinks(inputs, first=True), Config())
     with torch.no_grad():
         o, lse = GOOD.forward(inputs)
         dq, dk, dv = GOOD.backward(inputs, o, lse)
     return Launched("k", inputs, Outputs(o=o, lse=lse, dq=dq, dk=dk, dv=dv), Config())
 
 
-def test_cases_judged_together_have_the_same_verdicts(compiled: Compiled) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cases_judged_together_have_the_same_verdicts(compiled: Compiled, sinks: bool) -> None:
     every = [
-        launched(replace(RAGGED, heads=heads, softmax_scale=scale, needs=Needs()), Recipe(seed=seed))
+        launched(replace(RAGGED, heads=heads, softmax_scale=scale, needs=Needs(), sinks=sinks and seed > 0), Recipe(seed=seed))
         for seed, (heads, scale) in enumerate(SHAPES)
     ]
     plain = [each and each.verdict for each in judge_batch(every, Deviations(), "cpu")]
