@@ -1,11 +1,12 @@
 """Batches of a kernel without a campaign around them: Cases a second of processes side by side, and what their GPU does.
 
-    python benchmarks/batch.py [--device cpu|cuda] [--cases N] [--size N] [--processes N] [--operations] [--alone]
+    python benchmarks/batch.py [--device cpu|cuda] [--cases N] [--size N] [--processes N] [--operations] [--waits] [--alone]
                                [--json FILE] [KERNEL]
 
 Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
 --operations also the operations of batches on the device, by kind: all, and those of the judgement (one process, torch's
-profiler). With --alone also whether the Verdicts are those of the Cases run alone: exit code 1 if not.
+profiler). With --waits also where a Case waits for the device, and how often: processes share it in turns, so that each wait
+lasts until all others have had theirs. With --alone also whether the Verdicts are those of the Cases alone: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import multiprocessing
 import re
 import sys
 import time
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -142,6 +145,32 @@ def operations(name: str, count: int, size: int) -> dict[str, dict[str, tuple[fl
     return {"judgement": judgement.by_kind(cases), "all": whole.by_kind(cases)}
 
 
+def waits(name: str, count: int, size: int) -> dict[str, float]:
+    """Return how often a Case waits for the device, by the line that waits and the two that called it, most often first."""
+    environment.prepare("cuda")
+    every = batches(name, "cuda", count, size)
+    for each in every[:_UNTIMED]:
+        trial_batch.run_batch(each, "cuda")
+    places, root = Counter[str](), str(Path(__file__).resolve().parent.parent)
+
+    def note(message: Warning | str, *_: Any) -> None:
+        if "synchroniz" in str(message):
+            own = [each for each in traceback.extract_stack() if each.filename.startswith(root) and each.filename != __file__]
+            places[" < ".join(f"{each.filename[len(root) + 1 :]}:{each.lineno}" for each in own[:-4:-1])] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for each in every[_UNTIMED:]:
+                trial_batch.run_batch(each, "cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    cases = sum(len(each) for each in every[_UNTIMED:])
+    return {place: number / cases for place, number in places.most_common()}
+
+
 class _Watch:
     """Counts what the device does while a function runs."""
 
@@ -203,6 +232,7 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
 @click.option("--size", default=None, type=click.IntRange(1), help="Cases of a batch [default: as a campaign has them].")
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--operations", "lists", is_flag=True, help="Also what the GPU does for a Case.")
+@click.option("--waits", "finds", is_flag=True, help="Also where a Case waits for the GPU.")
 @click.option("--alone", is_flag=True, help="Also compare the Verdicts with those of the Cases run alone.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
 def main(
@@ -212,13 +242,15 @@ def main(
     size: int | None,
     processes: int,
     lists: bool,
+    finds: bool,
     alone: bool,
     json_file: Path | None,
 ) -> None:
     """Measure, and print the rate, the stages, and the operations."""
     where = environment.resolve_device(device)
-    if lists and where != "cuda":
-        raise click.BadParameter("a CPU's operations are not counted; use --device cuda", param_hint="--operations")
+    if (lists or finds) and where != "cuda":
+        hint = "--operations" if lists else "--waits"
+        raise click.BadParameter("a CPU's operations are not counted; use --device cuda", param_hint=hint)
     size = size or batch_for(Settings(device=where)).most
     count = cases or 6 * size
     if count <= _UNTIMED * size:
@@ -226,6 +258,8 @@ def main(
     result = {"kernel": kernel, "device": where, "size": size, **summary(side_by_side(processes, kernel, where, count, size))}
     if lists:
         result["operations"] = operations(kernel, count, size)
+    if finds:
+        result["waits"] = waits(kernel, count, size)
     if alone:
         result["compared"], result["different"] = count, differences(kernel, where, count, size)
     if json_file is not None:
@@ -254,6 +288,11 @@ def show(result: dict[str, Any]) -> None:
             table.add_row(kind, f"{us:.1f}", f"{number:.2f}", f"{of[0]:.1f}", f"{of[1]:.2f}")
         sums = [sum(column) for of in every.values() for column in zip(*of.values(), strict=True)]
         table.add_row("all", *(f"{sums[at]:.1f}" for at in (2, 3, 0, 1)))
+        console.print(table)
+    if "waits" in result:
+        table = Table("waits for the device", f"a Case: {sum(result['waits'].values()):.2f}")
+        for place, number in result["waits"].items():
+            table.add_row(place, f"{number:.3f}")
         console.print(table)
     if "different" in result:
         console.print(f"{result['compared']} Verdicts beside those of the Cases alone: {len(result['different'])} differ")

@@ -269,6 +269,7 @@ def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--operations"], "use --device cuda"),
+        (["--waits"], "use --device cuda"),
         pytest.param(["--cases", "4"], "ask for more", marks=pytest.mark.slow),
         pytest.param(["no.kernel"], "no.kernel", marks=pytest.mark.slow),
     ],
