@@ -150,6 +150,35 @@ class Run(msgspec.Struct):
     """Modules that keep functions of files as kernels (`--like`), by the kernels' names."""
 
 
+class Merge(msgspec.Struct):
+    """What `attnfuzz merge --json` prints: the runs of all folders as one.
+
+    `out`: the folder of what is merged. `runs`: their stamps. `case_files`, `in_flight`: Cases stored there, and those that runs
+    left in flight. `incomplete`: what did not finish, and shards that are missing. `without_case`: failures without a Case on disk.
+    `left_out`: files that cannot be read, and why.
+    """
+
+    format: _Format
+    command: Literal["merge"]
+    kernels: list[KernelRow]
+    skipped: list[Skipped]
+    failures: list[RunFailure]
+    seconds: float
+    interrupted: bool
+    broken: list[Broken]
+    untried: list[Untried]
+    lost: str | None
+    not_kept: str | None
+    seed: int
+    out: str
+    runs: list[str]
+    case_files: int
+    in_flight: int
+    incomplete: list[str]
+    without_case: list[str]
+    left_out: list[str]
+
+
 class ReproOnce(msgspec.Struct):
     """What `attnfuzz repro --json` prints. `ids`: the identities of the failures of `verdict`."""
 
@@ -505,7 +534,7 @@ class EventLine(msgspec.Struct):
 
 
 _DOCUMENTS = (
-    *(Run, ReproOnce, ReproRepeat, ReproShrink, ReproExplain, ReproScript, Gate, KernelList),
+    *(Run, Merge, ReproOnce, ReproRepeat, ReproShrink, ReproExplain, ReproScript, Gate, KernelList),
     *(Conformance, CaseList, CaseRemoval, Check, Coverage, WrongUse, EventLine),
 )
 _NUMBERS = {"anyOf": [{"type": "number"}, {"enum": ["inf", "-inf", "nan"]}]}

@@ -126,6 +126,13 @@ def test_repro_in_each_way(done: Done, tmp_path: Path) -> None:
     assert blob["case"] == once["case"]
 
 
+def test_folders_that_are_merged(done: Done, tmp_path: Path) -> None:
+    merged = printed("Merge", "merge", str(tmp_path / "all"), str(done.out), code=(0, 1))
+    assert (merged["command"], len(merged["runs"])) == ("merge", 1)
+    assert {each["id"] for each in merged["failures"]} == {each["id"] for each in done.content["failures"]}
+    assert merged["case_files"] == len(merged["failures"])
+
+
 @pytest.mark.usefixtures("unexplained")
 def test_repro_by_shrinking(done: Done, tmp_path: Path) -> None:
     path = str(shutil.copy(done.skewed["path"], tmp_path))
