@@ -149,7 +149,7 @@ def _timed(kernel: Kernel, case: Case, device: Device, enter: _Enter) -> dict[st
         except BuildError as error:
             return {"broken": describe_exception(error)}
         enter("inputs")
-        inputs = materialise(case.problem, case.recipe, device)
+        inputs = materialise(case.problem, case.recipe, device).for_kernel()
         enter("kernel")
         one = min(sum(_seconds(ready, inputs, device, 1).values()) for _ in range(_WARM_UPS))
         calls = max(1, min(_MOST_CALLS, math.ceil(_LEAST_SECONDS[device] / max(one, 1e-6))))

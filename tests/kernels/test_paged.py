@@ -13,9 +13,12 @@ from support import adapters as support
 from support.runs import run_kernel
 from support.subjects import LIMITS, Subject
 
+from attnfuzz.harness.audit.conformance import probes
 from attnfuzz.harness.audit.conformance.check import check_adapter
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.gate import tasks
 from attnfuzz.harness.isolation.executors import InProcess
+from attnfuzz.harness.repro.sanitize import child
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
@@ -246,6 +249,19 @@ def test_keys_and_values_beside_pages_are_an_error_with_the_remedy(uses: str, mo
     name = "v" if uses in ("view", "v as an argument") else "k"
     text = f"inputs.{name}: keys and values of this Problem are in pages; read inputs.{name}_pages, by inputs.page_table"
     assert (failure.kind, text in failure.message) == ("exception", True), failure.message
+
+
+@pytest.mark.parametrize("where", ["gate", "sanitize", "check-adapter"])
+def test_everything_that_runs_a_kernel_gives_it_no_keys_beside_pages(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, problem = Subject({"page_sizes": (16,), "outputs": ("o", "lse"), "dims": ((8, 4),)}), Problem(**PLAIN)
+    monkeypatch.setattr(Subject, "build", lambda *_: ReadsKeys("nothing"))
+    case = Case(kernel=subject.name, problem=problem, config=subject.configs(problem)[0])
+    if where == "gate":
+        assert "broken" not in tasks._timed(subject, case, "cpu", lambda _: None)
+    elif where == "sanitize":
+        child.run_launches(subject, case, "cpu", lambda _: None)
+    else:
+        probes._called(ReadsKeys("nothing"), materialise(problem, case.recipe, "cpu"), "cpu")
 
 
 def test_what_does_not_fit_is_refused_in_words() -> None:

@@ -56,7 +56,7 @@ def _has_graph(kernel: Kernel, case: Case, device: Device) -> bool | None:
     """Return whether the O of an adapted function has a graph of autograd's; None where its forward fails."""
     try:
         ready = build_kernel(kernel, case.problem, case.config, device)
-        ready.forward(materialise(case.problem, case.recipe, device))
+        ready.forward(materialise(case.problem, case.recipe, device).for_kernel())
     except Exception:  # a Trial reports it
         return None
     return ready.has_graph if isinstance(ready, Running) else None
@@ -131,6 +131,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _called(ready: Built, inputs: Inputs, device: Device) -> Outputs:
     """Run forward and backward, with nothing poisoned and torch as it is set."""
+    inputs = inputs.for_kernel()
     o, lse = ready.forward(inputs)
     dq = dk = dv = None
     if {"dq", "dk", "dv"} & set(inputs.problem.needs.outputs):

@@ -71,7 +71,7 @@ def run_launches(kernel: Kernel, case: Case, device: Device, say: Any) -> None:
     before = earlier_problems(kernel, case, device) if case.check in CALLS else ()
     for problem in (*before, case.problem):
         ready = build_kernel(kernel, problem, case.config, device)
-        inputs = _on(device, materialise(problem, case.recipe, "cpu"))
+        inputs = _on(device, materialise(problem, case.recipe, "cpu")).for_kernel()
         say("launched")
         _launch(ready, inputs, problem, device)
 
