@@ -154,8 +154,8 @@ class Merge(msgspec.Struct):
     """What `attnfuzz merge --json` prints: the runs of all folders as one.
 
     `out`: the folder of what is merged. `runs`: their stamps. `case_files`, `in_flight`: Cases stored there, and those that runs
-    left in flight. `incomplete`: what did not finish, and shards that are missing. `without_case`: failures without a Case on disk.
-    `left_out`: files that cannot be read, and why.
+    left in flight. `incomplete`: what did not finish, and shards that are missing. `without_case`: failures without a Case on
+    disk. `left_out`: files that cannot be read, and why.
     """
 
     format: _Format
