@@ -60,6 +60,11 @@ def captured_row(tensor: str) -> str:
     return SINKS if tensor == SINKS else "captured"
 
 
+def row_of_gradient(output: str | None, check: str) -> str | None:
+    """Return the row of a failure of `output` and `check`, if it is of a captured tensor's gradient; None else."""
+    return captured_row(check.removeprefix("d ")) if output is None and check.startswith("d ") else None
+
+
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Kernel, kind, output, check and message without digits; failures with equal identities count as one bug."""
 
@@ -119,8 +124,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def captured_row(self) -> str | None:
         """Return the row that counts a wrong gradient of a captured tensor; None: it is of an output, or of none."""
-        of_gradient = self.output is None and self.check.startswith("d ")
-        return captured_row(self.check.removeprefix("d ")) if of_gradient else None
+        return row_of_gradient(self.output, self.check)
 
     @property
     def identity(self) -> Identity:

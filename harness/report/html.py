@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.files import exists
 from attnfuzz.harness.core.text import counted, dumps, printable
 from attnfuzz.harness.judge.errormap import read_maps
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES
+from attnfuzz.harness.judge.failure import CAPTURED_TITLES, OUTPUT_TITLES, row_of_gradient
 from attnfuzz.harness.report import plots
 from attnfuzz.harness.report.merge import MergedRuns, value
 from attnfuzz.harness.report.runfile import FailureRecord, KernelRecord, OutputRecord
@@ -26,6 +26,7 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 
 __all__ = ["Page", "page"]
 
+_TITLES: Final[dict[str, str]] = {**OUTPUT_TITLES, **CAPTURED_TITLES}
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 _OPEN: Final = 10
 """Failures that are shown in full at once; the others unfold."""
@@ -121,13 +122,14 @@ def page(merged: MergedRuns, folder: Path, *, pictures: int, step: Callable[[], 
     for number, record in enumerate(merged.failures, 1):
         views.append(_failure(record, number, folder, draw=sum(bool(each.picture) for each in views) < pictures))
         step()
+    columns = _columns(merged)
     script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
     text = environment.get_template("report.html.j2").render(
         run=merged,
         failures=views,
         open=_OPEN,
-        outputs=[OUTPUT_TITLES[name] for name in OUTPUT_NAMES],
-        rows=[_row(each, merged) for each in merged.kernels],
+        outputs=[_TITLES[name] for name in columns],
+        rows=[_row(each, merged, columns) for each in merged.kernels],
         distributions=[(each.kernel, _histograms(each)) for each in merged.kernels if each.outputs],
         features=_features(merged),
         drawn=_draws(merged),
@@ -197,10 +199,21 @@ def _picture(name: str, title: str, folder: Path) -> tuple[str, str]:
 
 
 def _titled(name: str | None) -> str:
-    return next((title for output, title in OUTPUT_TITLES.items() if output == name), "")
+    return _TITLES.get(name or "", "")
 
 
-def _row(kernel: KernelRecord, merged: MergedRuns) -> dict[str, Any]:
+def _columns(merged: MergedRuns) -> list[str]:
+    """Return the outputs, and the gradients of captured tensors that some kernel has or fails in."""
+    rows = {name for each in merged.kernels for name in each.captured} | {_place(each) for each in merged.failures}
+    return [*OUTPUT_NAMES, *(name for name in CAPTURED_TITLES if name in rows)]
+
+
+def _place(failure: FailureRecord) -> str:
+    """Return the output, or the row of captured tensors' gradients, that a failure is of; empty: neither."""
+    return failure.output or row_of_gradient(failure.output, failure.check) or ""
+
+
+def _row(kernel: KernelRecord, merged: MergedRuns, columns: Sequence[str]) -> dict[str, Any]:
     """Return one kernel's line of the table."""
     own = [each for each in merged.failures if each.kernel == kernel.kernel]
     return {
@@ -208,16 +221,16 @@ def _row(kernel: KernelRecord, merged: MergedRuns) -> dict[str, Any]:
         "cases": kernel.cases,
         "rate": kernel.cases / kernel.seconds if kernel.seconds else 0.0,
         "ended": kernel.ended,
-        "cells": [_cell(kernel, name, own) for name in OUTPUT_NAMES],
+        "cells": [_cell(kernel, name, own) for name in columns],
         "failures": len(own),
-        "others": [each for each in own if each.output not in OUTPUT_NAMES],
+        "others": [each for each in own if _place(each) not in columns],
         "first": next((number for number, each in enumerate(merged.failures, 1) if each.kernel == kernel.kernel), 0),
     }
 
 
 def _cell(kernel: KernelRecord, name: str, failures: list[FailureRecord]) -> _Cell:
-    output = kernel.outputs.get(name)
-    wrong = [each for each in failures if each.output == name]
+    output = (kernel.captured if name in CAPTURED_TITLES else kernel.outputs).get(name)
+    wrong = [each for each in failures if _place(each) == name]
     title = _titled(name)
     if output is None or not (output.cases or output.failures):
         unjudged = f", {output.unjudged} not judged" if output else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,15 @@ def test_a_wrong_gradient_of_sinks_has_a_row_everywhere() -> None:
     assert not list(wrong(json.loads(merged.stdout)["kernels"][0], "KernelRow"))
     [of_merge], [of_run] = (each["kernels"] for each in (json.loads(merged.stdout), campaign_object(done)))
     assert of_merge["captured"]["sinks"] == of_run["captured"]["sinks"]
+
+    pytest.importorskip("jinja2")
+    page = CliRunner().invoke(main, ["report", "kept", "--output", "page.html"])
+    assert page.exit_code == 0, page.output
+    text = Path("page.html").read_text(encoding="utf-8")
+    assert '<button type="button">d sinks</button>' in text
+    title = f"d sinks of theirs.sinks: worst error [0-9.]+ x its budget, wrong in {figures.failures} of {figures.cases} Cases"
+    assert re.search(title, text)
+    assert '<button type="button">d captured</button>' not in text, "no kernel has other captured tensors"
 
 
 def failure(check: str, kind: Any = "mismatch", output: Any = None) -> Failure:
