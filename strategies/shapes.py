@@ -217,39 +217,46 @@ def _pairs(variant: Variant) -> Iterable[tuple[str, object]]:
 
 
 class _Tree:
-    """Variants by the values of their parts, with one strategy for the values of each part. Its repr is short.
+    """Variants by the values of their parts. Its repr is short.
 
     Hypothesis writes out the arguments of a strategy, and warns where these are thousands of lines.
     """
 
-    __slots__ = ("_branches", "_parts", "_values", "_variants")
+    __slots__ = ("_branches", "_count", "_depth", "_parts", "_variants")
 
-    def __init__(self, variants: Sequence[Variant], parts: Sequence[str] = _PARTS) -> None:
-        self._variants, self._parts = variants, parts
-        self._values: st.SearchStrategy[object] | None = None
-        self._branches: dict[int, _Tree | Variant] = {}
+    def __init__(self, variants: Sequence[Variant], parts: Sequence[str] = _PARTS, depth: int = 0) -> None:
+        self._variants, self._parts, self._depth, self._count = variants, parts, depth, len(variants)
+        self._branches: list[_Tree | Variant] = []
+        """One for each value of the part at this depth."""
 
     def __repr__(self) -> str:
-        return f"<{len(self._variants)} variants>"
+        return f"<{self._count} variants>"
 
-    def _grow(self) -> st.SearchStrategy[object]:
+    def _grow(self) -> None:
         """Make the branches, at the first draw: a run draws from few of those of a thousand variants."""
         by_value: dict[object, list[Variant]] = {}
         for each in self._variants:
-            by_value.setdefault(getattr(each, self._parts[0]), []).append(each)
-        rest = self._parts[1:]
-        # By identity: to hash a Config or a modifier takes longer than to draw it.
-        self._branches = {id(value): _Tree(each, rest) if rest and len(each) > 1 else each[0] for value, each in by_value.items()}
-        return st.sampled_from(tuple(by_value))
+            by_value.setdefault(getattr(each, self._parts[self._depth]), []).append(each)
+        below = self._depth + 1
+        ends = below == len(self._parts)
+        self._branches = [each[0] if ends or len(each) == 1 else _Tree(each, self._parts, below) for each in by_value.values()]
+        # A run of hours grows most branches.
+        self._variants = ()
 
     def draw(self, draw: st.DrawFn) -> Variant:
         """Draw a value of each part in turn, among the variants that have the values before."""
         tree: _Tree | Variant = self
         while isinstance(tree, _Tree):
-            if tree._values is None:
-                tree._values = tree._grow()
-            tree = tree._branches[id(draw(tree._values))]
+            if not tree._branches:
+                tree._grow()
+            tree = tree._branches[draw(_places(len(tree._branches)))]
         return tree
+
+
+@functools.cache
+def _places(count: int) -> st.SearchStrategy[int]:
+    """Return the strategy of the places in a list, shared by all lists of that length: one of each list's own has kilobytes."""
+    return st.sampled_from(range(count))
 
 
 def one_variant(variants: Sequence[Variant]) -> st.SearchStrategy[Variant]:

@@ -7,6 +7,7 @@ divided by their number: for fewer than 1 of 100 failures, chance alone is state
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attnfuzz.harness.campaign.coverage import Phase
@@ -29,12 +30,17 @@ _TEXT = 300
 
 
 class Contrast:
-    """Keeps Cases of one kernel: those that pass, a sample where there are many, and those that fail, by identity."""
+    """Keeps what can be said of Cases of one kernel: of those that pass, a sample where there are many, and of those that fail.
+
+    Of each Case the numbers of its properties: a Case itself has ten times their memory.
+    """
 
     def __init__(self) -> None:
-        self._passing: list[tuple[Case, frozenset[str]]] = []
+        self._numbers: dict[str, int] = {}
+        """Of each property that a Case had."""
+        self._passing: list[tuple[array[int], tuple[str, ...]]] = []
         """Each with the outputs that were not judged."""
-        self._failing: dict[Identity, list[Case]] = {}
+        self._failing: dict[Identity, list[array[int]]] = {}
         self._seen = 0
         self._random = random.Random(0)
 
@@ -46,25 +52,29 @@ class Contrast:
             if identity in self._failing or len(self._failing) < _IDENTITIES:
                 kept = self._failing.setdefault(identity, [])
                 if len(kept) < _FAILING:
-                    kept.append(case)
+                    kept.append(self._numbered(case))
         if not verdict.failures:
-            self._keep(case, frozenset(name for name, figures in verdict.figures.items() if figures.unjudged))
+            self._keep(case, tuple(name for name, figures in verdict.figures.items() if figures.unjudged))
 
-    def _keep(self, case: Case, unjudged: frozenset[str]) -> None:
+    def _keep(self, case: Case, unjudged: tuple[str, ...]) -> None:
         """Keep a Case that passes with the same chance as every other one."""
         self._seen += 1
         if len(self._passing) < _PASSING:
-            self._passing.append((case, unjudged))
+            self._passing.append((self._numbered(case), unjudged))
         elif (at := self._random.randrange(self._seen)) < _PASSING:
-            self._passing[at] = case, unjudged
+            self._passing[at] = self._numbered(case), unjudged
+
+    def _numbered(self, case: Case) -> array[int]:
+        return array("I", [self._numbers.setdefault(each, len(self._numbers)) for each in properties(case)])
 
     def common(self, identity: Identity) -> tuple[Common, ...]:
         """Return what the Cases that fail with `identity` have in common, the strongest first."""
         failing = self._failing.get(identity, [])
-        passing = [case for case, unjudged in self._passing if identity.output not in unjudged]
+        passing = [kept for kept, unjudged in self._passing if identity.output not in unjudged]
         if len(failing) < _LEAST or not passing:
             return ()
-        return common_to([set(properties(each)) for each in failing], [set(properties(each)) for each in passing])
+        names = list(self._numbers)
+        return common_to([{names[at] for at in kept} for kept in failing], [{names[at] for at in kept} for kept in passing])
 
 
 def common_to(failing: Sequence[set[str]], passing: Sequence[set[str]]) -> tuple[Common, ...]:

@@ -139,6 +139,8 @@ class TrialRunner:
 
     def _examined(self, case: Case, verdict: Verdict) -> None:
         self._failing = [each for each in self._failing if each != case]
+        if not self._failing:
+            self.executor.forget_pasts()
         if verdict.failures:
             self._land()
 

@@ -9,7 +9,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from attnfuzz.harness.isolation.wire import Board, connect, receive, send, wait
@@ -33,7 +32,9 @@ class Child:
     def __init__(self, pid: int, connection: socket.socket, board: int, log: int, ended: Callable[[], int | None]) -> None:
         self.pid, self._log, self._wait = pid, log, ended
         self.descriptor = os.pidfd_open(pid)
-        self._statm = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+        # Read by descriptor: pathlib interns each part of a path, and Python's table of interned strings, of a megabyte, is made
+        # anew when such entries have filled it.
+        self._stat, self._statm = (os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("stat", "statm"))
         # A child that stops in the middle of a message must not keep its parent waiting.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 5, 0))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
@@ -85,7 +86,7 @@ class Child:
     def cpu(self) -> float:
         """Return the processor seconds that the process has used, and the processes that it has waited for."""
         try:
-            fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            fields = os.pread(self._stat, 4096, 0).rpartition(b")")[2].split()
             return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         except (OSError, ValueError):
             return 0.0
@@ -127,5 +128,5 @@ class Child:
         """Close the parent's descriptors."""
         self.connection.close()
         self._board.close()
-        for descriptor in (self.descriptor, self._statm, self._log):
+        for descriptor in (self.descriptor, self._stat, self._statm, self._log):
             os.close(descriptor)

@@ -13,6 +13,8 @@ DEADLINE = 60.0
 _COMPILE_TIMES = 10.0
 _FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
 """A stage is suspected to hang after 20 times its usual time, and half a second at least."""
+_CODES = 4096
+"""Codes that are remembered to have run, the latest: where Cases have modifiers, nearly each has a code of its own."""
 _LARGER = 4
 """A Case of so many times the scores of any that has ended may take longer than they did: relations have 20,000 tokens."""
 
@@ -37,7 +39,8 @@ class Deadlines:
         """The deadline of each stage, in seconds."""
         self.full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
         self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        self._finished: set[tuple[str, str]] = set()
+        self._finished: dict[int, None] = {}
+        """Hashes of kernels with compile keys, which are long where there are modifiers."""
         self._most_scores: dict[str, int] = {}
         self._hangs: set[tuple[str, str]] = set()
 
@@ -47,7 +50,7 @@ class Deadlines:
         That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer.
         """
         deadlines = dict(self.full)
-        seen = (kernel, compile_key) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)
+        seen = hash((kernel, compile_key)) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)
         for stage, full in self.full.items():
             usual = self._usual[kernel, stage]
             # Where a hang is known, a short deadline can only cost a smaller Case: the final one runs with full deadlines.
@@ -62,7 +65,11 @@ class Deadlines:
         """Remember how long each stage took of a Case with so many scores that has ended."""
         for stage, each in seconds.items():
             self._usual[kernel, stage].append(each)
-        self._finished.add((kernel, compile_key))
+        code = hash((kernel, compile_key))
+        self._finished.pop(code, None)
+        self._finished[code] = None
+        if len(self._finished) > _CODES:
+            del self._finished[next(iter(self._finished))]
         self._most_scores[kernel] = max(scores, self._most_scores.get(kernel, 0))
 
     def note_hang(self, kernel: str, stage: str) -> None:

@@ -80,6 +80,9 @@ class Executor(Protocol):
     def past(self, case: Case) -> Past:
         """Return what the process that gave the latest Verdict of `case` had run before it, where that Verdict was a failure."""
 
+    def forget_pasts(self) -> None:
+        """Forget all that `past` could return: the failures so far are examined."""
+
     def compiler(self) -> Compiler:
         """Return a new Compiler; it is closed before the executor."""
 
@@ -160,6 +163,9 @@ class InProcess:
     def past(self, case: Case) -> Past:  # noqa: ARG002 - there is no other process in which it could be run again
         """Return nothing."""
         return Past()
+
+    def forget_pasts(self) -> None:
+        """Do nothing: there are none."""
 
     def compiler(self) -> Compiler:
         """Return a Compiler that compiles in this process."""

@@ -170,6 +170,10 @@ class Isolated:
         """Return what the process that gave the latest Verdict of `case` had run before it, where that Verdict was a failure."""
         return self._pasts.get(case, Past())
 
+    def forget_pasts(self) -> None:
+        """Forget all that `past` could return; each keeps up to hundreds of Cases."""
+        self._pasts.clear()
+
     def _ended(self, running: Running) -> Outcome:
         """Return the outcome of a task.
 

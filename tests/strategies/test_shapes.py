@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
+from hypothesis import strategies as st
 from support.subjects import CONFIGS, WIDE, Subject
 
 from attnfuzz.harness.campaign.plan import variants_of
@@ -15,8 +17,9 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Device
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.cases import cases
+from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.modifiers import pooled
-from attnfuzz.strategies.shapes import _KEY, Variant, all_variants, other_dims, pool
+from attnfuzz.strategies.shapes import _KEY, Variant, all_variants, one_variant, other_dims, pool
 
 
 def test_all_variants_are_every_combination_simplest_first() -> None:
@@ -212,3 +215,19 @@ def test_a_run_of_few_cases_has_few_kinds_of_modifiers_to_compile() -> None:
     sizes = [len(variants_of(kernel, Settings(device="cuda", max_examples=most))) for most in (None, 200, 16, 1)]
     assert sizes[0] == sizes[1] >= 40
     assert sizes[3] <= sizes[2] <= 20
+
+
+def test_drawing_makes_few_strategies() -> None:
+    """With one for each branch of the trees of variants, two for each check that is drawn, a run of hours grew by megabytes."""
+
+    def strategies() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), st.SearchStrategy) for each in gc.get_objects())
+
+    variants = variants_of(registry.get("triton.varlen"), Settings(device="cpu"))
+    strategy = one_variant(variants)
+    drawn(strategy, seed=0, examples=10, quota=10)
+    before = strategies()
+    assert len(drawn(strategy, seed=1, examples=2000, quota=2000)) > len(variants) / 2
+    lengths = len({len({getattr(each, part) for each in variants}) for part in ("dtype", "causal", "dims", "config")})
+    assert strategies() - before <= lengths + 10

@@ -107,6 +107,9 @@ class FunctionExecutor:
     def past(self, case: Case) -> Past:
         return Past()
 
+    def forget_pasts(self) -> None:
+        pass
+
     def compiler(self) -> Compiler:
         return SerialCompiler(lambda case: Compiled(case, 0.0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -455,6 +456,20 @@ def test_of_many_passing_cases_a_sample_is_kept() -> None:
         contrast.add("generate", case_of(1, 33, recipe=Recipe(seed=number)), FAIL)
     [common] = contrast.common(FAILURE.identity)
     assert common.of_passing == 1500
+
+
+def test_no_case_is_kept_for_the_comparison() -> None:
+    """A Case has kilobytes: in hours the sample becomes Cases that nothing else remembers."""
+
+    def living() -> int:
+        gc.collect()
+        return sum(type(each) is Case for each in gc.get_objects())
+
+    contrast, before = Contrast(), living()
+    for number in range(200):
+        contrast.add("generate", case_of(1, 32 + number % 2, recipe=Recipe(seed=number)), FAIL if number % 2 else PASS)
+    assert living() <= before
+    assert contrast.common(FAILURE.identity)[0].of_failing == 100
 
 
 def test_properties_are_true_of_their_case() -> None:

@@ -154,6 +154,21 @@ def test_a_process_keeps_what_it_has_run(executor: Isolated) -> None:
     assert executor.past(large) == Past((small, large, large, small))
 
 
+def test_what_processes_had_run_is_forgotten_once_failures_are_examined(executor: Isolated) -> None:
+    """Each of 200 failures kept up to 256 Cases: over hours they were most of what a worker remembered."""
+    registry.register(FAULTS["always"])
+    runner = TrialRunner(executor)
+    for case, verdict in runner.run_each([case_of("always", seqlens_q=(n,)) for n in (1, 2, 3)], "generate"):
+        assert verdict.failures
+        assert runner.past(case) == executor._pasts[case]
+    assert not executor._pasts
+    together = [case_of("always", seqlens_q=(n,)) for n in (4, 5, 6)]
+    for number, (case, verdict) in enumerate(runner.run_all(together, "generate")):
+        assert verdict.failures
+        assert runner.past(case).cases[-number - 1 :] == (case_of("always", seqlens_q=(3,)), *together[:number])
+    assert not executor._pasts
+
+
 def test_a_past_is_bounded() -> None:
     cases = [case_of("dims", seqlens_q=(n,)) for n in range(1, 301)]
     past = Past().plus(cases)

@@ -32,6 +32,17 @@ def test_code_that_has_run_has_twenty_times_its_usual_time(code: str, scores: in
     assert learned().of("k", code, scores)["kernel"] == kernel
 
 
+def test_the_latest_codes_are_remembered() -> None:
+    """Where Cases have modifiers, nearly each has a code of its own: a set of their keys grew by a kilobyte for each."""
+    deadlines = learned()
+    for number in range(10_000):
+        deadlines.learn("k", f"{number}", {"kernel": 0.1}, SCORES)
+        if number % 1000 == 0:
+            deadlines.learn("k", "code", {"kernel": 0.1}, SCORES)
+    assert len(deadlines._finished) <= 4096
+    assert [deadlines.of("k", code, SCORES)["kernel"] for code in ("code", "9999", "8000", "5000")] == [2.0, 2.0, 2.0, 60.0]
+
+
 def test_a_case_with_many_more_scores_than_any_before_has_the_full_deadline() -> None:
     """On a GPU that fifteen others used, a relation of 46,000 tokens was taken for a hang after two seconds."""
     deadlines = learned()

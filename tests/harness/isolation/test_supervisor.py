@@ -174,6 +174,16 @@ def test_a_child_that_died_between_tasks_costs_no_task(supervisor: Supervisor) -
     assert supervisor.run(task("echo")) == Reply({})
 
 
+def test_tasks_intern_no_strings(forked: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python makes a table of a megabyte anew when such strings have filled it, and its place is lost to what lies behind it."""
+    forked.run(task("who"))
+    interned: list[str] = []
+    monkeypatch.setattr(sys, "intern", lambda text: interned.append(text) or text)
+    for _ in range(3):
+        forked.run(task("who"))
+    assert not interned
+
+
 def test_several_tasks_at_once(forked: Supervisor) -> None:
     start = time.monotonic()
     tasks = [*(task("late") for _ in range(4)), task("dies", how="abort"), task("dies", how="raise"), task("echo")]
