@@ -55,6 +55,8 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The products of dO and O are rounded to the input dtype before they are added to Delta."""
     half_partial_o: bool = False
     """O of each split of the keys, a partial O, is rounded to the input dtype before the splits are combined in float32."""
+    half_split_lse: bool = False
+    """LSE of each split of the keys is rounded to the input dtype before the splits are combined by it."""
     lse_base2: bool = False
     """LSE is returned as log2."""
     tf32_on: tuple[Device, ...] = ()
