@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.released.subject import Package, released
 
@@ -145,7 +146,13 @@ _SDPA: Final[dict[str, Any]] = {
 }
 
 SDPA: Final = released(_sdpa, name="released.flag_gems.sdpa", gradients=False, deterministic=("o",), **_SDPA)
-SDPA_ALL: Final = released(_sdpa, name="released.flag_gems.sdpa_all", **_SDPA)
+SDPA_ALL: Final = released(
+    _sdpa,
+    name="released.flag_gems.sdpa_all",
+    # The backward rounds k times the scale and log2(e), and sums each query head's dK and dV in the input dtype.
+    deviations=Deviations(half_scaled_k=True, half_partials=True),
+    **_SDPA,
+)
 _FLASH_DIMS: Final = ((64, 64), (32, 32), (128, 128), (96, 96), (192, 192), (256, 256), (40, 40))
 
 FLASH: Final = released(

@@ -98,7 +98,7 @@ class Scores:
     of_splits: torch.Tensor | None = None
     """`delta` with the rounding of LSE of each split of the keys, where that is declared."""
     shared: torch.Tensor | None = None
-    """Relative error of P in the backward that a row or rows share: of LSE of splits, and of the roundings of K twice the mean."""
+    """Relative error of P in the backward that rows share: that of LSE of splits, and twice the mean of the roundings of K."""
 
     @property
     def only_scale(self) -> float:
