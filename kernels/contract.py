@@ -15,9 +15,11 @@ from attnfuzz.kernels.capabilities import (
     Device,
     Shape,
     SlackRows,
+    WindowForm,
     beyond_grid,
     shape_fields,
     why_unsupported,
+    window_of,
 )
 from attnfuzz.kernels.errors import BadArgument, check_name, reject
 from attnfuzz.kernels.problem import Problem
@@ -40,9 +42,11 @@ __all__ = [
     "Outputs",
     "Shape",
     "SlackRows",
+    "WindowForm",
     "beyond_grid",
     "shape_fields",
     "why_unsupported",
+    "window_of",
 ]
 
 ConfigValue = int | str | bool

@@ -87,17 +87,8 @@ def _refuses_findings(problem: Problem) -> str | None:
     return None
 
 
-def _refuses_negative_sides(problem: Problem) -> str | None:
-    """A side of a window of 0 or more."""
-    if any(side is not None and side < 0 for side in problem.window or ()):
-        return f"window={problem.window}: a number below 0 is no limit there"
-    return None
-
-
 def _refuses_ragged_findings(problem: Problem) -> str | None:
-    """What is known to be wrong: windows with a limit on one side, and LSE of several single queries with grouped heads."""
-    if (reason := _refuses_negative_sides(problem)) is not None:
-        return reason
+    """What is known to be wrong beside one-sided windows: limits that count as none, and LSE of several single queries."""
     queries, keys = (max(lengths, default=0) for lengths in (problem.seqlens_q, problem.seqlens_k))
     sides = problem.window or (None, None)
     # The package takes a limit of as many keys as there are, or more, for none.
@@ -172,7 +163,6 @@ FLASH_ALL: Final = released(
     like="dense",
     dims=_FLASH_DIMS,
     configs=({}, {"disable_splitkv": True}),
-    refuses=_refuses_negative_sides,
     **_FLASH,
 )
 _VARLEN: Final[dict[str, Any]] = {
@@ -182,5 +172,12 @@ _VARLEN: Final[dict[str, Any]] = {
     # Its kernel uses block pointers, which Triton 3.9 no longer has.
     "triton_before": (3, 9),
 }
-VARLEN: Final = released(_varlen, name="released.flag_gems.varlen", refuses=_refuses_ragged_findings, **_VARLEN)
-VARLEN_ALL: Final = released(_varlen, name="released.flag_gems.varlen_all", refuses=_refuses_negative_sides, **_VARLEN)
+VARLEN: Final = released(
+    _varlen,
+    name="released.flag_gems.varlen",
+    # A limit on one side alone is known to be wrong: VARLEN_ALL.
+    window_forms=("both",),
+    refuses=_refuses_ragged_findings,
+    **_VARLEN,
+)
+VARLEN_ALL: Final = released(_varlen, name="released.flag_gems.varlen_all", **_VARLEN)
