@@ -219,7 +219,10 @@ class Built(Protocol):
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A subject under test."""
+    """A subject under test.
+
+    It may have a member `process`, a `ProcessSetup`: what each process needs before its first launch.
+    """
 
     @property
     def name(self) -> str:
