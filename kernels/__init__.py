@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnfuzz.kernels.lowering import Lowers, MachineCode, Unit
     from attnfuzz.kernels.problem import Layout, Needs, Problem
     from attnfuzz.kernels.registry import get, names, register
+    from attnfuzz.kernels.support.process_setup import ProcessSetup
     from attnfuzz.kernels.torch.autograd import attention, attention_padded, attention_varlen
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Needs",
     "Outputs",
     "Problem",
+    "ProcessSetup",
     "Unit",
     "attention",
     "attention_padded",
@@ -62,5 +64,6 @@ if not TYPE_CHECKING:
             "attnfuzz.kernels.lowering": "Lowers MachineCode Unit",
             "attnfuzz.kernels.problem": "Layout Needs Problem",
             "attnfuzz.kernels.registry": "get names register",
+            "attnfuzz.kernels.support.process_setup": "ProcessSetup",
         },
     )

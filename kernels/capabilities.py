@@ -17,10 +17,12 @@ __all__ = [
     "Device",
     "Shape",
     "SlackRows",
+    "WindowForm",
     "beyond_grid",
     "shape_fields",
     "why_not_shape",
     "why_unsupported",
+    "window_of",
 ]
 
 Device = Literal["cpu", "cuda"]
@@ -28,6 +30,8 @@ GRID_MAX = 65535
 """Blocks along the second and third dimension of a CUDA grid."""
 SlackRows = Literal["anything", "zero", "untouched"]
 """zero: 0, or -inf in LSE, as of a row that sees no key; untouched: what the memory held before the launch."""
+WindowForm = Literal["left", "right", "both", "equal"]
+"""The sides of a window that have a limit; equal: both, and the same one."""
 Shape = tuple[int, int, int, int, int]
 """(batch, heads, kv_heads, seqlen_q, seqlen_k): all that a kernel compiled for one shape has fixed, beside dims and dtype."""
 
@@ -55,6 +59,8 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The products of dO and O are rounded to the input dtype before they are added to Delta."""
     half_partial_o: bool = False
     """O of each split of the keys, a partial O, is rounded to the input dtype before the splits are combined in float32."""
+    half_split_lse: bool = False
+    """LSE of each split of the keys is rounded to the input dtype before the splits are combined by it."""
     lse_base2: bool = False
     """LSE is returned as log2."""
     tf32_on: tuple[Device, ...] = ()
@@ -77,6 +83,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Query heads per key/value head; None = any."""
     causal: tuple[Causal | None, ...] = (None,)
     window: bool = False
+    window_forms: tuple[WindowForm, ...] = ("left", "right", "both")
+    """Windows that are taken, where there are any, the simplest first. Under a causal mask the right side hides nothing,
+    whatever it is, so that "left", "both" and "equal" are one there."""
+    window_multiple: int = 1
+    """Every limit of a window is a multiple of it."""
     softcap: bool = False
     sinks: bool = False
     """One learned logit a head in the softmax; where there is a backward, it gives their gradient too."""
@@ -140,6 +151,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return (self.multiple_q, self.multiple_k) if self.unequal else (both, both)
 
     @property
+    def least_window(self) -> tuple[int | None, int | None]:
+        """A window of few keys, of both sides where that is taken."""
+        form = "both" if {"both", "equal"} & {*self.window_forms} else self.window_forms[0]
+        return window_of(form, self.window_multiple, self.window_multiple)
+
+    @property
     def least_shape(self) -> Shape:
         """The smallest shape with queries and keys."""
         if self.shapes:
@@ -153,6 +170,19 @@ def shape_fields(shape: Shape) -> dict[str, Any]:
     """Return the fields of a Problem that a shape sets."""
     batch, heads, kv_heads, n_q, n_k = shape
     return {"seqlens_q": (n_q,) * batch, "seqlens_k": (n_k,) * batch, "heads": heads, "kv_heads": kv_heads}
+
+
+def window_of(form: WindowForm, left: int, right: int) -> tuple[int | None, int | None]:
+    """Return the window of a form with these limits, where it has them; an equal one has the left limit on both sides."""
+    match form:
+        case "left":
+            return left, None
+        case "right":
+            return None, right
+        case "both":
+            return left, right
+        case "equal":
+            return left, left
 
 
 def why_unsupported(capabilities: Capabilities, problem: Problem, device: Device) -> str | None:
@@ -234,12 +264,29 @@ def _shape_of(problem: Problem) -> Shape | tuple[tuple[int, ...], ...]:
     return problem.batch, problem.heads, problem.kv_heads, problem.seqlens_q[0], problem.seqlens_k[0]
 
 
+def _why_not_window(can: Capabilities, problem: Problem) -> str | None:
+    """Why the sides of the Problem's window are not taken, or None."""
+    left, right = problem.window or (None, None)
+    step, forms = can.window_multiple, {*can.window_forms}
+    if any(side is not None and side % step for side in (left, right)):
+        return f"window={problem.window}: only multiples of {step}"
+    if problem.causal is not None:
+        fits = left is None or bool(forms & {"left", "both", "equal"})
+    elif left is None or right is None:
+        fits = left is right or ("right" if left is None else "left") in forms
+    else:
+        fits = "both" in forms or ("equal" in forms and left == right)
+    return None if fits else f"window={problem.window}: supports windows of these forms: {', '.join(can.window_forms)}"
+
+
 def _why_not_scores(can: Capabilities, problem: Problem) -> str | None:
     if problem.causal not in can.causal:
         return f"causal={problem.causal!r}: supports {', '.join(map(repr, can.causal))}"
     for name in ("window", "softcap", "sinks", "score_mod", "mask_mod"):
         if getattr(problem, name) not in (None, 0, (None, None)) and not getattr(can, name):
             return f"{name}={shown(getattr(problem, name))}: not supported"
+    if problem.window is not None and (reason := _why_not_window(can, problem)) is not None:
+        return reason
     tensors = [each for each in tensors_of(problem) if not (problem.sinks and each.name == SINKS)]
     if not can.captured and tensors:
         names = ", ".join(each.name for each in tensors)

@@ -15,9 +15,11 @@ from attnfuzz.kernels.capabilities import (
     Device,
     Shape,
     SlackRows,
+    WindowForm,
     beyond_grid,
     shape_fields,
     why_unsupported,
+    window_of,
 )
 from attnfuzz.kernels.errors import BadArgument, check_name, reject
 from attnfuzz.kernels.problem import Problem
@@ -40,9 +42,11 @@ __all__ = [
     "Outputs",
     "Shape",
     "SlackRows",
+    "WindowForm",
     "beyond_grid",
     "shape_fields",
     "why_unsupported",
+    "window_of",
 ]
 
 ConfigValue = int | str | bool
@@ -215,7 +219,10 @@ class Built(Protocol):
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A subject under test."""
+    """A subject under test.
+
+    It may have a member `process`, a `ProcessSetup`: what each process needs before its first launch.
+    """
 
     @property
     def name(self) -> str:

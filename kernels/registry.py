@@ -107,6 +107,7 @@ _HIDDEN = {
     "released.sageattention.dense_all": "attnfuzz.kernels.released.sage:ALL",
     "demo.varlen": "attnfuzz.kernels.faults.planted:demo_kernel",
     "released.conch.varlen_all": "attnfuzz.kernels.released.conch:ALL",
+    "released.conch.decode_all": "attnfuzz.kernels.released.conch:DECODE_ALL",
     "released.aule.flash_all": "attnfuzz.kernels.released.aule:ALL",
     "released.flag_gems.flash_all": "attnfuzz.kernels.released.flag_gems:FLASH_ALL",
     "released.flag_gems.varlen_all": "attnfuzz.kernels.released.flag_gems:VARLEN_ALL",

@@ -99,7 +99,7 @@ def _other_masks(kernel: Kernel, problem: Problem, _: Config) -> Iterator[dict[s
     for causal in can.causal:
         yield {"causal": causal}
     if can.window:
-        yield {"window": None if problem.window else (1, 1)}
+        yield {"window": None if problem.window else can.least_window}
 
 
 def _digest(problem: Problem, config: Config) -> str:

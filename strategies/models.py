@@ -125,7 +125,7 @@ def _variants(kernel: Kernel, device: Device, model: Model, longest: int) -> tup
         return ()
     variants = []
     for dtype in _dtypes(can, device):
-        variant = Variant(dtype, _causal(model, can), model.dims, Config(), _modifiers(model, longest))
+        variant = Variant(dtype, _causal(model, can), model.dims, Config(), _modifiers(model, can, longest))
         problem = variant.problem(can)
         for config in kernel.configs(problem):
             if kernel.supports(problem, config, device) is None:
@@ -137,7 +137,7 @@ def _of_model(model: Model, variants: Sequence[Variant], can: Capabilities, long
     """Return those of `variants` that compute the attention of a model."""
     if _why_not_heads(model, can):
         return ()
-    wanted = (model.dims, _causal(model, can), _modifiers(model, longest))
+    wanted = (model.dims, _causal(model, can), _modifiers(model, can, longest))
     return tuple(each for each in variants if (each.dims, each.causal, each.modifiers) == wanted)
 
 
@@ -146,7 +146,7 @@ def _why_not(kernel: Kernel, device: Device, model: Model, longest: int) -> str:
     if reason := _why_not_heads(model, can):
         return reason
     for dtype in _dtypes(can, device):
-        variant = Variant(dtype, _causal(model, can), model.dims, Config(), _modifiers(model, longest))
+        variant = Variant(dtype, _causal(model, can), model.dims, Config(), _modifiers(model, can, longest))
         configs = kernel.configs(variant.problem(can)) or (Config(),)
         if reason := kernel.supports(variant.problem(can), configs[0], device):
             return reason
@@ -177,13 +177,13 @@ def _causal(model: Model, can: Capabilities) -> Causal | None:
     return next((each for each in _MASKS if each in can.causal), _MASKS[0]) if model.causal else None
 
 
-def _modifiers(model: Model, longest: int) -> tuple[tuple[str, object], ...]:
+def _modifiers(model: Model, can: Capabilities, longest: int) -> tuple[tuple[str, object], ...]:
     window = None
     if model.window is not None:
         left = model.window
         while left >= longest:
             left //= 2
-        window = (left - 1, 0)
+        window = ((left - 1) // can.window_multiple * can.window_multiple, 0)
     return chosen({"softcap": model.softcap or None, "window": window})
 
 

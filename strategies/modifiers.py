@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.kernels.contract import Capabilities, WindowForm
 from attnfuzz.kernels.expressions.named import (
     MASKS,
     SCORES,
@@ -84,6 +84,27 @@ class _Takes(NamedTuple):
     window: bool
     captured: bool
     captured_gradients: bool
+    window_forms: tuple[WindowForm, ...]
+    window_multiple: int
+
+    @property
+    def any_window(self) -> bool:
+        """Whether each side of a window has any limit or none."""
+        return {"left", "right", "both"} <= {*self.window_forms} and self.window_multiple == 1
+
+    def windows(
+        self, left: tuple[int, ...], right: tuple[int, ...]
+    ) -> tuple[st.SearchStrategy[tuple[int | None, int | None]], ...]:
+        """Return strategies of windows of each form, with limits as given or up to a multiple more."""
+        step, every = self.window_multiple, st.none()
+        of_left, of_right = (st.sampled_from(tuple(-(-n // step) * step for n in each)) for each in (left, right))
+        forms: dict[WindowForm, st.SearchStrategy[tuple[int | None, int | None]]] = {
+            "left": st.tuples(of_left, every),
+            "right": st.tuples(every, of_right),
+            "both": st.tuples(of_left, of_right),
+            "equal": of_left.map(lambda side: (side, side)),
+        }
+        return tuple(forms[each] for each in self.window_forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +138,8 @@ def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrat
 
     With `blocks` a mask_mod, a window, or neither, since each hides the edges of the other; most score_mods differ by head.
     """
-    takes = _Takes(can.score_mod, can.mask_mod, can.softcap, can.window, can.captured, can.captured_gradients)
+    forms = (can.window_forms, can.window_multiple)
+    takes = _Takes(can.score_mod, can.mask_mod, can.softcap, can.window, can.captured, can.captured_gradients, *forms)
     return _anywhere(takes) if blocks is None else _of_blocks(takes, blocks)
 
 
@@ -131,8 +153,9 @@ def _anywhere(takes: _Takes) -> st.SearchStrategy[Chosen]:
     if takes.softcap:
         parts["softcap"] = st.sampled_from((None, None, None, None, *_CAPS))
     if takes.window:
-        side = st.none() | st.sampled_from((0, *_EDGES))
-        parts["window"] = st.sampled_from((None, None, None)) | st.tuples(side, side)
+        side, sides = st.none() | st.sampled_from((0, *_EDGES)), (0, *_EDGES)
+        windows = st.tuples(side, side) if takes.any_window else st.just((None, None)) | st.one_of(*takes.windows(sides, sides))
+        parts["window"] = st.sampled_from((None, None, None)) | windows
     return st.fixed_dictionaries(parts).map(chosen)
 
 
@@ -140,8 +163,7 @@ def _anywhere(takes: _Takes) -> st.SearchStrategy[Chosen]:
 def _of_blocks(takes: _Takes, blocks: Blocks) -> st.SearchStrategy[Chosen]:
     hiding: list[tuple[int, st.SearchStrategy[dict[str, Any]]]] = [(2, st.just({}))]
     if takes.window:
-        left, right = st.sampled_from(blocks.left), st.sampled_from(blocks.right)
-        limited = (st.tuples(left, st.none()), st.tuples(st.none(), right), st.tuples(left, right))
+        limited = takes.windows(blocks.left, blocks.right)
         windows = weighted(*((2, each) for each in limited), (1, st.just((None, None))))
         hiding.append((3, windows.map(lambda sides: {"window": sides})))
     if takes.mask_mod:

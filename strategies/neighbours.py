@@ -38,7 +38,6 @@ _PATTERNS: tuple[Pattern, ...] = ("normal", "uniform01", "negative", "large_logi
 """Patterns that leave no output constant, so that a pass says something."""
 _MOST_CONFIGS, _MOST_OTHERS = 6, 3
 _ADDED: dict[str, Any] = {
-    "window": (1, 1),
     "softcap": 20.0,
     "score_mod": to_data(S * 0.5),
     "mask_mod": to_data(KV <= Q),
@@ -61,7 +60,7 @@ def parts_of(case: Case) -> dict[str, object]:
         "seqlen_k": p.seqlens_k,
         "dims": (p.dim_qk, p.dim_v),
         "layouts": tuple(getattr(p, name) for name in LAYOUTS),
-        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", "sinks", "page_size", *_ADDED)},
+        **{name: getattr(p, name) for name in ("dtype", "causal", "packing", "needs", "sinks", "page_size", "window", *_ADDED)},
         "sink_values": recipe.sinks,
         **{name: getattr(recipe, name) for name in ("seed", "pattern", *_SCALES)},
     }
@@ -296,4 +295,5 @@ def _changes(can: Capabilities, p: Problem, device: Device, part: str) -> Iterat
             yield {"needs": replace(p.needs, dlse=not p.needs.dlse)}
         case _:
             plain = 0 if part.startswith("slack") else 0.0 if part == "softcap" else None
-            yield {part: _ADDED[part] if getattr(p, part) == plain else plain}
+            added = can.least_window if part == "window" else _ADDED[part]
+            yield {part: added if getattr(p, part) == plain else plain}

@@ -123,7 +123,7 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
         yield from _all_shorter(case, can.multiples)
     yield from _plainer_layouts(case)
     yield from _plainer_values(case)
-    yield from _plainer_problem(case)
+    yield from _plainer_problem(case, can.window_multiple)
     yield from _simpler_trees(case)
     yield from _simpler_variants(case, variants)
     if not can.shapes:
@@ -234,7 +234,7 @@ def _plainer_values(case: Case) -> Iterator[Case]:
             yield replace(case, recipe=replace(recipe, seed=seed))
 
 
-def _plainer_problem(case: Case) -> Iterator[Case]:
+def _plainer_problem(case: Case, window_step: int) -> Iterator[Case]:
     p = case.problem
     if p.slack_q and p.slack_k:
         yield from _with(case, slack_q=0, slack_k=0)
@@ -245,7 +245,7 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
     for size in (0, 1, 2, 4, 8, 16, 32, 64, 128):
         if size < p.page_size:
             yield from _with(case, page_size=size)
-    for window in _plainer_windows(p.window):
+    for window in _plainer_windows(p.window, window_step):
         yield from _with(case, window=window)
     if p.needs.dlse:
         yield from _with(case, needs=replace(p.needs, dlse=False))
@@ -253,13 +253,24 @@ def _plainer_problem(case: Case) -> Iterator[Case]:
         yield from _with(case, packing="ragged")
 
 
-def _plainer_windows(window: tuple[int | None, int | None] | None) -> Iterator[tuple[int | None, int | None]]:
-    """Yield windows with one side without limit, which counts as the simplest, or narrower."""
-    for at, side in enumerate(window or ()):
-        narrower = () if side is None else tuple(less for less in dict.fromkeys((0, 1, side // 2, side - 1)) if 0 <= less < side)
-        for less in () if side is None else (None, *narrower):
-            left, right = (less if place == at else now for place, now in enumerate(window or ()))
-            yield left, right
+def _plainer_windows(window: tuple[int | None, int | None] | None, step: int) -> Iterator[tuple[int | None, int | None]]:
+    """Yield windows with one side without limit, which counts as the simplest, or narrower by multiples of `step`.
+
+    Both sides of one limit get narrower together too: a kernel may take only such windows.
+    """
+    left, right = window or (None, None)
+    if left == right:
+        yield from ((less, less) for less in _narrower(left, step))
+    if left is not None:
+        yield from ((less, right) for less in (None, *_narrower(left, step)))
+    if right is not None:
+        yield from ((left, less) for less in (None, *_narrower(right, step)))
+
+
+def _narrower(side: int | None, step: int) -> tuple[int, ...]:
+    if side is None:
+        return ()
+    return tuple(less for less in dict.fromkeys((0, step, side // 2 // step * step, side - step)) if 0 <= less < side)
 
 
 def _simpler_trees(case: Case) -> Iterator[Case]:

@@ -41,7 +41,8 @@ class Children:
         disturbed: Callable[[Disturbance], None],
     ) -> None:
         self._forkserver, self._statistics, self._disturbed = forkserver, statistics, disturbed
-        self._warm, self._spares = warm, spares
+        self._plain = self._warm = warm
+        self._spares = spares
         self.hint: Task | None = None
         """The first task of new children, instead of `warm`; dropped if it fails."""
         self.idle: list[Child] = []
@@ -94,6 +95,16 @@ class Children:
         """Keep at most so many free children."""
         while len(self.idle) > most:
             self.discard(self.idle.pop())
+
+    def renew(self, warm: Task | None) -> None:
+        """End the free children and the spares; `warm` is the first task of new ones unless it fails, None: the usual one."""
+        self._warm, self.hint = warm or self._plain, None
+        for child in (*self.idle, *self._ready):
+            self.discard(child, sweep=False)
+            # That is no replacement of one that failed.
+            self._statistics.replaced -= 1
+        self.idle.clear()
+        self._ready.clear()
 
     def discard(self, child: Child, *, killed: bool = False, sweep: bool = True) -> None:
         """End a child, unless it was `killed`, and with `sweep` what it has left behind."""
@@ -174,7 +185,7 @@ class Children:
         if message is not None and "error" not in message:
             return True
         self.last_output = (message["error"]["trace"] if message else child.tail()).strip() or "it printed nothing"
-        self.hint = None
+        self.hint, self._warm = None, self._plain
         self.discard(child)
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ from attnfuzz.harness.trial.errors import MEMORY_TAKEN
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.support.process_setup import setup_of
 from attnfuzz.strategies.case import Case
 
 __all__ = ["ExecutionError", "Isolated", "child_variables"]
@@ -92,6 +95,7 @@ class Isolated:
         self._memory_check = memory_check
         self._deadlines = Deadlines(deadline, compile_deadline)
         self._last_kernel: str | None = None
+        self._set_up_for: str | None = None
         self._warm_key: tuple[str, str] | None = None
         self._forkserver = forkserver or Forkserver(preloads(device, backends), child_variables(device) | dict(variables or {}))
         self.run = self._forkserver.run
@@ -116,6 +120,7 @@ class Isolated:
         # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
         task = self._task(case, self._deadlines.full if patient else self._deadlines.of(*key, scores_of(case)))
+        self._processes_of(case.kernel)
         if case.after:
             self.fresh()
         self._begun = case, key, self._supervisor.begin(task)
@@ -205,6 +210,8 @@ class Isolated:
 
         Consecutive tasks run in the same child until one ends it.
         """
+        if "kernel" in payload:
+            self._processes_of(payload["kernel"]["name"], payload["kernel"])
         return self._supervisor.run(Task(target, dict(payload), self._deadlines.full))
 
     def trial(self, case: Case) -> Verdict:
@@ -249,6 +256,7 @@ class Isolated:
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
         deadlines = [self._deadlines.of(*key, max(map(scores_of, cases)), len(cases)) for key in dict.fromkeys(keys)]
         longest = {stage: max(each[stage] for each in deadlines) for stage in self._deadlines.full}
+        self._processes_of(kernel.name)
         running = self._supervisor.begin(self._batch_task(cases, known, longest))
         outcome = self._ended(running)
         if isinstance(outcome, Error) and len(cases) > _FEW:
@@ -263,6 +271,18 @@ class Isolated:
         for number, (case, key, verdict) in enumerate(zip(cases, keys, verdicts, strict=True)):
             self._learn(case, key, verdict, running.past.plus(cases[:number]) if verdict.failures else Past())
         return verdicts
+
+    def _processes_of(self, name: str, parcel: dict[str, Any] | None = None) -> None:
+        """Have children of its own for a kernel that sets its processes up, before they make a tensor on the device."""
+        setup = None
+        with contextlib.suppress(BadArgument):  # a child reports it
+            setup = setup_of(registry.get(name))
+        wanted = None if setup is None else name
+        if wanted == self._set_up_for:
+            return
+        self._set_up_for, self._warm_key = wanted, None
+        payload = {"device": self.device, "kernel": parcel or shipped(name)}
+        self._supervisor.renew(None if wanted is None else Task("attnfuzz.harness.isolation.tasks:warm", payload, {}))
 
     def _lose(self, outcome: Outcome) -> None:
         """Count a batch that has no Verdicts, and begin a new child."""

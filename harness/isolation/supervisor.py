@@ -183,6 +183,10 @@ class Supervisor:
         """Run `warm` first in new children from now on, instead of the default. If it fails, it is not used again."""
         self._children.hint = warm
 
+    def renew(self, warm: Task | None) -> None:
+        """Run the next tasks in new children, whose first task is `warm`, unless that fails; None: the usual one."""
+        self._children.renew(warm)
+
     def settle(self) -> None:
         """Wait until every spare is ready."""
         self._children.settle()

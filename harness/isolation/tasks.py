@@ -14,6 +14,7 @@ from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support import process_setup
 from attnfuzz.strategies.case import case_from_json
 
 __all__ = ["compile_variant", "kernel_of", "map_case", "preloads", "trial", "trials", "warm"]
@@ -70,9 +71,12 @@ def load_triton_for_cuda() -> None:
 def warm(payload: dict[str, Any], enter: _Enter) -> _Done:  # noqa: ARG001 - every task's signature
     """Prepare this process for its first Trial; the result describes the device and the versions.
 
-    `payload`: device; optionally kernel and case, whose compiled code is loaded.
+    `payload`: device; optionally kernel, for which the process is set up, and case, whose compiled code is loaded.
     """
     device = payload["device"]
+    if "kernel" in payload:
+        # Before the first tensor on the device.
+        kernel_of(payload)
     environment.prepare(device)
     when_free = importlib.import_module("attnfuzz.harness.trial.gpu_memory").when_free
     when_free(lambda: importlib.import_module("attnfuzz.harness.trial.trial").rehearse(device), device)
@@ -148,7 +152,7 @@ def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
 
 
 def kernel_of(payload: dict[str, Any]) -> Kernel:
-    """Register the kernel that a payload ships in this child, and return it.
+    """Register the kernel that a payload ships in this child, set the process up for it, and return it.
 
     Raises:
         BadArgument: it cannot be imported here.
@@ -156,12 +160,14 @@ def kernel_of(payload: dict[str, Any]) -> Kernel:
     mark_as_child()
     environment.prepare(payload["device"])
     try:
-        return unpacked(payload["kernel"])
+        kernel = unpacked(payload["kernel"])
     except BadArgument:
         raise
     except BaseException as error:  # a third party's module: its error is the reason
         name = payload["kernel"]["name"]
         raise BadArgument(f"kernel={name!r}: a child process cannot import it: {describe_exception(error)}") from error
+    process_setup.enter(kernel, payload["device"])
+    return kernel
 
 
 def map_case(payload: dict[str, Any], enter: _Enter) -> _Done:

@@ -21,7 +21,7 @@ from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
 from attnfuzz.kernels.errors import BadArgument, WrongProcess
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.kernels.support import cache
+from attnfuzz.kernels.support import cache, process_setup
 
 __all__ = ["build_kernel", "compile_here"]
 
@@ -50,6 +50,9 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
 
 def _build(kernel: Kernel, problem: Problem, config: Config, device: Device, *, supported: bool = True) -> Built:
     """Call the kernel's build; `supported`: its supports() has nothing against it, so that a refusal is its failure."""
+    process_setup.enter(kernel, device)
+    if reason := process_setup.why_not_set_up(kernel, device):
+        raise BuildError(f"its set_up() raised {reason}")
     try:
         with of_kernel():
             return kernel.build(problem, config, device)

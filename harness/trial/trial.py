@@ -24,6 +24,7 @@ from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
 from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.kernels.support import process_setup
 from attnfuzz.strategies.case import Case, Check, Recipe
 
 __all__ = ["CHECKS", "check_runnable", "rehearse", "run_trial", "signed"]
@@ -42,7 +43,7 @@ CHECKS: dict[Check, Callable[[Bench], Steps]] = {"oracle": against_oracle, **CAL
 
 
 def check_runnable(case: Case, device: Device) -> Kernel:
-    """Return the Case's kernel, if it is installed, can run on `device` and supports the Problem.
+    """Return the Case's kernel, if it is installed, can run on `device` and supports the Problem; the process is set up for it.
 
     Raises:
         BadArgument: it is not installed, cannot run or does not support it.
@@ -52,6 +53,7 @@ def check_runnable(case: Case, device: Device) -> Kernel:
         raise BadArgument(f"kernel={kernel.name!r}: it cannot run on {device} here: {reason}")
     if reason := why_not_case(kernel, with_config(kernel, case), device):
         raise reject("case", case.id, f"{kernel.name} does not support it: {reason}", "give a Case within its capabilities")
+    process_setup.enter(kernel, device)
     return kernel
 
 

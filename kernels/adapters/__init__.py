@@ -22,8 +22,9 @@ from attnfuzz.kernels.adapters.declared import checked, of_shapes
 from attnfuzz.kernels.adapters.lse_form import DenseLse, LseForm, RaggedLse
 from attnfuzz.kernels.adapters.reached import triton_files
 from attnfuzz.kernels.adapters.signature import read, source_files
-from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue
+from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue, Device
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Packing, reject
+from attnfuzz.kernels.support.process_setup import ProcessSetup
 
 __all__ = ["Adapted", "dense", "paged", "varlen"]
 
@@ -47,6 +48,8 @@ def dense(
     backward: Function | None = None,
     configs: Sequence[Mapping[str, ConfigValue]] = ({},),
     files: Sequence[str | Path] = (),
+    environment: Mapping[str, str] | None = None,
+    set_up: Callable[[Device], None] | None = None,
     **capabilities: Any,
 ) -> Adapted:
     """Make a kernel of `function(q, k, v, ...)`, like flash_attn_func: q `(batch, seqlen_q, heads, dim)`, k and v alike.
@@ -74,6 +77,8 @@ def dense(
             which are passed only if the function has such parameters.
         files: additional sources whose change means that the kernel changed; the function's own is included, and so are those of
             the Triton functions by which the default of `backend` is found.
+        environment: variables that each process has before its first tensor on the device is made, by name.
+        set_up: called with the device once in each such process, after that: an allocator, a workspace. A global of a module.
         capabilities: fields of `attnfuzz.kernels.contract.Capabilities` that replace the defaults.
 
     Raises:
@@ -83,7 +88,8 @@ def dense(
     call = Call(
         function, backward, read(function, ()), lse, layout, gradients, form, lse_has_sinks, sinks_in_dtype=sinks_in_dtype
     )
-    return _adapted(call, name, backend, configs, files, {"packings": ("dense",), **capabilities})
+    process = ProcessSetup.of(environment, set_up)
+    return _adapted(call, name, backend, configs, files, process, {"packings": ("dense",), **capabilities})
 
 
 def varlen(
@@ -101,6 +107,8 @@ def varlen(
     backward: Function | None = None,
     configs: Sequence[Mapping[str, ConfigValue]] = ({},),
     files: Sequence[str | Path] = (),
+    environment: Mapping[str, str] | None = None,
+    set_up: Callable[[Device], None] | None = None,
     **capabilities: Any,
 ) -> Adapted:
     """Make a kernel of `function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ...)`: flash_attn_varlen_func.
@@ -117,7 +125,8 @@ def varlen(
     call = Call(
         function, backward, read(function, needed), lse, "thd", gradients, form, lse_has_sinks, sinks_in_dtype=sinks_in_dtype
     )
-    return _adapted(call, name, backend, configs, files, {"packings": ("ragged",), **capabilities})
+    process = ProcessSetup.of(environment, set_up)
+    return _adapted(call, name, backend, configs, files, process, {"packings": ("ragged",), **capabilities})
 
 
 def paged(
@@ -134,6 +143,8 @@ def paged(
     sinks_in_dtype: bool = False,
     configs: Sequence[Mapping[str, ConfigValue]] = ({},),
     files: Sequence[str | Path] = (),
+    environment: Mapping[str, str] | None = None,
+    set_up: Callable[[Device], None] | None = None,
     **capabilities: Any,
 ) -> Adapted:
     """Make a kernel of `function(q, k_pages, v_pages, page_table, seqlens_k, cu_seqlens_q, max_seqlen_q, ...)`: forward only.
@@ -158,7 +169,7 @@ def paged(
     more = {"lse_has_sinks": lse_has_sinks, "sinks_in_dtype": sinks_in_dtype, "pages": True}
     call = Call(function, None, signature, lse, "thd", False, form, **more)
     pages = {"packings": ("ragged",), "page_sizes": tuple(page_sizes)}
-    return _adapted(call, name, backend, configs, files, {**pages, **capabilities})
+    return _adapted(call, name, backend, configs, files, ProcessSetup.of(environment, set_up), {**pages, **capabilities})
 
 
 def _adapted(
@@ -167,6 +178,7 @@ def _adapted(
     backend: str | None,
     configs: Sequence[Mapping[str, ConfigValue]],
     files: Sequence[str | Path],
+    process: ProcessSetup | None,
     capabilities: dict[str, Any],
 ) -> Adapted:
     name = call.signature.name if name is None else name
@@ -188,7 +200,7 @@ def _adapted(
     if not sources:
         raise reject("files", files, f"the source of {call.signature.name} is not found", "name the files that make it up")
     kind = AdaptedTriton if backend == "triton" else Adapted
-    return kind(name=name, backend=backend, files=sources, capabilities=can, call=call, choices=chosen)
+    return kind(name=name, backend=backend, files=sources, capabilities=can, call=call, choices=chosen, process=process)
 
 
 def _capabilities(call: Call, declared: dict[str, Any]) -> Capabilities:

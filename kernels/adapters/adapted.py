@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnfuzz.kernels.adapters.call import Call, Running
-from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, why_unsupported
+from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.support.installed_torch import sees_cuda
+from attnfuzz.kernels.support.process_setup import ProcessSetup, enter, why_not_set_up
 from attnfuzz.kernels.triton import runtime
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Adapted:
     capabilities: Capabilities
     call: Call
     choices: tuple[Config, ...]
+    process: ProcessSetup | None = None
+    """What each process needs before its first launch."""
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:  # noqa: ARG002 - the contract's signature
         """The same for every Problem."""
@@ -61,9 +64,13 @@ class Adapted:
 
         Raises:
             BadArgument: `problem` is not supported.
+            BuildError: `set_up` failed in this process.
         """
         if reason := self.supports(problem, config, device):
             raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
+        enter(self, device)
+        if reason := why_not_set_up(self, device):
+            raise BuildError(f"its set_up() raised {reason}")
         if self.backend == "triton":
             runtime.load(device)
         return Running(self.call, config, contiguous=not self.capabilities.layouts)

@@ -12,7 +12,9 @@ from attnfuzz.kernels.errors import reject
 
 __all__ = ["checked", "of_shapes"]
 
-_LEAST = {"multiple_q": 1, "multiple_k": 1, "batch_max": 1, "heads_max": 1, "length_max": 1, "min_seqlen_k": 1, "dim_multiple": 1}
+_LEAST = dict.fromkeys(
+    ("multiple_q", "multiple_k", "batch_max", "heads_max", "length_max", "min_seqlen_k", "dim_multiple", "window_multiple"), 1
+)
 
 
 def checked(declared: dict[str, Any]) -> dict[str, Any]:

@@ -31,16 +31,9 @@ def _flash(
 
 
 def _refuses(problem: Problem) -> str | None:
-    """One number stands for both sides of a window, and 0 or less for none."""
-    left, right = problem.window or (None, None)
-    if problem.window is None or problem.window == (None, None):
-        return None
-    if left is None or left < 1:
+    """The number of a window's sides is 1 or more: 0 stands for no window."""
+    if problem.window is not None and problem.window[0] == 0:
         return f"window={problem.window}: a window reaches at least one key to the left"
-    if problem.causal is None and right != left:
-        return f"window={problem.window}: without a causal mask a window is as wide on both sides"
-    if right is not None and right < 0:
-        return f"window={problem.window}: the query's own key is in every window"
     return None
 
 
@@ -69,6 +62,7 @@ ALL: Final = released(
     _flash,
     name="released.aule.flash_all",
     refuses=_refuses,
+    window_forms=("equal",),
     dtypes=("float32", "float16", "bfloat16"),
     # Triton's interpreter has no atomic sums of bfloat16.
     dtypes_on={"cpu": ("float32", "float16")},

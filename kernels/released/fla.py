@@ -61,14 +61,6 @@ def _check_causal(causal: bool) -> None:
         raise ValueError("causal=False: parallel_attn is always causal")
 
 
-def _refuses(problem: Problem) -> str | None:
-    """A window ends at the diagonal: only its left side can be given, and the query's own key is in it."""
-    left, right = problem.window or (None, None)
-    if (right is not None and right < 0) or (left is not None and left < 0):
-        return f"window={problem.window}: parallel_attn has no window that leaves out the query's own key"
-    return None
-
-
 _WIDEST_ROW: Final = 768
 """Bytes that a row of Q and one of V may have as tiles. With 1,024 the forward's 128 queries and its three stages of 64 keys
 need 256 KiB of shared memory, of which a block has 227 KiB on an H100."""
@@ -94,7 +86,8 @@ _DECLARED: Final[dict[str, Any]] = {
     "deterministic": ("o", "dq", "dk", "dv"),
     "scale_any": True,
     "layouts": True,
-    "refuses": _refuses,
+    # A window ends at the diagonal: only its left side can be given.
+    "window_forms": ("left",),
     "gpu_limits": _does_not_fit,
     "package": _FLA,
     "files": _FILES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.released.subject import Package, released
 
@@ -86,17 +87,8 @@ def _refuses_findings(problem: Problem) -> str | None:
     return None
 
 
-def _refuses_negative_sides(problem: Problem) -> str | None:
-    """A side of a window of 0 or more."""
-    if any(side is not None and side < 0 for side in problem.window or ()):
-        return f"window={problem.window}: a number below 0 is no limit there"
-    return None
-
-
 def _refuses_ragged_findings(problem: Problem) -> str | None:
-    """What is known to be wrong: windows with a limit on one side, and LSE of several single queries with grouped heads."""
-    if (reason := _refuses_negative_sides(problem)) is not None:
-        return reason
+    """What is known to be wrong beside one-sided windows: limits that count as none, and LSE of several single queries."""
     queries, keys = (max(lengths, default=0) for lengths in (problem.seqlens_q, problem.seqlens_k))
     sides = problem.window or (None, None)
     # The package takes a limit of as many keys as there are, or more, for none.
@@ -145,7 +137,13 @@ _SDPA: Final[dict[str, Any]] = {
 }
 
 SDPA: Final = released(_sdpa, name="released.flag_gems.sdpa", gradients=False, deterministic=("o",), **_SDPA)
-SDPA_ALL: Final = released(_sdpa, name="released.flag_gems.sdpa_all", **_SDPA)
+SDPA_ALL: Final = released(
+    _sdpa,
+    name="released.flag_gems.sdpa_all",
+    # The backward rounds k times the scale and log2(e), and sums each query head's dK and dV in the input dtype.
+    deviations=Deviations(half_scaled_k=True, half_partials=True),
+    **_SDPA,
+)
 _FLASH_DIMS: Final = ((64, 64), (32, 32), (128, 128), (96, 96), (192, 192), (256, 256), (40, 40))
 
 FLASH: Final = released(
@@ -165,7 +163,6 @@ FLASH_ALL: Final = released(
     like="dense",
     dims=_FLASH_DIMS,
     configs=({}, {"disable_splitkv": True}),
-    refuses=_refuses_negative_sides,
     **_FLASH,
 )
 _VARLEN: Final[dict[str, Any]] = {
@@ -175,5 +172,12 @@ _VARLEN: Final[dict[str, Any]] = {
     # Its kernel uses block pointers, which Triton 3.9 no longer has.
     "triton_before": (3, 9),
 }
-VARLEN: Final = released(_varlen, name="released.flag_gems.varlen", refuses=_refuses_ragged_findings, **_VARLEN)
-VARLEN_ALL: Final = released(_varlen, name="released.flag_gems.varlen_all", refuses=_refuses_negative_sides, **_VARLEN)
+VARLEN: Final = released(
+    _varlen,
+    name="released.flag_gems.varlen",
+    # A limit on one side alone is known to be wrong: VARLEN_ALL.
+    window_forms=("both",),
+    refuses=_refuses_ragged_findings,
+    **_VARLEN,
+)
+VARLEN_ALL: Final = released(_varlen, name="released.flag_gems.varlen_all", **_VARLEN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from attnfuzz.kernels.contract import Deviations
-from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.released.subject import Package, released
 
 if TYPE_CHECKING:
@@ -30,14 +29,6 @@ def _neighborhood(
     return LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, 2 * half + 1, 1, scale)
 
 
-def _refuses(problem: Problem) -> str | None:
-    """A window has the same width on both sides."""
-    left, right = problem.window or (None, None)
-    if left != right or (left is not None and left < 0):
-        return f"window={problem.window}: a neighborhood is as wide on both sides, and holds the query's own key"
-    return None
-
-
 NEIGHBORHOOD: Final = released(
     _neighborhood,
     name="released.liger.neighborhood",
@@ -45,12 +36,11 @@ NEIGHBORHOOD: Final = released(
     like="dense",
     layout="bhsd",
     files=("ops/fused_neighborhood_attention.py", "ops/softmax.py"),
-    refuses=_refuses,
     # Scores and P are kept in the input dtype: only in single precision are they what the verdict assumes.
     dtypes=("float32",),
     dims=((64, 64), (16, 16), (32, 32), (128, 128), (40, 40)),
     layouts=True,
-    window=True,
+    window_forms=("equal",),
     scale_any=True,
     # Its products say nothing of their precision, which is tf32 on a GPU.
     deviations=Deviations(tf32_on=("cuda",)),

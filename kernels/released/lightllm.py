@@ -99,13 +99,6 @@ def _refuses_fewer_keys(problem: Problem) -> str | None:
     return None
 
 
-def _refuses_windows(problem: Problem) -> str | None:
-    left, right = problem.window or (None, None)
-    if (right is not None and right < 0) or (left is not None and left < 0):
-        return f"window={problem.window}: the query's own key is in every window"
-    return None
-
-
 _DECLARED: Final[dict[str, Any]] = {
     "package": _LIGHTLLM,
     "like": "varlen",
@@ -128,6 +121,6 @@ SLIDING_WINDOW: Final = released(
     _sliding_window,
     name="released.lightllm.sliding_window",
     files=("models/mistral/triton_kernel/context_flashattention_nopad.py",),
-    refuses=_refuses_windows,
+    window_forms=("left",),
     **_DECLARED,
 )

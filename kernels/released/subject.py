@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -63,7 +62,6 @@ class Released(Adapted):
     package: Package
     refuses: Callable[[Problem], str | None]
     gpu_limits: Callable[[Problem], str | None]
-    environment: tuple[tuple[str, str], ...]
     on_cpu: tuple[tuple[str, str, Any], ...]
     masked_loads: memory.Masked
     triton_before: tuple[int, int] | None
@@ -98,7 +96,7 @@ class Released(Adapted):
 
 @dataclass(frozen=True, slots=True)
 class _Surrounded:
-    """A Built whose calls find the kernel's environment variables, and on the CPU the stand-in of a GPU."""
+    """A Built whose calls find, on the CPU, the stand-in of a GPU."""
 
     kernel: Released
     built: Built
@@ -117,7 +115,6 @@ class _Surrounded:
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.dict(os.environ, dict(self.kernel.environment)))
             if self.on_cpu:
                 from attnfuzz.kernels.released.stand_in import h100
 
@@ -137,7 +134,6 @@ def released(
     files: Sequence[str],
     refuses: Callable[[Problem], str | None] = lambda _problem: None,
     gpu_limits: Callable[[Problem], str | None] = lambda _problem: None,
-    environment: Mapping[str, str] | None = None,
     on_cpu: Sequence[tuple[str, str, Any]] = (),
     masked_loads: memory.Masked = "refused",
     triton_before: tuple[int, int] | None = None,
@@ -153,7 +149,6 @@ def released(
         files: sources of the kernel, relative to the package's folder.
         refuses: why the kernel does not take a Problem that its capabilities allow, by the package's own documentation, or None.
         gpu_limits: why compiled code does not take a Problem that the interpreter runs, or None: a tile that does not fit, say.
-        environment: variables of the environment during each call, the package's import among them.
         on_cpu: module, name and value of what the package assumes of the device, during each call on the CPU.
         masked_loads: what its loads without `other` have in masked elements on the CPU (`kernels.support.memory.Masked`).
         triton_before: the first (major, minor) version of Triton that lacks a function which the kernel uses.
@@ -171,7 +166,6 @@ def released(
         package=package,
         refuses=refuses,
         gpu_limits=gpu_limits,
-        environment=tuple((environment or {}).items()),
         on_cpu=tuple(on_cpu),
         masked_loads=masked_loads,
         triton_before=triton_before,

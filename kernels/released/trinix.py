@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.released.subject import Package, released
 
 if TYPE_CHECKING:
@@ -31,20 +30,12 @@ def _attention(
     return TritonAttentionKernel.apply(q, k, v, causal=causal, scale=scale, window_size=window)
 
 
-def _refuses(problem: Problem) -> str | None:
-    """A side of a window of 0 or more."""
-    if any(side is not None and side < 0 for side in problem.window or ()):
-        return f"window={problem.window}: the query's own key is in every window"
-    return None
-
-
 ATTENTION: Final = released(
     _attention,
     name="released.trinix.attention",
     package=_TRINIX,
     like="dense",
     files=("kernels/attention_kernel.py", "kernels/utils.py"),
-    refuses=_refuses,
     dims=((64, 64), (16, 16), (32, 32), (128, 128), (40, 40), (96, 96)),
     causal=(None, "bottom_right"),
     gradients=False,

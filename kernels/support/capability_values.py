@@ -27,6 +27,7 @@ def impossible(capabilities: object) -> Iterator[str]:
     yield from _empty(capabilities)
     yield from _lengths(capabilities)
     yield from _heads(capabilities)
+    yield from _windows(capabilities)
     yield from _outputs(capabilities)
 
 
@@ -64,6 +65,16 @@ def _heads(can: Capabilities) -> Iterator[str]:
         yield f"dims={can.dims}: each is 1 or more"
     if can.dim_multiple is not None and not 1 <= can.dim_multiple <= can.dim_max:
         yield f"dim_multiple={can.dim_multiple} with dim_max={can.dim_max} allows no dims"
+
+
+def _windows(can: Capabilities) -> Iterator[str]:
+    if not can.window_forms:
+        yield "window_forms is empty: window=False is a kernel without windows"
+    if can.window_multiple < 1:
+        yield f"window_multiple={can.window_multiple}: 1 or more"
+    limited = (can.window_forms, can.window_multiple) != (Capabilities().window_forms, Capabilities().window_multiple)
+    if limited and not can.window:
+        yield f"window_forms={can.window_forms}, window_multiple={can.window_multiple}: window=False is a kernel without windows"
 
 
 def _outputs(can: Capabilities) -> Iterator[str]:

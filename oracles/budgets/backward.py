@@ -12,7 +12,7 @@ from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.budgets import backward_formulas as formulas
 from attnfuzz.oracles.budgets.captured import CapturedSums
 from attnfuzz.oracles.budgets.forward import Forward, OfP, Scores, at_least_one, repeated_sum
-from attnfuzz.oracles.budgets.forward_formulas import TIES, limited, lost
+from attnfuzz.oracles.budgets.forward_formulas import TIES, difference, limited, lost
 from attnfuzz.oracles.budgets.roundings import VARIANCE, direction, near, neighbours
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.oracles.frames import Steps
@@ -115,6 +115,7 @@ def delta_error(t: Scores, f: Forward, p: OfP, deviations: Deviations) -> Delta:
 
     Declared deviations: partial O add sum_d dO^2 v_o to V_D and sum_d |dO| c_o to H_D, v_o and c_o of `of_partials`; products of
     dO and O that are rounded add sum_d v_x and sum_d c_x of their own (`of_products`). Both may be flushed; ties count as O's do.
+    LSE of splits that is rounded adds sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) by its delta to B_D, and to its flushed part.
     """
     d_p = t.d_o @ t.v.mT
     of_o = formulas.of_o(f.o, f.m_o, f.sigma2, f.tau2, f.b, t.d_o, f.pv, f.reorder, t.form, t.v.shape[-1])
@@ -131,6 +132,9 @@ def delta_error(t: Scores, f: Forward, p: OfP, deviations: Deviations) -> Delta:
     if t.l_error is not None:
         b = b + t.l_error * d.abs()
     delta = Delta(d_p=d_p, d=lesser, hard=hard, sigma2=sigma2, tau2=tau2, b=b, flush=flush)
+    if f.of_splits is not None:
+        moved_d = (difference(mean2, d * d) * f.of_splits).sqrt_().masked_fill_(t.dead != 0, 0.0)
+        delta.b, delta.flush = delta.b + moved_d, delta.flush + moved_d
     if f.of_partials is not None:
         _add_to_delta(delta, t, f.o, t.d2 * f.of_partials[0], *(t.d_size * x for x in f.of_partials[1:]))
     if deviations.half_delta_products and t.rounding.half:
@@ -418,8 +422,8 @@ def _dq_dk(t: Scores, f: Forward, delta: Delta, x: _Ds, dk: Sums, deviations: De
         sigma2, hard = sigma2 + of_k @ k2, hard + worst_k @ k_size
         lost_k = flushed_k.sum(-1, keepdim=True)
         b, flush = b + lost_k, flush + lost_k + 2 * (of_k @ k2).sqrt_()
-        if x.shared is not None:
-            flush = flush + x.shared @ k_size
+    if x.shared is not None:
+        flush = flush + x.shared @ k_size
     reorder, b = formulas.dq_bound(
         dq, b, r.size @ k_size, t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k, t.n_k, t.scale, t.form
     )

@@ -95,6 +95,10 @@ class Scores:
     """Whether O of each split of the keys is rounded to the dtype."""
     again: tuple[torch.Tensor, torch.Tensor] | None = None
     """`delta` and `lost` of the scores that the backward recomputes, where it rounds K times the scale, which is declared."""
+    of_splits: torch.Tensor | None = None
+    """`delta` with the rounding of LSE of each split of the keys, where that is declared."""
+    shared: torch.Tensor | None = None
+    """Relative error of P in the backward that rows share: that of LSE of splits, and twice the mean of the roundings of K."""
 
     @property
     def only_scale(self) -> float:
@@ -108,14 +112,9 @@ class Scores:
         return self.delta if self.again is None else self.again[0]
 
     @property
-    def shared(self) -> torch.Tensor | None:
-        """Relative error of P that rows share, since they share the roundings of K: twice the mean size; None: none."""
-        return None if self.again is None else (self.again[0] - self.delta).mul_(0.4).clamp_(max=1.0)
-
-    @property
     def lost_again(self) -> torch.Tensor:
         """`lost` in the backward, where it is at least that of the forward."""
-        return self.lost if self.again is None else self.again[1]
+        return self.lost if self.again is None else torch.maximum(self.lost, self.again[1])
 
     @property
     def lost_rows(self) -> torch.Tensor:
@@ -173,6 +172,8 @@ class Forward:
     """sum_j P e_f^2: the mean square of P's relative error due to the score's."""
     of_partials: tuple[torch.Tensor, ...] | None = None
     """Of the roundings of partial O, where they are declared: mean square, worst case, flushed."""
+    of_splits: torch.Tensor | None = None
+    """As `e_f2`, with the roundings of LSE of splits, where they are declared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -206,6 +207,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     Lambda = log(1 + sum P (e^delta - 1));  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
     In a row with scores that mask_mod may or may not hide, all scores that may be seen have one delta (doubts.py).
+    Where LSE of splits is rounded, which is declared, Lambda has that in its delta (`of_split_lse`).
     """
     q, d_o, dim_qk = x.q, x.d_o, x.q.shape[-1]
     values = torch.cat([x.v, x.v.abs(), x.v * x.v, x.k], -1)
@@ -236,6 +238,13 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     keys = placed.n_k.clamp(min=2).log2() if isinstance(placed.n_k, torch.Tensor) else math.log2(max(placed.n_k, 2))
     widest = delta.amax(-1, keepdim=True)
     shift, m_lse, lost = formulas.lse_budget(lse, m, dead, raised.sum(-1, keepdim=True), widest, keys)
+    of_splits = of_lse = None
+    if deviations.half_split_lse and rounding.half:
+        of_splits = _of_splits(seen, delta, lse, doubt, keys, form)
+        _, raised = formulas.probabilities(e, l, of_splits)
+        widest, plain = of_splits.amax(-1, keepdim=True), shift
+        shift, m_lse, lost = formulas.lse_budget(lse, m, dead, raised.sum(-1, keepdim=True), widest, keys)
+        of_lse = (shift - plain).clamp_(min=0.0, max=1.0)
     result = Scores(
         rounding=rounding, form=form, scale=placed.scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, visible=seen.visible, dead=dead,
@@ -243,7 +252,8 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         delta=delta, lost=lost, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
         touched=seen.visible.any(1)[..., None].to(torch.float64), changed=seen.changed, doubt=doubt,
-        sunk=placed.sinks is not None, half_partial_o=deviations.half_partial_o and rounding.half,
+        sunk=placed.sinks is not None, half_partial_o=deviations.half_partial_o and rounding.half, of_splits=of_splits,
+        shared=of_lse,
     )  # fmt: skip
     if deviations.half_scaled_k and rounding.half:
         of_k = (random, 0.7 * form.eta * q_size.sum(-1, keepdim=True))
@@ -252,6 +262,8 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         if doubt is not None:
             again = doubt.widest(again, recomputed.s.abs()).masked_fill_(~doubt.reach, 0.0)
         result.again = (again, (again.amax(-1, keepdim=True) > 1.0).to(torch.float64))
+        of_keys = (again - delta).mul_(0.4).clamp_(max=1.0)
+        result.shared = of_keys if of_lse is None else of_keys + of_lse
         result.changed = recomputed.changed
     if ties:
         # A unit of a sum of n terms is n of theirs: so far apart they may be and still be rounded alike.
@@ -334,6 +346,17 @@ def _sunk(placed: Placement, seen: _Seen, shown: torch.Tensor) -> _Seen:
     )  # fmt: skip
 
 
+def _of_splits(
+    seen: _Seen, delta: torch.Tensor, lse: torch.Tensor, doubt: Doubt | None, log_keys: Steps, form: Format
+) -> torch.Tensor:
+    """Return delta with the rounding of LSE of splits; where mask_mod is in doubt, LSE may be that of any keys."""
+    if doubt is None:
+        return formulas.of_split_lse(delta, seen.hidden, lse.abs(), form)
+    reached = seen.s.masked_fill(~doubt.reach, -torch.inf)
+    most = reached.abs().masked_fill_(~doubt.reach, 0.0).amax(-1, keepdim=True) + log_keys
+    return formulas.of_split_lse(delta, reached, torch.maximum(most, lse.abs()), form)
+
+
 def _rounded_sum(t: Scores) -> torch.Tensor:
     """Return the relative error of a row sum of rounded P: at most u, and mostly that of a random walk.
 
@@ -359,7 +382,8 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
         with ties, in float32, + repeated_sum(P) @ |v|
 
-    Where partial O are rounded, which is declared, `of_partials` adds their sigma^2, H and flushed values.
+    Where partial O are rounded, which is declared, `of_partials` adds their sigma^2, H and flushed values; where LSE of splits
+    is, min(sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O|) by its delta is added to B, and to the flushed values.
     """
     of_e, variance, worst, flushed, *exact_units = formulas.unrounded_p(
         t.e, t.l, t.delta, t.shift, t.m, t.unsure, t.rounding, t.exact, not lean
@@ -384,9 +408,15 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         of_partials = formulas.of_partials(size, t.rounding)
         sigma2, hard, flush = (x + more for x, more in zip((sigma2, hard, flush), of_partials, strict=True))
         noise = None if noise is None else noise + of_partials[0]
+    of_splits = None
+    if t.of_splits is not None:
+        of_splits = formulas.split_errors(t.p, t.of_splits, t.shift).sum(-1, keepdim=True).clamp_(max=_HUGE)
+        moved = (formulas.difference(mean2, pv * pv) * of_splits).sqrt_()
+        # All P of a split are off by one factor: no random error.
+        flush = flush + torch.minimum(moved, v_most + o.abs())
     b, m_o, random = formulas.limited(hard, sigma2, tau2, b, flush, t.dead, t.lost, t.rounding.half)
     result = Forward(
         o=o, pv=pv, pk=pk, sigma2=sigma2, tau2=tau2, hard=hard, b=b, flush=flush, reorder=reorder, noise=noise, m_o=m_o,
-        random=random, e_f2=e_f2, of_partials=of_partials,
+        random=random, e_f2=e_f2, of_partials=of_partials, of_splits=of_splits,
     )  # fmt: skip
     return result, OfP(variance=variance, repeated=repeated, worst=worst, flushed=flushed)

@@ -16,8 +16,8 @@ from attnfuzz.oracles.fused import fused
 
 __all__ = [
     "LAMBDA", "TIES", "accumulated", "difference", "exponentials", "leading", "least", "limited", "lost", "lse_budget",
-    "o_budget", "of_partials", "probabilities", "row_sums", "scaled_scores", "spread_of", "steps_of", "sum_budget", "unrounded_p",
-    "visible_scores",
+    "o_budget", "of_partials", "of_split_lse", "probabilities", "row_sums", "scaled_scores", "split_errors", "spread_of",
+    "steps_of", "sum_budget", "unrounded_p", "visible_scores",
 ]  # fmt: skip
 
 LAMBDA, TIES = 6.0, 4.0
@@ -165,6 +165,25 @@ def of_partials(size: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, t
     eta = rounding.form.eta
     variance = rounding.most_variance(size, rounding.variance(size, eta))
     return variance, size * rounding.form.u + size.clamp(max=eta), rounding.flushed(size, None, eta)
+
+
+@fused
+def of_split_lse(delta: torch.Tensor, s: torch.Tensor, most: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return delta with the rounding of LSE of the split that holds a key, 0 where s is -inf; `most`: |LSE| of the row.
+
+    LSE_S of a split S with key j is at least s_j and at most LSE, however keys are split: its rounding is off by
+    u max(|s_j|, |LSE|) or by eta, and moves all P of the split by that factor. It may overflow: then the row is lost.
+    """
+    size = torch.maximum(s.abs(), most)
+    error = torch.where(size >= 0.999 * form.largest, _MOST, size * form.u + form.eta)
+    return torch.where(s == -torch.inf, 0.0, delta + error)
+
+
+@fused
+def split_errors(p: torch.Tensor, delta: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Return P e_f^2 for the delta of `of_split_lse`."""
+    e_f = delta.clamp(max=80.0).expm1_().mul_(shift.clamp(max=80.0).exp_())
+    return (p * e_f).mul_(e_f)
 
 
 @fused

@@ -129,6 +129,7 @@ def _sums(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> D
     by_row = torch.hypot(u * torch.hypot(noise.p, alike), form.eta * torch.hypot(noise.n.sqrt(), noise.n * alike)) + EPS * (
         8 + 2 * noise.exponent
     )
+    by_row = torch.hypot(by_row, noise.of_splits)
     terms = problem.groups * part.q.shape[1]
     carried = form.u + EPS * math.sqrt(terms)
     # Tensor cores truncate the sum at each step of 16 rows, and truncate equal parts of the keys' sums alike.

@@ -163,24 +163,35 @@ class Noise:
                 size = self._rms_v * self.p
                 # Partial O are rounded once more, each by a unit of its own.
                 times = math.sqrt(2) if self._deviations.half_partial_o and self.half else 1.0
-                rounding = torch.hypot(self.u * size, self._eta * self.n * size) * times
+                rounding = torch.hypot(self._of_p * size, self._eta * self.n * size) * times
                 return self._total(expected * times, size, rounding[..., None] * self._of_column(self._data.v), self._fp32)
             case "dq":
                 size = self._scale * self._t * self._rms_k * self.p
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self.n
                 of_delta = 2 * self._more_of_delta * torch.hypot(self.p[..., None], self._drift())
-                rounding = (self.u * size)[..., None] * (1 + of_delta)
+                rounding = (self._of_p * size)[..., None] * (1 + of_delta)
                 flushed = (flushed * self._scale * self._rms_k * self.p)[..., None]
                 rounding = torch.hypot(rounding, flushed) * self._of_column(self._data.k)
                 return self._total(expected, size, rounding, self._fp32)
             case "dv":
-                rounding = torch.hypot(torch.full_like(self.n, self.u), self._eta * self.n)
+                rounding = torch.hypot(self._of_p + torch.zeros_like(self.n), self._eta * self.n)
                 return self._by_key(expected, self._w / self.n, self._w / self.n * rounding, _of_element(self._data.d_o))
             case "dk":
                 size = self._scale * self._t * self._q / self.n
                 flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self._scale * self._q
-                rounding = torch.hypot(self.u * size * (1 + 2 * self._more_of_delta * self.p), flushed)
+                rounding = torch.hypot(self._of_p * size * (1 + 2 * self._more_of_delta * self.p), flushed)
                 return self._by_key(expected, size, rounding, _of_element(self._data.q))
+
+    @cached_property
+    def _of_p(self) -> torch.Tensor | float:
+        """Relative error of P: u, and where LSE of splits is rounded also u times that, at most the largest exponent."""
+        return torch.hypot(self.of_splits, torch.full_like(self.exponent, self.u)) if self.half else self.u
+
+    @property
+    def of_splits(self) -> torch.Tensor:
+        """Relative error of a row's P where LSE of splits is rounded: u times that, at most the largest exponent; else 0."""
+        declared = self._deviations.half_split_lse and self.half
+        return self.u * self.exponent if declared else torch.zeros_like(self.exponent)
 
     @property
     def _more_of_delta(self) -> float:
@@ -212,6 +223,7 @@ class Noise:
         allowed = EPS * (16 + 6 * self.exponent + 2 * self.n.log2())
         if self._deviations.l_from_rounded_p:
             allowed = allowed + 4 * self.u * self.p
+        allowed = allowed + 2 * self.of_splits
         return allowed / _LN_2 if self._deviations.lse_base2 else allowed
 
     def _total(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:

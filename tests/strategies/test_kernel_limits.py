@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support import adapters as support
@@ -43,6 +44,8 @@ CAN: dict[str, dict[str, Any]] = {
     "three heads": {"heads_max": 3},
     "one head": {"heads_max": 1},
     "default scale": {"scale_given": False, "scale_any": False},
+    "windows on the left": {"window": True, "window_forms": ("left",)},
+    "windows of one width, in multiples": {"window": True, "window_forms": ("equal",), "window_multiple": 16},
     "a pool of shapes": {"shapes": POOL, **DENSE, "layouts": True},
     "a pool of shapes, ragged": {"shapes": POOL, "slack": True},
     "one shape": {"shapes": ((3, 8, 2, 128, 128),), "groups": (4,), "unequal": False, **DENSE},
@@ -175,6 +178,54 @@ def test_models_that_do_not_fit_are_left_out_with_the_reason() -> None:
         model_variants(pool, "cpu", 64)
 
 
+# --- windows
+
+FORMS = {"left": {(True, False)}, "right": {(False, True)}, "both": {(True, True)}, "equal": {(True, True)}}
+
+
+@pytest.mark.parametrize("tiles", [(Config(tile_m=64, tile_n=32),), (Config(block=64),)], ids=["plain", "blocks"])
+@pytest.mark.parametrize("step", [1, 32])
+@pytest.mark.parametrize("form", FORMS)
+def test_windows_are_drawn_in_their_form_and_multiples(form: Any, step: int, tiles: tuple[Config, ...]) -> None:
+    subject = Subject(can={"window": True, "window_forms": (form,), "window_multiple": step}, tiles=tiles)
+    windows = [each.problem.window for each in drawn(subject, 200)]
+    limited = {each for each in windows if each is not None and each != (None, None)}
+    assert {(left is not None, right is not None) for left, right in limited} == FORMS[form]
+    assert len(limited) > 2
+    assert all(side % step == 0 for each in limited for side in each if side is not None)
+    assert form != "equal" or all(left == right for left, right in limited)
+    assert None in windows
+    assert (None, None) in windows
+
+
+def test_shrinking_a_window_keeps_its_form_and_multiples() -> None:
+    subject = Subject(can=CAN["windows of one width, in multiples"])
+    can, variants = subject.capabilities, all_variants(subject, "cpu")
+
+    def shrunk(case: Case, fails: Any) -> Any:
+        while True:
+            steps = (each for each in simpler(case, variants, can) if subject.supports(each.problem, each.config, "cpu") is None)
+            better = next((each for each in steps if fails(each.problem.window)), None)
+            if better is None:
+                return case.problem.window
+            case = better
+
+    problem = Problem(seqlens_q=(100,), seqlens_k=(100,), dim_qk=64, dim_v=64, window=(80, 80))
+    start = Case(kernel="acme.flash", problem=problem, config=subject.tiles[0])
+    assert shrunk(start, lambda window: window is not None and (window[0] or 0) > 20) == (32, 32)
+    assert shrunk(start, lambda window: window is not None) == (0, 0)
+    assert shrunk(start, lambda _: True) is None
+    case = Case(kernel="acme.flash", problem=msgspec.structs.replace(problem, window=None), config=subject.tiles[0])
+    assert [each.problem.window for each in neighbours(subject, case, "cpu")["window"]] == [(16, 16)]
+
+
+def test_windows_of_models_are_rounded_to_the_multiple() -> None:
+    can = {"window": True, "window_forms": ("left",), "window_multiple": 16, "softcap": True, "dims": ((128, 128),)}
+    subject = Subject(can=can)
+    windows = {dict(each.modifiers or ()).get("window") for each in model_variants(subject, "cpu", 200)}
+    assert windows - {None} == {(112, 0)}
+
+
 # --- an adapter of a kernel compiled for static shapes
 
 SMALL: dict[str, Any] = {"dims": ((8, 8),), "dtypes": ("float32",), "devices": ("cpu",)}
@@ -289,10 +340,34 @@ def test_rows_of_limits() -> None:
     assert row(done, "lengths in multiples").status == row(done, "batch of 3").status == "wrong"
 
 
+def one_sided(q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1)) -> Any:
+    if (window_size[1] >= 0 and not causal) or max(window_size[0], 0) % 4:
+        raise RuntimeError(f"it does not take {window_size}")
+    return support.flash(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+
+
+def test_rows_of_windows() -> None:
+    declared: dict[str, Any] = {**SMALL, "window_forms": ("left",), "window_multiple": 4}
+    done = check(dense(one_sided, name="theirs.left", **declared))
+    assert [each for each in done.rows if each.status in ("wrong", "not run")] == []
+    assert row(done, "window").found == "declared, and works"
+    for name in ("window on both sides", "window on the right", "window beside multiples"):
+        assert row(done, name).status == "absent"
+    done = check(dense(one_sided, name="theirs.left", **declared | {"window_forms": ("left", "right"), "window_multiple": 2}))
+    assert [row(done, name).status for name in ("window", "window on the right")] == ["wrong", "wrong"]
+    assert row(done, "window on the right").remedy == "fix the kernel, or do not declare 'right' in window_forms"
+    done = check(dense(support.flash, name="theirs.wide", lse=False, **declared))
+    for name in ("window on both sides", "window on the right", "window beside multiples"):
+        assert row(done, name).status == "hint"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"multiple_q": 0}, "multiple_q=0: 1 or more"),
+        ({"window": True, "window_multiple": 0}, "window_multiple=0: 1 or more"),
+        ({"window": True, "window_forms": ()}, "window_forms is empty"),
+        ({"window_forms": ("left",)}, "window=False is a kernel without windows"),
         ({"multiple_k": 64, "length_max": 32}, "length_max=32 leaves no multiple of 64"),
         ({"heads_max": 2, "groups": (4,)}, r"heads_max=2 is less than groups=\(4,\)"),
         ({"scale_any": True, "scale_given": False}, "scale_any: only the default scale is taken"),

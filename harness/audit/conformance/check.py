@@ -27,6 +27,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
+from attnfuzz.kernels.support.process_setup import setup_of
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Bed", "Conformance", "Row", "check_adapter", "hints", "probe_result"]
@@ -195,6 +196,9 @@ def _calls(kernel: Kernel, device: Device, bed: Bed) -> Iterator[Row]:
     if isinstance(answer, str):
         yield _not_run("calls", "a child process does not find the kernel", "fix that first")
         return
+    if setup_of(kernel) is not None:
+        remedy = "correct environment or set_up; what set_up changes of torch, it puts back"
+        yield _probe_row("set-up of a process", bed.ask("process", kernel, case), remedy)
     plain = _plain(kernel, bed.trial(case))
     yield from plain
     by_value = any(row.status == "wrong" for row in plain if row.check in ("O and LSE", "gradients"))

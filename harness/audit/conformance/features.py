@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from attnfuzz.harness.audit.conformance.limits import limits
 from attnfuzz.harness.audit.conformance.row import Row, failing
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.kernels.contract import Capabilities, Deviations, Device, Kernel, why_unsupported
+from attnfuzz.kernels.contract import Capabilities, Deviations, Device, Kernel, WindowForm, why_unsupported, window_of
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
 from attnfuzz.kernels.problem import BadArgument, Dtype, Layout
 from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
@@ -155,11 +155,32 @@ def _masks(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
         if distinct and (kind in can.causal or not (any(can.causal) and not unequal)):
             widened = {"causal": tuple(dict.fromkeys((*can.causal, kind)))}
             yield f"causal {kind}", f"{kind!r} in causal", kind in can.causal, widened, changes
-    windows: list[dict[str, Any]] = [{"window": (5, 3), **each} for each in ({}, *unequal)]
-    yield "window", "window=True", can.window, {"window": True}, windows
+    yield from _windows(can, unequal)
     if "bottom_right" in can.causal and can.unequal:
         empty = {"causal": "bottom_right", "seqlens_q": (long,), "seqlens_k": (n,)}
         yield "rows that see no key", "unequal=True beside causal", True, {}, [empty]
+
+
+def _windows(can: Capabilities, unequal: list[dict[str, Any]]) -> Iterator[_Tried]:
+    """Yield a window of the plainest form, of each other one without a mask, and limits beside the multiples."""
+    sides = (5 * can.window_multiple, 3 * can.window_multiple)
+    first = next(each for each in ("both", "equal", "left", "right") if each in can.window_forms)
+    of_first = window_of(first, *sides)
+    yield "window", "window=True", can.window, {"window": True}, [{"window": of_first, **each} for each in ({}, *unequal)]
+    if not can.window:
+        return
+    for form, where in _FORMS.items() if None in can.causal else ():
+        if form != first:
+            changes = [{"causal": None, "window": window_of(form, *sides), **each} for each in ({}, *unequal)]
+            widened: dict[str, Any] = {"window_forms": (*can.window_forms, form)}
+            declared = form in can.window_forms
+            yield f"window {where}", f"{form!r} in window_forms", declared, {} if declared else widened, changes
+    if can.window_multiple > 1:
+        beside = window_of(first, sides[0] + 1, sides[1] + 1)
+        yield "window beside multiples", "no window_multiple", False, {"window_multiple": 1}, [{"window": beside}]
+
+
+_FORMS: Final[dict[WindowForm, str]] = {"both": "on both sides", "left": "on the left", "right": "on the right"}
 
 
 def _scales(can: Capabilities, _: Variant) -> Iterator[_Tried]:

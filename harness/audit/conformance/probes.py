@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.call import Running
 from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.support import process_setup
 from attnfuzz.strategies.case import Case, case_from_json
 
 __all__ = ["probed", "run_probe"]
@@ -48,7 +50,8 @@ def probed(probe: str, kernel: Kernel, case: Case, device: Device, more: dict[st
         return _widened(kernel, case, device, more["widened"])
     if probe == "graph":
         return _has_graph(kernel, case, device)
-    wrong, right = {"settings": _settings, "repeated": _repeated, "arguments": _arguments}[probe](kernel, case, device)
+    probes = {"process": _process, "settings": _settings, "repeated": _repeated, "arguments": _arguments}
+    wrong, right = probes[probe](kernel, case, device)
     return {"wrong": wrong, "right": right}
 
 
@@ -60,6 +63,21 @@ def _has_graph(kernel: Kernel, case: Case, device: Device) -> bool | None:
     except Exception:  # a Trial reports it
         return None
     return ready.has_graph if isinstance(ready, Running) else None
+
+
+def _process(kernel: Kernel, _: Case, device: Device) -> tuple[list[str], str]:
+    """Check that this process is set up as the kernel's `process` has it, and that torch is as it was before."""
+    setup = process_setup.setup_of(kernel)
+    assert setup is not None
+    process_setup.enter(kernel, device)
+    wrong = [f"{name} is not {value!r}" for name, value in setup.environment if os.environ.get(name) != value]
+    if reason := process_setup.why_not_set_up(kernel, device):
+        wrong.append(f"set_up({device!r}) raised {reason}")
+    state = _state()
+    if changed := [what for what, value in _FRESH.items() if not _same(value, state[what])]:
+        wrong.append(f"set_up changes {', '.join(changed)}")
+    parts = [f"variables: {', '.join(name for name, _ in setup.environment)}"] if setup.environment else []
+    return wrong, "; ".join([*parts, *(["set_up ran once"] if setup.set_up else [])])
 
 
 def _settings(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], str]:
@@ -123,6 +141,15 @@ def _state() -> dict[str, Any]:
         "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "the state of torch's generator": torch.get_rng_state(),
     }
+
+
+_FRESH: dict[str, Any] = {
+    "torch's default dtype": torch.float32,
+    "torch's default device": "cpu",
+    "whether torch records gradients": True,
+    "torch's deterministic mode": False,
+}
+"""The state of a process that has changed nothing."""
 
 
 def _same(one: Any, other: Any) -> bool:

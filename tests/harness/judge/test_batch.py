@@ -177,6 +177,7 @@ DECLARED = [
     Deviations(half_delta_products=True),
     Deviations(half_scaled_k=True),
     Deviations(half_partial_o=True),
+    Deviations(half_split_lse=True),
     Deviations(lse_base2=True),
     Deviations(tf32_on=("cpu",)),
 ]

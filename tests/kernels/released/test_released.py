@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from contextlib import closing
 from datetime import date
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from msgspec.structs import replace
 from support.paths import ROOT
 
 from attnfuzz.harness.campaign.campaign import executor_for, run_campaign
@@ -18,12 +20,14 @@ from attnfuzz.harness.gate.ledger import Entry, case_of, check_kernels, read_led
 from attnfuzz.harness.gate.parts.correctness import replay
 from attnfuzz.harness.gate.result import Finding
 from attnfuzz.harness.gate.subjects import named
+from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Device
+from attnfuzz.kernels.contract import Config, Deviations, Device
 from attnfuzz.kernels.problem import BadArgument, Needs, Problem
 from attnfuzz.kernels.released import DISTRIBUTIONS
 from attnfuzz.kernels.released.subject import Package, Released, released
 from attnfuzz.kernels.support import memory
+from attnfuzz.strategies.case import Case, Recipe
 
 FOLDER = ROOT / "tests/corpus/released"
 LEDGER = read_ledger(FOLDER / "ledger.toml", date.today())
@@ -123,13 +127,13 @@ def test_dims_whose_tiles_exceed_shared_memory(name: str, dims: tuple[int, int],
 @pytest.mark.parametrize(
     ("lengths", "window", "causal", "groups", "why"),
     [
-        (((3, 2), (2, 5)), (0, None), None, 1, "one side alone"),
-        (((3, 2), (2, 5)), (None, 0), None, 1, "one side alone"),
+        (((3, 2), (2, 5)), (0, None), None, 1, "windows of these forms: both"),
+        (((3, 2), (2, 5)), (None, 0), None, 1, "windows of these forms: both"),
         (((3,), (3,)), (4, 0), None, 1, "one side alone"),
         (((3,), (3,)), (0, 4), None, 1, "one side alone"),
         (((3,), (3,)), (4, 9), None, 1, None),
-        (((3,), (1,)), (None, 1), None, 1, "one side alone"),
-        (((2,), (1,)), (None, 1), None, 1, None),
+        (((3,), (1,)), (2, 1), None, 1, "one side alone"),
+        (((2,), (1,)), (2, 1), None, 1, None),
         (((3,), (3,)), (1, 1), None, 1, None),
         (((3,), (3,)), (0, None), "bottom_right", 1, None),
         (((3,), (3,)), (None, 0), "bottom_right", 1, None),
@@ -204,6 +208,28 @@ def test_a_few_cases_find_nothing_that_is_not_known(name: str, device: Device) -
         assert each.failure is not None
         finding = Finding.of("campaign", each.identity, each.failure.message)
         assert any(entry.covers(finding) for entry in own), finding
+
+
+SQUARE = Problem(
+    seqlens_q=(128,), seqlens_k=(128,), packing="dense", dim_qk=64, dim_v=64, heads=2, kv_heads=2, causal="top_left",
+    needs=Needs(outputs=("o", "dk", "dv")),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+def test_scaled_k_in_half_precision_is_declared_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = installed("released.flag_gems.sdpa_all", "cpu")
+    deviations = kernel.capabilities.deviations
+    assert deviations == Deviations(half_scaled_k=True, half_partials=True)
+    less = replace(kernel.capabilities, deviations=replace(deviations, half_scaled_k=False))
+    failed = []
+    for each in (kernel, dataclasses.replace(kernel, capabilities=less)):
+        monkeypatch.setattr(registry, "_registered", {})
+        registry.register(each)
+        case = Case(kernel=kernel.name, problem=SQUARE, recipe=Recipe(pattern="large_logits"), config=Config())
+        failed.append({failure.output for failure in run_trial(case, "cpu").failures})
+    assert failed == [set(), {"dk", "dv"}]
 
 
 # --- findings

@@ -1,4 +1,4 @@
-"""Declared roundings to half precision: of the products that give Delta, of partial O of splits of the keys, and of scaled K.
+"""Declared roundings to half precision: of products that give Delta, of O and LSE of splits of the keys, and of scaled K.
 
 A kernel that rounds them fails unless it declares that; with the declaration it passes, and faults beside them are still found.
 """
@@ -23,11 +23,14 @@ from attnfuzz.strategies.case import PATTERNS, Case, Check, Pattern, Recipe
 
 KEYS = Deviations(half_scaled_k=True)
 PRODUCTS, PARTIALS = Deviations(half_delta_products=True), Deviations(half_partial_o=True)
+SPLIT_LSE = Deviations(half_split_lse=True)
 DECLARED = {
     "k scaled in half": KEYS,
     "delta products in half": PRODUCTS,
     "partial o in half, splits of 16": PARTIALS,
     "partial o in half, splits of 50": PARTIALS,
+    "split lse in half, splits of 16": SPLIT_LSE,
+    "split lse in half, splits of 50": SPLIT_LSE,
 }
 PROBLEMS = {
     "ragged": Problem(seqlens_q=(60, 5), seqlens_k=(100, 5), heads=4, kv_heads=2, dim_qk=64, dim_v=64, causal="bottom_right"),
@@ -38,6 +41,8 @@ OF: dict[str, set[str]] = {
     "delta products in half": {"dq", "dk"},
     "partial o in half, splits of 16": {"o", "dq", "dk"},
     "partial o in half, splits of 50": {"o", "dq", "dk"},
+    "split lse in half, splits of 16": {"o", "lse", "dq", "dk", "dv"},
+    "split lse in half, splits of 50": {"o", "lse", "dq", "dk", "dv"},
 }
 FEW = ("outlier", "near_overflow", "subnormal", "onehot")
 """Patterns that are tried each time."""
@@ -107,6 +112,10 @@ FAULTS = [
     ("partial o in half, splits of 50", "last key dropped"),
     ("partial o in half, splits of 50", "mask off by one"),
     ("partial o in half, splits of 50", "a split's weight 1 %"),
+    ("split lse in half, splits of 50", "scale 1 %"),
+    ("split lse in half, splits of 50", "last key dropped"),
+    ("split lse in half, splits of 50", "mask off by one"),
+    ("split lse in half, splits of 50", "group not summed"),
 ]
 
 
@@ -125,12 +134,16 @@ def test_each_widens_its_own_outputs_alone_and_nothing_in_float32(ties: bool) ->
     for dtype in (*HALF, "float32"):
         inputs = materialise(replace(PROBLEMS["ragged"], dtype=dtype), Recipe(), "cpu")
         plain = budgets(inputs, Deviations(), "cpu", ties=ties)
-        for deviations, wider in ((PRODUCTS, {"dq", "dk"}), (PARTIALS, {"o", "dq", "dk"}), (KEYS, {"dq", "dk", "dv"})):
+        every = {"o", "dq", "dk", "dv"}
+        widened = ((PRODUCTS, {"dq", "dk"}), (PARTIALS, {"o", "dq", "dk"}), (KEYS, {"dq", "dk", "dv"}), (SPLIT_LSE, every))
+        for deviations, wider in widened:
             declared = budgets(inputs, deviations, "cpu", ties=ties)
-            assert torch.equal(declared.lse, plain.lse)
+            assert torch.equal(declared.lse, plain.lse) == (deviations is not SPLIT_LSE or dtype == "float32")
             for name in ("o", "dq", "dk", "dv"):
                 more = declared.outputs[name].allowed - plain.outputs[name].allowed
-                assert bool((more >= 0).all())
+                # Where the error of LSE hides O's own rounding, its expected size counts in D, which may be less than it is.
+                least = -0.05 if (deviations, name) == (SPLIT_LSE, "dq") else 0.0
+                assert bool((more >= least * plain.outputs[name].allowed).all())
                 assert bool((more > 0).any()) == (name in wider and dtype != "float32")
 
 

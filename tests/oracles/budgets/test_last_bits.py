@@ -24,7 +24,7 @@ from attnfuzz.strategies.case import PATTERNS, Pattern, Recipe
 
 EVERY = (
     Deviations(half_partials=True, ds_from_rounded_p=True),
-    Deviations(half_delta_products=True, half_partial_o=True, half_scaled_k=True),
+    Deviations(half_delta_products=True, half_partial_o=True, half_scaled_k=True, half_split_lse=True),
 )
 FLOAT16 = Format.of("float16")
 PLAIN = Problem(seqlens_q=(40, 33), seqlens_k=(35, 24), dim_qk=16, dim_v=16, heads=4, kv_heads=2)

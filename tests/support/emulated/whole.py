@@ -117,19 +117,24 @@ class _Sequence:
             half = _truncated(p, self.dtype)
         o = (half @ self.v) / total.masked_fill(~self.live, 1.0)[..., None]
         o = o.masked_fill(~self.live[:, None], 0.0)
-        if split := next((int(each.split()[-1]) for each in self.faults if each.startswith("partial o in half, splits of ")), 0):
-            o = self._of_splits(split, m, total)
-        lse = (torch.log2(total) + m) * (1.0 if "lse in base 2" in self.faults else LN_2)
+        whole = torch.log2(total) + m
+        if split := self._split("partial o in half") or self._split("split lse in half"):
+            o, whole = self._of_splits(split, whole)
+        lse = whole * (1.0 if "lse in base 2" in self.faults else LN_2)
         if "lse in half" in self.faults:
             lse = lse.to(self.dtype).float()
         self.o = _truncated(o, self.dtype).to(self.dtype) if "o truncated" in self.faults else o.to(self.dtype)
-        self.true_lse = ((torch.log2(total) + m) * LN_2).masked_fill(~self.live, -math.inf)
+        self.true_lse = (whole * LN_2).masked_fill(~self.live, -math.inf)
         return self.o, lse.masked_fill(~self.live, -math.inf)
 
-    def _of_splits(self, size: int, m: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """O combined in float32 from that of each split of `size` keys, which is rounded to the dtype."""
+    def _split(self, fault: str) -> int:
+        """The N of a fault "..., splits of N", or 0 without it."""
+        return next((int(each.split()[-1]) for each in self.faults if each.startswith(f"{fault}, splits of ")), 0)
+
+    def _of_splits(self, size: int, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """O and log2 LSE combined in float32 from those of each split of `size` keys; one of the two is rounded to the dtype."""
         o = self.s.new_zeros(*self.s.shape[:-1], self.v.shape[-1])
-        whole = torch.log2(total) + m
+        half_lse, partials = bool(self._split("split lse in half")), []
         for start in range(0, self.s.shape[-1], size):
             s, v = self.s[..., start : start + size], self.v[:, start : start + size]
             top = s.amax(-1)
@@ -137,12 +142,22 @@ class _Sequence:
             top = top.masked_fill(~live, 0.0)
             p = torch.exp2(s - top[..., None])
             total_s = p.sum(-1).masked_fill(~live, 1.0)
-            partial = (p.to(self.dtype).float() @ v / total_s[..., None]).to(self.dtype).float()
-            weight = torch.exp2(torch.log2(total_s) + top - whole).masked_fill(~live, 0.0)
+            partial = p.to(self.dtype).float() @ v / total_s[..., None]
+            lse = torch.log2(total_s) + top
+            if half_lse:
+                lse = (lse * LN_2).to(self.dtype).float() * LOG2_E
+            else:
+                partial = partial.to(self.dtype).float()
+            partials.append((start, partial, lse.masked_fill(~live, -math.inf)))
+        if half_lse and partials:
+            whole = torch.stack([lse.double() for _, _, lse in partials]).mul(math.log(2)).logsumexp(0).div(math.log(2)).float()
+            whole = whole.masked_fill(~self.live, 0.0)
+        for start, partial, lse in partials:
+            weight = torch.exp2(lse - whole)
             if "a split's weight 1 %" in self.faults and start:
                 weight = weight * 1.01
             o += weight[..., None] * partial
-        return o
+        return o, whole
 
     def backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.forward()
