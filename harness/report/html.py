@@ -26,7 +26,7 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
 
 __all__ = ["Page", "page"]
 
-_TITLES: Final[dict[str, str]] = {**OUTPUT_TITLES, **CAPTURED_TITLES}
+_TITLES: Final = dict[str, str]([*OUTPUT_TITLES.items(), *CAPTURED_TITLES.items()])
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 _OPEN: Final = 10
 """Failures that are shown in full at once; the others unfold."""
