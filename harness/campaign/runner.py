@@ -139,10 +139,14 @@ class TrialRunner:
 
     def _examined(self, case: Case, verdict: Verdict) -> None:
         self._failing = [each for each in self._failing if each != case]
-        if not self._failing:
-            self.executor.forget_pasts()
         if verdict.failures:
             self._land()
+            self._forget_pasts()
+
+    def _forget_pasts(self) -> None:
+        """Forget what processes had run before failures, unless some of a batch are not examined."""
+        if not self._failing:
+            self.executor.forget_pasts()
 
     def _batch(self, cases: Sequence[Case], phase: Phase, known: Collection[Identity] | None) -> list[Verdict]:
         self._launch(*cases)
@@ -185,6 +189,9 @@ class TrialRunner:
             left: the journal entry of a run that died with the Case in flight.
             before: called before each run; what it raises ends them.
         """
+        if phase == "replay":
+            # The stored Case before this one is examined.
+            self._forget_pasts()
         for number in range(tries(rate)):
             before()
             self.begin(case, patient=patient, left=None if number else left)

@@ -181,3 +181,25 @@ def test_a_case_that_was_in_flight_and_has_no_verdict_in_time_stays_so_for_the_n
     finished(tmp_path, executor)
     assert executor.cases[0] == case(1)
     assert not list(tmp_path.glob("inflight/*"))
+
+
+def test_what_processes_had_run_before_stored_failures_is_forgotten() -> None:
+    """Of the stored Case at work alone it is held, and then until the next drawn one that fails is examined."""
+    pasts: list[int] = []
+
+    class Remembers(FunctionExecutor):
+        def finish(self) -> Verdict:
+            pasts.append(self.cases[-1].recipe.seed)
+            return super().finish()
+
+        def forget_pasts(self) -> None:
+            pasts.clear()
+
+    runner = TrialRunner(Remembers(lambda _: WRONG))
+    for number in range(3):
+        runner.run(case(number), "replay")
+        runner.run(case(10 + number), "shrink")
+        assert pasts == [number, 10 + number]
+    for _ in runner.run_each([case(20)], "generate"):
+        assert pasts == [2, 12, 20]
+    assert not pasts
