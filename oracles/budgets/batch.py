@@ -11,11 +11,14 @@ import torch
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import SINKS, OutputName
 from attnfuzz.oracles.attention import Reference, reference_of_heads
-from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
+from attnfuzz.oracles.budgets.backward import backward
 from attnfuzz.oracles.budgets.batch_repeats import BatchRepeats
 from attnfuzz.oracles.budgets.bounds import PARTS, SUMS, Budget, of_sums, parts_of_rows, steps_of_rows
+from attnfuzz.oracles.budgets.delta import delta_error
 from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
+from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.budgets.sinks import SlotSinks
+from attnfuzz.oracles.budgets.sums import Sums
 from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, sinks_of
 
 __all__ = ["BatchTruth", "truth_of_batches"]

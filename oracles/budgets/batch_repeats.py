@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.oracles.budgets.backward import Gradients
 from attnfuzz.oracles.budgets.forward import Forward, Scores
 from attnfuzz.oracles.budgets.repeats import SAMPLED, Generic, anywhere, generic, repeated, sums_of_rows
+from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.formats import Format
 from attnfuzz.oracles.frames import CHUNK, Frame, frames, key_range, rows_seeing, spread
 from attnfuzz.oracles.slots import Slots, grouped, sent

@@ -26,14 +26,17 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import SINKS, Dtype, OutputName, Problem
-from attnfuzz.oracles.budgets.backward import Gradients, Sums, backward, delta_error
+from attnfuzz.oracles.budgets.backward import backward
 from attnfuzz.oracles.budgets.captured import CapturedSums
+from attnfuzz.oracles.budgets.delta import delta_error
 from attnfuzz.oracles.budgets.doubts import Doubts
 from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
 from attnfuzz.oracles.budgets.forward_formulas import sum_budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
+from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.budgets.sinks import PlacedWithSinks, SinkSums
+from attnfuzz.oracles.budgets.sums import Sums
 from attnfuzz.oracles.formats import Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 

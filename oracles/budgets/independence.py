@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from attnfuzz.kernels.problem import OutputName
-from attnfuzz.oracles.budgets.backward import Delta
+from attnfuzz.oracles.budgets.delta import Delta
 from attnfuzz.oracles.budgets.forward import Forward, Scores
 from attnfuzz.oracles.formats import half_ulp, on_grid
 from attnfuzz.oracles.frames import Placed

@@ -101,7 +101,7 @@ def test_budgets_with_ties_stand_the_last_bits_of_sums(pattern: Pattern) -> None
         (forward_formulas, "on_grid", lambda x, _: x, "ties", "float16"),
         (forward_formulas, "on_grid", lambda x, _: x, "constant_v", "bfloat16"),
         (backward_formulas, "on_grid", lambda x, _: x, "constant_v", "bfloat16"),
-        (backward, "half_ulp_of_sum", half_ulp, "huge_logits", "bfloat16"),
+        (sums, "half_ulp_of_sum", half_ulp, "huge_logits", "bfloat16"),
     ],
 )
 def test_an_exact_comparison_is_noticed(
