@@ -32,8 +32,8 @@ class Child:
     def __init__(self, pid: int, connection: socket.socket, board: int, log: int, ended: Callable[[], int | None]) -> None:
         self.pid, self._log, self._wait = pid, log, ended
         self.descriptor = os.pidfd_open(pid)
-        # Read by descriptor: pathlib interns each part of a path, and Python's table of interned strings, of a megabyte, is made
-        # anew when such entries have filled it.
+        # Read by descriptor: pathlib interns each part of a path, and Python replaces its table of interned strings, of a
+        # megabyte, when such entries have filled it.
         self._stat, self._statm = (os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("stat", "statm"))
         # A child that stops in the middle of a message must not keep its parent waiting.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 5, 0))

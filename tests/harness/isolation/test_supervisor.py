@@ -175,7 +175,7 @@ def test_a_child_that_died_between_tasks_costs_no_task(supervisor: Supervisor) -
 
 
 def test_tasks_intern_no_strings(forked: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python makes a table of a megabyte anew when such strings have filled it, and its place is lost to what lies behind it."""
+    """Python replaces a table of a megabyte when such strings have filled it, and its place is lost to what lies behind it."""
     forked.run(task("who"))
     interned: list[str] = []
     monkeypatch.setattr(sys, "intern", lambda text: interned.append(text) or text)
