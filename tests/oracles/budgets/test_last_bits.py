@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import Dtype, Problem
-from attnfuzz.oracles.budgets import aggregate, backward, backward_formulas, forward_formulas
+from attnfuzz.oracles.budgets import aggregate, backward_formulas, forward_formulas, sums
 from attnfuzz.oracles.budgets.bounds import Budget, Budgets, budgets
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats
 from attnfuzz.oracles.budgets.roundings import Rounding
