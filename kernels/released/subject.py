@@ -164,7 +164,8 @@ def released(
     Raises:
         BadArgument: as the adapters do.
     """
-    adapter: Callable[..., Adapted] = {"dense": dense, "varlen": varlen, "paged": paged}[like]
+    adapters: dict[str, Callable[..., Adapted]] = {"dense": dense, "varlen": varlen, "paged": paged}
+    adapter = adapters[like]
     options = {"backend": "triton", "devices": ("cpu", "cuda"), **declared}
     adapted = adapter(function, name=name, files=package.files(files), **options)
     values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}

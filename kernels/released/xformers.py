@@ -65,7 +65,8 @@ def _differentiated(d_o: torch.Tensor, *tensors: torch.Tensor, **options: Any) -
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in tensors]
         o: torch.Tensor = ops.memory_efficient_attention(*leaves, **options)
-        return torch.autograd.grad(o, leaves, d_o)
+        gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(o, leaves, d_o)
+    return gradients
 
 
 def _blocks(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool, window_size: tuple[int, int]) -> Any:
