@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import SINK_VALUES, Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.kernel_limits import within_limits
 from attnfuzz.strategies.layouts import layouts
@@ -23,6 +23,7 @@ from attnfuzz.strategies.shapes import Variant, one_variant
 __all__ = ["MODELS", "Model", "left_out", "model_cases", "model_variants"]
 
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
+_SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
 _MASKS: tuple[Causal, ...] = ("bottom_right", "top_left")
 
 
@@ -42,6 +43,8 @@ class Model:
     softcap: float = 0.0
     softmax_scale: float | None = None
     """None: dim ** -0.5."""
+    sinks: bool = False
+    """One learned logit a head in the softmax."""
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -68,6 +71,7 @@ MODELS = (
     Model("DeepSeek-V2-Lite", 16, 16, 192, dim_v=128, softmax_scale=0.1147213867929261),
     Model("DeepSeek-V3", 128, 128, 192, dim_v=128, softmax_scale=0.1352337788608801),
     Model("Phi-2", 32, 32, 80), Model("Phi-3 mini", 32, 32, 96, window=2047), Model("Phi-3 medium", 40, 10, 128),
+    Model("gpt-oss (local)", 64, 8, 64, window=128, sinks=True), Model("gpt-oss (global)", 64, 8, 64, sinks=True),
     Model("Falcon 7B", 71, 1, 64), Model("Falcon 40B", 128, 8, 64), Model("StarCoder", 48, 1, 128),
     Model("BERT base", 12, 12, 64, causal=False), Model("Whisper large (encoder)", 20, 20, 64, causal=False),
     Model("ViT-H/14", 16, 16, 80, causal=False), Model("Stable Diffusion 1.5", 8, 8, 40, causal=False),
@@ -126,7 +130,7 @@ def _variants(kernel: Kernel, device: Device, model: Model, longest: int) -> tup
     variants = []
     for dtype in _dtypes(can, device):
         variant = Variant(dtype, _causal(model, can), model.dims, Config(), _modifiers(model, can, longest))
-        problem = variant.problem(can)
+        problem = msgspec.structs.replace(variant.problem(can), sinks=model.sinks)
         for config in kernel.configs(problem):
             if kernel.supports(problem, config, device) is None:
                 variants.append(replace(variant, config=config))
@@ -147,8 +151,9 @@ def _why_not(kernel: Kernel, device: Device, model: Model, longest: int) -> str:
         return reason
     for dtype in _dtypes(can, device):
         variant = Variant(dtype, _causal(model, can), model.dims, Config(), _modifiers(model, can, longest))
-        configs = kernel.configs(variant.problem(can)) or (Config(),)
-        if reason := kernel.supports(variant.problem(can), configs[0], device):
+        problem = msgspec.structs.replace(variant.problem(can), sinks=model.sinks)
+        configs = kernel.configs(problem) or (Config(),)
+        if reason := kernel.supports(problem, configs[0], device):
             return reason
     return f"no dtype on {device}"
 
@@ -218,6 +223,8 @@ def _model_cases(draw: st.DrawFn, parts: _Parts) -> Case:
     if recipe.pattern == "large_products":
         # Its scale would have to be small.
         recipe = msgspec.structs.replace(recipe, pattern="large_logits")
+    if model.sinks:
+        recipe = msgspec.structs.replace(recipe, sinks=draw(_SINK_VALUES))
     packing = draw(parts.packing)
     laid_out = draw(layouts(can, packing, variant.dtype))
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
@@ -238,6 +245,7 @@ def _model_cases(draw: st.DrawFn, parts: _Parts) -> Case:
         heads=heads_q,
         kv_heads=kv_heads,
         softmax_scale=model.softmax_scale,
+        sinks=model.sinks,
         **laid_out,
     )
     return Case(kernel=parts.name, problem=problem, recipe=recipe, config=variant.config)

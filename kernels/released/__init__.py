@@ -13,9 +13,12 @@ DISTRIBUTIONS: Final = (
     "fla-core",
     "flag-gems",
     "flash-attention-triton",
+    "flash-attn",
+    "flashinfer-python",
     "lightllm",
     "liger-kernel",
     "sageattention",
     "trinix",
+    "xformers",
 )
 """The packages, by the names under which they are installed."""

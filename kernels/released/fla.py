@@ -25,13 +25,14 @@ def _parallel(
     softmax_scale: float | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Call `parallel_attn`, which is always causal; its window counts the query's own key."""
     from fla.ops.attn.parallel import parallel_attn
 
     _check_causal(causal)
     left = window_size[0]
-    return parallel_attn(q, k, v, scale=softmax_scale, window_size=None if left < 0 else left + 1)
+    return parallel_attn(q, k, v, scale=softmax_scale, window_size=None if left < 0 else left + 1, sink_bias=sinks)
 
 
 def _parallel_varlen(
@@ -45,6 +46,7 @@ def _parallel_varlen(
     softmax_scale: float | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Call `parallel_attn` for one batch of ragged sequences; it documents int64 offsets."""
     from fla.ops.attn.parallel import parallel_attn
@@ -53,7 +55,8 @@ def _parallel_varlen(
     left = window_size[0]
     window = None if left < 0 else left + 1
     batch = [x.unsqueeze(0) for x in (q, k, v)]
-    return parallel_attn(*batch, scale=softmax_scale, window_size=window, cu_seqlens=cu_seqlens_q.long()).squeeze(0)
+    options = {"window_size": window, "cu_seqlens": cu_seqlens_q.long(), "sink_bias": sinks}
+    return parallel_attn(*batch, scale=softmax_scale, **options).squeeze(0)
 
 
 def _check_causal(causal: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from unittest import mock
 
-from attnfuzz.kernels.adapters import dense, varlen
+from attnfuzz.kernels.adapters import dense, paged, varlen
 from attnfuzz.kernels.adapters.adapted import Adapted
 from attnfuzz.kernels.contract import Built, Config, Device, Gradients, Inputs
 from attnfuzz.kernels.problem import Problem
@@ -36,7 +36,9 @@ class Package:
     needs: tuple[str, ...] = ()
     """Further modules that its kernels import."""
     outside_extra: bool = False
-    """It is not in the extra: its metadata asks for a server's packages, or pins others."""
+    """It is not in the extra: its metadata asks for a server's packages, or pins others, or it needs a GPU."""
+    options: str = "--no-deps"
+    """Of pip, outside of the extra."""
 
     def missing(self) -> str | None:
         """Why it cannot be imported here, or None; it is not imported for that."""
@@ -44,7 +46,7 @@ class Package:
             if importlib.util.find_spec(module) is None:
                 if module != self.module:
                     return f"{module}, which {self.distribution} needs, is not installed: install it with pip"
-                remedy = f"--no-deps {self.distribution}" if self.outside_extra else f"'attnfuzz[{EXTRA}]'"
+                remedy = f"{self.options} {self.distribution}".strip() if self.outside_extra else f"'attnfuzz[{EXTRA}]'"
                 return f"{self.distribution} is not installed: pip install {remedy}"
         return None
 
@@ -65,6 +67,7 @@ class Released(Adapted):
     on_cpu: tuple[tuple[str, str, Any], ...]
     masked_loads: memory.Masked
     triton_before: tuple[int, int] | None
+    compile_for: Callable[[Problem, Device], None] | None
 
     def unavailable(self, device: Device) -> str | None:
         """A missing package, what `Adapted` says, or a Triton that no longer has what the kernel uses."""
@@ -85,12 +88,14 @@ class Released(Adapted):
         return self.gpu_limits(problem) if reason is None and device == "cuda" else reason
 
     def build(self, problem: Problem, config: Config, device: Device) -> Built:
-        """Compile nothing: functions compile at their first call, and the package is imported then.
+        """Compile nothing, unless `compile_for` does: functions compile at their first call; the package is imported then.
 
         Raises:
             BadArgument: `problem` is not supported.
         """
         built = Adapted.build(self, problem, config, device)
+        if self.compile_for is not None and device == "cuda":
+            self.compile_for(problem, device)
         return _Surrounded(self, built, device == "cpu" and self.backend == "triton")
 
 
@@ -130,19 +135,20 @@ def released(
     *,
     name: str,
     package: Package,
-    like: Literal["dense", "varlen"],
+    like: Literal["dense", "varlen", "paged"],
     files: Sequence[str],
     refuses: Callable[[Problem], str | None] = lambda _problem: None,
     gpu_limits: Callable[[Problem], str | None] = lambda _problem: None,
     on_cpu: Sequence[tuple[str, str, Any]] = (),
     masked_loads: memory.Masked = "refused",
     triton_before: tuple[int, int] | None = None,
+    compile_for: Callable[[Problem, Device], None] | None = None,
     **declared: Any,
 ) -> Released:
     """Make a Kernel of `function`, a wrapper with flash-attention's signature that imports the package when it is called.
 
     Args:
-        function: as for `attnfuzz.kernels.dense` or `varlen`.
+        function: as for `attnfuzz.kernels.dense`, `varlen` or `paged`.
         name: the kernel's name, which begins with "released.".
         package: the package that holds the kernel.
         like: the adapter to use.
@@ -152,12 +158,14 @@ def released(
         on_cpu: module, name and value of what the package assumes of the device, during each call on the CPU.
         masked_loads: what its loads without `other` have in masked elements on the CPU (`kernels.support.memory.Masked`).
         triton_before: the first (major, minor) version of Triton that lacks a function which the kernel uses.
+        compile_for: has the package compile what a Problem needs, on a GPU, where its first call takes longer than a launch may.
         declared: further arguments of the adapter; by default the kernel runs on "cpu" and "cuda", and is a Triton kernel.
 
     Raises:
         BadArgument: as the adapters do.
     """
-    adapter = dense if like == "dense" else varlen
+    adapters: dict[str, Callable[..., Adapted]] = {"dense": dense, "varlen": varlen, "paged": paged}
+    adapter = adapters[like]
     options = {"backend": "triton", "devices": ("cpu", "cuda"), **declared}
     adapted = adapter(function, name=name, files=package.files(files), **options)
     values = {each.name: getattr(adapted, each.name) for each in fields(adapted)}
@@ -169,4 +177,5 @@ def released(
         on_cpu=tuple(on_cpu),
         masked_loads=masked_loads,
         triton_before=triton_before,
+        compile_for=compile_for,
     )

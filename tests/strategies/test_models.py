@@ -11,7 +11,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.undrawn import models_left_out, never_drawn_line
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import SINK_VALUES, Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.models import MODELS, Model, left_out, model_cases, model_variants
@@ -19,16 +19,20 @@ from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.trials import trial_cases
 
 LIMITS = Limits(batch=3, heads=8, length=300, tiles=16)
-ANY = {"dim_multiple": 8, "window": True, "softcap": True, "dtypes": ("float32", "float16", "bfloat16")}
+ANY = {"dim_multiple": 8, "window": True, "softcap": True, "sinks": True, "dtypes": ("float32", "float16", "bfloat16")}
 
 
 def of_model(problem: Problem) -> list[Model]:
     """The models whose attention a Problem may be, by all but the number of heads and the width of a window."""
     numbers = (problem.dim_qk, problem.dim_v), problem.softcap, problem.softmax_scale
-    masks = problem.causal is not None, problem.window is None
+    masks = problem.causal is not None, problem.window is None, problem.sinks
 
     def fits(model: Model) -> bool:
-        alike = (model.dims, model.softcap, model.softmax_scale) == numbers and (model.causal, model.window is None) == masks
+        alike = (model.dims, model.softcap, model.softmax_scale) == numbers and (
+            model.causal,
+            model.window is None,
+            model.sinks,
+        ) == masks
         return alike and model.heads // model.kv_heads == problem.groups and model.kv_heads % problem.kv_heads == 0
 
     return [each for each in MODELS if fits(each)]
@@ -77,8 +81,21 @@ def test_windows_are_as_published_where_lengths_allow_it() -> None:
         modifiers = (dict(each.modifiers or ()) for each in model_variants(subject, "cpu", longest))
         return {each["window"][0] for each in modifiers if "window" in each}
 
-    assert windows(8192) == {4095, 2046, 1023, 511}
-    assert windows(300) == {255, 254}
+    assert windows(8192) == {4095, 2046, 1023, 511, 127}
+    assert windows(300) == {255, 254, 127}
+
+
+def test_gpt_oss_has_sinks_beside_its_masks() -> None:
+    drawn = [each for each in draw_models(Subject(ANY), count=400) if each.problem.sinks]
+    assert {(each.problem.groups, each.problem.dim_qk, each.problem.window) for each in drawn} == {
+        (8, 64, (127, 0)),
+        (8, 64, None),
+    }
+    assert {each.recipe.sinks for each in drawn} == set(SINK_VALUES)
+    without = Subject({**ANY, "sinks": False})
+    reasons = left_out(without, "cpu", LIMITS.length)
+    assert reasons == dict.fromkeys(("gpt-oss (local)", "gpt-oss (global)"), "sinks=True: not supported")
+    assert not any(each.problem.sinks for each in draw_models(without, count=60))
 
 
 def test_models_that_a_kernel_does_not_take_are_named_with_the_reason() -> None:

@@ -40,6 +40,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "empty keys": _LENGTHS,
     "window": ("window",),
     "softcap": ("softcap",),
+    "sinks": ("sinks",),
     "score_mod": ("score_mod",),
     "mask_mod": ("mask_mod",),
     "softmax_scale": ("softmax_scale",),
@@ -95,6 +96,8 @@ def paired_features(case: Case, dims: frozenset[str]) -> Iterator[Feature]:
     coarse = dict.fromkeys(each for name, value in seen for each in _coarse(case, name, value, dims) if name in _PARTS)
     yield from coarse
     yield "slack rows", "yes" if "slack rows" in features(case) else "no"
+    if not case.problem.sinks:
+        yield "sinks", "no"
     for name in ("empty queries", "empty keys"):
         if not any(each == name for each, _ in coarse):
             yield name, "no"
@@ -113,7 +116,7 @@ def _coarse(case: Case, name: str, value: str, dims: frozenset[str]) -> Iterator
             # Empty ones are features of their own.
             if value[0] in "<=>":
                 yield name, value[0]
-        case "empty queries" | "empty keys":
+        case "empty queries" | "empty keys" | "sinks":
             yield name, "yes"
         case "layout":
             for part in value.split(" + "):

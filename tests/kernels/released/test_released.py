@@ -55,7 +55,8 @@ def test_a_package_that_is_missing_is_said_with_the_remedy(name: str, monkeypatc
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module, *more: None if module == own else find(module, *more))
     own = kernel.package.module
-    remedy = f"--no-deps {kernel.package.distribution}" if kernel.package.outside_extra else "'attnfuzz[released]'"
+    outside = f"{kernel.package.options} {kernel.package.distribution}".strip()
+    remedy = outside if kernel.package.outside_extra else "'attnfuzz[released]'"
     for device in ("cpu", "cuda"):
         assert kernel.unavailable(device) == f"{kernel.package.distribution} is not installed: pip install {remedy}"
 

@@ -57,6 +57,17 @@ def test_a_pair_that_no_case_had_is_missing_with_a_case_that_has_it() -> None:
     assert result.share == 2 / 4
 
 
+def test_sinks_make_pairs_with_what_a_case_has_beside_them() -> None:
+    subject = Subject({"sinks": True, "window": True})
+    result = of([plain(sinks=True), plain(window=(3, 1)), plain(causal="bottom_right")], subject)
+    assert result.counts[("causal", "no"), ("sinks", "yes")] == 1
+    assert result.counts[("causal", "bottom_right"), ("sinks", "no")] == 1
+    case = result.missing[("sinks", "yes"), ("window", "yes")]
+    assert case.problem.sinks
+    assert case.problem.window == (3, 1)
+    assert not any(name == "sinks" for pair in of([plain(), plain(window=(3, 1))]).counts for name, _ in pair)
+
+
 def test_a_pair_that_the_kernel_refuses_is_not_missing() -> None:
     cases = [plain(dtype="float16", causal="bottom_right"), plain(softmax_scale=0.0), plain(slack_q=3)]
     result = of(cases, Subject(refuse=no_float16_without_mask))
