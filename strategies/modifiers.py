@@ -57,7 +57,7 @@ from attnfuzz.kernels.expressions.tree import (
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import weighted
 
-__all__ = ["Blocks", "Chosen", "chosen", "masks", "modifiers", "pooled", "scores"]
+__all__ = ["Blocks", "Chosen", "chosen", "hides_first_keys", "hiding_tile", "masks", "modifiers", "pooled", "scores"]
 
 Chosen = tuple[tuple[str, Any], ...]
 """Fields of a Problem: ("score_mod", data), ("softcap", 20.0) and so on; empty for none."""
@@ -69,8 +69,10 @@ _HIDING = (-65504.0, -1e9, -1e38)
 """What models add to the scores of keys that they hide: the least float16, a round number, and one of the size of the least
 float32, which itself would be -inf in base 2: a row of such keys alone has another LSE in a kernel that computes in base 2."""
 _FIRST_KEYS = (32, 64, 33, 65, 128)
-"""So many first keys are hidden by an added number: whole tiles of a row, before those that count."""
-_FIRST_KEYS_SHOWN = tuple(to_data(whole(each) <= KV) for each in _FIRST_KEYS)
+"""So many first keys are hidden by an added number: whole tiles of a row, before those that count (`hiding_tile`)."""
+_HIDING_TILES = (-1e38, -65504.0, -1e38, -1e9)
+"""What is added to their scores: half of the time so large a number that where two products of it are rounded apart, exp of the
+difference overflows; what it leaves of smaller ones is lost in the first visible tile."""
 _REMEMBERED = 4096
 """Strategies kept for the blocks of one process."""
 
@@ -233,17 +235,33 @@ def _kinds(chosen: Chosen) -> list[object]:
     for name, value in chosen:
         if name == "window":
             kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]
-        elif name == "score_mod" and _hides_first_keys(value):
+        elif name == "score_mod" and _first_keys(value, _HIDING_TILES[:1]):
             kinds.append("first keys")
     return kinds
 
 
-def _hides_first_keys(score_mod: Any) -> bool:
-    """Whether a score_mod adds a number to the scores of the first keys that no rounded product cancels."""
+def hides_first_keys(chosen: Chosen) -> bool:
+    """Whether a choice of modifiers hides the first keys by an added number."""
+    return any(name == "score_mod" and _first_keys(value) > 0 for name, value in chosen)
+
+
+def hiding_tile(chosen: Chosen, tile: int) -> Chosen:
+    """Return the modifiers: first keys that an added number hides become a tile of so many keys, or one more."""
+    return tuple((name, _of_tile(value, tile) if name == "score_mod" else value) for name, value in chosen)
+
+
+def _of_tile(score_mod: Any, tile: int) -> Any:
+    if not (hidden := _first_keys(score_mod)):
+        return score_mod
+    return (score_mod[0], to_data(whole(tile + hidden % 2) <= KV), *score_mod[2:])
+
+
+def _first_keys(score_mod: Any, numbers: tuple[float, ...] = _HIDING) -> int:
+    """Return how many first keys a score_mod hides by adding one of `numbers`; 0: it does not."""
     match score_mod:
-        case ("where", mask, ("score",), ("add", ("score",), ("const", number))):
-            return mask in _FIRST_KEYS_SHOWN and number in _HIDING[1:]
-    return False
+        case ("where", ("le", ("int", int(first)), ("kv_idx",)), ("score",), ("add", ("score",), ("const", number))):
+            return first if number in numbers else 0
+    return 0
 
 
 def _captured(gradients: bool) -> st.SearchStrategy[Expression]:
@@ -275,10 +293,14 @@ def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
         *((st.booleans().map(lambda of: relative_bias(gradient=of)), st.just(bias(gradient=True))) if gradients else ()),
     )
     rest = st.sampled_from(_FIRST_KEYS).map(lambda first: whole(first) <= KV)
-    hidden = weighted((1, masks(reads, depth=1)), (1, rest))
-    hiding = st.builds(lambda mask, by: where(mask, S, S + by), hidden, st.sampled_from(_HIDING))
+    hiding = weighted((1, _hiding(masks(reads, depth=1), _HIDING)), (1, _hiding(rest, _HIDING_TILES)))
     factor = st.sampled_from(_FACTORS).map(lambda factor: S * factor)
     return st.one_of(factor, named, *parametric, hiding, _random(reads, gradients))
+
+
+def _hiding(shown: st.SearchStrategy[Expression], numbers: tuple[float, ...]) -> st.SearchStrategy[Expression]:
+    """Return a strategy of score_mods that add one of `numbers` where a mask does not hold."""
+    return st.builds(lambda mask, by: where(mask, S, S + by), shown, st.sampled_from(numbers))
 
 
 @functools.cache

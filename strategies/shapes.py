@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
-from attnfuzz.strategies.case import Pattern
-from attnfuzz.strategies.modifiers import Chosen, pooled
+from attnfuzz.strategies.case import DEFAULT_TILE, Pattern
+from attnfuzz.strategies.modifiers import Chosen, hides_first_keys, hiding_tile, pooled
 
 __all__ = ["MODIFIED", "Variant", "all_variants", "covering", "heads", "modified", "one_variant", "other_dims", "pool", "scales"]
 
@@ -129,7 +129,8 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
     """Return at least `most` of `variants`, each with its own modifiers, the first without; unchanged if `kernel` has none.
 
     Modifiers that a variant does not take, such as a mask with a Config for rows that always see a key, go to the next one that
-    takes them, and are left out if none does. Variants left without modifiers are added at the end.
+    takes them, and are left out if none does. Those that hide the first keys hide a tile of their variant, one with the smallest
+    tiles: of larger ones a Case may have room for one only. Variants left without modifiers are added at the end.
     """
     can = kernel.capabilities
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
@@ -139,10 +140,18 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
     for i, chosen in enumerate(pooled(can, count, seed)):
         # With more modifiers than variants, a variant gets several.
         start = i % len(variants)
-        offered = (replace(each, modifiers=chosen) for each in (*variants[start:], *variants[:start]))
-        compiled += islice((each for each in offered if kernel.supports(each.problem(can), each.config, device) is None), 1)
+        around = (*variants[start:], *variants[:start])
+        if hides_first_keys(chosen):
+            around = tuple(sorted(around, key=_scores_of_tile))
+        offered = (replace(each, modifiers=hiding_tile(chosen, each.config.tile("tile_n", DEFAULT_TILE))) for each in around)
+        taken = (each for each in offered if kernel.supports(each.problem(can), each.config, device) is None)
+        compiled += islice((each for each in taken if each not in compiled), 1)
     with_modifiers = {replace(each, modifiers=None) for each in compiled}
     return (*compiled, *(replace(each, modifiers=()) for each in variants if each not in with_modifiers))
+
+
+def _scores_of_tile(variant: Variant) -> int:
+    return variant.config.tile("tile_m", DEFAULT_TILE) * variant.config.tile("tile_n", DEFAULT_TILE)
 
 
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:

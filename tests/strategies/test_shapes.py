@@ -11,11 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from support.subjects import CONFIGS, WIDE, Subject
 
-from attnfuzz.harness.campaign.plan import variants_of
+from attnfuzz.harness.campaign.plan import cases_of, plan_of, variants_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Device
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.modifiers import pooled
@@ -194,6 +195,24 @@ def test_a_pool_of_modifiers_has_windows_to_each_side_and_fields_alone(seed: int
     assert sum(left is not None for left, _ in windows) >= 6
     assert sum(right is not None for _, right in windows) >= 6
     assert len({name for each in chosen if len(each) == 1 for name, _ in each}) >= 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tiles_hidden_by_an_added_number_come_before_visible_keys(seed: int) -> None:
+    """Two of three seeds drew no such Case in 500: fewer keys were hidden than a tile, or a Case had room for one tile."""
+    kernel, settings = registry.get("tilelang.modified"), Settings(device="cpu", out=None, seed=seed)
+    found = drawn(cases_of(kernel, plan_of(kernel, settings), settings), seed=seed, examples=200, quota=200)
+    assert any(hides_a_tile(each) for each in found)
+
+
+def hides_a_tile(case: Case) -> bool:
+    """Whether a row has a tile of keys whose scores are near -1e38, and visible keys after it."""
+    match case.problem.score_mod:
+        case ("where", ("le", ("int", int(hidden)), ("kv_idx",)), ("score",), ("add", ("score",), ("const", -1e38))):
+            first = hidden if case.problem.causal == "top_left" else 0
+            lengths = zip(case.problem.seqlens_q, case.problem.seqlens_k, strict=True)
+            return hidden >= case.config.tile("tile_n") and any(n_q > first and n_k > hidden for n_q, n_k in lengths)
+    return False
 
 
 def test_pools_are_the_same_in_every_process() -> None:
