@@ -6,6 +6,7 @@ compilers' time: one whose code compiles in a tenth of another's time has ten ti
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
 import sys
@@ -40,10 +41,6 @@ class Wanted:
     case: Case
     first: bool = False
     """Whether it is the first of its kernel."""
-    rank: int = 0
-    """How many compiles of its kernel come before it."""
-    order: int = 0
-    """How many were asked for before it."""
 
 
 class CompileService:
@@ -80,7 +77,8 @@ class CompileService:
         """Compiles of each kernel that were queued, or are known: the first of them is what the kernel waits for."""
         self._soon: dict[str, int] = {}
         """Compiles of each kernel that were queued to come soon."""
-        self._queue: list[Wanted] = []
+        self._queues: dict[str, list[tuple[int, int, Wanted]]] = {}
+        """What waits of each kernel, a heap by rank and order: tens of thousands may wait, and few are looked at."""
         self._spent: dict[str, float] = {}
         """Seconds of each kernel's compiles that have ended."""
         self._begun: dict[Case, float] = {}
@@ -109,7 +107,8 @@ class CompileService:
                 self._queued[kernel] = rank + 1
                 before = min(rank, 1) if soon and self._soon.get(kernel, 0) < _SOON else rank
                 self._soon[kernel] = self._soon.get(kernel, 0) + (soon and before < rank)
-                self._queue.append(Wanted(kernel, key, cases[key], rank == 0, before, next(self._order)))
+                wanted = Wanted(kernel, key, cases[key], rank == 0)
+                heapq.heappush(self._queues.setdefault(kernel, []), (before, next(self._order), wanted))
         return {key: self._states[kernel, key] for key in cases}
 
     def state(self, kernel: str, key: str) -> KeyState | None:
@@ -148,14 +147,14 @@ class CompileService:
     @property
     def _firsts(self) -> bool:
         """Whether some kernel has no compiled variant yet."""
-        return any(each.rank == 0 for each in self._queue) or any(each.first for each in self._active.values())
+        return any(queue[0][0] == 0 for queue in self._queues.values()) or any(each.first for each in self._active.values())
 
     def room_for_workers(self) -> int:
         """Return how many workers may run: half of the cores' number until every kernel has a compiled variant."""
         return max(1, self._cores // 2) if self._firsts else sys.maxsize
 
     def _start(self) -> None:
-        while self._queue and len(self._active) < self.width:
+        while self._queues and len(self._active) < self.width:
             wanted = self._next()
             if self._compiler is None:
                 self._compiler = self._executor.compiler()
@@ -173,11 +172,15 @@ class CompileService:
             kernel = self._active[case].kernel
             spent[kernel] = spent.get(kernel, 0.0) + now - begun
 
-        def place(wanted: Wanted) -> tuple[float, ...]:
-            shared = wanted.rank >= _BREADTH
-            return min(wanted.rank, _BREADTH), spent.get(wanted.kernel, 0.0) if shared else 0.0, wanted.rank, wanted.order
+        def place(kernel: str) -> tuple[float, ...]:
+            rank, order, _ = self._queues[kernel][0]
+            shared = rank >= _BREADTH
+            return min(rank, _BREADTH), spent.get(kernel, 0.0) if shared else 0.0, rank, order
 
-        self._queue.remove(wanted := min(self._queue, key=place))
+        kernel = min(self._queues, key=place)
+        _, _, wanted = heapq.heappop(self._queues[kernel])
+        if not self._queues[kernel]:
+            del self._queues[kernel]
         return wanted
 
     def _note(self, case: Case) -> None:
@@ -195,11 +198,12 @@ class CompileService:
 
     def pending(self, kernel: str | None = None) -> int:
         """Return the number of compiles, of one kernel or of all, that wait or are at work."""
-        return sum(kernel in (None, each.kernel) for each in (*self._queue, *self._active.values()))
+        waiting = sum(len(queue) for of, queue in self._queues.items() if kernel in (None, of))
+        return waiting + sum(kernel in (None, each.kernel) for each in self._active.values())
 
     def drop(self, kernel: str) -> None:
         """Forget the compiles of a kernel that wait: it is not tried further."""
-        self._queue = [each for each in self._queue if each.kernel != kernel]
+        self._queues.pop(kernel, None)
 
     def close(self, *, died: bool = False) -> None:
         """End the compiles at work. `died`: by an error of attnfuzz, so that the next run begins with them."""
@@ -211,7 +215,7 @@ class CompileService:
         self._journals.clear()
         self._active.clear()
         self._begun.clear()
-        self._queue.clear()
+        self._queues.clear()
         if self._compiler is not None:
             self._compiler.close()
             self._compiler = None

@@ -43,6 +43,8 @@ class Children:
         self._forkserver, self._statistics, self._disturbed = forkserver, statistics, disturbed
         self._plain = self._warm = warm
         self._spares = spares
+        self._failed = False
+        """Whether the child that was to be made ready last could not be."""
         self.hint: Task | None = None
         """The first task of new children, instead of `warm`; dropped if it fails."""
         self.idle: list[Child] = []
@@ -97,8 +99,11 @@ class Children:
             self.discard(self.idle.pop())
 
     def renew(self, warm: Task | None) -> None:
-        """End the free children and the spares; `warm` is the first task of new ones unless it fails, None: the usual one."""
-        self._warm, self.hint = warm or self._plain, None
+        """End the free children and the spares; `warm` is the first task of new ones, None: the usual one.
+
+        It is given up where it ends in an error or not at all, or ends its process twice in a row.
+        """
+        self._warm, self.hint, self._failed = warm or self._plain, None, False
         for child in (*self.idle, *self._ready):
             self.discard(child, sweep=False)
             # That is no replacement of one that failed.
@@ -183,9 +188,14 @@ class Children:
         wait([child.connection.fileno(), child.descriptor], START_DEADLINE)
         message = child.receive() if child.answers() else None
         if message is not None and "error" not in message:
+            self._failed = False
             return True
         self.last_output = (message["error"]["trace"] if message else child.tail()).strip() or "it printed nothing"
-        self.hint, self._warm = None, self._plain
+        died = message is None and (child.gone() or child.answers())
+        # It may have died by chance: without this first task a kernel would find a process that has tensors on the device.
+        if self.hint is None and (self._failed or not died):
+            self._warm = self._plain
+        self.hint, self._failed = None, True
         self.discard(child)
         return False
 

@@ -184,7 +184,7 @@ class Supervisor:
         self._children.hint = warm
 
     def renew(self, warm: Task | None) -> None:
-        """Run the next tasks in new children, whose first task is `warm`, unless that fails; None: the usual one."""
+        """Run the next tasks in new children, whose first task is `warm`, unless that fails again; None: the usual one."""
         self._children.renew(warm)
 
     def settle(self) -> None:

@@ -84,7 +84,7 @@ def enter(kernel: object, device: Device) -> None:
     process.errors[name, device] = None
     try:
         setup.set_up(device)
-    except Exception as error:  # a third party's code
+    except (Exception, SystemExit) as error:  # a third party's code
         process.errors[name, device] = f"{type(error).__name__}: {error}"
 
 

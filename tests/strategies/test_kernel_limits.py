@@ -361,6 +361,19 @@ def test_rows_of_windows() -> None:
         assert row(done, name).status == "hint"
 
 
+def without_windows(q: Any, k: Any, v: Any, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1)) -> Any:
+    return support.flash(q, k, v, softmax_scale=softmax_scale, causal=causal)
+
+
+@pytest.mark.parametrize("step", [1, 4, 16, 64])
+def test_rows_of_windows_show_a_kernel_that_ignores_them(step: int) -> None:
+    """A window of five multiples of 64 hides nothing among 35 keys."""
+    done = check(dense(without_windows, name="theirs.blind", **{**SMALL, "window_forms": ("left",), "window_multiple": step}))
+    assert row(done, "window").status == "wrong"
+    for name in ("window on both sides", "window on the right", *(("window beside multiples",) if step > 1 else ())):
+        assert row(done, name).status == "absent"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

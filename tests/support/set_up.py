@@ -53,6 +53,10 @@ def refused(device: str) -> None:
     raise OSError(f"no workspace on {device}")
 
 
+def ends(device: str) -> None:
+    raise SystemExit(f"no workspace on {device}")
+
+
 def careless(device: str) -> None:
     torch.set_default_dtype(torch.float64)
 
@@ -64,4 +68,5 @@ def flash(q: Any, k: Any, v: Any, softmax_scale: Any = None) -> Any:
 WITH: Adapted = dense(with_workspace, name="acme.with", environment={WORKSPACE: "7"}, set_up=make_workspace, **SMALL)
 WITHOUT: Adapted = dense(without, name="acme.without", **SMALL)
 REFUSED: Adapted = dense(flash, name="acme.refused", set_up=refused, **SMALL)
+ENDS: Adapted = dense(flash, name="acme.ends", set_up=ends, **SMALL)
 CARELESS: Adapted = dense(flash, name="acme.careless", set_up=careless, **SMALL)

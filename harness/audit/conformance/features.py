@@ -15,7 +15,7 @@ from attnfuzz.harness.audit.conformance.row import Row, failing
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities, Deviations, Device, Kernel, WindowForm, why_unsupported, window_of
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
-from attnfuzz.kernels.problem import BadArgument, Dtype, Layout
+from attnfuzz.kernels.problem import BadArgument, Dtype, Layout, Problem
 from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
 from attnfuzz.strategies.shapes import Variant, all_variants
 
@@ -64,7 +64,11 @@ def features(kernel: Kernel, device: Device) -> Iterator[Feature]:
         for name, spelled, declared, widened, changes in make(can, variants[0]):
             wide = replace(can, **widened)
             candidates = (_changed(kernel, variants, each) for each in changes)
-            cases = tuple(case for case in candidates if case is not None and why_unsupported(wide, case.problem, device) is None)
+            cases = tuple(
+                case
+                for case in candidates
+                if case is not None and _hides(case.problem) and why_unsupported(wide, case.problem, device) is None
+            )
             if cases and not (declared and any(kernel.supports(case.problem, case.config, device) for case in cases)):
                 yield Feature(name, spelled, declared, cases, widened)
 
@@ -155,29 +159,47 @@ def _masks(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
         if distinct and (kind in can.causal or not (any(can.causal) and not unequal)):
             widened = {"causal": tuple(dict.fromkeys((*can.causal, kind)))}
             yield f"causal {kind}", f"{kind!r} in causal", kind in can.causal, widened, changes
-    yield from _windows(can, unequal)
+    yield from _windows(can, plain)
     if "bottom_right" in can.causal and can.unequal:
         empty = {"causal": "bottom_right", "seqlens_q": (long,), "seqlens_k": (n,)}
         yield "rows that see no key", "unequal=True beside causal", True, {}, [empty]
 
 
-def _windows(can: Capabilities, unequal: list[dict[str, Any]]) -> Iterator[_Tried]:
+def _windows(can: Capabilities, plain: Variant) -> Iterator[_Tried]:
     """Yield a window of the plainest form, of each other one without a mask, and limits beside the multiples."""
-    sides = (5 * can.window_multiple, 3 * can.window_multiple)
+    sides, lengths = _window_sizes(can, plain)
     first = next(each for each in ("both", "equal", "left", "right") if each in can.window_forms)
     of_first = window_of(first, *sides)
-    yield "window", "window=True", can.window, {"window": True}, [{"window": of_first, **each} for each in ({}, *unequal)]
+    yield "window", "window=True", can.window, {"window": True}, [{"window": of_first, **each} for each in lengths]
     if not can.window:
         return
     for form, where in _FORMS.items() if None in can.causal else ():
         if form != first:
-            changes = [{"causal": None, "window": window_of(form, *sides), **each} for each in ({}, *unequal)]
+            changes = [{"causal": None, "window": window_of(form, *sides), **each} for each in lengths]
             widened: dict[str, Any] = {"window_forms": (*can.window_forms, form)}
             declared = form in can.window_forms
             yield f"window {where}", f"{form!r} in window_forms", declared, {} if declared else widened, changes
     if can.window_multiple > 1:
-        beside = window_of(first, sides[0] + 1, sides[1] + 1)
-        yield "window beside multiples", "no window_multiple", False, {"window_multiple": 1}, [{"window": beside}]
+        changes = [{"window": window_of(first, sides[0] + 1, sides[1] + 1), **each} for each in lengths]
+        yield "window beside multiples", "no window_multiple", False, {"window_multiple": 1}, changes
+
+
+def _window_sizes(can: Capabilities, plain: Variant) -> tuple[tuple[int, int], list[dict[str, Any]]]:
+    """Return limits of a window, in multiples, and lengths: the plain ones, and such among which both limits hide keys."""
+    (n, long), step, of_length = _length(can, plain), can.window_multiple, math.lcm(*can.multiples)
+    sides = (5 * step, 3 * step) if 10 * step < n else (2 * step, step)
+    more = 0 if 2 * sides[0] < n else -(-sides[0] // of_length) * of_length
+    pairs = [(n, n)] * bool(more) + [(n, long)] * can.unequal
+    return sides, [{}, *({"seqlens_q": (q + more,), "seqlens_k": (k + more,)} for q, k in pairs)]
+
+
+def _hides(problem: Problem) -> bool:
+    """Whether each limit of the Problem's window hides keys of its first sequence, where it has one: else it shows nothing."""
+    left, right = problem.window or (None, None)
+    n_q, n_k = problem.seqlens_q[0], problem.seqlens_k[0]
+    shift = 0 if problem.causal == "top_left" else n_k - n_q
+    on_right = right is None or problem.causal is not None or shift + right < n_k - 1
+    return on_right and (left is None or n_q - 1 + shift > left)
 
 
 _FORMS: Final[dict[WindowForm, str]] = {"both": "on both sides", "left": "on the left", "right": "on the right"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +110,27 @@ def test_later_compiles_share_the_time_of_the_compilers() -> None:
     # 80 s of one kernel, then as much of the other, ten compiles, before the third of the first.
     assert order[:4] == ["slow", "fast"] * 2
     assert order[4:14] == ["fast"] * 8 + ["slow", "fast"]
+
+
+def test_what_waits_is_not_looked_at_whole_for_each_compile() -> None:
+    """Workers of many kernels ask for tens of thousands of compiles, which one process begins between Trials."""
+    service = Service(Compilers())
+    for kernel in "abc":
+        service.want(kernel, {str(number): case(kernel, number) for number in range(1000)})
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        for _ in range(10):
+            service.poll(0.01)
+    finally:
+        sys.setprofile(None)
+    assert (service.pending(), len(service.done)) == (2990, 10)
+    assert calls < 10 * 500
 
 
 def test_the_time_of_a_compile_at_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:

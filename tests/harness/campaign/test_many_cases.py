@@ -158,4 +158,4 @@ def test_three_thousand_cases_do_not_fill_the_memory(monkeypatch: pytest.MonkeyP
     assert (len(rounds._untried), len(rounds._round_of), len(rounds._undrawn), len(rounds._returned)) == (0, 0, 0, 0)
     assert len(rounds._known) == 3000
     assert (len(state.findings.closed), len(state.findings._open), len(state.earlier._queue or ())) == (0, 0, 0)
-    assert (len(coordinator.compiles._active), len(coordinator.compiles._queue)) == (0, 0)
+    assert (len(coordinator.compiles._active), len(coordinator.compiles._queues)) == (0, 0)

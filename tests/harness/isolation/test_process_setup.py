@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import set_up
-from support.set_up import CARELESS, NOTES, REFUSED, WITH, WITHOUT, WORKSPACE, notes
+from support.set_up import CARELESS, ENDS, NOTES, REFUSED, WITH, WITHOUT, WORKSPACE, notes
 
 from attnfuzz.harness.audit.conformance.check import check_adapter, probe_result
 from attnfuzz.harness.audit.conformance.row import Row
@@ -35,7 +35,7 @@ def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(set_up, "_workspace", [])
     monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
     monkeypatch.delenv(WORKSPACE, raising=False)
-    for each in (WITH, WITHOUT, REFUSED, CARELESS):
+    for each in (WITH, WITHOUT, REFUSED, ENDS, CARELESS):
         registry.register(each)
     yield
     # Variables that a test in this process left in place.
@@ -88,6 +88,12 @@ def test_a_set_up_that_raises_is_the_failure_of_each_case(executor: Isolated) ->
         assert (failure.kind, failure.check) == ("compile-error", "build")
         assert "its set_up() raised OSError: no workspace on cpu" in failure.message
     assert executor.trial(case(WITHOUT)).failures == ()
+
+
+def test_a_set_up_that_asks_its_process_to_end_is_the_failure_of_a_case(executor: Isolated) -> None:
+    (failure,) = executor.trial(case(ENDS)).failures
+    assert (failure.kind, failure.check) == ("compile-error", "build")
+    assert "its set_up() raised SystemExit: no workspace on cpu" in failure.message
 
 
 def test_a_build_outside_the_harness_sets_the_process_up_too() -> None:

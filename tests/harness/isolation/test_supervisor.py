@@ -265,6 +265,25 @@ def test_a_new_child_has_built_nothing_and_any_other_says_what(spares: int, monk
         made.close()
 
 
+@pytest.mark.parametrize(("how", "again"), [("hint", True), ("once", True), ("exit", False), ("raise", False)])
+def test_the_first_task_of_a_kernels_children_outlives_one_death(
+    how: str, again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without it a kernel that sets its processes up would find one that has tensors on the device."""
+    monkeypatch.syspath_prepend(HERE)
+    made = Supervisor(Forkserver(["json"]), memory=1 << 29, warm=task("echo"))
+    first = task("dies_once", marker=str(tmp_path / "marker")) if how == "once" else task("dies", how=how)
+    own = task("echo", own=True) if how == "hint" else first
+    made.renew(own)
+    if how == "hint":
+        made.hint(task("dies", how="exit"))
+    try:
+        assert isinstance(made.run(task("who")), Reply)
+        assert (made._children._warm == own) == again
+    finally:
+        made.close()
+
+
 def test_a_child_that_cannot_be_made_ready_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
     made = Supervisor(Forkserver(["json"]), memory=1 << 30, warm=task("dies", how="raise"))
