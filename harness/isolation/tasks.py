@@ -137,7 +137,8 @@ def trials(payload: dict[str, Any], enter: _Enter) -> _Done:
 def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
     """Compile one variant into the backend's cache. `payload`: kernel (as shipped), problem, config, device, later.
 
-    `later`: it is not the kernel's first, and yields to Trials; so do the compiles that follow in this process.
+    `later`: it is not the kernel's first, and yields to Trials; so do the compiles that follow in this process. None do where the
+    kernel sets its processes up: what that changed would change other kernels' code.
     """
     from attnfuzz.harness.trial.build import compile_here
 
@@ -148,7 +149,7 @@ def compile_variant(payload: dict[str, Any], enter: _Enter) -> _Done:
     problem = msgspec.convert(payload["problem"], Problem)
     enter("compile")
     seconds, error = compile_here(kernel, problem, Config(payload["config"]), payload["device"])
-    return {"seconds": seconds, "error": error}, False
+    return {"seconds": seconds, "error": error}, process_setup.setup_of(kernel) is not None
 
 
 def kernel_of(payload: dict[str, Any]) -> Kernel:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support import set_up
 from support.set_up import CARELESS, ENDS, NOTES, REFUSED, WITH, WITHOUT, WORKSPACE, notes
@@ -80,6 +81,16 @@ def test_a_process_is_set_up_before_it_makes_a_tensor(monkeypatch: pytest.Monkey
     monkeypatch.setattr("attnfuzz.harness.trial.trial.rehearse", lambda _: order.append("rehearse"))
     tasks.warm({"device": "cpu", "kernel": shipped(WITH.name)}, lambda *_: None)
     assert order == ["set up", "rehearse"]
+
+
+def test_no_other_code_is_compiled_in_a_process_that_was_set_up() -> None:
+    """What set_up changed, options of a compiler say, would be in the other kernel's code, or refuse it."""
+    for kernel, replaced in ((WITHOUT, False), (WITH, True)):
+        payload = {
+            "kernel": shipped(kernel.name), "problem": msgspec.to_builtins(PROBLEM), "config": {},
+            "device": "cpu", "later": False,
+        }  # fmt: skip
+        assert tasks.compile_variant(payload, lambda *_: None)[1] == replaced
 
 
 def test_a_set_up_that_raises_is_the_failure_of_each_case(executor: Isolated) -> None:
