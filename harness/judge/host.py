@@ -10,7 +10,7 @@ __all__ = ["on_host"]
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors on the host, contiguous, by one copy from the device of those that are not there.
+    """Return the tensors on the host: those that are not there by one copy from the device, contiguous, the others as they are.
 
     Args:
         tensors: of any shapes and dtypes; those on a device are all on the same one.
