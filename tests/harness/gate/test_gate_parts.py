@@ -348,6 +348,9 @@ def test_another_failure_does_not_end_a_rates_runs(stored: dict[str, Any], runs:
         def finish(self) -> Verdict:
             return verdicts[self.calls - 1]
 
+        def forget_pasts(self) -> None:
+            """Do nothing: there are none."""
+
     identity = {"kernel": KERNEL, "output": "dq", "check": "element", "message": "", **stored} if stored else None
     problem = Problem(seqlens_q=(8,), seqlens_k=(8,), dim_qk=64, dim_v=64, dtype="float32")
     case = CaseFile(
