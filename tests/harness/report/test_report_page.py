@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,10 @@ def test_a_link_to_a_folded_failure_unfolds_it(opened: Browser) -> None:
     folded = "return document.getElementById('failure-12').open"
     assert opened.run(folded) is False
     opened.click("#failures tbody a[href='#failure-12']")
+    # The page hears of its new address after the click.
+    end = time.monotonic() + 10.0
+    while not opened.run(folded) and time.monotonic() < end:
+        time.sleep(0.02)
     assert opened.run(folded) is True
 
 
