@@ -13,21 +13,27 @@ from pathlib import Path
 
 from attnfuzz.harness.isolation import reaper
 
-__all__ = ["clear_left_behind", "new_folder"]
+__all__ = ["clear_left_behind", "folder_of", "make_folder"]
 
 _PREFIX, _OWNER = "attnfuzz-", ".owner"
 _LONGEST = 64
 
 
-def new_folder(run: str) -> tuple[str, int]:
-    """Make the temporary folder of `run`; returns it with the descriptor of its lock, to be closed when the folder is gone."""
-    folder = tempfile.mkdtemp(prefix=_PREFIX)
+def folder_of(run: str) -> str:
+    """Return where the temporary folder of `run` is to be: its random number is in the name, so that nothing is there."""
+    return f"{tempfile.gettempdir()}/{_PREFIX}{run}"
+
+
+def make_folder(run: str) -> int:
+    """Make the temporary folder of `run`; returns the descriptor of its lock, to be closed when the folder is gone."""
+    folder = folder_of(run)
+    Path(folder).mkdir(0o700)
     descriptor = os.open(f"{folder}/{_OWNER}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     # Where there are no locks, the file stays empty, and another run leaves the folder alone.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, run.encode())
-    return folder, descriptor
+    return descriptor
 
 
 def clear_left_behind() -> int:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import TAIL, Child, ChildError
-from attnfuzz.harness.isolation.folders import clear_left_behind, new_folder
+from attnfuzz.harness.isolation.folders import clear_left_behind, folder_of, make_folder
 from attnfuzz.harness.isolation.limits import check_open_files, explained
 from attnfuzz.harness.isolation.root import LentTemplate, Root
 from attnfuzz.harness.isolation.stage_time import Usage
@@ -53,7 +52,7 @@ class Forkserver:
         clear_left_behind()
         self.run = secrets.token_hex(8)
         self._preload, self._root = preload, root
-        self._folder, self._lock = new_folder(self.run)
+        self._folder = folder_of(self.run)
         self._environment = {
             **os.environ,
             **bytecode_variables(),
@@ -65,9 +64,13 @@ class Forkserver:
         try:
             self._reaper, self._reaper_pipe = self._start_reaper()
         except OSError as error:
-            os.close(self._lock)
-            shutil.rmtree(self._folder, ignore_errors=True)
             raise explained(error, "the process that cleans up") from None
+        # After the reaper is there, which removes it however this process ends: a worker that loads still may be killed.
+        try:
+            self._lock = make_folder(self.run)
+        except BaseException:
+            os.close(self._reaper_pipe)
+            raise
         self._owner = os.getpid()
         self._children: set[Child] = set()
         self._seen = Seen(self.run)

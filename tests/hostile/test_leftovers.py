@@ -184,12 +184,31 @@ def test_a_folder_of_no_known_run_is_left_alone(owner: str | None, place: Path) 
 
 
 def test_a_folder_in_use_is_left_alone(place: Path) -> None:
-    folder, descriptor = folders.new_folder("0123456789abcdef")
+    folder, descriptor = folders.folder_of("0123456789abcdef"), folders.make_folder("0123456789abcdef")
     assert folders.clear_left_behind() == 0
     assert Path(folder).exists()
     os.close(descriptor)
     assert folders.clear_left_behind() == 1
     assert not Path(folder).exists()
+
+
+def test_a_process_that_is_killed_as_it_makes_its_folder_leaves_none(place: Path) -> None:
+    """As a campaign does with workers that load still when it is interrupted."""
+    program = (
+        "import os, signal\n"
+        "from attnfuzz.harness.isolation import folders, forkserver\n"
+        "folders.fcntl.flock = lambda *_: (print(os.listdir(os.environ['TMPDIR'])), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "forkserver.Forkserver(None)\n"
+    )
+    paths = os.pathsep.join(each for each in sys.path if each)
+    variables = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "attnfuzz-" in done.stdout, "the folder was there"
+    end = time.monotonic() + 10.0
+    while list(place.glob("attnfuzz-*")) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not list(place.glob("attnfuzz-*"))
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "file", "link to a folder"])
@@ -215,7 +234,7 @@ def test_a_file_system_without_locks_costs_nothing_of_others(place: Path, monkey
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    folder, descriptor = folders.new_folder("0123456789abcdef")
+    folder, descriptor = folders.folder_of("0123456789abcdef"), folders.make_folder("0123456789abcdef")
     os.close(descriptor)
     assert folders.clear_left_behind() == 0
     monkeypatch.setattr(fcntl, "flock", lock)
