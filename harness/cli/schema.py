@@ -127,11 +127,9 @@ class LedgerError(msgspec.Struct):
     line: int
 
 
-class Run(msgspec.Struct):
-    """What `attnfuzz run --json` prints, and `fleet`."""
+class Campaign(msgspec.Struct):
+    """The result of a run, or of several as one."""
 
-    format: _Format
-    command: Literal["run", "fleet"]
     kernels: list[KernelRow]
     skipped: list[Skipped]
     failures: list[RunFailure]
@@ -142,6 +140,13 @@ class Run(msgspec.Struct):
     lost: str | None
     not_kept: str | None
     seed: int
+
+
+class Run(Campaign):
+    """What `attnfuzz run --json` prints, and `fleet`."""
+
+    format: _Format
+    command: Literal["run", "fleet"]
     project: Project | None
     ledger: str | None
     ledger_errors: list[LedgerError]
@@ -150,7 +155,7 @@ class Run(msgspec.Struct):
     """Modules that keep functions of files as kernels (`--like`), by the kernels' names."""
 
 
-class Merge(msgspec.Struct):
+class Merge(Campaign):
     """What `attnfuzz merge --json` prints: the runs of all folders as one.
 
     `out`: the folder of what is merged. `runs`: their stamps. `case_files`, `in_flight`: Cases stored there, and those that runs
@@ -160,16 +165,6 @@ class Merge(msgspec.Struct):
 
     format: _Format
     command: Literal["merge"]
-    kernels: list[KernelRow]
-    skipped: list[Skipped]
-    failures: list[RunFailure]
-    seconds: float
-    interrupted: bool
-    broken: list[Broken]
-    untried: list[Untried]
-    lost: str | None
-    not_kept: str | None
-    seed: int
     out: str
     runs: list[str]
     case_files: int

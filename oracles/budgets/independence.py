@@ -3,7 +3,8 @@
 Rows may have equal errors by their structure, without a fault: with P = exp(-slope (i - j)) under a window, additional scores of
 1e-3 change no rounding, so that all rows are rounded alike (measured on an H200: z of 3.7 x its limit, R of 1.2 x). And beside a
 large sink all P are a few of float16's subnormal numbers: 2.07 to 2.23 units become 2 in every row and key, which is 0.14 units
-too small each time (R of dV 1.05 to 12 x its limit in 14 of 6,000 Cases with such sinks). Three figures:
+too small each time (R of dV 1.05 to 12 x its limit in 14 of 6,000 Cases with such sinks, by a script that is not in the
+repository). Three figures:
 
     z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
           roundings of P and dS, without and with the last one: the largest over the ways a kernel may round, eight references
