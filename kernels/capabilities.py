@@ -49,6 +49,8 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The row sum adds P after its rounding to the input dtype."""
     lazy_rescale: bool = False
     """The running maximum may lag, so that the largest P is not exactly 1."""
+    normalised_p: bool = False
+    """P is divided by the row sum so far before it is rounded to the input dtype."""
     half_partials: bool = False
     """Partial dK, dV sums are rounded to the input dtype before they are added."""
     ds_from_rounded_p: bool = False
@@ -134,6 +136,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """CUDA architectures that the kernel is compiled for ("sm_90a"); None = any. `attnfuzz compile` tries them."""
     compiles_on: tuple[Device, ...] = ("cuda",)
     """Devices where a build takes seconds: a campaign there draws from few variants and compiles them first, in parallel."""
+    compiles_each_shape: bool = False
+    """Launches on a GPU compile anew for most combinations of batch, heads, lengths, windows or strides, in seconds: several
+    Cases of each shape are drawn, with other values."""
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES
     dlse: bool = False
     deterministic: tuple[OutputName, ...] = ()

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from attnfuzz.harness.campaign.rounds import EXAMPLES, Round
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import drawn
+from attnfuzz.strategies.other_values import with_other_values
 from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Drawer", "Drawn", "draw_round"]
 
 
-def draw_round(strategy: st.SearchStrategy[Case], seed: int, round_: Round) -> list[Case]:
-    """Return the Cases of a round; `seed`: of the kernel's run."""
-    return drawn(strategy, seed=seed * 7919 + round_.number, examples=EXAMPLES, quota=round_.quota)
+def draw_round(strategy: st.SearchStrategy[Case], seed: int, round_: Round, values: int = 1) -> list[Case]:
+    """Return the Cases of a round; `seed`: of the kernel's run; `values`: how many Cases share a shape."""
+    seed = seed * 7919 + round_.number
+    shapes = drawn(strategy, seed=seed, examples=EXAMPLES, quota=-(-round_.quota // values))
+    return with_other_values(shapes, values, seed)[: round_.quota]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,18 @@ class Drawer:
         strategy: makes the strategy of Cases of some variants.
         seed: of the kernel's run; each round has a seed of its own.
         background: draw in a thread; else at the request.
+        values: how many Cases share a shape.
     """
 
     def __init__(
-        self, strategy: Callable[[tuple[Variant, ...]], st.SearchStrategy[Case]], seed: int, *, background: bool
+        self,
+        strategy: Callable[[tuple[Variant, ...]], st.SearchStrategy[Case]],
+        seed: int,
+        *,
+        background: bool,
+        values: int = 1,
     ) -> None:
-        self._make, self._seed, self._background = strategy, seed, background
+        self._make, self._seed, self._background, self._values = strategy, seed, background, values
         self._strategy: st.SearchStrategy[Case] | None = None
         self._variants: tuple[Variant, ...] = ()
         self._thread: threading.Thread | None = None
@@ -87,7 +96,7 @@ class Drawer:
         try:
             if self._strategy is None or variants != self._variants:
                 self._strategy, self._variants = self._make(variants), variants
-            cases = draw_round(self._strategy, self._seed, round_)
+            cases = draw_round(self._strategy, self._seed, round_, self._values)
             self._result = Drawn(round_, cases, [each.id for each in cases])
         except BaseException as error:  # raised where it is taken
             self._result = error

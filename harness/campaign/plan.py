@@ -11,6 +11,7 @@ from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.models import model_cases, model_variants
+from attnfuzz.strategies.other_values import values_of_a_shape
 from attnfuzz.strategies.shapes import MODIFIED, Variant, all_variants, modified, other_dims, pool
 from attnfuzz.strategies.trials import trial_cases
 
@@ -22,12 +23,16 @@ _OTHERS, _ONE_OF = 2, 8
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """Variants, simplest first, limits and seed of a kernel's Cases. `compiled`: code is compiled before its trials."""
+    """Variants, simplest first, limits and seed of a kernel's Cases.
+
+    `compiled`: code is compiled before its trials; `values`: how many Cases share a shape.
+    """
 
     variants: tuple[Variant, ...]
     limits: Limits
     seed: int
     compiled: bool = False
+    values: int = 1
 
     def case(self, kernel: Kernel, variant: Variant) -> Case:
         """Return the smallest Case of a variant."""
@@ -49,6 +54,7 @@ def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
         limits=PROFILES[settings.profile].limits[settings.device],
         seed=settings.seed * 1000003,
         compiled=settings.device in kernel.capabilities.compiles_on,
+        values=values_of_a_shape(kernel.capabilities, settings.device),
     )
 
 

@@ -92,6 +92,8 @@ _DECLARED: Final[dict[str, Any]] = {
     # A window ends at the diagonal: only its left side can be given.
     "window_forms": ("left",),
     "gpu_limits": _does_not_fit,
+    # Batch, heads and the window are constants of its functions.
+    "compiles_each_shape": True,
     "package": _FLA,
     "files": _FILES,
     # On a GPU of this generation the package prefers kernels in TileLang, where that is installed.

@@ -116,6 +116,8 @@ _DECLARED: Final[dict[str, Any]] = {
     "on_cpu": (("flag_gems", "device", "cpu"),),
     "groups": None,
     "unequal": True,
+    # Lengths and groups are constants, or choose tiles.
+    "compiles_each_shape": True,
 }
 _FLASH: Final[dict[str, Any]] = {
     **_DECLARED,

@@ -45,7 +45,9 @@ V2: Final = released(
     causal=("top_left",),
     unequal=True,
     layouts=True,
+    # Of its long lists of arguments, lengths and strides are specialised on.
+    compiles_each_shape=True,
     deterministic=("o",),
     # Rows are rescaled by their LSE so far, not by their maximum.
-    deviations=Deviations(lazy_rescale=True),
+    deviations=Deviations(normalised_p=True),
 )

@@ -44,5 +44,7 @@ NEIGHBORHOOD: Final = released(
     scale_any=True,
     # Its products say nothing of their precision, which is tf32 on a GPU.
     deviations=Deviations(tf32_on=("cuda",)),
+    # Everything but values and strides is a constant of its functions.
+    compiles_each_shape=True,
     deterministic=("o", "dq", "dk", "dv"),
 )

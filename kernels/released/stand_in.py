@@ -14,10 +14,12 @@ import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
+
+from attnfuzz.kernels.released.tuning import FirstCandidate
 
 __all__ = ["NAME", "h100"]
 
@@ -45,8 +47,6 @@ _TRITON_PROPERTIES: Final = {
     "multiprocessor_count": _MULTIPROCESSORS,
     "warpSize": 32,
 }
-_QUANTILES: Final = 3
-"""Times of a candidate that an autotuner asks for."""
 _one_program: list[bool] = []
 """Not empty while a candidate is tried: a launch is only its first program."""
 
@@ -82,35 +82,26 @@ class _Driver:
         return self._benchmark
 
 
-class _Benchmark:
-    """Stand-in for Triton's benchmark: the first candidate that runs is the fastest, and no other is tried after it.
+class _Benchmark(FirstCandidate):
+    """The benchmark of interpreted functions: of a candidate one program is run.
 
-    Of a candidate one program is run, which shows whether its static assertions hold; where they do not, it takes forever, as
-    one that does not compile.
+    That shows whether its static assertions hold; where they do not, it takes forever, as one that does not compile.
     """
 
-    def __init__(self) -> None:
-        self._chosen: dict[int, Any] = {}
-        """By the autotuner: the arguments for which a candidate was chosen."""
-
-    def __call__(self, launch: Any, *_args: Any, **_kwargs: Any) -> list[float]:
+    def runs(self, launch: Callable[[], Any]) -> bool:
+        """Run a candidate's first program; returns False where a static assertion fails."""
         from triton.runtime.errors import InterpreterError
 
-        tuner = inspect.getclosurevars(launch).nonlocals.get("self")
-        arguments = getattr(tuner, "nargs", None)
-        if arguments is not None and self._chosen.get(id(tuner)) is arguments:
-            return [2.0] * _QUANTILES
         _one_program.append(True)
         try:
             launch()
         except InterpreterError as error:
             if not isinstance(error.__cause__, AssertionError):
                 raise
-            return [float("inf")] * _QUANTILES
+            return False
         finally:
             _one_program.pop()
-        self._chosen[id(tuner)] = arguments
-        return [1.0] * _QUANTILES
+        return True
 
 
 class _CompiledKernel:

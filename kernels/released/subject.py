@@ -96,16 +96,16 @@ class Released(Adapted):
         built = Adapted.build(self, problem, config, device)
         if self.compile_for is not None and device == "cuda":
             self.compile_for(problem, device)
-        return _Surrounded(self, built, device == "cpu" and self.backend == "triton")
+        return _Surrounded(self, built, device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Surrounded:
-    """A Built whose calls find, on the CPU, the stand-in of a GPU."""
+    """A Built whose calls find the stand-in of a GPU on the CPU, and on a GPU autotuners that take their first candidate."""
 
     kernel: Released
     built: Built
-    on_cpu: bool
+    device: Device
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As of `Built`."""
@@ -120,7 +120,11 @@ class _Surrounded:
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.on_cpu:
+            if self.kernel.backend == "triton" and self.device == "cuda":
+                from attnfuzz.kernels.released.tuning import first_candidates
+
+                stack.enter_context(first_candidates())
+            elif self.kernel.backend == "triton":
                 from attnfuzz.kernels.released.stand_in import h100
 
                 stack.enter_context(h100())

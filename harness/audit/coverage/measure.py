@@ -82,7 +82,7 @@ def _drawn(kernel: Kernel, plan: KernelPlan, settings: Settings) -> Iterator[Cas
     strategy = cases_of(kernel, plan, settings)
     rounds = Rounds(settings.max_examples)
     while (round_ := rounds.take()) is not None:
-        cases = draw_round(strategy, plan.seed, round_)
+        cases = draw_round(strategy, plan.seed, round_, plan.values)
         for index in rounds.drawn(round_.number, [each.id for each in cases]):
             yield cases[index]
         rounds.finish(round_.number)
