@@ -109,7 +109,7 @@ _DECLARED: Final[dict[str, Any]] = {
     "layouts": True,
     "deterministic": ("o",),
     # P is divided by the row sum so far before it is rounded.
-    "deviations": Deviations(lazy_rescale=True),
+    "deviations": Deviations(normalised_p=True),
 }
 _LLAMA: Final = ("models/llama/triton_kernel/context_flashattention_nopad.py",)
 

@@ -91,6 +91,8 @@ class Scores:
     """Scores that mask_mod may or may not hide."""
     sunk: bool = False
     """Whether the last key is a sink."""
+    normalised_p: bool = False
+    """Whether P is rounded after it has been divided by a row sum."""
     half_partial_o: bool = False
     """Whether O of each split of the keys is rounded to the dtype."""
     again: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -132,6 +134,15 @@ class Scores:
         if not self.exact:
             return torch.zeros_like(self.e, dtype=torch.bool)
         return formulas.leading(self.e, self.delta, self.form.u, self.unsure)
+
+    @property
+    def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is rounded, and what its rounding is divided by: exp(s - m) and l, or P and 1.
+
+        P is rounded when it has been divided by the sum of the keys so far, and is then scaled down to their share of l: its
+        error is at most that of P itself, as a part of P or as a subnormal number's.
+        """
+        return (self.p, torch.ones_like(self.l)) if self.normalised_p else (self.e, self.l)
 
     @property
     def whole(self) -> bool:
@@ -245,15 +256,16 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         widest, plain = of_splits.amax(-1, keepdim=True), shift
         shift, m_lse, lost = formulas.lse_budget(lse, m, dead, raised.sum(-1, keepdim=True), widest, keys)
         of_lse = (shift - plain).clamp_(min=0.0, max=1.0)
+    exact = not (deviations.lazy_rescale or deviations.normalised_p or tf32)
     result = Scores(
         rounding=rounding, form=form, scale=placed.scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, visible=seen.visible, dead=dead,
-        s=seen.hidden if doubt is None else seen.s, exact=not (deviations.lazy_rescale or tf32), m=m, e=e, l=l, p=p, lse=lse,
+        s=seen.hidden if doubt is None else seen.s, exact=exact, m=m, e=e, l=l, p=p, lse=lse,
         delta=delta, lost=lost, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,
         touched=seen.visible.any(1)[..., None].to(torch.float64), changed=seen.changed, doubt=doubt,
-        sunk=placed.sinks is not None, half_partial_o=deviations.half_partial_o and rounding.half, of_splits=of_splits,
-        shared=of_lse,
+        sunk=placed.sinks is not None, normalised_p=deviations.normalised_p,
+        half_partial_o=deviations.half_partial_o and rounding.half, of_splits=of_splits, shared=of_lse,
     )  # fmt: skip
     if deviations.half_scaled_k and rounding.half:
         of_k = (random, 0.7 * form.eta * q_size.sum(-1, keepdim=True))
@@ -377,6 +389,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     """Compute the budget of O and the roundings in it; `lean` leaves out the parts for statistics over a whole output.
 
     pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
+    Where P is divided by the row sum before its rounding, which is declared, pi = P and l = 1, and no pi is exact.
     sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) var(pi)) / l^2 @ v^2, n the number of equal P in the row
     H = cap(pi) / l @ |v|
     B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
@@ -385,8 +398,9 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     Where partial O are rounded, which is declared, `of_partials` adds their sigma^2, H and flushed values; where LSE of splits
     is, min(sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O|) by its delta is added to B, and to the flushed values.
     """
+    e, l = t.rounded  # noqa: E741
     of_e, variance, worst, flushed, *exact_units = formulas.unrounded_p(
-        t.e, t.l, t.delta, t.shift, t.m, t.unsure, t.rounding, t.exact, not lean
+        e, l, t.delta, t.shift, t.m, t.unsure, t.rounding, t.exact, not lean
     )
     v_size, v2 = t.v_size, t.v2
     pv, size, mean2, pk = (t.p @ t.values).split([*[t.v.shape[-1]] * 3, t.k.shape[-1]], -1)

@@ -132,7 +132,8 @@ def _of_p(t: Scores) -> Iterator[torch.Tensor]:
     """Yield the roundings of P where exp(s - m) is rounded, for several m, since tiles differ in it; the largest P is exact."""
     for number in range(_REFERENCES):
         factor = 2.0 ** (number / _REFERENCES)
-        yield _rounding(t, t.e * factor).masked_fill_(t.top, 0.0).div_(factor * t.l)
+        e, l = t.rounded  # noqa: E741
+        yield _rounding(t, e * factor).masked_fill_(t.top, 0.0).div_(factor * l)
 
 
 def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterator[torch.Tensor]:

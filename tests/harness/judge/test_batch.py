@@ -172,6 +172,7 @@ DECLARED = [
     Deviations(prescaled_q=True),
     Deviations(l_from_rounded_p=True),
     Deviations(lazy_rescale=True),
+    Deviations(normalised_p=True),
     Deviations(ds_from_rounded_p=True),
     Deviations(half_partials=True),
     Deviations(half_delta_products=True),

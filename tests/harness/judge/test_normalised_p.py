@@ -1,4 +1,7 @@
-"""A kernel that divides P by its row sum before P is rounded: the unit of its last bit is another than that of exp(s - m)."""
+"""A kernel that divides P by its row sum before P is rounded.
+
+The unit of its last bit is another than that of exp(s - m), and a P below the smallest normal half loses more.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,37 @@ def normalised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1).to(v.dtype).float(), v.float()).to(v.dtype)
 
 
-def checks(length: int, **deviations: bool) -> set[str]:
-    """Checks that fail in any of four Cases of `length` keys whose P are nearly equal."""
+NEARLY_EQUAL = [Recipe(q_scale=0.25, k_scale=0.25, seed=seed) for seed in range(4)]
+SUBNORMAL = [Recipe(pattern="needle", q_scale=2.0, k_scale=4.0, v_scale=4.0, seed=seed) for seed in range(40)]
+"""With two keys that share a row, and others whose P are a few steps of 2^-24."""
+
+
+def checks(length: int, recipes: list[Recipe] = NEARLY_EQUAL, **deviations: bool) -> set[str]:
+    """Checks that fail in any of the Cases of `length` keys."""
     kernel = registry.register(dense(normalised, name="theirs", deviations=Deviations(**deviations), **FORMS))
     lengths = (length,)
     needs = Needs(outputs=("o",))
     problem = Problem(seqlens_q=lengths, seqlens_k=lengths, packing="dense", dim_qk=64, dim_v=64, needs=needs)
-    cases = [Case(kernel=kernel.name, problem=problem, recipe=Recipe(q_scale=0.25, k_scale=0.25, seed=n)) for n in range(4)]
+    cases = [Case(kernel=kernel.name, problem=problem, recipe=recipe) for recipe in recipes]
     return {failure.identity.kind for case in cases for failure in run_trial(case, "cpu").failures}
 
 
 # 1 / 63 lies just above a power of two, where a half has its coarsest unit; 1 / 60 has the same, and is larger.
 @pytest.mark.parametrize("length", [60, 63, 126])
 def test_it_passes_if_it_is_declared(length: int) -> None:
-    assert not checks(length, lazy_rescale=True)
+    assert not checks(length, normalised_p=True)
+
+
+def test_a_maximum_that_lags_explains_the_unit_but_not_what_is_lost_below_it() -> None:
+    assert not checks(63, lazy_rescale=True)
+    assert checks(40, SUBNORMAL, lazy_rescale=True) == {"mismatch"}
+    assert not checks(40, SUBNORMAL, normalised_p=True)
+
+
+def test_a_wrong_p_is_found_beside_the_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, dim: softmax(self, dim) * 1.004)
+    assert "mismatch" in checks(40, normalised_p=True)
 
 
 def test_it_is_noise_if_it_is_not() -> None:

@@ -56,6 +56,7 @@ DECLARED = {
     "Delta of half products, partial O": Deviations(half_delta_products=True, half_partial_o=True),
     "scaled k": Deviations(half_scaled_k=True),
     "LSE of splits": Deviations(half_split_lse=True),
+    "normalised P": Deviations(normalised_p=True),
     "scaled k, O and LSE of splits": Deviations(half_scaled_k=True, half_partial_o=True, half_split_lse=True),
     "tf32": Deviations(tf32_on=("cpu",)),
 }
