@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Device
-from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.case import RELATIONS, Case, Recipe
 from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.recipes import recipes
 
@@ -22,12 +22,14 @@ def values_of_a_shape(can: Capabilities, device: Device) -> int:
     return _VALUES if can.compiles_each_shape and device == "cuda" else 1
 
 
-def with_other_values(cases: Sequence[Case], count: int, seed: int) -> list[Case]:
+def with_other_values(cases: Sequence[Case], count: int, seed: int, takes: Callable[[Case], bool] = lambda _: True) -> list[Case]:
     """Return each Case, followed by `count` - 1 others with the same Problem, Config and check, and other Recipes.
 
-    Fewer follow where a dtype has no more Recipes in a few draws.
+    Fewer follow where `takes` refuses some, or a dtype has no more Recipes in a few draws. How a relation changes the lengths may
+    depend on the seed.
     """
-    return [each for number, case in enumerate(cases) for each in (case, *_others(case, count - 1, seed * 1000 + number))]
+    others = (filter(takes, _others(case, count - 1, seed * 1000 + number)) for number, case in enumerate(cases))
+    return [each for case, more in zip(cases, others, strict=True) for each in (case, *more)]
 
 
 def _others(case: Case, count: int, seed: int) -> Iterator[Case]:
@@ -35,13 +37,19 @@ def _others(case: Case, count: int, seed: int) -> Iterator[Case]:
         return
     known = {case.recipe}
     for drawn_recipe in drawn(recipes(case.problem.dtype), seed=seed, examples=8 * count, quota=count):
-        recipe = _fitting(drawn_recipe, case.recipe)
+        recipe = _fitting(drawn_recipe, case)
         if recipe not in known:
             known.add(recipe)
             yield replace(case, recipe=recipe)
 
 
-def _fitting(recipe: Recipe, of_case: Recipe) -> Recipe:
-    """Return a drawn Recipe for the Problem of another one: large products need the small scale that was drawn with them."""
+def _fitting(recipe: Recipe, case: Case) -> Recipe:
+    """Return a drawn Recipe for the Problem and check of `case`.
+
+    Large products need the small scale that was drawn with them. What a relation compares is known for its own pattern and
+    magnitudes, which were drawn for it: only the seed is another.
+    """
+    if case.check in RELATIONS:
+        return replace(case.recipe, seed=recipe.seed)
     pattern = "large_logits" if recipe.pattern == "large_products" else recipe.pattern
-    return replace(recipe, pattern=pattern, sinks=of_case.sinks)
+    return replace(recipe, pattern=pattern, sinks=case.recipe.sinks)

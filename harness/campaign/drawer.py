@@ -18,11 +18,21 @@ from attnfuzz.strategies.shapes import Variant
 __all__ = ["Drawer", "Drawn", "draw_round"]
 
 
-def draw_round(strategy: st.SearchStrategy[Case], seed: int, round_: Round, values: int = 1) -> list[Case]:
-    """Return the Cases of a round; `seed`: of the kernel's run; `values`: how many Cases share a shape."""
+def draw_round(
+    strategy: st.SearchStrategy[Case], seed: int, round_: Round, values: int = 1, takes: Callable[[Case], bool] = lambda _: True
+) -> list[Case]:
+    """Return the Cases of a round.
+
+    Args:
+        strategy: of the kernel's Cases.
+        seed: of the kernel's run.
+        round_: which round, and how many.
+        values: how many Cases share a shape.
+        takes: whether the kernel takes a Case that has the shape of a drawn one, with other values.
+    """
     seed = seed * 7919 + round_.number
     shapes = drawn(strategy, seed=seed, examples=EXAMPLES, quota=-(-round_.quota // values))
-    return with_other_values(shapes, values, seed)[: round_.quota]
+    return with_other_values(shapes, values, seed, takes)[: round_.quota]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,7 @@ class Drawer:
         seed: of the kernel's run; each round has a seed of its own.
         background: draw in a thread; else at the request.
         values: how many Cases share a shape.
+        takes: whether the kernel takes a Case that has the shape of a drawn one, with other values.
     """
 
     def __init__(
@@ -51,8 +62,10 @@ class Drawer:
         *,
         background: bool,
         values: int = 1,
+        takes: Callable[[Case], bool] = lambda _: True,
     ) -> None:
-        self._make, self._seed, self._background, self._values = strategy, seed, background, values
+        self._make, self._seed, self._background = strategy, seed, background
+        self._values, self._takes = values, takes
         self._strategy: st.SearchStrategy[Case] | None = None
         self._variants: tuple[Variant, ...] = ()
         self._thread: threading.Thread | None = None
@@ -96,7 +109,7 @@ class Drawer:
         try:
             if self._strategy is None or variants != self._variants:
                 self._strategy, self._variants = self._make(variants), variants
-            cases = draw_round(self._strategy, self._seed, round_, self._values)
+            cases = draw_round(self._strategy, self._seed, round_, self._values, self._takes)
             self._result = Drawn(round_, cases, [each.id for each in cases])
         except BaseException as error:  # raised where it is taken
             self._result = error

@@ -14,7 +14,7 @@ from attnfuzz.harness.campaign.context import Batch
 from attnfuzz.harness.campaign.drawer import Drawer, Drawn
 from attnfuzz.harness.campaign.link import Campaign
 from attnfuzz.harness.campaign.plan import KernelPlan
-from attnfuzz.harness.trial.supports import problems_of
+from attnfuzz.harness.trial.supports import problems_of, why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.shapes import Variant
@@ -62,8 +62,11 @@ class Supply:
         self._growing, self._by_kind = growing and plan.compiled, growing and together
         self._keys = {each: plan.key(kernel, each) for each in plan.variants} if self._growing else {}
         self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
-        self._drawer = Drawer(strategy, plan.seed, background=background, values=plan.values)
+        self._drawer = Drawer(strategy, plan.seed, background=background, values=plan.values, takes=self._takes)
         self._asked, self._fruitless = -math.inf, False
+
+    def _takes(self, case: Case) -> bool:
+        return why_not_case(self._kernel, case, self._device) is None
 
     @property
     def ready(self) -> int:

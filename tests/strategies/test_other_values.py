@@ -8,10 +8,11 @@ from attnfuzz.harness.campaign.drawer import draw_round
 from attnfuzz.harness.campaign.plan import cases_of, plan_of
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.case import RELATIONS, Case, Recipe
 from attnfuzz.strategies.other_values import values_of_a_shape, with_other_values
 
 SLOW = "released.fla.parallel"
@@ -58,3 +59,28 @@ def test_a_round_has_its_number_of_cases_of_an_eighth_of_the_shapes(quota: int) 
     cases = draw_round(cases_of(kernel, plan, settings), plan.seed, Round(2, quota, quota), plan.values)
     assert len({each.id for each in cases}) == quota
     assert len({shape_of(each) for each in cases}) == -(-quota // 8)
+
+
+@pytest.mark.parametrize("name", ["released.fla.parallel", "released.flag_gems.varlen", "released.liger.neighborhood"])
+def test_the_kernel_and_the_check_take_every_case(name: str) -> None:
+    kernel = registry.get(name)
+    settings = Settings(device="cuda", seed=5)
+    plan = plan_of(kernel, settings)
+    strategy = cases_of(kernel, plan, settings)
+
+    def takes(case: Case) -> bool:
+        return why_not_case(kernel, case, "cuda") is None
+
+    cases = [each for number in range(4) for each in draw_round(strategy, plan.seed, Round(number), plan.values, takes)]
+    assert [each for each in cases if why_not_case(kernel, each, "cuda")] == []
+    checks = {each.check for each in cases}
+    assert "oracle" in checks
+    assert checks & set(RELATIONS)
+
+
+def test_a_case_that_is_not_taken_is_left_out() -> None:
+    bases = [Case(kernel="any", problem=plain(n)) for n in (3, 5)]
+    cases = with_other_values(bases, 4, seed=1, takes=lambda each: each.problem.seqlens_q == (5,))
+    lengths = [each.problem.seqlens_q for each in cases]
+    assert lengths[:2] == [(3,), (5,)]
+    assert set(lengths[2:]) == {(5,)}

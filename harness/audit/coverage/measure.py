@@ -15,6 +15,7 @@ from attnfuzz.harness.campaign.rounds import Rounds
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.size_relations import possible_relations
 from attnfuzz.harness.campaign.undrawn import models_left_out, never_drawn
+from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 
@@ -80,9 +81,13 @@ def measure(kernel: Kernel, settings: Settings, lines: int = 0, listener: Listen
 def _drawn(kernel: Kernel, plan: KernelPlan, settings: Settings) -> Iterator[Case]:
     """Yield the Cases of the rounds that a run with these settings draws."""
     strategy = cases_of(kernel, plan, settings)
+
+    def takes(case: Case) -> bool:
+        return why_not_case(kernel, case, settings.device) is None
+
     rounds = Rounds(settings.max_examples)
     while (round_ := rounds.take()) is not None:
-        cases = draw_round(strategy, plan.seed, round_, plan.values)
+        cases = draw_round(strategy, plan.seed, round_, plan.values, takes)
         for index in rounds.drawn(round_.number, [each.id for each in cases]):
             yield cases[index]
         rounds.finish(round_.number)
