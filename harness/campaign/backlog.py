@@ -34,7 +34,8 @@ class Backlog:
         self._round_over = round_over
         self._cases: dict[int, _Waiting] = {}
         self._ready: set[str] = set()
-        self._out: dict[Case, int] = {}
+        self._out: dict[Case, tuple[int, _Waiting]] = {}
+        """Cases that are given out, each with its place."""
         self._left: dict[int, int] = {}
         self._number = self._passed = 0
 
@@ -78,9 +79,9 @@ class Backlog:
             places.append(place)
             if len(places) == batch.most:
                 break
-        taken = [self._cases.pop(place) for place in places]
-        self._out |= {each.case: each.round for each in taken}
-        return [each.case for each in taken]
+        taken = [(place, self._cases.pop(place)) for place in places]
+        self._out |= {each.case: (place, each) for place, each in taken}
+        return [each.case for _, each in taken]
 
     def _kind(self, ready: Sequence[int]) -> object:
         counts = Counter(self._cases[place].alike for place in ready)
@@ -91,8 +92,14 @@ class Backlog:
 
     def tried(self, case: Case) -> None:
         """Note that a Case that was given out has been tried."""
-        if (number := self._out.pop(case, None)) is not None:
-            self._count(number, 1)
+        if (out := self._out.pop(case, None)) is not None:
+            self._count(out[1].round, 1)
+
+    def put_back(self) -> None:
+        """Take back the Cases that were given out and not tried, to their places."""
+        if self._out:
+            self._cases = dict(sorted([*self._out.values(), *self._cases.items()], key=lambda each: each[0]))
+            self._out.clear()
 
     @property
     def ready(self) -> int:

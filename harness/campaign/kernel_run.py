@@ -104,11 +104,10 @@ class KernelRun:
             lambda case, error: campaign.not_kept(kernel.name, case, error),
             account,
         )
-        self._statistics_before = self._statistics()
 
     def turn(self, turn: Turn) -> TurnEnd:
         """Try Cases until the turn's time is over or nothing can be tried; DeviceLost ends it, once it is kept."""
-        self._until, self._statistics_before = turn.until, self._statistics()
+        self._until, before = turn.until, self._statistics()
         self.clock.reset()
         self._supply.ask_again()
         self._context.executor.limit(self._context.end)
@@ -127,7 +126,7 @@ class KernelRun:
                 verdict = Verdict(status="fail", failures=(lost.failure,))
                 self._keep(lost.failure.identity, lost.case, verdict, shrinks=False)
                 raise
-        (replaced, recoveries, disturbances), now = self._statistics_before, self._statistics()
+        (replaced, recoveries, disturbances), now = before, self._statistics()
         return TurnEnd(
             seconds=self.clock.seconds,
             ready=self._supply.ready,
@@ -163,6 +162,7 @@ class KernelRun:
             self._supply.tried(case)
             if not batch.together and self._spent():
                 break
+        self._supply.put_back()
         return bool(waiting)
 
     def _wait(self, until: float | None) -> bool:

@@ -115,6 +115,10 @@ class Supply:
         """Note that a Case that was given out has been tried."""
         self._backlog.tried(case)
 
+    def put_back(self) -> None:
+        """Take back Cases that were given out and not tried, since time was over first."""
+        self._backlog.put_back()
+
     def wait(self, until: float | None = None) -> bool:
         """Wait for the round that is being drawn, at most `until` (time.monotonic); returns False where none has come."""
         drawn = self._drawer.take(wait=True, until=until)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -13,11 +14,13 @@ from msgspec.structs import replace
 from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign import drawer as drawer_module
+from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.backlog import Backlog
 from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.context import Batch, CampaignContext, WorkerContext
 from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.drawer import Drawer
+from attnfuzz.harness.campaign.kernel_run import KernelRun
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
@@ -114,6 +117,23 @@ def test_the_kind_of_which_most_wait_comes_first_but_not_for_ever() -> None:
     assert sorted(number for taken in order for number in taken) == list(range(40))
     backlog.add(1, [needing(wide, "0"), *(needing(case(number), "0") for number in range(1, 4))])
     assert numbers(backlog.take(Batch(most=3))) == [0, 1, 2], "one after the other: in order"
+
+
+def test_cases_that_are_put_back_keep_their_place_and_their_round() -> None:
+    over: list[int] = []
+    backlog = Backlog(over.append)
+    backlog.add(7, [needing(case(number), "a") for number in range(4)])
+    backlog.mark("a")
+    first = backlog.take(Batch(most=3))
+    backlog.tried(first[0])
+    backlog.put_back()
+    assert numbers(backlog.take(Batch(most=2))) == [1, 2]
+    assert numbers(backlog.take(Batch(most=2))) == [3]
+    for number in (1, 2):
+        backlog.tried(case(number))
+    assert not over
+    backlog.tried(case(3))
+    assert over == [7]
 
 
 def test_a_round_without_a_new_case_is_over_at_once() -> None:
@@ -387,6 +407,20 @@ def test_a_compile_that_ends_in_the_middle_of_a_turn_is_not_waited_for_again(mon
     assert len(executor.cases) == 40
     assert turns[0] > 0
     assert turns[-1] == 0
+
+
+def test_cases_that_a_turn_had_no_time_for_are_tried_in_the_next() -> None:
+    """A worker takes several at once, for one entry of the journal."""
+    kernel = FaultyReference("test.turns", lambda *_: None, lambda: None)
+    settings, executor = Settings(max_examples=40, out=None), FunctionExecutor(lambda _: Verdict(status="pass"))
+    context, plan = CampaignContext(settings), dataclasses.replace(plan_of(kernel, settings), compiled=False)
+    coordinator = Coordinator(context, [KernelState(kernel, plan, context)], executor)
+    worker = WorkerContext(settings, executor, batch=Batch(most=16))
+    run = KernelRun(kernel, plan, worker, coordinator, Account(executor.statistics))
+    for _ in range(200):
+        run.turn(Turn("test.turns", until=time.monotonic()))
+        run._try_next() or run._wait(None)
+    assert len(executor.cases) == len(set(executor.cases)) == 40
 
 
 def test_a_worker_whose_cases_all_wait_leaves_the_kernel_until_code_is_compiled() -> None:
