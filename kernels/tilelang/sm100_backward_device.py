@@ -36,6 +36,8 @@ __all__ = ["TENSOR_COLUMNS", "backward_ss", "backward_ts", "postprocess", "prepr
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
+ROLES_BY_HAND = True
+"""Copies wait for barriers that are written out: TileLang's own warp specialisation must not move them."""
 BY_TMA = {"use_tma": 1}
 """An atomic addition of a tile by the tensor memory accelerator; ignored on the CPU."""
 Operands = Literal["ss", "ts"]
@@ -194,6 +196,8 @@ def _backward(
             dv_acc = T.alloc_tmem((tile_n, dim_v), ACC)
             dk_acc = T.alloc_tmem((tile_n, dim_qk), ACC)
             dq_acc = T.alloc_tmem((tile_m, dim_qk), ACC)
+            kv_full = T.alloc_barrier(threads)
+            q_full = T.alloc_barrier(threads)
             s_done = T.alloc_barrier(1)
             dp_done = T.alloc_barrier(1)
             dv_done = T.alloc_barrier(1)
@@ -209,19 +213,23 @@ def _backward(
             kv_head = head // groups
             scale_log2 = exponent * LOG2_E
             key_0 = block * tile_n
-            T.copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile)
-            T.copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile)
+            T.tma_copy(K[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], k_tile, barrier=kv_full)
+            T.tma_copy(V[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], v_tile, barrier=kv_full)
+            T.mbarrier_arrive(kv_full)
+            T.mbarrier_wait_parity(kv_full, 0)
             # at least one step, in which the accumulators of dK and dV begin: a tile that no query sees has P = 0
             begin = T.min(T.max(0, key_0 - offset), n_q - 1) // tile_m if causal else 0
             for step in T.serial(T.ceildiv(n_q, tile_m) - begin):
                 row_0 = (begin + step) * tile_m
-                T.copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile)
-                T.copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile)
+                T.tma_copy(Q[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], q_tile, barrier=q_full)
+                T.tma_copy(dO[seq, row_0 : row_0 + tile_m, head, 0:dim_v], do_tile, barrier=q_full)
+                T.mbarrier_arrive(q_full)
                 # row by row: as a tile, the pitch of a head's row would have to be a multiple of 16 bytes
                 for i in T.Parallel(tile_m):
                     row = T.min(row_0 + i, n_q - 1)
                     lse2[i] = T.if_then_else(row_0 + i < n_q, LSE2[seq, head, row], T.infinity(ACC))
                     delta[i] = T.if_then_else(row_0 + i < n_q, Delta[seq, head, row], 0.0)
+                T.mbarrier_wait_parity(q_full, step % 2)
                 _publish()
                 T.tcgen05_gemm(k_tile, q_tile, s_acc, transpose_B=True, clear_accum=True, mbar=s_done)
                 T.tcgen05_gemm(v_tile, do_tile, dp_acc, transpose_B=True, clear_accum=True, mbar=dp_done)
