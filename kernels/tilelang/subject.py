@@ -114,11 +114,14 @@ class TileLangKernel:
         Raises:
             BuildError: the compiler refused.
         """
-        module = self.device_code()
         return {
-            name: compiled(module, each.factory, each.options, device)
+            name: compiled(self.module_of(name), each.factory, each.options, device)
             for name, each in self.functions(problem, config, device).items()
         }
+
+    def module_of(self, function: str) -> ModuleType:  # noqa: ARG002
+        """The module that makes one of `functions`, for a kernel with device code in several files."""
+        return self.device_code()
 
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""
@@ -130,7 +133,8 @@ class TileLangKernel:
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
         """Everything that `build` compiles for CUDA."""
-        return lower.units(self.device_code(), self.functions(problem, config, "cuda"), arch)
+        functions = self.functions(problem, config, "cuda").items()
+        return tuple(unit for name, each in functions for unit in lower.units(self.module_of(name), {name: each}, arch))
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """The reason why not, or None."""
