@@ -78,6 +78,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a block, static and dynamic."""
     shared_limit: int
     tensor_core: str | None = None
+    tensor_columns: int | None = None
+    """Columns of tensor memory that a block allocates."""
+    instructions: int | None = None
+    """Instructions of the machine code."""
     races: list[str] | None = None
     """Races that the compiler reports, or that its output shows; None: not checked."""
     error: str | None = None

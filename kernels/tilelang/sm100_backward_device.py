@@ -27,6 +27,8 @@ tensor memory; dQ takes dS transposed, which only shared memory can give.
 import math
 from typing import Any, Literal
 
+from attnfuzz.kernels.lowering import Required
+
 try:
     import tilelang.language as T
 except ImportError:  # a machine without TileLang can still import this module and read its source
@@ -43,6 +45,11 @@ BY_TMA = {"use_tma": 1}
 Operands = Literal["ss", "ts"]
 ROWS, PARTS = 16, 16
 """Rows of a block of the preprocess and the postprocess, and threads per row."""
+REQUIRED = {
+    "backward_ss": Required(products=5, left=frozenset({"shared"})),
+    "backward_ts": Required(products=5, left=frozenset({"shared", "tensor"})),
+}
+"""What the machine code must have: `T.gemm` on fragments would become mma.sync without a word."""
 LANES, TENSOR_COLUMNS = 128, 512
 """Rows of tensor memory, and its columns of 32 bits each. PTX ISA, "Tensor Memory"."""
 SHARED_BYTES_MAX = 227 * 1024
