@@ -89,13 +89,14 @@ def _lowered(unit: Unit, arch: str) -> Lowered:
 def _judged(lowered: Lowered, arch: str) -> Lowered:
     """Add an error to code that compiles, but needs more shared or tensor memory than a block can have."""
     limit = shared_limit(arch)
-    if lowered.error is None and lowered.figures is not None and (lowered.figures.tensor_columns or 0) > COLUMNS:
-        error = f"a block needs {lowered.figures.tensor_columns} columns of tensor memory, and there are {COLUMNS}: it would never run"
-        return msgspec.structs.replace(lowered, error=error)
-    if lowered.error is None and lowered.figures is not None and lowered.figures.shared > limit:
+    if lowered.error is not None or lowered.figures is None:
+        return lowered
+    error, columns = None, lowered.figures.tensor_columns or 0
+    if lowered.figures.shared > limit:
         error = f"a block needs {lowered.figures.shared} bytes of shared memory, and {arch} has {limit}: no launch is possible"
-        return msgspec.structs.replace(lowered, error=error)
-    return lowered
+    elif columns > COLUMNS:
+        error = f"a block needs {columns} columns of tensor memory, and {arch} has {COLUMNS}: it would wait for them without end"
+    return lowered if error is None else msgspec.structs.replace(lowered, error=error)
 
 
 def _known(unit: Unit, arch: str) -> Lowered:

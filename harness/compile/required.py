@@ -28,18 +28,18 @@ def lacking(required: Required, figures: Figures, sass: str) -> str | None:
     paths, left = figures.tensor_core, {_MEMORIES[each] for each in _LEFT.findall(sass)}
     lines = []
     if paths != _PATH:
-        lines.append(f"products by {paths or 'no tensor core'}, and all must be tcgen05's: a product on fragments falls back to mma.sync")
+        lines.append(f"products by {paths or 'no tensor core'}, and all must be tcgen05's: one on fragments becomes mma.sync")
     elif left != required.left:
-        lines.append(f"products take left operands from {_named(left)} memory, and it must be {_named(required.left)}")
+        lines.append(f"products take left operands from {_named(left)} memory, and it must be {_named(required.left)} memory")
     completions = len(_COMPLETION.findall(sass))
     if completions < required.products:
-        lines.append(f"products complete on mbarriers at {completions} places, and it must be {required.products}: one is missing")
+        lines.append(f"products complete on mbarriers at {completions} places, and it must be {required.products} or more")
     if figures.tensor_columns == 0:
         lines.append("no tensor memory is allocated (tcgen05.alloc)")
     if not _READ.search(sass):
         lines.append("tensor memory is never read (tcgen05.ld)")
     if tensor_memory(sass).unfreed:
-        lines.append("a path from tcgen05.alloc to the end does not free all tensor memory: the next blocks there wait without end")
+        lines.append("a path from tcgen05.alloc to the end does not free all tensor memory: later blocks wait for it without end")
     return "\n".join(lines) or None
 
 

@@ -41,6 +41,7 @@ _PAIRS = re.compile(r"^(F\w+2|D\w+|CS2R)\b|\.(64|WIDE|F64)\b")
 """Instructions that write two registers."""
 _NOTHING = ("ST", "RED.", "UTMA", "UTCBAR", "UTCHMMA", "UTCQMMA", "ATOMS.", "SYNCS.ARRIVE", "BRA", "CALL", "NANOSLEEP")
 """Beginnings of instructions that write no register, but may name one first."""
+_MOVES, _MOVES_BY_PRODUCT = ("MOV", "UMOV", "R2UR"), ("IMAD.MOV", "IMAD.MOV.U32", "IMAD.U32")
 _Values = dict[str, int]
 """What is known of registers and predicates (0 or 1)."""
 
@@ -129,7 +130,7 @@ def _value(text: str, values: _Values, thread: int) -> tuple[str, int] | None:
         return target, thread
     if name == "ELECT":
         return target, 1
-    if name in ("MOV", "UMOV", "R2UR") or (name in ("IMAD.MOV.U32", "IMAD.U32", "IMAD.MOV") and operands[1] == operands[2] == "RZ"):
+    if name in _MOVES or (name in _MOVES_BY_PRODUCT and operands[1] == operands[2] == "RZ"):
         return None if known[-1] is None else (target, known[-1])
     if name == "SHFL.IDX" and len(operands) > 3 and known[3] == 0:
         # of the warp's first thread, which is the one followed
@@ -147,8 +148,8 @@ def _compared(name: str, operands: list[str], known: list[int | None], values: _
     comparison = _COMPARISON.match(name)
     if comparison is None or len(operands) < 5 or known[2] is None or known[3] is None:
         return None
-    signed = (lambda x: x - (x >> 31 << 32)) if comparison[2] is None else (lambda x: x)
-    result = _COMPARED[comparison[1]](signed(known[2]), signed(known[3]))
+    a, b = (x if comparison[2] else x - (x >> 31 << 32) for x in (known[2], known[3]))
+    result = _COMPARED[comparison[1]](a, b)
     other = _truth(operands[4], values)
     if other is None:
         # false and anything is false, true or anything is true

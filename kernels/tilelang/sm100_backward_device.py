@@ -82,9 +82,9 @@ def fits(operands: Operands, *, tile_m: int, tile_n: int, dim_qk: int, dim_v: in
     An accumulator of fewer than 128 rows has a multiple of 64 columns; what is in tensor memory as an operand has 128 rows.
     """
     full, folded = tile_n == LANES, tile_n == LANES // 2 and operands == "ss"
-    if not full and not (folded and tile_m % 64 == dim_v % 64 == 0) or tile_m not in (32, 64, LANES):
+    if (not full and not (folded and tile_m % 64 == dim_v % 64 == 0)) or tile_m not in (32, 64, LANES):
         return False
-    if dim_qk % 16 or dim_v % 16 or (tile_m < LANES or folded) and dim_qk % 64:
+    if dim_qk % 16 or dim_v % 16 or ((tile_m < LANES or folded) and dim_qk % 64):
         return False
     if operands == "ts" and tile_m < LANES and dim_qk not in (64, 128):
         return False
@@ -180,8 +180,8 @@ def _backward(
 ) -> Any:
     """PrimFunc (Q, K, V, dO, LSE2, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
 
-    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. dK and dV are stored in `dtype`, (batch, n_k, heads, dim);
-    with `grouped`, each query head's share is added to fp32 zeros, (batch, n_k, kv_heads, dim). n_q and n_k are at least 1.
+    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. dK and dV are stored in `dtype`, (batch, n_k, heads,
+    dim); with `grouped`, each query head's share is added to fp32 zeros, (batch, n_k, kv_heads, dim). n_q and n_k are at least 1.
     """
     in_tensor_memory = operands == "ts"
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))
