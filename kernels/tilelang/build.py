@@ -1,11 +1,14 @@
 """Compile TileLang PrimFuncs: for CUDA by TileLang's own target, for the CPU through `cpu.to_cpu` and a C++ compiler.
 
+A device module lists in `BY_ROLES` the functions whose warps have roles; on the CPU these run in the executor of `roles`.
+
 Each function is compiled once per process; across processes TileLang's own cache on disk (`TILELANG_CACHE_DIR`), keyed by the
 PrimFunc itself, saves the compiler's time.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -19,7 +22,7 @@ from attnfuzz.kernels.contract import BuildError, Device
 from attnfuzz.kernels.support.compiler_output import captured
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
-__all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "threads_of", "unavailable"]
+__all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "unavailable"]
 
 Launch = Callable[..., None]
 """A compiled PrimFunc: called with its parameters in order, tensors and numbers; writes its output tensors."""
@@ -77,36 +80,50 @@ def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: 
         if key not in _compiled:
             name = f"{module.__name__}.{factory} {options_text} on {device}"
             _counts[name] = _counts.get(name, 0) + 1
-            _compiled[key] = _compile(getattr(module, factory), options, device, name, threads_of(module, options))
+            _compiled[key] = _compile(getattr(module, factory), options, name, _compiler(module, factory, options, device))
         return _compiled[key]
 
 
-def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Device, name: str, threads: int) -> Launch:
+def _compiler(module: ModuleType, factory: str, options: dict[str, Any], device: Device) -> Callable[[Any], Launch]:
+    """What makes a PrimFunc of `module.<factory>` runnable on `device`."""
+    if device == "cuda":
+        return functools.partial(_for_cuda, passes=cuda_passes(module, options))
+    return _by_roles if factory in getattr(module, "BY_ROLES", ()) else _for_cpu
+
+
+def _compile(factory: Callable[..., Any], options: dict[str, Any], name: str, compiler: Callable[[Any], Launch]) -> Launch:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     with captured() as log:
         try:
-            func = factory(**options)
-            return _for_cpu(func) if device == "cpu" else _for_cuda(func, threads)
+            return compiler(factory(**options))
         except Exception as error:
             said = (f"{type(error).__name__}: {error}"[:TEXT_MAX], log.read_text(errors="replace").strip()[-TEXT_MAX:])
             raise BuildError("\n".join((name, *filter(None, said)))) from error
 
 
-def threads_of(module: ModuleType, options: dict[str, Any]) -> int:
-    """Threads per block of a device function made with `options`; its module may use fewer than `threads`."""
-    return int(getattr(module, "block_threads", lambda named: named.get("threads", WARPGROUP))(options))
+def cuda_passes(module: ModuleType, options: dict[str, Any]) -> dict[str, bool]:
+    """TileLang's compiler options for a device function of `module`, made with `options`.
+
+    TileLang divides the warps of a block into roles itself, except where the block has no warpgroup to spare, and where the
+    module has `ROLES_BY_HAND`. A module's `block_threads(options)` says how many threads a block has, if not `threads`.
+    """
+    threads = getattr(module, "block_threads", lambda named: named.get("threads", WARPGROUP))(options)
+    by_hand = threads < WARPGROUP or getattr(module, "ROLES_BY_HAND", False)
+    return {**CUDA_PASSES, **({"tl.disable_warp_specialized": True} if by_hand else {})}
 
 
-def cuda_passes(threads: int) -> dict[str, bool]:
-    """TileLang's compiler options for a kernel with `threads` per block."""
-    return {**CUDA_PASSES, **({"tl.disable_warp_specialized": True} if threads < WARPGROUP else {})}
-
-
-def _for_cuda(func: Any, threads: int) -> Launch:
+def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
     import tilelang
 
-    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=cuda_passes(threads))
+    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=passes)
     return launch
+
+
+def _by_roles(func: Any) -> Launch:
+    """Run a PrimFunc whose warps have roles of their own, which the C target's one thread cannot."""
+    from attnfuzz.kernels.tilelang.roles import executor
+
+    return lambda *arguments: executor.run(func, arguments)
 
 
 def _for_cpu(func: Any) -> Launch:

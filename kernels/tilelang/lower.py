@@ -18,7 +18,7 @@ from typing import Any
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.lowering import MachineCode, Unit
 from attnfuzz.kernels.support.compiler_output import captured
-from attnfuzz.kernels.tilelang.build import cuda_passes, threads_of
+from attnfuzz.kernels.tilelang.build import cuda_passes
 
 __all__ = ["cannot_lower", "find_nvcc", "nvcc_version", "units"]
 
@@ -70,7 +70,7 @@ class _Unit:
     def __init__(self, function: str, module: ModuleType, factory: str, options: dict[str, Any], arch: str) -> None:
         self.function = function
         self._module, self._factory, self._options, self._arch = module, factory, options, arch
-        self._passes = {**cuda_passes(threads_of(module, options)), "tl.disable_data_race_check": False}
+        self._passes = {**cuda_passes(module, options), "tl.disable_data_race_check": False}
 
     @functools.cached_property
     def _traced(self) -> Any:

@@ -22,7 +22,7 @@ __all__ = ["CAPABILITIES", "SHARED_BYTES_MAX", "DeviceCode", "Function", "TileLa
 DeviceCode = Callable[[], ModuleType]
 """Returns the module with a kernel's device functions: its own, or an edited copy of it."""
 _HERE = Path(__file__).parent
-_SHARED = ("subject.py", "cpu.py", "build.py")
+_SHARED = ("subject.py", "cpu.py", "cpu_floats.py", "build.py")
 
 CAPABILITIES = Capabilities(
     dtypes=("float16", "bfloat16", "float32"),
@@ -114,11 +114,14 @@ class TileLangKernel:
         Raises:
             BuildError: the compiler refused.
         """
-        module = self.device_code()
         return {
-            name: compiled(module, each.factory, each.options, device)
+            name: compiled(self.module_of(name), each.factory, each.options, device)
             for name, each in self.functions(problem, config, device).items()
         }
+
+    def module_of(self, function: str) -> ModuleType:  # noqa: ARG002 - that of a kernel with several files
+        """The module that makes one of `functions`, for a kernel with device code in several files."""
+        return self.device_code()
 
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""
@@ -130,7 +133,8 @@ class TileLangKernel:
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
         """Everything that `build` compiles for CUDA."""
-        return lower.units(self.device_code(), self.functions(problem, config, "cuda"), arch)
+        functions = self.functions(problem, config, "cuda").items()
+        return tuple(unit for name, each in functions for unit in lower.units(self.module_of(name), {name: each}, arch))
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """The reason why not, or None."""
