@@ -88,7 +88,9 @@ def _compiler(module: ModuleType, factory: str, options: dict[str, Any], device:
     """What makes a PrimFunc of `module.<factory>` runnable on `device`."""
     if device == "cuda":
         return functools.partial(_for_cuda, passes=cuda_passes(module, options))
-    return _by_roles if factory in getattr(module, "BY_ROLES", ()) else _for_cpu
+    if factory in getattr(module, "BY_ROLES", ()):
+        return functools.partial(_by_roles, passes=cuda_passes(module, options))
+    return _for_cpu
 
 
 def _compile(factory: Callable[..., Any], options: dict[str, Any], name: str, compiler: Callable[[Any], Launch]) -> Launch:
@@ -119,11 +121,11 @@ def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
     return launch
 
 
-def _by_roles(func: Any) -> Launch:
-    """Run a PrimFunc whose warps have roles of their own, which the C target's one thread cannot."""
-    from attnfuzz.kernels.tilelang.roles import executor
+def _by_roles(func: Any, passes: dict[str, bool]) -> Launch:
+    """Make a PrimFunc runnable whose warps have roles of their own, which the C target's one thread cannot have."""
+    from attnfuzz.kernels.tilelang.roles.executor import executable
 
-    return lambda *arguments: executor.run(func, arguments)
+    return executable(func, passes)
 
 
 def _for_cpu(func: Any) -> Launch:

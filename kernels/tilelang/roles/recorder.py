@@ -26,7 +26,9 @@ _REDUCTIONS: dict[str, Any] = {"max": np.fmax, "min": np.fmin, "sum": np.add}
 _Function = Callable[[Memory], Any]
 
 
-def record_block(translation: Translation, block: tuple[int, int, int], numbers: dict[str, Any], tensors: list[Any]) -> BlockProgram:
+def record_block(
+    translation: Translation, block: tuple[int, int, int], numbers: dict[str, Any], tensors: list[Any]
+) -> BlockProgram:
     """Record all roles of one block.
 
     Args:
@@ -195,11 +197,15 @@ class Recorder:
 
     def store(self, part: Part, value: _Function, masks: tuple[_Function, ...]) -> None:
         """Store to elements, one for each iteration of the parallel loops."""
-        self._compute(f"store to {part.text}", self._taken(), (part,), lambda memory: memory.store(part, value(memory), _all(masks, memory)))
+        self._compute(
+            f"store to {part.text}", self._taken(), (part,), lambda memory: memory.store(part, value(memory), _all(masks, memory))
+        )
 
     def add(self, part: Part, value: _Function, masks: tuple[_Function, ...]) -> None:
         """Add atomically to elements."""
-        self._compute(f"add to {part.text}", self._taken(), (part,), lambda memory: memory.add(part, value(memory), _all(masks, memory)))
+        self._compute(
+            f"add to {part.text}", self._taken(), (part,), lambda memory: memory.add(part, value(memory), _all(masks, memory))
+        )
 
     def copy(self, source: Part, target: Part) -> None:
         """Copy a box, complete when this returns."""
@@ -232,7 +238,9 @@ class Recorder:
             f"add {source.text} to {target.text}", (source,), (target,), lambda memory: memory.add(target, memory.load(source))
         )
 
-    def gemm(self, how: str, a: Part, b: Part, c: Part, a_turned: bool, b_turned: bool, clear: bool, barrier: Mbarrier | None) -> None:
+    def gemm(
+        self, how: str, a: Part, b: Part, c: Part, a_turned: bool, b_turned: bool, clear: bool, barrier: Mbarrier | None
+    ) -> None:
         """A product, added to `c` unless `clear`; the asynchronous ones have started when this returns."""
 
         def effect(memory: Memory) -> None:
