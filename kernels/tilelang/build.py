@@ -1,11 +1,14 @@
 """Compile TileLang PrimFuncs: for CUDA by TileLang's own target, for the CPU through `cpu.to_cpu` and a C++ compiler.
 
+A device module lists in `BY_ROLES` the functions whose warps have roles; on the CPU these run in the executor of `roles`.
+
 Each function is compiled once per process; across processes TileLang's own cache on disk (`TILELANG_CACHE_DIR`), keyed by the
 PrimFunc itself, saves the compiler's time.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -77,16 +80,24 @@ def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: 
         if key not in _compiled:
             name = f"{module.__name__}.{factory} {options_text} on {device}"
             _counts[name] = _counts.get(name, 0) + 1
-            _compiled[key] = _compile(getattr(module, factory), options, device, name, cuda_passes(module, options))
+            _compiled[key] = _compile(getattr(module, factory), options, name, _compiler(module, factory, options, device))
         return _compiled[key]
 
 
-def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Device, name: str, passes: dict[str, bool]) -> Launch:
+def _compiler(module: ModuleType, factory: str, options: dict[str, Any], device: Device) -> Callable[[Any], Launch]:
+    """What makes a PrimFunc of `module.<factory>` runnable on `device`."""
+    if device == "cuda":
+        return functools.partial(_for_cuda, passes=cuda_passes(module, options))
+    if factory in getattr(module, "BY_ROLES", ()):
+        return functools.partial(_by_roles, passes=cuda_passes(module, options))
+    return _for_cpu
+
+
+def _compile(factory: Callable[..., Any], options: dict[str, Any], name: str, compiler: Callable[[Any], Launch]) -> Launch:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     with captured() as log:
         try:
-            func = factory(**options)
-            return _for_cpu(func) if device == "cpu" else _for_cuda(func, passes)
+            return compiler(factory(**options))
         except Exception as error:
             said = (f"{type(error).__name__}: {error}"[:TEXT_MAX], log.read_text(errors="replace").strip()[-TEXT_MAX:])
             raise BuildError("\n".join((name, *filter(None, said)))) from error
@@ -108,6 +119,13 @@ def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
 
     launch: Launch = tilelang.compile(func, target="cuda", pass_configs=passes)
     return launch
+
+
+def _by_roles(func: Any, passes: dict[str, bool]) -> Launch:
+    """Make a PrimFunc runnable whose warps have roles of their own, which the C target's one thread cannot have."""
+    from attnfuzz.kernels.tilelang.roles.executor import executable
+
+    return executable(func, passes)
 
 
 def _for_cpu(func: Any) -> Launch:

@@ -28,7 +28,7 @@ try:
 except ImportError:  # a machine without TileLang can still import this module and read its source
     T = None
 
-__all__ = ["ROLES_BY_HAND", "STAGES", "forward_ss", "forward_ts", "forward_wasp"]
+__all__ = ["BY_ROLES", "ROLES_BY_HAND", "STAGES", "forward_ss", "forward_ts", "forward_wasp"]
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
@@ -43,6 +43,8 @@ PIECE = 32
 """Columns of O that a thread has in registers at once."""
 ROLES_BY_HAND = True
 """Whether roles and waits are written out here, so that TileLang must not divide the warps itself."""
+BY_ROLES = ("forward_wasp",)
+"""Functions whose branches on the thread's index are roles: on the CPU they run in the executor of `roles`."""
 
 
 def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any:

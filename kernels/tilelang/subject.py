@@ -22,7 +22,7 @@ __all__ = ["CAPABILITIES", "SHARED_BYTES_MAX", "DeviceCode", "Function", "TileLa
 DeviceCode = Callable[[], ModuleType]
 """Returns the module with a kernel's device functions: its own, or an edited copy of it."""
 _HERE = Path(__file__).parent
-_SHARED = ("subject.py", "cpu.py", "build.py")
+_SHARED = ("subject.py", "cpu.py", "cpu_floats.py", "build.py")
 
 CAPABILITIES = Capabilities(
     dtypes=("float16", "bfloat16", "float32"),
@@ -119,7 +119,7 @@ class TileLangKernel:
             for name, each in self.functions(problem, config, device).items()
         }
 
-    def module_of(self, function: str) -> ModuleType:  # noqa: ARG002
+    def module_of(self, function: str) -> ModuleType:  # noqa: ARG002 - that of a kernel with several files
         """The module that makes one of `functions`, for a kernel with device code in several files."""
         return self.device_code()
 
