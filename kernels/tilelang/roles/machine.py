@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attnfuzz.kernels.support.protocol import ProtocolFault
 from attnfuzz.kernels.tilelang.roles import diagnosis
 from attnfuzz.kernels.tilelang.roles.clocks import Access, Clock, History
 from attnfuzz.kernels.tilelang.roles.memory import Memory
@@ -114,7 +113,7 @@ class Machine:
         stream = operation.step.stream
         return not stream or self.streams[stream][0] is operation
 
-    def _wanted(self):  # noqa: ANN202
+    def _wanted(self):
         barriers, streams = set(), set()
         for runner in self.runners:
             if runner.place < len(runner.steps):
