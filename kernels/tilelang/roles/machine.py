@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from attnfuzz.kernels.support.protocol import ProtocolFault
 from attnfuzz.kernels.tilelang.roles import diagnosis
 from attnfuzz.kernels.tilelang.roles.clocks import Access, Clock, History
 from attnfuzz.kernels.tilelang.roles.memory import Memory
@@ -113,7 +114,7 @@ class Machine:
         stream = operation.step.stream
         return not stream or self.streams[stream][0] is operation
 
-    def _wanted(self):
+    def _wanted(self):  # noqa: ANN202
         barriers, streams = set(), set()
         for runner in self.runners:
             if runner.place < len(runner.steps):
