@@ -23,6 +23,8 @@ only after a wait for that. The n-th completion of an mbarrier, counted from 0, 
 import math
 from typing import Any, NamedTuple
 
+from attnfuzz.kernels.lowering import Required
+
 try:
     import tilelang.language as T
 except ImportError:  # a machine without TileLang can still import this module and read its source
