@@ -221,7 +221,8 @@ class Built(Protocol):
 class Kernel(Protocol):
     """A subject under test.
 
-    It may have a member `process`, a `ProcessSetup`: what each process needs before its first launch.
+    It may have a member `process`, a `ProcessSetup`: what each process needs before its first launch. And a member `proof`, a
+    line of text: what has been shown of it where the hardware it is made for was not at hand.
     """
 
     @property

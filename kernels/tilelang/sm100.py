@@ -26,7 +26,7 @@ from attnfuzz.kernels.problem import Problem, reject
 from attnfuzz.kernels.support.installed_torch import gpu_capability
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.dense import DenseBuilt
-from attnfuzz.kernels.tilelang.sm100_backward_device import TENSOR_COLUMNS, Operands, tensor_columns
+from attnfuzz.kernels.tilelang.sm100_backward_device import Operands, fits
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, DeviceCode, Function, TileLangKernel
 from attnfuzz.kernels.tilelang.tiles import unfit
 
@@ -72,8 +72,13 @@ CONFIGS = (
     _config((128, 64), (64, 128)),
     _config((128, 128), (128, 128)),
     _config((128, 64), (128, 128)),
+    _config((128, 64), (32, 128)),
+    _config((128, 128), (64, 64)),
 )
-"""Tiles (query rows x key rows) of forward and backward, the default first. A product of tcgen05 has 128 rows, or 64."""
+"""Tiles (query rows x key rows) of forward and backward, the default first."""
+_DIMS = ((64, 64), (32, 32), (128, 128), (64, 48), (128, 64))
+_DIMS_OF_SHARED = ((48, 80), (192, 128))
+"""Dims whose backward fits tensor memory only without P and dS in it. 96/96 does not fit either way."""
 
 
 class Sm100(TileLangKernel):
@@ -95,7 +100,7 @@ class Sm100(TileLangKernel):
             CAPABILITIES,
             packings=("dense",),
             dtypes=("float16", "bfloat16"),
-            dims=((64, 64), (32, 32), (128, 128), (64, 48), (128, 64)),
+            dims=_DIMS + (_DIMS_OF_SHARED if VARIANTS[variant].operands == "ss" else ()),
             layouts=True,
             architectures=("sm_100a",),
         )
@@ -185,10 +190,9 @@ def _fitting(dim_qk: int, dim_v: int, operands: Operands) -> tuple[Config, ...]:
 
 
 def _fits(dim_qk: int, dim_v: int, operands: Operands, config: Config) -> bool:
-    """Whether the backward's accumulators fit tensor memory, and dQ's product of 64 rows exists."""
+    """Whether the backward has products of these shapes; the forward takes all of them, and less of either memory."""
     tile_m, tile_n = (config.integer(f"back_{name}") for name in _NAMES)
-    columns = tensor_columns(operands, tile_m=tile_m, tile_n=tile_n, dim_qk=dim_qk, dim_v=dim_v)
-    return columns <= TENSOR_COLUMNS and (tile_m == 128 or dim_qk % 64 == 0)
+    return fits(operands, tile_m=tile_m, tile_n=tile_n, dim_qk=dim_qk, dim_v=dim_v)
 
 
 class _Built(DenseBuilt):

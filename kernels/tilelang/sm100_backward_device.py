@@ -32,7 +32,7 @@ try:
 except ImportError:  # a machine without TileLang can still import this module and read its source
     T = None
 
-__all__ = ["TENSOR_COLUMNS", "backward_ss", "backward_ts", "postprocess", "preprocess", "tensor_columns"]
+__all__ = ["backward_ss", "backward_ts", "fits", "postprocess", "preprocess", "shared_bytes", "tensor_columns"]
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
@@ -43,15 +43,46 @@ BY_TMA = {"use_tma": 1}
 Operands = Literal["ss", "ts"]
 ROWS, PARTS = 16, 16
 """Rows of a block of the preprocess and the postprocess, and threads per row."""
-TENSOR_COLUMNS = 512
-"""Columns of a multiprocessor's tensor memory: 128 rows of 32 bits each. PTX ISA, "Tensor Memory"."""
+LANES, TENSOR_COLUMNS = 128, 512
+"""Rows of tensor memory, and its columns of 32 bits each. PTX ISA, "Tensor Memory"."""
+SHARED_BYTES_MAX = 227 * 1024
+OTHER_BYTES = 3 * 1024
+"""The 1 KiB of a block that the system takes, barriers, and what aligning dynamic memory costs."""
 
 
 def tensor_columns(operands: Operands, *, tile_m: int, tile_n: int, dim_qk: int, dim_v: int) -> int:
-    """Columns of tensor memory that a block allocates: each tile's, rounded up to a power of two of at least 32."""
-    wide = [tile_m, tile_m, dim_qk, dim_v, dim_qk * tile_m // 128]
-    half = [tile_m // 2, tile_m // 2] if operands == "ts" else []
-    return sum(max(32, 1 << (columns - 1).bit_length()) for columns in (*wide, *half))
+    """Upper bound on the columns of tensor memory that a block allocates: each tile's, as a power of two of at least 32.
+
+    A tile of fewer than 128 rows is folded: PTX ISA, "Data path layout organization", layouts E and G.
+    """
+    tiles = [(tile_n, tile_m), (tile_n, tile_m), (tile_n, dim_qk), (tile_n, dim_v), (tile_m, dim_qk)]
+    columns = [rows * width // LANES for rows, width in tiles] + ([tile_m // 2] * 2 if operands == "ts" else [])
+    return sum(max(32, 1 << (each - 1).bit_length()) for each in columns)
+
+
+def shared_bytes(operands: Operands, *, tile_m: int, tile_n: int, dim_qk: int, dim_v: int) -> int:
+    """Upper bound on the shared memory of a block."""
+    squares = 2 if operands == "ss" else 1
+    halves = (tile_m + tile_n) * (dim_qk + dim_v) + squares * tile_m * tile_n
+    loop = 2 * halves + 4 * tile_m * dim_qk
+    leaving = 4 * tile_n * (dim_qk + dim_v)
+    return max(loop, leaving) + 4 * 2 * tile_m + OTHER_BYTES
+
+
+def fits(operands: Operands, *, tile_m: int, tile_n: int, dim_qk: int, dim_v: int) -> bool:
+    """Whether tcgen05 has products of these shapes, and their tiles fit tensor memory and the shared memory of a block.
+
+    An accumulator of fewer than 128 rows has a multiple of 64 columns; what is in tensor memory as an operand has 128 rows.
+    """
+    full, folded = tile_n == LANES, tile_n == LANES // 2 and operands == "ss"
+    if not full and not (folded and tile_m % 64 == dim_v % 64 == 0) or tile_m not in (32, 64, LANES):
+        return False
+    if dim_qk % 16 or dim_v % 16 or (tile_m < LANES or folded) and dim_qk % 64:
+        return False
+    if operands == "ts" and tile_m < LANES and dim_qk not in (64, 128):
+        return False
+    sizes = {"tile_m": tile_m, "tile_n": tile_n, "dim_qk": dim_qk, "dim_v": dim_v}
+    return tensor_columns(operands, **sizes) <= TENSOR_COLUMNS and shared_bytes(operands, **sizes) <= SHARED_BYTES_MAX
 
 
 def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any:
@@ -275,16 +306,18 @@ def _backward(
                 _wait(dv_done, step)
                 _wait(dk_done, step)
             T.copy(dv_acc, dv)
+            T.copy(dv, dv_tile)
             T.copy(dk_acc, dk)
             for j, d in T.Parallel(tile_n, dim_qk):
                 dk[j, d] = dk[j, d] * scale
             T.copy(dk, dk_tile)
-            T.copy(dv, dv_tile)
             if grouped:
                 T.atomic_add(dK[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], dk_tile, annotations=BY_TMA)
                 T.atomic_add(dV[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], dv_tile, annotations=BY_TMA)
             else:
                 T.copy(dk_tile, dK[seq, key_0 : key_0 + tile_n, head, 0:dim_qk])
                 T.copy(dv_tile, dV[seq, key_0 : key_0 + tile_n, head, 0:dim_v])
+            # the first warp frees tensor memory after this: not while another one still reads it
+            T.sync_threads()
 
     return sm100_backward

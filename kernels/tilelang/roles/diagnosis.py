@@ -107,7 +107,9 @@ def _writers_barriers(machine: Machine, access: Access) -> list[Mbarrier]:
 
 def _waited(machine: Machine, role: int, barriers: list[Mbarrier]) -> Mbarrier | None:
     """The barrier among `barriers` that a role waits for somewhere; the last one where it waits for none."""
-    waits = {_key(step.barrier) for step in machine.program.roles[role].steps if step.kind is Kind.WAIT and step.barrier is not None}
+    waits = {
+        _key(step.barrier) for step in machine.program.roles[role].steps if step.kind is Kind.WAIT and step.barrier is not None
+    }
     return next((each for each in barriers if _key(each) in waits), barriers[-1] if barriers else None)
 
 
@@ -124,7 +126,10 @@ def bytes_left(machine: Machine, phases: Phases) -> ProtocolFault:
     """A barrier expects bytes that no copy brings, or had more than it expected."""
     barrier = phases.barrier
     role, step = next(
-        (role, step) for role in machine.program.roles for step in role.steps if step.kind is Kind.EXPECT and step.barrier is barrier
+        (role, step)
+        for role in machine.program.roles
+        for step in role.steps
+        if step.kind is Kind.EXPECT and step.barrier is barrier
     )
     stage = 0 if barrier.alone else barrier.index
     reason = f"{barrier.text} still expects {phases.bytes} bytes when all roles have ended"

@@ -26,7 +26,9 @@ _REDUCTIONS: dict[str, Any] = {"max": np.fmax, "min": np.fmin, "sum": np.add}
 _Function = Callable[[Memory], Any]
 
 
-def record_block(translation: Translation, block: tuple[int, int, int], numbers: dict[str, Any], tensors: list[Any]) -> BlockProgram:
+def record_block(
+    translation: Translation, block: tuple[int, int, int], numbers: dict[str, Any], tensors: list[Any]
+) -> BlockProgram:
     """Record all roles of one block.
 
     Args:
@@ -96,6 +98,7 @@ class _Block:
         kinds = {each.kind for each in steps}
         products = any(each.kind is Kind.PRODUCT and each.stream.startswith("tcgen05") for each in steps)
         what = "MMA" if products else "DMA" if Kind.COPY in kinds else "compute"
+        _number_iterations(steps)
         first, last = int(threads[0]), int(threads[-1])
         self.roles.append(Role(f"{what} threads {first}-{last}", (first, last + 1), steps))
 
@@ -195,11 +198,15 @@ class Recorder:
 
     def store(self, part: Part, value: _Function, masks: tuple[_Function, ...]) -> None:
         """Store to elements, one for each iteration of the parallel loops."""
-        self._compute(f"store to {part.text}", self._taken(), (part,), lambda memory: memory.store(part, value(memory), _all(masks, memory)))
+        self._compute(
+            f"store to {part.text}", self._taken(), (part,), lambda memory: memory.store(part, value(memory), _all(masks, memory))
+        )
 
     def add(self, part: Part, value: _Function, masks: tuple[_Function, ...]) -> None:
         """Add atomically to elements."""
-        self._compute(f"add to {part.text}", self._taken(), (part,), lambda memory: memory.add(part, value(memory), _all(masks, memory)))
+        self._compute(
+            f"add to {part.text}", self._taken(), (part,), lambda memory: memory.add(part, value(memory), _all(masks, memory))
+        )
 
     def copy(self, source: Part, target: Part) -> None:
         """Copy a box, complete when this returns."""
@@ -232,7 +239,9 @@ class Recorder:
             f"add {source.text} to {target.text}", (source,), (target,), lambda memory: memory.add(target, memory.load(source))
         )
 
-    def gemm(self, how: str, a: Part, b: Part, c: Part, a_turned: bool, b_turned: bool, clear: bool, barrier: Mbarrier | None) -> None:
+    def gemm(
+        self, how: str, a: Part, b: Part, c: Part, a_turned: bool, b_turned: bool, clear: bool, barrier: Mbarrier | None
+    ) -> None:
         """A product, added to `c` unless `clear`; the asynchronous ones have started when this returns."""
 
         def effect(memory: Memory) -> None:
@@ -301,6 +310,16 @@ class Recorder:
         buffer = self._own.buffer(slot, self._role)
         part = regions.block(buffer, [0] * len(buffer.shape), buffer.shape)
         self._compute(f"free {buffer.name}", (), (part,), lambda _: None)
+
+
+def _number_iterations(steps: list[Step]) -> None:
+    """Give each step the iteration of its role's pipeline: of the outermost loop that waits, and behind it the last one."""
+    waiting = {step.loops[0][0] for step in steps if step.loops and step.kind is Kind.WAIT}
+    iteration = 0
+    for step in steps:
+        if step.loops and step.loops[0][0] in waiting:
+            iteration = step.loops[0][1]
+        step.iteration = iteration
 
 
 def _all(masks: tuple[_Function, ...], memory: Memory) -> Any:
