@@ -42,7 +42,7 @@ threads, many per multiprocessor and with steps of some 100 ns, hung so on an H2
 TEXT_MAX = 4000
 """Characters of an error, and of the compiler's output, that a BuildError holds: TileLang appends whole sources."""
 
-_compiled: dict[tuple[ModuleType, str, str, Device], Launch] = {}
+_compiled: dict[tuple[ModuleType, str, str, str], Launch] = {}
 _counts: dict[str, int] = {}
 _lock = threading.RLock()
 
@@ -66,8 +66,10 @@ def compile_counts() -> dict[str, int]:
         return dict(_counts)
 
 
-def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: Device) -> Launch:
+def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: Device, *, by_roles: bool = False) -> Launch:
     """Compile `module.<factory>(**options)` for `device`, or take it from this process's cache.
+
+    With `by_roles` it runs in the executor of roles, whose launches take a `schedule` as well.
 
     The cache distinguishes modules by identity, so that an edited copy of a module is another source.
 
@@ -75,21 +77,21 @@ def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: 
         BuildError: the kernel could not be traced, lowered or compiled; the text is the compiler's.
     """
     options_text = " ".join(f"{name}={value}" for name, value in sorted(options.items()))
-    key = (module, factory, options_text, device)
+    by_roles = by_roles or (device == "cpu" and factory in getattr(module, "BY_ROLES", ()))
+    key = (module, factory, options_text, "roles" if by_roles else device)
     with _lock:
         if key not in _compiled:
-            name = f"{module.__name__}.{factory} {options_text} on {device}"
+            name = f"{module.__name__}.{factory} {options_text} on {key[-1]}"
             _counts[name] = _counts.get(name, 0) + 1
-            _compiled[key] = _compile(getattr(module, factory), options, name, _compiler(module, factory, options, device))
+            compiler = _compiler(module, options, device, by_roles=by_roles)
+            _compiled[key] = _compile(getattr(module, factory), options, name, compiler)
         return _compiled[key]
 
 
-def _compiler(module: ModuleType, factory: str, options: dict[str, Any], device: Device) -> Callable[[Any], Launch]:
-    """What makes a PrimFunc of `module.<factory>` runnable on `device`."""
-    if device == "cuda":
-        return functools.partial(_for_cuda, passes=cuda_passes(module, options))
-    if factory in getattr(module, "BY_ROLES", ()):
-        return functools.partial(_by_roles, passes=cuda_passes(module, options))
+def _compiler(module: ModuleType, options: dict[str, Any], device: Device, *, by_roles: bool) -> Callable[[Any], Launch]:
+    """What makes a PrimFunc of `module` runnable."""
+    if device == "cuda" or by_roles:
+        return functools.partial(_by_roles if by_roles else _for_cuda, passes=cuda_passes(module, options))
     return _for_cpu
 
 
@@ -122,7 +124,7 @@ def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
 
 
 def _by_roles(func: Any, passes: dict[str, bool]) -> Launch:
-    """Make a PrimFunc runnable whose warps have roles of their own, which the C target's one thread cannot have."""
+    """Run a PrimFunc whose warps have roles of their own, which the C target's one thread cannot."""
     from attnfuzz.kernels.tilelang.roles.executor import executable
 
     return executable(func, passes)

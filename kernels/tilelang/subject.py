@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +73,8 @@ class TileLangKernel:
         self._host = host
         self._device = device
         self._device_code = device_code
+        self._schedule: tuple[int, ...] | None = None
+        """How the executor of roles is to run all functions; None: only those that need it run there, as late as allowed."""
 
     def device_code(self) -> ModuleType:
         """The module with the device functions."""
@@ -114,10 +118,25 @@ class TileLangKernel:
         Raises:
             BuildError: the compiler refused.
         """
-        return {
-            name: compiled(self.module_of(name), each.factory, each.options, device)
+        schedule = self._schedule
+        launches = {
+            name: compiled(self.module_of(name), each.factory, each.options, device, by_roles=schedule is not None)
             for name, each in self.functions(problem, config, device).items()
         }
+        if schedule is None:
+            return launches
+        return {name: functools.partial(launch, schedule=schedule) for name, launch in launches.items()}
+
+    def protocol(self, problem: Problem, config: Config, schedule: tuple[int, ...]) -> Built:
+        """As `build` for the CPU, but every function runs as its warp roles under `schedule`, with the protocol checked.
+
+        Raises:
+            BadArgument: `problem` or `config` is not supported.
+            BuildError: TileLang's passes refused, or a function uses what the executor of roles does not know.
+        """
+        by_roles = copy.copy(self)
+        by_roles._schedule = schedule
+        return by_roles.build(problem, config, "cpu")
 
     def module_of(self, function: str) -> ModuleType:  # noqa: ARG002 - that of a kernel with several files
         """The module that makes one of `functions`, for a kernel with device code in several files."""
