@@ -124,7 +124,7 @@ def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
 
 
 def _by_roles(func: Any, passes: dict[str, bool]) -> Launch:
-    """Run a PrimFunc whose warps have roles of their own, which the C target's one thread cannot."""
+    """Make a PrimFunc runnable whose warps have roles of their own, which the C target's one thread cannot have."""
     from attnfuzz.kernels.tilelang.roles.executor import executable
 
     return executable(func, passes)

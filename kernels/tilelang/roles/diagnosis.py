@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attnfuzz.kernels.support.protocol import ProtocolFault, ProtocolKind
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
     from attnfuzz.kernels.tilelang.roles.machine import Machine, Operation, Phases
 
 __all__ = ["bytes_left", "conflict", "deadlock", "left_running", "unwritten"]
-
-_SIGNALS = (Kind.ARRIVE, Kind.PRODUCT, Kind.COMMIT, Kind.COPY)
-
 
 def conflict(machine: Machine, access: Access, other: Access) -> ProtocolFault:
     """Two accesses that nothing orders; `other` happened first in this execution."""
@@ -49,7 +47,9 @@ def _early_read(machine: Machine, reader: Access, writer: Access, *, running: bo
 
 
 def _early_overwrite(machine: Machine, writer: Access, reader: Access) -> ProtocolFault:
-    barrier = _waited(machine, writer.role, _signals_after(machine, reader))
+    # What a role itself still writes is to be read by another one first.
+    own = reader.write and reader.role == writer.role
+    barrier = _waited(machine, writer.role, _readers_signals(machine, writer) if own else _signals_after(machine, reader))
     what = "writes" if reader.write else "reads"
     reason = f"it overwrites {writer.part.text} ({writer.step.text}) while {_of(machine, reader)} still {what} it"
     return _fault(machine, "early-overwrite", writer, barrier, reason)
@@ -77,11 +77,14 @@ def _key(barrier: Mbarrier) -> tuple[int, int]:
 def _signals_after(machine: Machine, access: Access) -> list[Mbarrier]:
     """The barriers that hear of an access: those of the operation and of commits behind it, or the role's next arrivals."""
     steps = machine.program.roles[access.role].steps
-    place = next(place for place, step in enumerate(steps) if step is access.step)
+    return _signals_behind(steps, next(place for place, step in enumerate(steps) if step is access.step))
+
+
+def _signals_behind(steps: Sequence[Step], place: int) -> list[Mbarrier]:
     barriers: list[Mbarrier] = []
-    if access.operation >= 0:
-        if access.step.barrier is not None:
-            barriers.append(access.step.barrier)
+    if steps[place].kind is not Kind.COMPUTE:
+        if (barrier := steps[place].barrier) is not None:
+            barriers.append(barrier)
         for step in steps[place + 1 :]:
             if step.kind is Kind.PRODUCT:
                 break
@@ -91,6 +94,15 @@ def _signals_after(machine: Machine, access: Access) -> list[Mbarrier]:
     for step in steps[place + 1 :]:
         if step.kind is Kind.ARRIVE and step.barrier is not None:
             return [step.barrier]
+    return []
+
+
+def _readers_signals(machine: Machine, access: Access) -> list[Mbarrier]:
+    """The barriers that hear when another role has read what an access writes."""
+    for number, role in enumerate(machine.program.roles):
+        for place, step in enumerate(role.steps if number != access.role else ()):
+            if any(part.buffer is access.part.buffer and part.stage == access.part.stage for part in step.reads):
+                return _signals_behind(role.steps, place)
     return []
 
 

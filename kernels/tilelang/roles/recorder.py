@@ -23,6 +23,8 @@ WARP = 32
 WHOLE_BLOCK = "sync_threads"
 _OWN_SCOPES = ("local", "local.fragment", "local.var")
 _REDUCTIONS: dict[str, Any] = {"max": np.fmax, "min": np.fmin, "sum": np.add}
+_SHARED = (Kind.COMPUTE, Kind.WAIT, Kind.DRAIN, Kind.SYNC)
+"""Steps that all warps of a role execute; others may be of a thread that stands for them."""
 _Function = Callable[[Memory], Any]
 
 
@@ -52,14 +54,17 @@ def record_block(
 
 
 def _groups(translation: Translation, own: _Block, block: tuple[int, int, int], numbers: dict[str, Any]) -> list[Any]:
-    """Return the threads of each role: neighbouring warps that take the same branches."""
-    by_branches: dict[tuple[Any, ...], list[int]] = {}
+    """Return the threads of each role: the warps that share their computation, or without any all their steps."""
+    by_steps: dict[tuple[Any, ...], list[int]] = {}
     warps = [np.arange(first, min(first + WARP, translation.threads)) for first in range(0, translation.threads, WARP)]
     for number, threads in enumerate(warps):
         scout = Recorder(own, 0, threads, alone=True)
         translation.record(scout, block, numbers)
-        by_branches.setdefault((tuple(scout.branches), len(threads)), []).append(number)
-    return [np.concatenate([warps[number] for number in group]) for group in by_branches.values()]
+        shared = [each for each in scout.steps if each.kind in _SHARED]
+        computes = any(each.kind is Kind.COMPUTE for each in shared)
+        chosen = tuple((each.kind, each.text, each.loops) for each in (shared if computes else scout.steps))
+        by_steps.setdefault(chosen, []).append(number)
+    return [np.concatenate([warps[number] for number in group]) for group in by_steps.values()]
 
 
 class _Block:
@@ -98,6 +103,7 @@ class _Block:
         kinds = {each.kind for each in steps}
         products = any(each.kind is Kind.PRODUCT and each.stream.startswith("tcgen05") for each in steps)
         what = "MMA" if products else "DMA" if Kind.COPY in kinds else "compute"
+        _number_iterations(steps)
         first, last = int(threads[0]), int(threads[-1])
         self.roles.append(Role(f"{what} threads {first}-{last}", (first, last + 1), steps))
 
@@ -109,7 +115,6 @@ class Recorder:
         self.loops: list[tuple[str, int]] = []
         self.threads = threads
         self.steps: list[Step] = []
-        self.branches: list[tuple[int, ...]] = []
         self._own = block
         self._role = role
         self._alone = alone
@@ -152,14 +157,9 @@ class Recorder:
     def enter(self, condition: Any) -> bool:
         """Narrow the threads to those for which `condition` holds; whether there are any."""
         chosen = np.broadcast_to(np.asarray(condition, dtype=bool), self.threads.shape)
-        self.branches.append(tuple(int(each) for each in (*self.loop_values(), chosen.sum(), len(chosen))))
         self._outer.append(self.threads)
         self.threads = self.threads[chosen]
         return bool(chosen.any())
-
-    def loop_values(self) -> tuple[int, ...]:
-        """Values of the loops around the current statement."""
-        return tuple(value for _, value in self.loops)
 
     def leave(self) -> None:
         """Widen the threads again."""
@@ -309,6 +309,16 @@ class Recorder:
         buffer = self._own.buffer(slot, self._role)
         part = regions.block(buffer, [0] * len(buffer.shape), buffer.shape)
         self._compute(f"free {buffer.name}", (), (part,), lambda _: None)
+
+
+def _number_iterations(steps: list[Step]) -> None:
+    """Give each step the iteration of its role's pipeline: of the outermost loop that waits, and behind it the last one."""
+    waiting = {step.loops[0][0] for step in steps if step.loops and step.kind is Kind.WAIT}
+    iteration = 0
+    for step in steps:
+        if step.loops and step.loops[0][0] in waiting:
+            iteration = step.loops[0][1]
+        step.iteration = iteration
 
 
 def _all(masks: tuple[_Function, ...], memory: Memory) -> Any:

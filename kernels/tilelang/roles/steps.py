@@ -77,11 +77,8 @@ class Step:
     """Threads that arrive at a named barrier."""
     stream: str = ""
     """Products of one stream finish in order."""
-
-    @property
-    def iteration(self) -> int:
-        """Value of the outermost loop, 0 outside of loops."""
-        return self.loops[0][1] if self.loops else 0
+    iteration: int = 0
+    """Iteration of its role's pipeline."""
 
 
 @dataclass(slots=True, eq=False)

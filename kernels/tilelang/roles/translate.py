@@ -252,7 +252,7 @@ class _Translator:
         low, extent = self.code.recorded(op.min), self.code.recorded(op.extent)
         name = self._new(op.loop_var)
         self.out(f"for {name} in range({low}, {low} + {extent}):")
-        self._nested(f"R.loops.append(({str(op.loop_var.name)!r}, {name}))", op.body, "R.loops.pop()")
+        self._nested(f"R.loops.append(({name!r}, {name}))", op.body, "R.loops.pop()")
 
     def _nested(self, first: str, body: Any, last: str) -> None:
         self.indent += 1
