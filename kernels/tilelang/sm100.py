@@ -26,7 +26,7 @@ from attnfuzz.kernels.problem import Problem, reject
 from attnfuzz.kernels.support.installed_torch import gpu_capability
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.dense import DenseBuilt
-from attnfuzz.kernels.tilelang.sm100_limits import Operands, fits
+from attnfuzz.kernels.tilelang.sm100_tiles import Operands, fits
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, DeviceCode, Function, TileLangKernel
 from attnfuzz.kernels.tilelang.tiles import unfit
 
@@ -104,7 +104,7 @@ class Sm100(TileLangKernel):
             layouts=True,
             architectures=("sm_100a",),
         )
-        super().__init__(name, can, ("sm100.py", "sm100_limits.py", "dense.py", "tiles.py"), "sm100_forward_device", forward_code)
+        super().__init__(name, can, ("sm100.py", "sm100_tiles.py", "dense.py", "tiles.py"), "sm100_forward_device", forward_code)
         self.variant = variant
         self.proof = VARIANTS[variant].proof
         """What has been shown of it, where the hardware was not at hand."""

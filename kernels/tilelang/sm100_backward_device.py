@@ -28,7 +28,7 @@ import math
 from typing import Any
 
 from attnfuzz.kernels.lowering import Required
-from attnfuzz.kernels.tilelang.sm100_limits import Operands
+from attnfuzz.kernels.tilelang.sm100_tiles import Operands
 
 try:
     import tilelang.language as T

@@ -1,10 +1,10 @@
-"""Which tiles the Blackwell kernels can have: products that tcgen05 has, tensor memory, shared memory."""
+"""Which tiles of the Blackwell backward (`sm100_backward_device`) have products, and fit tensor memory and shared memory."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["LANES", "TENSOR_COLUMNS", "Operands", "fits", "shared_bytes", "tensor_columns"]
+__all__ = ["LANES", "SHARED_BYTES_MAX", "TENSOR_COLUMNS", "Operands", "fits", "shared_bytes", "tensor_columns"]
 
 Operands = Literal["ss", "ts"]
 """Where P and dS are as left operands: in shared memory, or in tensor memory."""
