@@ -34,12 +34,6 @@ __all__ = ["BY_ROLES", "ROLES_BY_HAND", "STAGES", "forward_ss", "forward_ts", "f
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
-REQUIRED = {
-    "forward_ss": Required(products=2, left=frozenset({"shared"})),
-    "forward_ts": Required(products=2, left=frozenset({"shared", "tensor"})),
-    "forward_wasp": Required(products=2, left=frozenset({"shared", "tensor"})),
-}
-"""What the machine code must have: `T.gemm` on fragments would become mma.sync without a word."""
 STAGES = 2
 """Tiles of K, of V and of S that `forward_wasp` has at once."""
 SOFTMAX, DMA, MMA = 128, 160, 192
