@@ -374,6 +374,10 @@ def forward_wasp(
                         barrier=v_full[step % STAGES],
                     )
                     T.mbarrier_arrive(v_full[step % STAGES])
+                # no block may end before all products have arrived at its barriers: the last ones free tiles that stay free
+                for unused in T.serial(steps, steps + STAGES):
+                    T.mbarrier_wait_parity(k_free[unused % STAGES], (unused // STAGES) % 2)
+                    T.mbarrier_wait_parity(v_free[unused % STAGES], (unused // STAGES) % 2)
             else:
                 if thread == DMA:
                     for stage in T.serial(STAGES):
