@@ -118,7 +118,7 @@ def test_every_stage_of_wasp_is_primed_before_the_roles_wait() -> None:
 
 def test_no_block_of_wasp_ends_before_all_products_have_arrived_at_their_barriers() -> None:
     text = source("forward_wasp")
-    products = {name for name in re.findall(r"tcgen05_mma_arrive\(\(&\((\w+)\[", text)}
+    products = set(re.findall(r"tcgen05_mma_arrive\(\(&\((\w+)\[", text))
     assert products == {"s_full", "o_full", "k_free", "v_free"}
     behind_copies = text[text.rindex("v_full[", 0, text.index("q_full[0].wait")) : text.index("q_full[0].wait")]
     loop = behind_copies[behind_copies.index("for (int unused") :]
