@@ -34,12 +34,6 @@ __all__ = ["BY_ROLES", "ROLES_BY_HAND", "STAGES", "forward_ss", "forward_ts", "f
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
-REQUIRED = {
-    "forward_ss": Required(products=2, left=frozenset({"shared"})),
-    "forward_ts": Required(products=2, left=frozenset({"shared", "tensor"})),
-    "forward_wasp": Required(products=2, left=frozenset({"shared", "tensor"})),
-}
-"""What the machine code must have: `T.gemm` on fragments would become mma.sync without a word."""
 STAGES = 2
 """Tiles of K, of V and of S that `forward_wasp` has at once."""
 SOFTMAX, DMA, MMA = 128, 160, 192
@@ -51,6 +45,12 @@ PIECE = 32
 """Columns of O that a thread has in registers at once."""
 ROLES_BY_HAND = True
 """Whether roles and waits are written out here, so that TileLang must not divide the warps itself."""
+REQUIRED = {
+    "forward_ss": Required(products=2, left=frozenset({"shared"})),
+    "forward_ts": Required(products=2, left=frozenset({"shared", "tensor"})),
+    "forward_wasp": Required(products=2, left=frozenset({"shared", "tensor"})),
+}
+"""What the machine code must have: a product of another family would be a fallback."""
 BY_ROLES = ("forward_wasp",)
 """Functions whose branches on the thread's index are roles: on the CPU they run in the executor of `roles`."""
 
@@ -374,6 +374,10 @@ def forward_wasp(
                         barrier=v_full[step % STAGES],
                     )
                     T.mbarrier_arrive(v_full[step % STAGES])
+                # no block may end before all products have arrived at its barriers: the last ones free tiles that stay free
+                for unused in T.serial(steps, steps + STAGES):
+                    T.mbarrier_wait_parity(k_free[unused % STAGES], (unused // STAGES) % 2)
+                    T.mbarrier_wait_parity(v_free[unused % STAGES], (unused // STAGES) % 2)
             else:
                 if thread == DMA:
                     for stage in T.serial(STAGES):
