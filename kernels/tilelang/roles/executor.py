@@ -7,6 +7,7 @@ runs under the same schedule.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,22 @@ from attnfuzz.kernels.tilelang.roles.recorder import record_block
 from attnfuzz.kernels.tilelang.roles.steps import BlockProgram
 from attnfuzz.kernels.tilelang.roles.translate import Translation, translated
 
-__all__ = ["Executable", "executable", "run"]
+__all__ = ["Executable", "Launched", "collected", "executable", "run"]
+
+Launched = tuple["Executable", tuple[Any, ...]]
+"""A launch: the function, and its parameters in order."""
+_collected: list[list[Launched]] = []
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Launched]]:
+    """Collect the launches of this process until the end of the context, instead of running them."""
+    launches: list[Launched] = []
+    _collected.append(launches)
+    try:
+        yield launches
+    finally:
+        _collected.remove(launches)
 
 
 def run(func: Any, arguments: Sequence[Any], schedule: Sequence[int] = (), passes: dict[str, Any] | None = None) -> None:
@@ -61,6 +77,9 @@ class Executable:
         Raises:
             ProtocolFault: the roles of a block do not wait for each other as they must.
         """
+        if _collected:
+            _collected[-1].append((self, arguments))
+            return
         tensors = [_array(each) for each in arguments]
         with np.errstate(all="ignore"):
             for program in self.programs(arguments, tensors):

@@ -8,7 +8,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from attnfuzz.kernels.support.protocol import ProtocolFault
@@ -37,6 +37,15 @@ class Phases:
     """Roles whose last wait observed no phase that they had not observed before."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A choice: the role that goes on, or the operation that finishes, named by its role and place."""
+
+    role: int
+    place: int = -1
+    """Place of the operation's first step; -1: the role itself."""
+
+
 @dataclass(slots=True)
 class Operation:
     """An asynchronous copy, product or commit that has been started."""
@@ -46,6 +55,7 @@ class Operation:
     step: Step
     known: Clock
     """What its role knew when it was started."""
+    turn: Turn
     finished: bool = False
 
 
@@ -60,17 +70,11 @@ class _Runner:
     """Whether it has arrived at the named barrier at which it waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A choice: the role that goes on, or the operation that finishes, named by its role and place."""
-
-    role: int
-    place: int = -1
-    """Place of the operation's first step; -1: the role itself."""
-
-
 class Machine:
-    """One execution of a block. With a Memory, numbers are computed as well."""
+    """One execution of a block.
+
+    With a Memory, numbers are computed as well, and a role's own registers are checked, on which no schedule has an influence.
+    """
 
     def __init__(self, program: BlockProgram, memory: Memory | None = None) -> None:
         self.program = program
@@ -89,6 +93,8 @@ class Machine:
         self.named: dict[str, tuple[int, Clock]] = {}
         """Threads that have arrived at each named barrier, and what they knew."""
         self.passed: dict[str, list[tuple[set[int], Clock]]] = {}
+        self._turns = [Turn(role) for role in range(count)]
+        self._skipped = frozenset[int]() if memory is not None else program.own
         self.taken: list[Turn] = []
         self.last = 0
         for role in range(count):
@@ -99,22 +105,18 @@ class Machine:
     def options(self) -> list[Turn]:
         """Return what may happen next, first the role that had the last turn, operations last: those that someone waits for first."""
         count = len(self.runners)
-        roles = [(self.last + offset) % count for offset in range(count)] if count else []
-        turns = [Turn(role) for role in roles if self.can_go(role)]
+        turns = [self._turns[role] for role in (*range(self.last, count), *range(self.last)) if self.can_go(role)]
         first = [each for each in self.running if self._is_first(each)]
         if len(first) > 1 and not turns:
             wanted = self._wanted()
             first.sort(key=lambda each: not wanted(each))
-        return turns + [Turn(each.role, self._place_of(each)) for each in first]
-
-    def _place_of(self, operation: Operation) -> int:
-        return next(place for (role, place), each in self.places.items() if each is operation)
+        return turns + [each.turn for each in first]
 
     def _is_first(self, operation: Operation) -> bool:
         stream = operation.step.stream
         return not stream or self.streams[stream][0] is operation
 
-    def _wanted(self):  # noqa: ANN202
+    def _wanted(self) -> Callable[[Operation], bool]:
         barriers, streams = set(), set()
         for runner in self.runners:
             if runner.place < len(runner.steps):
@@ -211,10 +213,11 @@ class Machine:
         runner = self.runners[role]
         while runner.place < len(runner.steps) and (step := runner.steps[runner.place]).kind is Kind.COMPUTE:
             self._advance(role)
-            number = runner.clock.steps[role]
-            accesses = [Access(part, step, role, number, write=False) for part in step.reads]
-            accesses += [Access(part, step, role, number, write=True) for part in step.writes]
-            self._check(accesses, runner.clock)
+            number, skipped = runner.clock.steps[role], self._skipped
+            accesses = [Access(part, step, role, number, write=False) for part in step.reads if part.buffer.slot not in skipped]
+            accesses += [Access(part, step, role, number, write=True) for part in step.writes if part.buffer.slot not in skipped]
+            if accesses:
+                self._check(accesses, runner.clock)
             if self.memory is not None and step.effect is not None:
                 step.effect(self.memory)
 
@@ -320,7 +323,7 @@ class Machine:
 
     def _start(self, role: int, place: int, step: Step) -> None:
         runner = self.runners[role]
-        operation = Operation(len(self.operations), role, step, runner.clock.copy())
+        operation = Operation(len(self.operations), role, step, runner.clock.copy(), Turn(role, place))
         self.operations.append(operation)
         self.running.append(operation)
         self.places[role, place] = operation

@@ -5,6 +5,7 @@ A role is assumed to be synchronised within itself: TileLang adds the barriers a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def record_block(
         own.finish(recorder)
     roles = tuple(each for each in own.roles if each.steps)
     barriers = tuple(each for array in own.barriers.values() for each in array)
-    return BlockProgram(translation.name, block, roles, barriers, tuple(own.buffers), own.tensors)
+    return BlockProgram(translation.name, block, roles, barriers, tuple(own.buffers), own.tensors, _own(roles))
 
 
 def _groups(translation: Translation, own: _Block, block: tuple[int, int, int], numbers: dict[str, Any]) -> list[Any]:
@@ -58,13 +59,17 @@ def _groups(translation: Translation, own: _Block, block: tuple[int, int, int], 
     by_steps: dict[tuple[Any, ...], list[int]] = {}
     warps = [np.arange(first, min(first + WARP, translation.threads)) for first in range(0, translation.threads, WARP)]
     for number, threads in enumerate(warps):
-        scout = Recorder(own, 0, threads, alone=True)
+        scout = _Scout(own, 0, threads, alone=True)
         translation.record(scout, block, numbers)
-        shared = [each for each in scout.steps if each.kind in _SHARED]
-        computes = any(each.kind is Kind.COMPUTE for each in shared)
-        chosen = tuple((each.kind, each.text, each.loops) for each in (shared if computes else scout.steps))
+        computes = any(kind is Kind.COMPUTE for kind, *_ in scout.seen)
+        chosen = tuple(each for each in scout.seen if not computes or each[0] in _SHARED)
         by_steps.setdefault(chosen, []).append(number)
     return [np.concatenate([warps[number] for number in group]) for group in by_steps.values()]
+
+
+@functools.lru_cache(maxsize=256)
+def _axis(low: int, extent: int, axis: int, rank: int) -> Any:
+    return (low + np.arange(extent)).reshape([extent if each == axis else 1 for each in range(rank)])
 
 
 class _Block:
@@ -85,6 +90,8 @@ class _Block:
         self.threads = translation.threads
         self.roles: list[Role] = []
         self._private: dict[tuple[int, int], Buffer] = {}
+        self.parts: dict[tuple[int, ...], tuple[Part, tuple[Any, ...]]] = {}
+        """Accesses by buffer and indices, and the indices themselves: objects that live have ids of their own."""
 
     def buffer(self, slot: int, role: int) -> Buffer:
         """The buffer of a slot; registers are another one for each role."""
@@ -125,7 +132,7 @@ class Recorder:
 
     def axis(self, low: int, extent: int, axis: int, rank: int) -> Any:
         """The values of a parallel loop's variable, along its axis."""
-        return (low + np.arange(extent)).reshape([extent if each == axis else 1 for each in range(rank)])
+        return _axis(int(low), int(extent), axis, rank)
 
     def number(self, slot: int, indices: tuple[Any, ...]) -> int:
         """An element of a global tensor of integers."""
@@ -139,7 +146,13 @@ class Recorder:
 
     def at(self, slot: int, indices: tuple[Any, ...], rank: int) -> Part:
         """Elements of a buffer."""
-        return regions.elements(self._own.buffer(slot, self._role), indices, rank)
+        # the arrays of loops are the same objects each time, so that most accesses are known already
+        key = (slot, self._role, *(each if isinstance(each, int) else id(each) for each in indices))
+        known = self._own.parts.get(key)
+        if known is None or any(a is not b for a, b in zip(known[1], indices, strict=True) if not isinstance(b, int)):
+            known = (regions.elements(self._own.buffer(slot, self._role), indices, rank), indices)
+            self._own.parts[key] = known
+        return known[0]
 
     def block(self, slot: int, starts: Sequence[int], extents: Sequence[int]) -> Part:
         """A box of a buffer."""
@@ -309,6 +322,42 @@ class Recorder:
         buffer = self._own.buffer(slot, self._role)
         part = regions.block(buffer, [0] * len(buffer.shape), buffer.shape)
         self._compute(f"free {buffer.name}", (), (part,), lambda _: None)
+
+
+class _Scout(Recorder):
+    """Notes which steps there are, without what they read and write."""
+
+    def __init__(self, block: _Block, role: int, threads: Any, *, alone: bool) -> None:
+        super().__init__(block, role, threads, alone=alone)
+        self.seen: list[tuple[Any, ...]] = []
+
+    def axis(self, low: int, extent: int, axis: int, rank: int) -> Any:
+        """One value instead of all."""
+        return super().axis(low, min(extent, 1), axis, rank)
+
+    def at(self, slot: int, indices: tuple[Any, ...], rank: int) -> Part:  # noqa: ARG002
+        """Stand for an access by its buffer."""
+        return self._stand_in(slot)
+
+    def block(self, slot: int, starts: Sequence[int], extents: Sequence[int]) -> Part:  # noqa: ARG002
+        """Stand for an access by its buffer."""
+        return self._stand_in(slot)
+
+    def _stand_in(self, slot: int) -> Part:
+        return Part(self._own.buffers[slot], (), (), (), None)
+
+    def _add(self, kind: Kind, text: str, **fields: Any) -> None:
+        self.seen.append((kind, text, tuple(self.loops), fields.get("threads"), fields.get("parity")))
+
+
+def _own(roles: Sequence[Role]) -> frozenset[int]:
+    """Return the slots that one role alone uses, and by computation alone."""
+    users: dict[int, set[tuple[int, bool]]] = {}
+    for number, role in enumerate(roles):
+        for step in role.steps:
+            for part in (*step.reads, *step.writes):
+                users.setdefault(part.buffer.slot, set()).add((number, step.kind is Kind.COMPUTE))
+    return frozenset(slot for slot, each in users.items() if len(each) == 1 and all(computes for _, computes in each))
 
 
 def _number_iterations(steps: list[Step]) -> None:

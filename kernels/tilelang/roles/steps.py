@@ -102,3 +102,5 @@ class BlockProgram:
     buffers: tuple[Buffer, ...]
     tensors: dict[int, Any]
     """Arrays of global buffers by slot."""
+    own: frozenset[int]
+    """Buffers that one role alone uses, and none of its asynchronous operations."""
