@@ -14,6 +14,7 @@ from rich.table import Table
 from attnfuzz.harness.campaign.corpus import again_line
 from attnfuzz.harness.compile.baseline import Compared
 from attnfuzz.harness.compile.compile import Job, Left, Row
+from attnfuzz.harness.compile.tensor_memory import COLUMNS
 from attnfuzz.harness.core.text import counted, printable
 from attnfuzz.harness.report.progress import ProgressView, progress_on
 
@@ -110,11 +111,14 @@ def _cells(each: _Worst) -> list[str]:
     registers, spills = each.most("registers"), each.most("spills")
     spilled = "-" if spills is None else f"{spills} (in {each.spilling})" if spills else "0"
     ok = len(each.rows) - each.failed
-    shared = _bytes(each.most("shared"), each.rows[0].shared_limit)
-    return [str(ok), str(each.failed), "-" if registers is None else str(registers), spilled, shared, each.paths, each.races]
+    shared, columns = _bytes(each.most("shared"), each.rows[0].shared_limit), each.most("tensor_columns")
+    memory = (spilled, shared, f"{columns} of {COLUMNS}" if columns else "-")
+    size = each.most("instructions")
+    code = ("-" if size is None else str(size), each.paths, each.races)
+    return [str(ok), str(each.failed), "-" if registers is None else str(registers), *memory, *code]
 
 
-_FIGURES = ("ok", "failed", "regs", "spills, B", "shared, KiB", "tensor", "races")
+_FIGURES = ("ok", "failed", "regs", "spills, B", "shared, KiB", "tensor memory", "instr", "tensor", "races")
 
 
 def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:

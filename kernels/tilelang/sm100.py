@@ -26,7 +26,7 @@ from attnfuzz.kernels.problem import Problem, reject
 from attnfuzz.kernels.support.installed_torch import gpu_capability
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.dense import DenseBuilt
-from attnfuzz.kernels.tilelang.sm100_backward_device import Operands, fits
+from attnfuzz.kernels.tilelang.sm100_tiles import Operands, fits
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, DeviceCode, Function, TileLangKernel
 from attnfuzz.kernels.tilelang.tiles import unfit
 
@@ -38,12 +38,10 @@ __all__ = ["CONFIGS", "SS", "TS", "VARIANTS", "WASP", "Sm100", "Variant"]
 _HERE = Path(__file__).parent
 _BLACKWELL = (10, 0)
 _NAMES = ("tile_m", "tile_n")
-_SHOWN = "compiled for sm_100a, run on the CPU, not run on Blackwell hardware"
-_SHOWN_WITH_ROLES = "compiled for sm_100a, run on the CPU, its protocol checked, not run on Blackwell hardware"
 
 
 class Variant(NamedTuple):
-    """The device functions of one variant, and what has been shown of it."""
+    """The device functions of one variant."""
 
     forward: str
     """The factory in `sm100_forward_device`."""
@@ -52,13 +50,12 @@ class Variant(NamedTuple):
     back_threads: int
     instead: str | None
     """The forward that takes the place of one that cannot be built for a GPU."""
-    proof: str
 
 
 VARIANTS = {
-    "ss": Variant("forward_ss", "ss", 128, None, _SHOWN),
-    "ts": Variant("forward_ts", "ts", 256, None, _SHOWN),
-    "wasp": Variant("forward_wasp", "ts", 256, "forward_ts", _SHOWN_WITH_ROLES),
+    "ss": Variant("forward_ss", "ss", 128, None),
+    "ts": Variant("forward_ts", "ts", 256, None),
+    "wasp": Variant("forward_wasp", "ts", 256, "forward_ts"),
 }
 
 
@@ -90,6 +87,8 @@ class Sm100(TileLangKernel):
 
     any_strides = True
     """Tensors are read by their own strides, independent of the Problem's layouts."""
+    proof = "compiled for sm_100a, run on the CPU, its protocol checked, not run on Blackwell hardware"
+    """What has been shown, as the hardware was not at hand."""
 
     def __init__(
         self, name: str, variant: str, forward_code: DeviceCode | None = None, backward_code: DeviceCode | None = None
@@ -104,10 +103,8 @@ class Sm100(TileLangKernel):
             layouts=True,
             architectures=("sm_100a",),
         )
-        super().__init__(name, can, ("sm100.py", "dense.py", "tiles.py"), "sm100_forward_device", forward_code)
+        super().__init__(name, can, ("sm100.py", "sm100_tiles.py", "dense.py", "tiles.py"), "sm100_forward_device", forward_code)
         self.variant = variant
-        self.proof = VARIANTS[variant].proof
-        """What has been shown of it, where the hardware was not at hand."""
         self._backward_code = backward_code
 
     def module_of(self, function: str) -> ModuleType:

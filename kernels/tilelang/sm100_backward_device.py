@@ -25,14 +25,17 @@ tensor memory; dQ takes dS transposed, which only shared memory can give.
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
 import math
-from typing import Any, Literal
+from typing import Any
+
+from attnfuzz.kernels.lowering import Required
+from attnfuzz.kernels.tilelang.sm100_tiles import Operands
 
 try:
     import tilelang.language as T
 except ImportError:  # a machine without TileLang can still import this module and read its source
     T = None
 
-__all__ = ["backward_ss", "backward_ts", "fits", "postprocess", "preprocess", "shared_bytes", "tensor_columns"]
+__all__ = ["backward_ss", "backward_ts", "postprocess", "preprocess"]
 
 LOG2_E = math.log2(math.e)
 ACC = "float32"
@@ -40,49 +43,13 @@ ROLES_BY_HAND = True
 """Copies wait for barriers that are written out: TileLang's own warp specialisation must not move them."""
 BY_TMA = {"use_tma": 1}
 """An atomic addition of a tile by the tensor memory accelerator; ignored on the CPU."""
-Operands = Literal["ss", "ts"]
 ROWS, PARTS = 16, 16
 """Rows of a block of the preprocess and the postprocess, and threads per row."""
-LANES, TENSOR_COLUMNS = 128, 512
-"""Rows of tensor memory, and its columns of 32 bits each. PTX ISA, "Tensor Memory"."""
-SHARED_BYTES_MAX = 227 * 1024
-OTHER_BYTES = 3 * 1024
-"""The 1 KiB of a block that the system takes, barriers, and what aligning dynamic memory costs."""
-
-
-def tensor_columns(operands: Operands, *, tile_m: int, tile_n: int, dim_qk: int, dim_v: int) -> int:
-    """Upper bound on the columns of tensor memory that a block allocates: each tile's, as a power of two of at least 32.
-
-    A tile of fewer than 128 rows is folded: PTX ISA, "Data path layout organization", layouts E and G.
-    """
-    tiles = [(tile_n, tile_m), (tile_n, tile_m), (tile_n, dim_qk), (tile_n, dim_v), (tile_m, dim_qk)]
-    columns = [rows * width // LANES for rows, width in tiles] + ([tile_m // 2] * 2 if operands == "ts" else [])
-    return sum(max(32, 1 << (each - 1).bit_length()) for each in columns)
-
-
-def shared_bytes(operands: Operands, *, tile_m: int, tile_n: int, dim_qk: int, dim_v: int) -> int:
-    """Upper bound on the shared memory of a block."""
-    squares = 2 if operands == "ss" else 1
-    halves = (tile_m + tile_n) * (dim_qk + dim_v) + squares * tile_m * tile_n
-    loop = 2 * halves + 4 * tile_m * dim_qk
-    leaving = 4 * tile_n * (dim_qk + dim_v)
-    return max(loop, leaving) + 4 * 2 * tile_m + OTHER_BYTES
-
-
-def fits(operands: Operands, *, tile_m: int, tile_n: int, dim_qk: int, dim_v: int) -> bool:
-    """Whether tcgen05 has products of these shapes, and their tiles fit tensor memory and the shared memory of a block.
-
-    An accumulator of fewer than 128 rows has a multiple of 64 columns; what is in tensor memory as an operand has 128 rows.
-    """
-    full, folded = tile_n == LANES, tile_n == LANES // 2 and operands == "ss"
-    if not full and not (folded and tile_m % 64 == dim_v % 64 == 0) or tile_m not in (32, 64, LANES):
-        return False
-    if dim_qk % 16 or dim_v % 16 or (tile_m < LANES or folded) and dim_qk % 64:
-        return False
-    if operands == "ts" and tile_m < LANES and dim_qk not in (64, 128):
-        return False
-    sizes = {"tile_m": tile_m, "tile_n": tile_n, "dim_qk": dim_qk, "dim_v": dim_v}
-    return tensor_columns(operands, **sizes) <= TENSOR_COLUMNS and shared_bytes(operands, **sizes) <= SHARED_BYTES_MAX
+REQUIRED = {
+    "backward_ss": Required(products=5, left=frozenset({"shared"})),
+    "backward_ts": Required(products=5, left=frozenset({"shared", "tensor"})),
+}
+"""What the machine code must have: `T.gemm` on fragments would become mma.sync without a word."""
 
 
 def _tensor(name: str, shape: tuple[Any, ...], dtype: str, strided: bool) -> Any:
@@ -173,8 +140,8 @@ def _backward(
 ) -> Any:
     """PrimFunc (Q, K, V, dO, LSE2, Delta, groups, offset, exponent, scale, dQ, dK, dV), a block per key tile, head and sequence.
 
-    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. dK and dV are stored in `dtype`, (batch, n_k, heads, dim);
-    with `grouped`, each query head's share is added to fp32 zeros, (batch, n_k, kv_heads, dim). n_q and n_k are at least 1.
+    dQ / scale is fp32 and starts as zeros: blocks add whole tiles to it. dK and dV are stored in `dtype`, (batch, n_k, heads,
+    dim); with `grouped`, each query head's share is added to fp32 zeros, (batch, n_k, kv_heads, dim). n_q and n_k are at least 1.
     """
     in_tensor_memory = operands == "ts"
     batch, n_q, n_k, heads, kv_heads = (T.dynamic(n) for n in ("batch", "n_q", "n_k", "heads", "kv_heads"))

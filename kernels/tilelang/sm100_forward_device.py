@@ -23,6 +23,8 @@ only after a wait for that. The n-th completion of an mbarrier, counted from 0, 
 import math
 from typing import Any, NamedTuple
 
+from attnfuzz.kernels.lowering import Required
+
 try:
     import tilelang.language as T
 except ImportError:  # a machine without TileLang can still import this module and read its source
@@ -43,6 +45,12 @@ PIECE = 32
 """Columns of O that a thread has in registers at once."""
 ROLES_BY_HAND = True
 """Whether roles and waits are written out here, so that TileLang must not divide the warps itself."""
+REQUIRED = {
+    "forward_ss": Required(products=2, left=frozenset({"shared"})),
+    "forward_ts": Required(products=2, left=frozenset({"shared", "tensor"})),
+    "forward_wasp": Required(products=2, left=frozenset({"shared", "tensor"})),
+}
+"""What the machine code must have: a product of another family would be a fallback."""
 BY_ROLES = ("forward_wasp",)
 """Functions whose branches on the thread's index are roles: on the CPU they run in the executor of `roles`."""
 
@@ -366,6 +374,10 @@ def forward_wasp(
                         barrier=v_full[step % STAGES],
                     )
                     T.mbarrier_arrive(v_full[step % STAGES])
+                # no block may end before all products have arrived at its barriers: the last ones free tiles that stay free
+                for unused in T.serial(steps, steps + STAGES):
+                    T.mbarrier_wait_parity(k_free[unused % STAGES], (unused // STAGES) % 2)
+                    T.mbarrier_wait_parity(v_free[unused % STAGES], (unused // STAGES) % 2)
             else:
                 if thread == DMA:
                     for stage in T.serial(STAGES):

@@ -174,3 +174,13 @@ def test_errors_are_cut_to_what_matters() -> None:
     ]
     assert len(cut("\n".join(map(str, range(1000)))).splitlines()) == 12
     assert cut("") == "it gives no reason"
+
+
+def test_code_of_several_query_heads_to_a_key_head_is_compiled_where_it_differs() -> None:
+    kernel = registry.get("tilelang.sm100.ts")
+    assert isinstance(kernel, Lowers)
+    groups = [case.problem.groups for case in jobs_of(kernel).values()]
+    assert groups.count(1) == groups.count(2) == len(groups) // 2
+    assert {case.problem.groups for case in jobs_of(kernel, cover=True).values()} == {1, 2}
+    atomic = registry.get("tilelang.gqa.atomic")
+    assert {case.problem.groups for case in jobs_of(atomic).values()} == {1}

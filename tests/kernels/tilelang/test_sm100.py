@@ -116,6 +116,19 @@ def test_every_stage_of_wasp_is_primed_before_the_roles_wait() -> None:
         assert [int(loop[1])] * 2 == [len(stages), sm100_forward_device.STAGES], name
 
 
+def test_no_block_of_wasp_ends_before_all_products_have_arrived_at_their_barriers() -> None:
+    text = source("forward_wasp")
+    products = set(re.findall(r"tcgen05_mma_arrive\(\(&\((\w+)\[", text))
+    assert products == {"s_full", "o_full", "k_free", "v_free"}
+    behind_copies = text[text.rindex("v_full[", 0, text.index("q_full[0].wait")) : text.index("q_full[0].wait")]
+    loop = behind_copies[behind_copies.index("for (int unused") :]
+    assert [name for name in sorted(products) if f"{name}[(unused & 1)].wait(" in loop] == ["k_free", "v_free"]
+    # each thread of the softmax has waited for the last S and O
+    softmax = text[: text.index("q_full[0].expect_transaction")]
+    assert softmax.count("o_full[0].wait(") == 2
+    assert softmax.count("s_full[(step & 1)].wait(") == 1
+
+
 # where they run
 
 
