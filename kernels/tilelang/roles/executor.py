@@ -83,9 +83,8 @@ class Executable:
         tensors = [_array(each) for each in arguments]
         with np.errstate(all="ignore"):
             for program in self.programs(arguments, tensors):
-                machine = Machine(program, Memory(program.buffers, program.tensors))
                 try:
-                    machine.run(schedule)
+                    Machine(program, Memory(program.buffers, program.tensors)).run(schedule)
                 except ProtocolFault as fault:
                     fault.add_note(f"in block {program.block} of {program.name}")
                     raise

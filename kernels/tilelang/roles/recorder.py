@@ -361,8 +361,12 @@ def _own(roles: Sequence[Role]) -> frozenset[int]:
 
 
 def _number_iterations(steps: list[Step]) -> None:
-    """Give each step the iteration of its role's pipeline: of the outermost loop that waits, and behind it the last one."""
+    """Give each step the iteration of its role's pipeline: of the outermost loop that waits, and behind it the last one.
+
+    A role that never waits in a loop may have one that only starts or signals.
+    """
     waiting = {step.loops[0][0] for step in steps if step.loops and step.kind is Kind.WAIT}
+    waiting = waiting or {step.loops[0][0] for step in steps if step.loops and step.kind is not Kind.COMPUTE}
     iteration = 0
     for step in steps:
         if step.loops and step.loops[0][0] in waiting:
