@@ -25,7 +25,7 @@ def doubled(
     halves: bool = False,
     unused: bool = False,
 ) -> Any:
-    """PrimFunc (X, Y) with Y = 2 X, (rows, 32) float32: one warp copies tiles of 32 rows, four warps double them.
+    """PrimFunc (x, y) with y = 2 x, (rows, 32) float32: one warp copies tiles of 32 rows, four warps double them.
 
     Args:
         wait_full: whether the computing warps wait for a tile.
@@ -39,7 +39,7 @@ def doubled(
     rows = T.dynamic("rows")
 
     @T.prim_func
-    def main(X: T.Tensor((rows, 32), "float32"), Y: T.Tensor((rows, 32), "float32")):
+    def main(x: T.Tensor((rows, 32), "float32"), y: T.Tensor((rows, 32), "float32")):
         with T.Kernel(1, threads=ALL) as _:
             tile = T.alloc_shared((STAGES, ROWS, 32), "float32")
             own = T.alloc_fragment((ROWS, 32), "float32")
@@ -55,77 +55,78 @@ def doubled(
                     T.mbarrier_arrive(free[step % STAGES])
                     for i, j in T.Parallel(ROWS, 32):
                         own[i, j] = 2 * own[i, j]
-                    T.copy(own, Y[step * ROWS : (step + 1) * ROWS, :])
+                    T.copy(own, y[step * ROWS : (step + 1) * ROWS, :])
             else:
                 for step in T.serial(steps + 1 if unused else steps):
                     if wait_free:
                         T.mbarrier_wait_parity(free[step % STAGES], (step // STAGES + 1) % 2)
-                    if more_bytes:
+                    if more_bytes:  # noqa: SIM102
+                        # one condition is of Python, the other of the device
                         if thread == COMPUTE:
                             T.mbarrier_expect_tx(full[step % STAGES], more_bytes)
                     if halves:
                         T.tma_copy(
-                            X[step * ROWS : step * ROWS + 16, :], tile[step % STAGES, 0:16, :], barrier=full[step % STAGES]
+                            x[step * ROWS : step * ROWS + 16, :], tile[step % STAGES, 0:16, :], barrier=full[step % STAGES]
                         )
                         T.mbarrier_arrive(full[step % STAGES])
                         T.tma_copy(
-                            X[step * ROWS + 16 : (step + 1) * ROWS, :],
+                            x[step * ROWS + 16 : (step + 1) * ROWS, :],
                             tile[step % STAGES, 16:ROWS, :],
                             barrier=full[step % STAGES],
                         )
                     else:
-                        T.tma_copy(X[step * ROWS : (step + 1) * ROWS, :], tile[step % STAGES, :, :], barrier=full[step % STAGES])
+                        T.tma_copy(x[step * ROWS : (step + 1) * ROWS, :], tile[step % STAGES, :, :], barrier=full[step % STAGES])
                         T.mbarrier_arrive(full[step % STAGES])
 
     return main
 
 
 def exchanged(*, signals: bool = True) -> Any:
-    """PrimFunc (X, Y): one half of the block stores X to shared memory, the other half reads it behind a named barrier."""
+    """PrimFunc (x, y): one half of the block stores x to shared memory, the other half reads it behind a named barrier."""
 
     @T.prim_func
-    def main(X: T.Tensor((ROWS, 32), "float32"), Y: T.Tensor((ROWS, 32), "float32")):
+    def main(x: T.Tensor((ROWS, 32), "float32"), y: T.Tensor((ROWS, 32), "float32")):
         with T.Kernel(1, threads=256) as _:
             tile = T.alloc_shared((ROWS, 32), "float32")
             own = T.alloc_fragment((ROWS, 32), "float32")
             thread = T.get_thread_binding()
             if thread < 128:
-                T.copy(X, tile)
+                T.copy(x, tile)
                 if signals:
                     T.named_barrier_arrive(3, 256)
             else:
                 if signals:
                     T.sync_threads(3, 256)
                 T.copy(tile, own)
-                T.copy(own, Y)
+                T.copy(own, y)
 
     return main
 
 
 def summed() -> Any:
-    """PrimFunc (X, N, Y): control flow that depends on what a buffer holds."""
+    """PrimFunc (x, N, y): control flow that depends on what a buffer holds."""
 
     @T.prim_func
-    def main(X: T.Tensor((ROWS, 32), "float32"), Y: T.Tensor((ROWS, 32), "float32")):
+    def main(x: T.Tensor((ROWS, 32), "float32"), y: T.Tensor((ROWS, 32), "float32")):
         with T.Kernel(1, threads=128) as _:
             tile = T.alloc_shared((ROWS, 32), "float32")
-            T.copy(X, tile)
+            T.copy(x, tile)
             if tile[0, 0] > 0:
-                T.copy(tile, Y)
+                T.copy(tile, y)
 
     return main
 
 
 def accumulated() -> Any:
-    """PrimFunc (X, Y) with an operation that the executor does not know."""
+    """PrimFunc (x, y) with an operation that the executor does not know."""
 
     @T.prim_func
-    def main(X: T.Tensor((ROWS, 32), "float32"), Y: T.Tensor((ROWS, 32), "float32")):
+    def main(x: T.Tensor((ROWS, 32), "float32"), y: T.Tensor((ROWS, 32), "float32")):
         with T.Kernel(1, threads=128) as _:
             tile = T.alloc_shared((ROWS, 32), "float32")
-            T.copy(X, tile)
+            T.copy(x, tile)
             T.cumsum(tile, dim=1)
-            T.copy(tile, Y)
+            T.copy(tile, y)
 
     return main
 

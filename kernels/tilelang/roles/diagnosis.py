@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bytes_left", "conflict", "deadlock", "left_running", "unwritten"]
 
+
 def conflict(machine: Machine, access: Access, other: Access) -> ProtocolFault:
     """Two accesses that nothing orders; `other` happened first in this execution."""
     running = other.operation >= 0 and not machine.operations[other.operation].finished
@@ -168,7 +169,8 @@ def deadlock(machine: Machine) -> ProtocolFault:
             return _blocked(machine, "wrong-bytes", role, step, f"{reason}; {everyone}")
     for role, step, phases in waits:
         if phases.seen.get(role, -1) < phases.completed - 1:
-            reason = f"it waits for phase {phases.completed} of {phases.barrier.text}, and has never waited for phase {phases.completed - 1}"
+            missed = f"has never waited for phase {phases.completed - 1}"
+            reason = f"it waits for phase {phases.completed} of {phases.barrier.text}, and {missed}"
             return _blocked(machine, "wrong-phase", role, step, f"{reason}; {everyone}")
     for role, step, phases in waits:
         if 0 < phases.pending < phases.barrier.arrivals:

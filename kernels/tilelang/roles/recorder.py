@@ -272,7 +272,7 @@ class Recorder:
         self._add(Kind.PRODUCT, text, reads=reads, writes=(c,), effect=effect, stream=stream, barrier=barrier)
 
     def tma_copy(self, source: Part, target: Part, barrier: Mbarrier, *, arrives: bool) -> None:
-        """Start a copy by one thread, which expects its bytes at `barrier` first, and arrives there afterwards if it `arrives`."""
+        """Start a copy by one thread, which expects its bytes at `barrier` before, and arrives there afterwards if `arrives`."""
         if not self._outer and not self._alone and self._role != 0:
             return
         count = regions.size_of(target) * target.buffer.item_bytes

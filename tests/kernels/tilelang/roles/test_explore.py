@@ -7,13 +7,13 @@ import pytest
 pytest.importorskip("tilelang")
 pytest.importorskip("torch")
 
-from support.role_kernels import program  # noqa: E402
+from support.role_kernels import program
 
-from attnfuzz.kernels.support.protocol import ProtocolFault  # noqa: E402
-from attnfuzz.kernels.tilelang.roles.explore import explore  # noqa: E402
-from attnfuzz.kernels.tilelang.roles.machine import Machine, Turn  # noqa: E402
-from attnfuzz.kernels.tilelang.roles.states import count_states  # noqa: E402
-from attnfuzz.kernels.tilelang.roles.steps import BlockProgram  # noqa: E402
+from attnfuzz.kernels.support.protocol import ProtocolFault
+from attnfuzz.kernels.tilelang.roles.explore import explore
+from attnfuzz.kernels.tilelang.roles.machine import Machine, Turn
+from attnfuzz.kernels.tilelang.roles.states import count_states
+from attnfuzz.kernels.tilelang.roles.steps import BlockProgram
 
 
 def everything(block: BlockProgram) -> tuple[int, set[str]]:

@@ -10,11 +10,12 @@ import pytest
 pytest.importorskip("tilelang")
 pytest.importorskip("torch")
 
-from support.role_kernels import COMPUTE, program  # noqa: E402
+from support.role_kernels import COMPUTE, program
 
-from attnfuzz.kernels.support.protocol import ProtocolFault  # noqa: E402
-from attnfuzz.kernels.tilelang.roles.machine import Machine  # noqa: E402
-from attnfuzz.kernels.tilelang.roles.trying import first_fault, schedules  # noqa: E402
+from attnfuzz.kernels.support.protocol import ProtocolFault
+from attnfuzz.kernels.tilelang.roles.machine import Machine
+from attnfuzz.kernels.tilelang.roles.steps import BlockProgram  # noqa: E402
+from attnfuzz.kernels.tilelang.roles.trying import first_fault, schedules
 
 READER, COPIER = "compute threads 0-127", "DMA threads 128-159"
 FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
@@ -29,6 +30,14 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 
 def described(fault: ProtocolFault) -> tuple[Any, ...]:
     return (fault.kind, fault.role, fault.barrier, fault.stage, fault.iteration)
+
+
+def fault_of(block: BlockProgram, schedule: tuple[int, ...]) -> tuple[str, str] | None:
+    try:
+        Machine(block).run(schedule)
+    except ProtocolFault as fault:
+        return fault.kind, fault.check
+    return None
 
 
 def test_the_right_pipeline_is_clean() -> None:
@@ -67,10 +76,7 @@ def test_a_fault_of_some_schedules_is_found_and_the_schedule_shortened() -> None
         if choice:
             # each choice that is left matters
             other = (*shown.schedule[:number], 0, *shown.schedule[number + 1 :])
-            try:
-                Machine(block).run(other)
-            except ProtocolFault as fault:
-                assert (fault.kind, fault.check) != (shown.fault.kind, shown.fault.check)
+            assert fault_of(block, other) != (shown.fault.kind, shown.fault.check)
 
 
 def test_choices_count_modulo_the_options() -> None:
