@@ -238,7 +238,9 @@ def case_from_object(data: object) -> Case:
         )
     for name in ("kernel", "problem"):
         if name not in data:
-            raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config, check, schedule and after")
+            raise BadCase(
+                f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config, check, schedule and after"
+            )
     unknown = sorted(data.keys() - _KEYS)
     if unknown:
         part = shown(unknown[0])[1:-1]

@@ -12,8 +12,6 @@ import functools
 import time
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.clocks import ReplayClock, TrialClock
 from attnfuzz.harness.campaign.context import Batch, WorkerContext

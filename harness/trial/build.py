@@ -69,7 +69,7 @@ def _build(
     supported: bool = True,
     make: Callable[[], Built] | None = None,
 ) -> Built:
-    """Call the kernel's build, or `make`; `supported`: its supports() has nothing against it, so that a refusal is its failure."""
+    """Call the kernel's build, or `make`; `supported`: supports() has nothing against it, so that a refusal is a failure."""
     process_setup.enter(kernel, device)
     if reason := process_setup.why_not_set_up(kernel, device):
         raise BuildError(f"its set_up() raised {reason}")

@@ -14,6 +14,7 @@ from attnfuzz.strategies.relation_problems import related_problems, why_not_rela
 
 __all__ = ["compile_key_of", "problems_of", "why_not_case", "with_config"]
 
+
 def _why_not_protocol(kernel: Kernel, case: Case, device: Device) -> str | None:  # noqa: ARG001 - as the others
     if device != "cpu":
         return "check='protocol': warp roles are executed on the CPU; give device cpu"

@@ -80,7 +80,7 @@ FAULTS: Final = (
         (Edit(_WAIT_S, _NOTHING),),
     ),
     PlantedBarrier(
-        "bytes", "the bytes of half a tile of V are not counted when its copies arrive", "wrong-bytes", PRODUCTS, "v_full[0]", 0, 1,
+        "bytes", "the bytes of half a tile of V are not counted when it arrives", "wrong-bytes", PRODUCTS, "v_full[0]", 0, 1,
         (Edit(_COPY_V, _COPY_V_IN_HALVES),),
     ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bytes_left", "conflict", "deadlock", "left_running", "unwritten"]
 
+
 def conflict(machine: Machine, access: Access, other: Access) -> ProtocolFault:
     """Two accesses that nothing orders; `other` happened first in this execution."""
     running = other.operation >= 0 and not machine.operations[other.operation].finished
@@ -30,20 +31,27 @@ def conflict(machine: Machine, access: Access, other: Access) -> ProtocolFault:
 
 def unwritten(machine: Machine, access: Access) -> ProtocolFault:
     """A read of memory that nothing has written."""
-    barriers = _writers_barriers(machine, access)
+    steps = _writers(machine, access)
+    barrier = _waited(machine, access.role, [barrier for _, barrier in steps])
     reason = f"it reads {access.part.text}, which nothing has written yet ({access.step.text})"
-    return _fault(machine, "early-read", access, _waited(machine, access.role, barriers), reason)
+    copied = any(step.kind is Kind.COPY for step, _ in steps)
+    return _unfinished(machine, access, barrier, reason, copied=copied)
 
 
 def _early_read(machine: Machine, reader: Access, writer: Access, *, running: bool) -> ProtocolFault:
     barrier = _waited(machine, reader.role, _signals_after(machine, writer))
     state = "has not finished" if running else "is not ordered before it"
     reason = f"it reads {reader.part.text} ({reader.step.text}), but {_of(machine, writer)} {state}"
-    kind: ProtocolKind = "early-read"
-    if writer.step.kind is Kind.COPY and barrier is not None and reader.role not in machine.phases[_key(barrier)].stale:
-        if reader.role in machine.phases[_key(barrier)].seen:
-            kind, reason = "wrong-bytes", f"{reason}; {barrier.text} completed a phase that does not count its bytes"
-    return _fault(machine, kind, reader, barrier, reason)
+    return _unfinished(machine, reader, barrier, reason, copied=writer.step.kind is Kind.COPY)
+
+
+def _unfinished(machine: Machine, reader: Access, barrier: Mbarrier | None, reason: str, *, copied: bool) -> ProtocolFault:
+    """A read of what is not there: of a copy's bytes in spite of a wait for a phase, these were not counted in it."""
+    phases = None if barrier is None else machine.phases[_key(barrier)]
+    if barrier is not None and phases is not None and copied and reader.role in phases.seen and reader.role not in phases.stale:
+        reason = f"{reason}; {barrier.text} completed a phase that does not count its bytes"
+        return _fault(machine, "wrong-bytes", reader, barrier, reason)
+    return _fault(machine, "early-read", reader, barrier, reason)
 
 
 def _early_overwrite(machine: Machine, writer: Access, reader: Access) -> ProtocolFault:
@@ -106,14 +114,14 @@ def _readers_signals(machine: Machine, access: Access) -> list[Mbarrier]:
     return []
 
 
-def _writers_barriers(machine: Machine, access: Access) -> list[Mbarrier]:
-    """The barriers of steps that write what an access reads."""
+def _writers(machine: Machine, access: Access) -> list[tuple[Step, Mbarrier]]:
+    """A step that writes what an access reads, with the barrier that hears of it."""
     for role in machine.program.roles:
         for place, step in enumerate(role.steps):
             if any(part.buffer is access.part.buffer and part.stage == access.part.stage for part in step.writes):
                 if step.barrier is not None:
-                    return [step.barrier]
-                return [each.barrier for each in role.steps[place + 1 :] if each.kind is Kind.ARRIVE and each.barrier][:1]
+                    return [(step, step.barrier)]
+                return [(step, each.barrier) for each in role.steps[place + 1 :] if each.kind is Kind.ARRIVE and each.barrier][:1]
     return []
 
 
@@ -161,7 +169,8 @@ def deadlock(machine: Machine) -> ProtocolFault:
             return _blocked(machine, "wrong-bytes", role, step, f"{reason}; {everyone}")
     for role, step, phases in waits:
         if phases.seen.get(role, -1) < phases.completed - 1:
-            reason = f"it waits for phase {phases.completed} of {phases.barrier.text}, and has never waited for phase {phases.completed - 1}"
+            missed = f"has never waited for phase {phases.completed - 1}"
+            reason = f"it waits for phase {phases.completed} of {phases.barrier.text}, and {missed}"
             return _blocked(machine, "wrong-phase", role, step, f"{reason}; {everyone}")
     for role, step, phases in waits:
         if 0 < phases.pending < phases.barrier.arrivals:

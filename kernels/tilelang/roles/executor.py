@@ -83,9 +83,8 @@ class Executable:
         tensors = [_array(each) for each in arguments]
         with np.errstate(all="ignore"):
             for program in self.programs(arguments, tensors):
-                machine = Machine(program, Memory(program.buffers, program.tensors))
                 try:
-                    machine.run(schedule)
+                    Machine(program, Memory(program.buffers, program.tensors)).run(schedule)
                 except ProtocolFault as fault:
                     fault.add_note(f"in block {program.block} of {program.name}")
                     raise
@@ -105,7 +104,9 @@ class Executable:
             yield record_block(self.translation, (x, y, z), numbers, arrays)
 
     def _numbers(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        numbers = {name: int(arguments[position].shape[axis]) for name, position, axis in self.translation.extents}
+        numbers: dict[str, Any] = {
+            name: int(arguments[position].shape[axis]) for name, position, axis in self.translation.extents
+        }
         for position, (name, dtype) in self.translation.numbers.items():
             value = arguments[position]
             numbers[name] = np.float32(rounded(np.float32(value), dtype)) if "float" in dtype else int(value)

@@ -44,8 +44,8 @@ class _Node:
     options: list[Turn]
     sleeping: set[Turn]
     to_try: set[Turn]
+    turn: Turn
     tried: set[Turn] = field(default_factory=set)
-    turn: Turn = Turn(0)
     step: Step | None = None
     clock: Clock | None = None
     """What the turn knew, without what it learnt from its own barrier."""
@@ -81,7 +81,7 @@ def _continue(machine: Machine, nodes: list[_Node]) -> None:
         awake = [each for each in options if each not in sleeping]
         if not awake:
             return  # every execution from here on is equivalent to one that was run
-        nodes.append(_Node(options, sleeping, {awake[0]}, turn=awake[0]))
+        nodes.append(_Node(options, sleeping, {awake[0]}, awake[0]))
         _take(machine, nodes)
     machine.check_end()
 

@@ -24,8 +24,14 @@ __all__ = ["FUNCTIONS", "Expressions", "UnsupportedByRolesError", "name_of"]
 FUNCTIONS = {
     **{name: f"np.{name}" for name in ("ceil", "cos", "exp", "exp2", "floor", "log", "log10", "log1p", "log2", "sin", "sinh")},
     **{name: f"np.{name}" for name in ("copysign", "cosh", "hypot", "isnan", "sqrt", "tan", "tanh", "trunc")},
-    **{"acos": "np.arccos", "asin": "np.arcsin", "atan": "np.arctan", "fabs": "np.abs", "nearbyint": "np.rint"},
-    **{"rsqrt": "_rsqrt", "sigmoid": "_sigmoid", "pow": "np.power"},
+    "acos": "np.arccos",
+    "asin": "np.arcsin",
+    "atan": "np.arctan",
+    "fabs": "np.abs",
+    "nearbyint": "np.rint",
+    "rsqrt": "_rsqrt",
+    "sigmoid": "_sigmoid",
+    "pow": "np.power",
 }
 """Functions of the op "tirx.NAME"."""
 _OPERATORS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "shift_left": "<<", "shift_right": ">>"}
@@ -214,7 +220,7 @@ class Expressions:
     def _call(self, e: Any, part: Callable[[Any], str]) -> str:
         name = name_of(e)
         if name == "tirx.if_then_else":
-            return self._either(*e.args, part)
+            return self._either(e.args[0], e.args[1], e.args[2], part)
         if name == "tl.infinity":
             return self._constant(float("inf"), str(e.dtype))
         if name == "tl.tl_shuffle_elect":

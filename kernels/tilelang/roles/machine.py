@@ -1,9 +1,9 @@
 """Execute the roles of one block under a schedule, and report what no barrier orders.
 
-Roles run in turns; a turn is one synchronising step and the computation behind it. Asynchronous operations finish when the schedule
-lets them: by default only when no role can go on without. What each role knows of the others is a vector clock that only barriers
-and waits increase, so that two accesses which nothing orders are reported in every schedule in which both happen, whichever came
-first.
+Roles run in turns; a turn is one synchronising step and the computation behind it. Asynchronous operations finish when the
+schedule lets them: by default only when no role can go on without. What each role knows of the others is a vector clock that
+only barriers and waits increase, so that two accesses which nothing orders are reported in every schedule in which both happen,
+whichever came first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from attnfuzz.kernels.support.protocol import ProtocolFault
 from attnfuzz.kernels.tilelang.roles import diagnosis
 from attnfuzz.kernels.tilelang.roles.clocks import Access, Clock, History
 from attnfuzz.kernels.tilelang.roles.memory import Memory
@@ -103,7 +102,7 @@ class Machine:
     # choices
 
     def options(self) -> list[Turn]:
-        """Return what may happen next, first the role that had the last turn, operations last: those that someone waits for first."""
+        """Return what may happen next: first the role that had the last turn, last the operations that nobody waits for."""
         count = len(self.runners)
         turns = [self._turns[role] for role in (*range(self.last, count), *range(self.last)) if self.can_go(role)]
         first = [each for each in self.running if self._is_first(each)]
@@ -205,8 +204,8 @@ class Machine:
             self.last = turn.role
             self._synchronise(turn.role)
             self._compute(turn.role)
-        if self.finished and (left := [each for each in self.running if each.step.kind is not Kind.COMMIT]):
-            raise diagnosis.left_running(self, left[0])
+        if self.running and self.finished:
+            raise diagnosis.left_running(self, self.running[0])
 
     def _compute(self, role: int) -> None:
         """Do the computation up to the next synchronising step."""

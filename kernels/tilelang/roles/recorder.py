@@ -272,7 +272,7 @@ class Recorder:
         self._add(Kind.PRODUCT, text, reads=reads, writes=(c,), effect=effect, stream=stream, barrier=barrier)
 
     def tma_copy(self, source: Part, target: Part, barrier: Mbarrier, *, arrives: bool) -> None:
-        """Start a copy by one thread, which expects its bytes at `barrier` first, and arrives there afterwards if it `arrives`."""
+        """Start a copy by one thread, which expects its bytes at `barrier` before, and arrives there afterwards if `arrives`."""
         if not self._outer and not self._alone and self._role != 0:
             return
         count = regions.size_of(target) * target.buffer.item_bytes
@@ -361,8 +361,12 @@ def _own(roles: Sequence[Role]) -> frozenset[int]:
 
 
 def _number_iterations(steps: list[Step]) -> None:
-    """Give each step the iteration of its role's pipeline: of the outermost loop that waits, and behind it the last one."""
+    """Give each step the iteration of its role's pipeline: of the outermost loop that waits, and behind it the last one.
+
+    A role that never waits in a loop may have one that only starts or signals.
+    """
     waiting = {step.loops[0][0] for step in steps if step.loops and step.kind is Kind.WAIT}
+    waiting = waiting or {step.loops[0][0] for step in steps if step.loops and step.kind is not Kind.COMPUTE}
     iteration = 0
     for step in steps:
         if step.loops and step.loops[0][0] in waiting:

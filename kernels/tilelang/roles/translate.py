@@ -190,7 +190,7 @@ class _Translator:
         self.buffers.append(Declared(str(buffer.name), shape, dtype, scope or "global", parameter))
 
     def _block(self, block: Any) -> None:
-        counts = block.annotations["barrier_init"] if "barrier_init" in block.annotations else {}
+        counts = block.annotations.get("barrier_init", {})
         by_data = {data: [int(count) for count in each] for data, each in counts.items()}
         for buffer in block.alloc_buffers:
             self._declare(buffer)
