@@ -128,8 +128,9 @@ def _value(text: str, values: _Values, thread: int) -> tuple[str, int] | None:
     target = operands[0]
     if name in ("S2R", "S2UR") and operands[1] == "SR_TID.X":
         return target, thread
-    if name == "ELECT":
-        return target, 1
+    if name == "ELECT" or (name.startswith("VOTE") and ".ANY" in name and _truth(operands[-1], values)):
+        # the thread that is followed is the elected one, and one of any
+        return (target, 1) if re.fullmatch(r"U?P\d", target) else None
     if name in _MOVES or (name in _MOVES_BY_PRODUCT and operands[1] == operands[2] == "RZ"):
         return None if known[-1] is None else (target, known[-1])
     if name == "SHFL.IDX" and len(operands) > 3 and known[3] == 0:

@@ -38,6 +38,11 @@ def allocation(label: str, bits: int = 2, skip: str = "@P0 BRA `(.L_end{0})") ->
 
 
 RELEASE = ("LDS R3, [R0]", "R2UR UR4, R3", "UTCATOMSWS.AND URZ, UR4")
+AGAIN = (
+    "LDS R3, [R0]", "ELECT P0, URZ, PT", "VOTEU.ANY UP0, P0", ".L_next:", "@P0 ELECT P1, URZ, PT", "@P1 R2UR.BROADCAST UR4, R3",
+    "@P1 PLOP3.LUT P0, PT, P1, PT, PT, 0x8, 0x80", "@UP0 UTCATOMSWS.AND URZ, UR4", "@P0 BRA.U.ANY `(.L_next)",
+)  # fmt: skip
+"""The other form of a release, once for each mask that a thread of the warp has."""
 READ = ("LDTM.x32 R16, tmem[UR8]",)
 
 
@@ -60,9 +65,11 @@ LEAVING = ("ISETP.GT.U32.AND P2, PT, R9, 0x1f, PT", "@P2 EXIT")
         (("IMAD R1, R2, R3, R4", "EXIT"), TensorMemory(0, False)),
         ((*FIRST_WARP, *allocation("a"), *LEAVING, *RELEASE, "EXIT"), TensorMemory(64, False)),
         ((*TWICE, *READ, *LEAVING, *RELEASE, *RELEASE, "EXIT"), TensorMemory(320, False)),
+        ((*TWICE, *LEAVING, *RELEASE, *AGAIN, "EXIT"), TensorMemory(320, False)),
         # never freed; one of two; not where the block leaves early, on a condition of its input; only on such a condition
         ((*FIRST_WARP, *allocation("a"), "EXIT"), TensorMemory(64, True)),
         ((*TWICE, *LEAVING, *RELEASE, "EXIT"), TensorMemory(320, True)),
+        ((*TWICE, *LEAVING, *AGAIN, "EXIT"), TensorMemory(320, True)),
         ((*FIRST_WARP, *allocation("a"), "LDC R5, c[0x0][0x380]", "ISETP.EQ.AND P1, PT, R5, RZ, PT", "@P1 EXIT", *LEAVING,
           *RELEASE, "EXIT"), TensorMemory(64, True)),
         ((*FIRST_WARP, *allocation("a"), "ISETP.EQ.AND P1, PT, R5, RZ, PT", "@P1 BRA `(.L_out)", *LEAVING, *RELEASE, ".L_out:",
