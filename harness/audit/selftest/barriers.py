@@ -144,7 +144,7 @@ def _row(fault: PlantedBarrier, count: int, seed: int, advance: Advance) -> Barr
         fault=fault.slug,
         title=fault.title,
         expected=expected,
-        got="nothing" if shown is None else _found(shown.fault),
+        got="nothing" if shown is None else _described(shown.fault),
         message="" if shown is None else shown.fault.reason,
         tried=count if shown is None else shown.tried,
         schedule=() if shown is None else shown.schedule,
@@ -156,14 +156,14 @@ def _line(kind: str, role: str, barrier: str, stage: int, iteration: int) -> str
     return f"{kind}: {role}, {barrier}, stage {stage}, iteration {iteration}"
 
 
-def _found(fault: ProtocolFault) -> str:
+def _described(fault: ProtocolFault) -> str:
     return _line(fault.kind, fault.role, fault.barrier, fault.stage, fault.iteration)
 
 
 def _wrong(shown: Shown | None, expected: str, count: int) -> tuple[str, ...]:
     if shown is None:
         return (f"not found under {count} schedules",)
-    return () if _found(shown.fault) == expected else ("another kind, role, barrier, stage or iteration is named",)
+    return () if _described(shown.fault) == expected else ("another kind, role, barrier, stage or iteration is named",)
 
 
 # functions without a fault
@@ -231,13 +231,13 @@ def _clean(of: _Function, count: int, seed: int, advance: Advance) -> CleanRoles
             if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(values, expected, strict=True)):
                 alarms.append(f"other values than under the first schedule: {schedule}")
         except ProtocolFault as fault:
-            alarms.append(f"{_found(fault)}: {fault.reason}")
+            alarms.append(f"{_described(fault)}: {fault.reason}")
             break
         finally:
             advance(name, 1)
     explored = explore(program)
     if explored.fault is not None:
-        alarms.append(f"{_found(explored.fault)}: {explored.fault.reason}")
+        alarms.append(f"{_described(explored.fault)}: {explored.fault.reason}")
     if explored.census.stuck:
         alarms.append(f"{explored.census.stuck} states in which roles wait without end")
     return CleanRoles(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from attnfuzz.kernels.support.protocol import ProtocolFault, ProtocolKind
+from attnfuzz.kernels.tilelang.roles.clocks import Access
+from attnfuzz.kernels.tilelang.roles.state import Execution, Operation, Phases
 from attnfuzz.kernels.tilelang.roles.steps import Kind, Mbarrier, Step
-
-if TYPE_CHECKING:
-    from attnfuzz.kernels.tilelang.roles.clocks import Access
-    from attnfuzz.kernels.tilelang.roles.machine import Machine, Operation, Phases
 
 __all__ = ["bytes_left", "conflict", "deadlock", "left_running", "unwritten"]
 
 
-def conflict(machine: Machine, access: Access, other: Access) -> ProtocolFault:
+def conflict(machine: Execution, access: Access, other: Access) -> ProtocolFault:
     """Two accesses that nothing orders; `other` happened first in this execution."""
     running = other.operation >= 0 and not machine.operations[other.operation].finished
     if not access.write:
@@ -29,7 +26,7 @@ def conflict(machine: Machine, access: Access, other: Access) -> ProtocolFault:
     return _early_read(machine, reader, writer, running=False)
 
 
-def unwritten(machine: Machine, access: Access) -> ProtocolFault:
+def unwritten(machine: Execution, access: Access) -> ProtocolFault:
     """A read of memory that nothing has written."""
     steps = _writers(machine, access)
     barrier = _waited(machine, access.role, [barrier for _, barrier in steps])
@@ -38,14 +35,14 @@ def unwritten(machine: Machine, access: Access) -> ProtocolFault:
     return _unfinished(machine, access, barrier, reason, copied=copied)
 
 
-def _early_read(machine: Machine, reader: Access, writer: Access, *, running: bool) -> ProtocolFault:
+def _early_read(machine: Execution, reader: Access, writer: Access, *, running: bool) -> ProtocolFault:
     barrier = _waited(machine, reader.role, _signals_after(machine, writer))
     state = "has not finished" if running else "is not ordered before it"
     reason = f"it reads {reader.part.text} ({reader.step.text}), but {_of(machine, writer)} {state}"
     return _unfinished(machine, reader, barrier, reason, copied=writer.step.kind is Kind.COPY)
 
 
-def _unfinished(machine: Machine, reader: Access, barrier: Mbarrier | None, reason: str, *, copied: bool) -> ProtocolFault:
+def _unfinished(machine: Execution, reader: Access, barrier: Mbarrier | None, reason: str, *, copied: bool) -> ProtocolFault:
     """A read of what is not there: of a copy's bytes in spite of a wait for a phase, these were not counted in it."""
     phases = None if barrier is None else machine.phases[_key(barrier)]
     if barrier is not None and phases is not None and copied and reader.role in phases.seen and reader.role not in phases.stale:
@@ -54,7 +51,7 @@ def _unfinished(machine: Machine, reader: Access, barrier: Mbarrier | None, reas
     return _fault(machine, "early-read", reader, barrier, reason)
 
 
-def _early_overwrite(machine: Machine, writer: Access, reader: Access) -> ProtocolFault:
+def _early_overwrite(machine: Execution, writer: Access, reader: Access) -> ProtocolFault:
     # What a role itself still writes is to be read by another one first.
     own = reader.write and reader.role == writer.role
     barrier = _waited(machine, writer.role, _readers_signals(machine, writer) if own else _signals_after(machine, reader))
@@ -63,7 +60,7 @@ def _early_overwrite(machine: Machine, writer: Access, reader: Access) -> Protoc
     return _fault(machine, "early-overwrite", writer, barrier, reason)
 
 
-def _fault(machine: Machine, kind: ProtocolKind, access: Access, barrier: Mbarrier | None, reason: str) -> ProtocolFault:
+def _fault(machine: Execution, kind: ProtocolKind, access: Access, barrier: Mbarrier | None, reason: str) -> ProtocolFault:
     if barrier is not None and access.role in machine.phases[_key(barrier)].stale:
         phase = machine.phases[_key(barrier)].seen[access.role]
         seen = "before any phase was completed" if phase < 0 else f"for phase {phase} a second time"
@@ -74,7 +71,7 @@ def _fault(machine: Machine, kind: ProtocolKind, access: Access, barrier: Mbarri
     )
 
 
-def _of(machine: Machine, access: Access) -> str:
+def _of(machine: Execution, access: Access) -> str:
     return f"the {access.step.text!r} of {machine.program.roles[access.role].name}, iteration {access.step.iteration},"
 
 
@@ -82,7 +79,7 @@ def _key(barrier: Mbarrier) -> tuple[int, int]:
     return (barrier.slot, barrier.index)
 
 
-def _signals_after(machine: Machine, access: Access) -> list[Mbarrier]:
+def _signals_after(machine: Execution, access: Access) -> list[Mbarrier]:
     """The barriers that hear of an access: those of the operation and of commits behind it, or the role's next arrivals."""
     steps = machine.program.roles[access.role].steps
     return _signals_behind(steps, next(place for place, step in enumerate(steps) if step is access.step))
@@ -105,7 +102,7 @@ def _signals_behind(steps: Sequence[Step], place: int) -> list[Mbarrier]:
     return []
 
 
-def _readers_signals(machine: Machine, access: Access) -> list[Mbarrier]:
+def _readers_signals(machine: Execution, access: Access) -> list[Mbarrier]:
     """The barriers that hear when another role has read what an access writes."""
     for number, role in enumerate(machine.program.roles):
         for place, step in enumerate(role.steps if number != access.role else ()):
@@ -114,7 +111,7 @@ def _readers_signals(machine: Machine, access: Access) -> list[Mbarrier]:
     return []
 
 
-def _writers(machine: Machine, access: Access) -> list[tuple[Step, Mbarrier]]:
+def _writers(machine: Execution, access: Access) -> list[tuple[Step, Mbarrier]]:
     """A step that writes what an access reads, with the barrier that hears of it."""
     for role in machine.program.roles:
         for place, step in enumerate(role.steps):
@@ -125,7 +122,7 @@ def _writers(machine: Machine, access: Access) -> list[tuple[Step, Mbarrier]]:
     return []
 
 
-def _waited(machine: Machine, role: int, barriers: list[Mbarrier]) -> Mbarrier | None:
+def _waited(machine: Execution, role: int, barriers: list[Mbarrier]) -> Mbarrier | None:
     """The barrier among `barriers` that a role waits for somewhere; the last one where it waits for none."""
     waits = {
         _key(step.barrier) for step in machine.program.roles[role].steps if step.kind is Kind.WAIT and step.barrier is not None
@@ -133,16 +130,16 @@ def _waited(machine: Machine, role: int, barriers: list[Mbarrier]) -> Mbarrier |
     return next((each for each in barriers if _key(each) in waits), barriers[-1] if barriers else None)
 
 
-def left_running(machine: Machine, operation: Operation) -> ProtocolFault:
+def left_running(machine: Execution, operation: Operation) -> ProtocolFault:
     """An operation still runs when all roles have ended."""
     step = operation.step
     name = machine.program.roles[operation.role].name
-    reason = f"all roles have ended, and nobody has waited for its {step.text!r}"
+    reason = f"all roles have ended, and none has waited for its {step.text!r}"
     stage = step.writes[0].stage if step.writes else 0
     return ProtocolFault("left-running", name, step.barrier.text if step.barrier else "", stage, step.iteration, reason)
 
 
-def bytes_left(machine: Machine, phases: Phases) -> ProtocolFault:
+def bytes_left(machine: Execution, phases: Phases) -> ProtocolFault:
     """A barrier expects bytes that no copy brings, or had more than it expected."""
     barrier = phases.barrier
     role, step = next(
@@ -156,7 +153,7 @@ def bytes_left(machine: Machine, phases: Phases) -> ProtocolFault:
     return ProtocolFault("wrong-bytes", role.name, barrier.text, stage, step.iteration, reason)
 
 
-def deadlock(machine: Machine) -> ProtocolFault:
+def deadlock(machine: Execution) -> ProtocolFault:
     """Roles wait, and nothing can happen any more: name the wait that is the cause."""
     blocked = [
         (number, runner.steps[runner.place]) for number, runner in enumerate(machine.runners) if runner.place < len(runner.steps)
@@ -179,7 +176,7 @@ def deadlock(machine: Machine) -> ProtocolFault:
     return _blocked(machine, "deadlock", role, step, everyone)
 
 
-def _waiting(machine: Machine, step: Step) -> str:
+def _waiting(machine: Execution, step: Step) -> str:
     if step.barrier is None:
         return f"is at {step.text!r}"
     phases = machine.phases[_key(step.barrier)]
@@ -187,17 +184,17 @@ def _waiting(machine: Machine, step: Step) -> str:
     return f"waits for phase {phases.completed} of {step.barrier.text}, which has {arrived} of {phases.barrier.arrivals} arrivals"
 
 
-def _blocked(machine: Machine, kind: ProtocolKind, role: int, step: Step, reason: str) -> ProtocolFault:
+def _blocked(machine: Execution, kind: ProtocolKind, role: int, step: Step, reason: str) -> ProtocolFault:
     barrier = step.barrier
     stage = 0 if barrier is None or barrier.alone else barrier.index
     return ProtocolFault(kind, machine.program.roles[role].name, barrier.text if barrier else "", stage, step.iteration, reason)
 
 
-def _cause(machine: Machine, waits: list[tuple[int, Step, Phases]]) -> tuple[int, Step] | None:
+def _cause(machine: Execution, waits: list[tuple[int, Step, Phases]]) -> tuple[int, Step] | None:
     """The wait whose barrier lacks an arrival: with it, the others go on without a fault, and further than otherwise."""
     best, furthest = None, -1
     for role, step, phases in waits:
-        again = _replayed(machine)
+        again = machine.again()
         again.arrive(again.phases[_key(phases.barrier)], max(1, phases.pending), again.runners[role].clock)
         try:
             while options := again.options():
@@ -207,11 +204,3 @@ def _cause(machine: Machine, waits: list[tuple[int, Step, Phases]]) -> tuple[int
         if len(again.taken) > furthest:
             best, furthest = (role, step), len(again.taken)
     return best
-
-
-def _replayed(machine: Machine) -> Machine:
-    """Return a machine in the same state, without numbers."""
-    again = type(machine)(machine.program)
-    for turn in machine.taken:
-        again.take(turn)
-    return again

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from attnfuzz.kernels.support.protocol import ProtocolFault
+from attnfuzz.kernels.tilelang.roles.census import Census, count_states
 from attnfuzz.kernels.tilelang.roles.clocks import Clock
-from attnfuzz.kernels.tilelang.roles.machine import Machine, Turn
-from attnfuzz.kernels.tilelang.roles.states import Census, count_states
+from attnfuzz.kernels.tilelang.roles.machine import Machine
+from attnfuzz.kernels.tilelang.roles.state import Turn
 from attnfuzz.kernels.tilelang.roles.steps import BlockProgram, Kind, Step
 
 __all__ = ["Exploration", "explore"]

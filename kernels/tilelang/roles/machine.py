@@ -9,64 +9,14 @@ whichever came first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from attnfuzz.kernels.tilelang.roles import diagnosis
 from attnfuzz.kernels.tilelang.roles.clocks import Access, Clock, History
 from attnfuzz.kernels.tilelang.roles.memory import Memory
-from attnfuzz.kernels.tilelang.roles.steps import BlockProgram, Kind, Mbarrier, Step
+from attnfuzz.kernels.tilelang.roles.state import Operation, Phases, Runner, Turn
+from attnfuzz.kernels.tilelang.roles.steps import BlockProgram, Kind, Step
 
-__all__ = ["Machine", "Operation", "Phases", "Turn"]
-
-
-@dataclass(slots=True)
-class Phases:
-    """The state of an mbarrier: the phase that runs has number `completed`."""
-
-    barrier: Mbarrier
-    pending: int
-    current: Clock
-    past: Clock
-    """What a completed phase tells those who wait for it."""
-    bytes: int = 0
-    completed: int = 0
-    seen: dict[int, int] = field(default_factory=dict)
-    """The phase that each role's last wait observed."""
-    stale: set[int] = field(default_factory=set)
-    """Roles whose last wait observed no phase that they had not observed before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A choice: the role that goes on, or the operation that finishes, named by its role and place."""
-
-    role: int
-    place: int = -1
-    """Place of the operation's first step; -1: the role itself."""
-
-
-@dataclass(slots=True)
-class Operation:
-    """An asynchronous copy, product or commit that has been started."""
-
-    number: int
-    role: int
-    step: Step
-    known: Clock
-    """What its role knew when it was started."""
-    turn: Turn
-    finished: bool = False
-
-
-@dataclass(slots=True)
-class _Runner:
-    """A role: its place, and what it knows."""
-
-    steps: Sequence[Step]
-    clock: Clock
-    place: int = 0
-    synced: bool = False
-    """Whether it has arrived at the named barrier at which it waits."""
+__all__ = ["Machine"]
 
 
 class Machine:
@@ -79,7 +29,7 @@ class Machine:
         self.program = program
         self.memory = memory
         count = len(program.roles)
-        self.runners = [_Runner(role.steps, Clock([0] * count)) for role in program.roles]
+        self.runners = [Runner(role.steps, Clock([0] * count)) for role in program.roles]
         self.phases = {
             (each.slot, each.index): Phases(each, each.arrivals, Clock([0] * count), Clock([0] * count))
             for each in program.barriers
@@ -99,10 +49,17 @@ class Machine:
         for role in range(count):
             self._compute(role)
 
+    def again(self) -> Machine:
+        """Return another machine in the same state, without numbers."""
+        other = Machine(self.program)
+        for turn in self.taken:
+            other.take(turn)
+        return other
+
     # choices
 
     def options(self) -> list[Turn]:
-        """Return what may happen next: first the role that had the last turn, last the operations that nobody waits for."""
+        """Return what may happen next: first the role that had the last turn, last the operations without a role that waits."""
         count = len(self.runners)
         turns = [self._turns[role] for role in (*range(self.last, count), *range(self.last)) if self.can_go(role)]
         first = [each for each in self.running if self._is_first(each)]
@@ -180,7 +137,7 @@ class Machine:
         return points
 
     def check_end(self) -> None:
-        """Report roles that wait without end, and operations that nobody waited for.
+        """Report roles that wait without end, and operations for which none has waited.
 
         Raises:
             ProtocolFault: there are some.
@@ -263,7 +220,7 @@ class Machine:
                     runner.clock.done |= 1 << each.number
 
     def _pass(self, role: int, phases: Phases) -> None:
-        """Pass a wait: the role knows what the completed phases tell."""
+        """Pass a wait: the role learns what the completed phases know."""
         observed, before = phases.completed - 1, phases.seen.get(role)
         phases.seen[role] = observed
         (phases.stale.add if observed < 0 or before == observed else phases.stale.discard)(role)

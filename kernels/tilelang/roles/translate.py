@@ -468,14 +468,14 @@ def _parallel_loops(op: Any) -> int:
     """Count the parallel loops of a nest."""
     from tvm.tirx.stmt_functor import post_order_visit
 
-    found: list[Any] = []
+    loops: list[Any] = []
 
     def visit(node: Any) -> None:
         if isinstance(node, tirx.For) and node.kind in (tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED):
-            found.append(node)
+            loops.append(node)
 
     post_order_visit(op, visit)
-    return len(found)
+    return len(loops)
 
 
 def _variables_of_contents(func: Any) -> set[Any]:

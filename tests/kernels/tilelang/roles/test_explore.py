@@ -10,9 +10,10 @@ pytest.importorskip("torch")
 from support.role_kernels import program
 
 from attnfuzz.kernels.support.protocol import ProtocolFault
+from attnfuzz.kernels.tilelang.roles.census import count_states
 from attnfuzz.kernels.tilelang.roles.explore import explore
-from attnfuzz.kernels.tilelang.roles.machine import Machine, Turn
-from attnfuzz.kernels.tilelang.roles.states import count_states
+from attnfuzz.kernels.tilelang.roles.machine import Machine
+from attnfuzz.kernels.tilelang.roles.state import Turn
 from attnfuzz.kernels.tilelang.roles.steps import BlockProgram
 
 

@@ -14,7 +14,7 @@ from support.role_kernels import COMPUTE, program
 
 from attnfuzz.kernels.support.protocol import ProtocolFault
 from attnfuzz.kernels.tilelang.roles.machine import Machine
-from attnfuzz.kernels.tilelang.roles.steps import BlockProgram  # noqa: E402
+from attnfuzz.kernels.tilelang.roles.steps import BlockProgram
 from attnfuzz.kernels.tilelang.roles.trying import first_fault, schedules
 
 READER, COPIER = "compute threads 0-127", "DMA threads 128-159"
